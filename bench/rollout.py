@@ -1,0 +1,284 @@
+"""What a turn costs: CPU time of the rollout's own process, against a fake of SGLang's /generate in another one.
+
+    python bench/rollout.py --model smollm2-135m-instruct                 # everything
+    python bench/rollout.py --measure cost --turns 16 --subjects raw engine
+    python bench/rollout.py --measure slots memory
+    python bench/rollout.py --measure cost --peer verifiers               # pip install episode-engine[bench]
+
+Subjects run one after another against the same server, which has a core of its own where the machine has two:
+
+    wire    the floor: requests only
+    raw     the floor: and tokenising, and parsing of tool calls
+    client  our SGLang backend alone: the same requests, checked prompts and replies; no tokenizer
+    engine  a run of the engine, journal on (subject.py)
+
+What is measured:
+
+    cost        CPU microseconds (user and system) a turn at 4, 16 and 64 turns, and `growth`: what turns 17-64 cost
+                over turns 5-16; the server answers at once
+    throughput  episodes a second at 4 turns with 256 at once, likewise
+    slots       how much of the server's 256 slots a run of 16-turn episodes keeps busy, where a reply takes 50 and 200 ms
+    memory      what 1,000 episodes of 16 turns that are alive at once add to the process
+
+Compare figures of one run alone: absolute ones drift with the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import numpy as np
+import structlog
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from floor import Workload, rollout
+from subject import SAMPLES, Engine
+
+Subject = Callable[[str, Workload, int, int, int], Awaitable[tuple[int, float, float]]]
+"""(url, workload, turns, episodes, concurrency) -> (turns taken, CPU seconds, wall seconds)."""
+
+SLOTS = 256
+ROUNDS = 3
+
+
+async def _floor(kind: str, url: str, workload: Workload, turns: int, episodes: int, concurrency: int) -> int:
+    return await rollout(url, workload, kind=kind, turns=turns, episodes=episodes, concurrency=concurrency)
+
+
+def _timed(work: Callable[[str, Workload, int, int, int], Awaitable[int]]) -> Subject:
+    async def subject(
+        url: str, workload: Workload, turns: int, episodes: int, concurrency: int
+    ) -> tuple[int, float, float]:
+        began, wall = time.process_time(), time.perf_counter()
+        count = await work(url, workload, turns, episodes, concurrency)
+        return count, time.process_time() - began, time.perf_counter() - wall
+
+    return subject
+
+
+async def _engine(
+    url: str, workload: Workload, turns: int, episodes: int, concurrency: int
+) -> tuple[int, float, float]:
+    engine = Engine(url, workload.model, turns)
+    try:
+        return await engine.run(episodes, concurrency)
+    finally:
+        engine.close()
+
+
+async def _client(url: str, workload: Workload, turns: int, episodes: int, concurrency: int) -> int:
+    from engine.backends.sglang.client import SGLangBackend
+    from schemas.episode import SGLangBackend as Spec
+    from schemas.generation import GenerateRequest, SamplingParams
+
+    sampling = SamplingParams(temperature=1.0)
+    backend = SGLangBackend(Spec(urls=[url]), _Format(workload), sampling=sampling, model="fake")  # type: ignore[arg-type]
+    await backend.start()
+    left = iter(range(episodes))
+    observation = np.array(workload.observation, np.int32)
+
+    async def worker() -> None:
+        for number in left:
+            ids = np.array(workload.prompt, np.int32)
+            for turn in range(turns):
+                request = GenerateRequest(
+                    request_id=f"{number}-{turn}",
+                    episode_id=str(number),
+                    turn=turn,
+                    input_ids=ids,
+                    sampling=sampling,
+                    max_new_tokens=512,
+                    stop_token_ids=[2],
+                    seed=0,
+                )
+                generation = await backend.generate(request)
+                ids = np.concatenate([ids, generation.output_ids, observation])
+            backend.release(str(number))
+
+    await asyncio.gather(*(worker() for _ in range(min(concurrency, episodes))))
+    stats = backend.stats()
+    assert stats["certificate"] == {"turns_checked": turns * episodes, "turns_unchecked": 0, "prompt_mismatches": 0}
+    await backend.close()
+    return turns * episodes
+
+
+class _Format:
+    """What the backend asks of a chat format."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.vocab_size = workload.tokenizer.get_vocab_size()
+        self.context = None
+        self.stop_token_ids = [workload.reply[-1]]
+        self.encode = lambda text: workload.tokenizer.encode(text, add_special_tokens=False).ids
+        self.decode = lambda ids: workload.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+SUBJECTS: dict[str, Subject] = {
+    "wire": _timed(partial(_floor, "wire")),
+    "raw": _timed(partial(_floor, "raw")),
+    "client": _timed(_client),
+    "engine": _engine,
+}
+
+
+class Fake:
+    """The fake server in a process of its own."""
+
+    def __init__(self, reply: list[int], *, latency: float = 0.0, slots: int = 0) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        path = Path(self._folder.name) / "reply.json"
+        path.write_text(json.dumps(reply))
+        script = Path(__file__).parent / "fake_sglang.py"
+        command = [sys.executable, str(script), "--reply", str(path), "--latency", str(latency), "--slots", str(slots)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) > 1:
+            os.sched_setaffinity(self._process.pid, cores[1:])
+            os.sched_setaffinity(0, cores[:1])
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().strip()
+
+    def __enter__(self) -> Fake:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def stats(self) -> dict[str, Any]:
+        """What went through it."""
+        with urlopen(f"{self.url}/fake/stats") as reply:
+            return dict(json.load(reply))
+
+    def close(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def growth(costs: dict[int, float]) -> float | None:
+    """What a turn of 17-64 costs over one of 5-16, from averages over 4, 16 and 64 turns."""
+    if not {4, 16, 64} <= costs.keys():
+        return None
+    total = {turns: turns * cost for turns, cost in costs.items()}
+    return ((total[64] - total[16]) / 48) / ((total[16] - total[4]) / 12)
+
+
+def load_tokenizer(model: str) -> Any:
+    """A `tokenizers.Tokenizer` from a folder, or a model of the catalogue."""
+    from tokenizers import Tokenizer
+
+    folder = Path(model)
+    if not folder.exists():
+        from engine.tokens.catalogue import resolve_model
+
+        folder = resolve_model(model)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def cost(names: list[str], workload: Workload, counts: list[int], total: int, concurrency: int) -> dict[str, Any]:
+    """CPU microseconds a turn: the best of some rounds, since anything else on the machine only adds to it."""
+    found: dict[str, dict[int, float]] = {name: {} for name in names}
+    with Fake(workload.reply) as fake:
+        for turns in counts:
+            episodes = max(SAMPLES, total // turns)
+            for _ in range(ROUNDS):
+                for name in names:
+                    done, spent, _ = asyncio.run(SUBJECTS[name](fake.url, workload, turns, episodes, concurrency))
+                    found[name][turns] = min(found[name].get(turns, float("inf")), spent / done * 1e6)
+    for name, costs in found.items():
+        figures = "  ".join(f"{turns:>3} turns {value:7.1f} µs" for turns, value in costs.items())
+        grown = growth(costs)
+        text = f"{name:<10}{figures}" + (f"  growth {grown:.2f}" if grown else "")
+        if "raw" in found and name != "raw":
+            text += "  over raw " + " ".join(f"{value / found['raw'][turns]:.2f}" for turns, value in costs.items())
+        print(text, flush=True)
+    return {name: {str(turns): value for turns, value in costs.items()} for name, costs in found.items()}
+
+
+def throughput(names: list[str], workload: Workload) -> dict[str, float]:
+    """Episodes a second at 4 turns, 256 at once."""
+    found: dict[str, float] = {}
+    with Fake(workload.reply) as fake:
+        for _ in range(ROUNDS):
+            for name in names:
+                done, _, took = asyncio.run(SUBJECTS[name](fake.url, workload, 4, 2048, SLOTS))
+                found[name] = max(found.get(name, 0.0), done / 4 / took)
+    for name, rate in found.items():
+        print(f"{name:<10}{rate:8.0f} episodes/s at 4 turns x {SLOTS}", flush=True)
+    return found
+
+
+def slots(workload: Workload, *, turns: int = 16, episodes: int = 1024) -> dict[str, float]:
+    """How much of the server's slots a run keeps busy, from its first request to its last reply."""
+    found: dict[str, float] = {}
+    for latency in (0.05, 0.2):
+        for live in (SLOTS, 2 * SLOTS):
+            with Fake(workload.reply, latency=latency, slots=SLOTS) as fake:
+                engine = Engine(fake.url, workload.model, turns)
+                _, _, took = asyncio.run(engine.run(episodes, SLOTS, live=live))
+                engine.close()
+                busy = fake.stats()["busy_seconds"]
+            share = found[f"{latency * 1000:.0f} ms, {live} alive"] = busy / (SLOTS * took)
+            print(f"engine    {share:6.1%} of {SLOTS} slots busy at {latency * 1000:.0f} ms, {live} alive", flush=True)
+    return found
+
+
+def memory(workload: Workload, *, turns: int = 16, episodes: int = 1000) -> float:
+    """MB that so many concurrent episodes add to a process of their own, at most."""
+    with Fake(workload.reply, latency=0.2) as fake:
+        script = Path(__file__).parent / "subject.py"
+        command = [sys.executable, script, fake.url, workload.model, str(turns), str(episodes)]
+        added = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+    print(f"engine    {added:6.1f} MB for {episodes} concurrent episodes of {turns} turns", flush=True)
+    return added
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", default="smollm2-135m-instruct", help="a folder with a tokenizer, or a catalogue name"
+    )
+    kinds = ["cost", "throughput", "slots", "memory"]
+    parser.add_argument("--measure", nargs="+", default=kinds, choices=kinds)
+    parser.add_argument("--turns", type=int, nargs="+", default=[4, 16, 64])
+    parser.add_argument("--subjects", nargs="+", default=list(SUBJECTS), choices=list(SUBJECTS))
+    parser.add_argument("--peer", choices=["verifiers"], help="a peer beside them, where it is installed")
+    parser.add_argument("--concurrency", type=int, default=64, help="episodes at once, for `cost`")
+    parser.add_argument("--total", type=int, default=8192, help="turns of each measurement of `cost`")
+    parser.add_argument("--json", help="write the figures to this file too")
+    arguments = parser.parse_args()
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR), cache_logger_on_first_use=False
+    )
+    workload = Workload.of(load_tokenizer(arguments.model), model=arguments.model)
+    found: dict[str, Any] = {}
+    if "cost" in arguments.measure:
+        found["cost"] = cost(arguments.subjects, workload, arguments.turns, arguments.total, arguments.concurrency)
+    if "throughput" in arguments.measure:
+        found["throughput"] = throughput([name for name in arguments.subjects if name != "client"], workload)
+    if "slots" in arguments.measure:
+        found["slots"] = slots(workload)
+    if "memory" in arguments.measure:
+        found["memory"] = memory(workload)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

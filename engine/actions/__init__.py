@@ -1,0 +1,1 @@
+"""What a state does: one small file for each action."""

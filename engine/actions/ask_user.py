@@ -1,0 +1,110 @@
+"""`ask_user`: the (simulated) user answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.actions.base import Services, World, post_rewards
+from engine.actions.workers import call_world
+from engine.episode import Episode
+from engine.errors import WorldError
+from engine.spec.template import fill_words
+from schemas.environment import UserTurn
+from schemas.journal import UserRecord
+from schemas.message import ContentPart, Message
+
+
+class AskUserAction:
+    """Ask the user; where the newest turn could not be read, say so in the user's place."""
+
+    events: tuple[str, ...] = ("feedback", "satisfied")
+
+    def __init__(self, services: Services, base: Path) -> None:
+        self._services = services
+        self._people = services.spec.people
+        self._recover = services.spec.recover
+        self._base = base
+        self._most = services.spec.limits.user_turns
+
+    def limit(self, episode: Episode) -> tuple[str, float] | None:
+        """`user_turns`, then the limits of a user that a model plays: `user.turns` and `user.tokens`."""
+        if self._most is not None and episode.user_turns >= self._most:
+            return "user_turns", episode.user_turns
+        user = self._people.get(episode.task.user or "")
+        if user is None:
+            return None
+        if user.limits.turns is not None and episode.user_turns >= user.limits.turns:
+            return "user.turns", episode.user_turns
+        if user.limits.tokens is not None and episode.user_tokens >= user.limits.tokens:
+            return "user.tokens", episode.user_tokens
+        return None
+
+    async def perform(self, episode: Episode, world: World) -> UserRecord:
+        """The user's answer, or the engine's own to a reply that nobody could read."""
+        if episode.malformed:
+            return UserRecord(turn=UserTurn(content=self._malformed(episode)), canned=True)
+        user = self._people.get(world.user_name)
+        if user is None:
+            raise WorldError("the user is asked, but the spec has none", blame="spec", kind="no_user")
+        who = f"`{user.use}`.respond" if user.use else "the model that plays the user"
+        turn = await call_world(
+            self._services.workers,
+            world.user.respond,
+            episode.view(),
+            seconds=None if user.played else user.seconds,  # a model's deadline begins when it is its turn
+            blame="user",
+            what=who,
+        )
+        if not isinstance(turn, UserTurn):
+            raise WorldError(
+                f"{who} returned {type(turn).__name__}; it must return a UserTurn",
+                blame="user",
+                kind="user_bad_reply",
+            )
+        if not turn.satisfied and not turn.content:
+            raise WorldError(
+                f"{who} returned neither content nor `satisfied`; the policy would be shown nothing",
+                blame="user",
+                kind="user_bad_reply",
+            )
+        return UserRecord(turn=self._in_the_specs_words(turn, episode))
+
+    def _malformed(self, episode: Episode) -> list[ContentPart]:
+        attempts = episode.malformed
+        fields = {
+            "problem": " ".join(attempt.problem for attempt in attempts),
+            "raw": "\n".join(attempt.raw for attempt in attempts),
+            "task": episode.task.fields,
+        }
+        return fill_words(self._recover.malformed, fields, self._base)
+
+    def _in_the_specs_words(self, turn: UserTurn, episode: Episode) -> UserTurn:
+        """The turn with the spec's template for what is the matter with the reply, where it has one."""
+        words = getattr(self._recover, turn.recover) if turn.recover and not turn.satisfied else None
+        if words is None:
+            return turn
+        said = fill_words(words, {**turn.fields, "task": episode.task.fields}, self._base)
+        return turn.model_copy(update={"content": said})
+
+    def apply(self, episode: Episode, record: UserRecord) -> str:
+        """Say it; write its rewards and facts."""
+        turn = record.turn
+        episode.user_turns += 1
+        episode.user_tokens += turn.tokens
+        episode.feedback = {
+            **turn.facts,
+            "solved": turn.solved,
+            "satisfied": turn.satisfied,
+            "malformed": record.canned,
+        }
+        episode.facts.update(turn.facts)
+        episode.solved = episode.solved or turn.solved
+        if turn.content:
+            episode.conversation.add([Message(role="user", content=turn.content)])
+        post_rewards(episode, turn.rewards, "user")
+        return "satisfied" if turn.satisfied else "feedback"
+
+    def effects(self, world: World, record: UserRecord) -> str:
+        """The user's own; a canned answer never asked it."""
+        user = self._people.get(world.user_name)
+        return "pure" if record.canned or user is None else user.effects

@@ -1,0 +1,78 @@
+"""What an action is, and what it may use.
+
+`perform` talks to the world, may wait, and changes nothing of the episode that `apply` would have to
+know. `apply` is pure: the same record always leads to the same event. A replay calls `apply` alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from engine.actions.toolbox import Toolbox
+    from engine.actions.voice import Cast
+    from engine.actions.workers import Workers
+    from engine.backends.base import Backend
+    from engine.episode import Episode
+    from engine.tokens.format import ChatFormat
+    from schemas.episode import EpisodeSpec
+    from schemas.journal import Record
+
+
+@dataclass(slots=True)
+class Services:
+    """What all episodes of a run share."""
+
+    spec: EpisodeSpec
+    format: ChatFormat
+    backend: Backend
+    workers: Workers
+    slots: asyncio.Semaphore
+    """One for each generation that may be in flight."""
+    cast: Cast | None = None
+    """Models that play users or judge; None where nobody may be asked."""
+
+
+@dataclass(slots=True)
+class World:
+    """The objects that belong to one episode alone."""
+
+    environment: Any = None
+    user: Any = None
+    user_name: str = ""
+    """Which of the spec's `users` it is; empty for the one of `user`."""
+    toolbox: Toolbox | None = None
+    opened: list[Any] = field(default_factory=list)
+    """Whatever has a `close`, in the order of construction."""
+
+
+class Action(Protocol):
+    """What a state does."""
+
+    events: tuple[str, ...]
+    """Events that it may end with, beside `limit` and `failed`."""
+
+    def limit(self, episode: Episode) -> tuple[str, float] | None:
+        """The limit that forbids it now, and what had been reached; None when it may go ahead."""
+        ...
+
+    async def perform(self, episode: Episode, world: World) -> Record:
+        """Talk to the world. Raises an `EngineError` where that fails."""
+        ...
+
+    def apply(self, episode: Episode, record: Any) -> str:
+        """Feed the record to the episode; the event that it means."""
+        ...
+
+    def effects(self, world: World, record: Any) -> str:
+        """What a crash may do with this record: `pure`, `replayable` or `external`."""
+        ...
+
+
+def post_rewards(episode: Episode, rewards: list[Any], source: str) -> None:
+    """Write what a world returned into the ledger, under the world's name where it gave none."""
+    for event in rewards:
+        named = event if event.source else event.model_copy(update={"source": source})
+        episode.ledger.post(named, episode.turn)

@@ -1,0 +1,56 @@
+"""`call_tools`: what the model called is carried out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.actions.base import Services, World, post_rewards
+from engine.episode import Episode
+from engine.errors import WorldError
+from schemas.journal import ToolsRecord
+from schemas.message import Message
+
+
+class CallToolsAction:
+    """Carry out the newest turn's calls in parallel, and show the results in their order."""
+
+    events: tuple[str, ...] = ("results",)
+
+    def __init__(self, services: Services, base: Path) -> None:
+        self._most = services.spec.limits.tool_calls
+
+    def limit(self, episode: Episode) -> tuple[str, float] | None:
+        """`tool_calls`, when none is left at all; calls beyond it inside one turn get an error result."""
+        if self._most is not None and episode.tool_calls >= self._most:
+            return "tool_calls", episode.tool_calls
+        return None
+
+    async def perform(self, episode: Episode, world: World) -> ToolsRecord:
+        """One result for each attempt."""
+        if world.toolbox is None:
+            raise WorldError("tools are called, but the spec has none", blame="spec", kind="no_tools")
+        left = self._most - episode.tool_calls if self._most is not None else len(episode.attempts)
+        return ToolsRecord(results=await world.toolbox.call_all(episode.attempts, episode.view(), budget=left))
+
+    def apply(self, episode: Episode, record: ToolsRecord) -> str:
+        """Show the results; write their rewards and facts. A fact `solved: true` marks the outcome as solved."""
+        for result in record.results:
+            if result.error not in ("malformed", "limit"):
+                episode.tool_calls += 1
+            if result.error is not None:
+                episode.tool_errors += 1
+            episode.facts.update(result.facts)
+            post_rewards(episode, result.rewards, f"tool:{result.name}")
+            episode.solved = episode.solved or result.facts.get("solved") is True
+        episode.conversation.add(
+            [
+                Message(role="tool", content=result.content, tool_call_id=result.call_id, name=result.name)
+                for result in record.results
+            ]
+        )
+        return "results"
+
+    def effects(self, world: World, record: ToolsRecord) -> str:
+        """The strongest among the tools that were called."""
+        called = {world.toolbox.effects(result.name) for result in record.results} if world.toolbox else set()
+        return next((level for level in ("external", "replayable") if level in called), "pure")

@@ -1,0 +1,132 @@
+"""`step`, and actions of a spec's own: the environment or a function answers with a `Step`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.actions.base import Services, World, post_rewards
+from engine.actions.workers import call_world
+from engine.episode import Episode
+from engine.errors import WorldError
+from engine.spec.entry import load_entry
+from schemas.environment import Step
+from schemas.journal import StepRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from schemas.episode import StateSpec
+    from schemas.trajectory import Blame
+
+DEFAULT_SECONDS = 60.0
+"""Deadline of an action whose state gives none."""
+
+
+class StepAction:
+    """Ask something outside the engine what happens next."""
+
+    _what: str
+    _blame: Blame
+    _seconds: float
+    _effects: str = "replayable"
+
+    def __init__(self, services: Services, events: tuple[str, ...]) -> None:
+        self._services = services
+        self.events = events
+
+    def _target(self, world: World) -> Callable[..., Any]:
+        raise NotImplementedError
+
+    def limit(self, episode: Episode) -> tuple[str, float] | None:
+        """No limit of its own."""
+        return None
+
+    async def perform(self, episode: Episode, world: World) -> StepRecord:
+        """Its answer, checked: a declared event, and nothing said in the model's name."""
+        step = await call_world(
+            self._services.workers,
+            self._target(world),
+            episode.view(),
+            seconds=self._seconds,
+            blame=self._blame,
+            what=self._what,
+        )
+        if not isinstance(step, Step):
+            raise WorldError(
+                f"{self._what} returned {type(step).__name__}; it must return a Step",
+                blame=self._blame,
+                kind=f"{self._blame}_bad_reply",
+            )
+        if step.event not in self.events:
+            raise WorldError(
+                f"{self._what} returned the event `{step.event}`; it declares {', '.join(self.events)}",
+                blame=self._blame,
+                kind=f"{self._blame}_bad_reply",
+            )
+        if any(message.role == "assistant" for message in step.messages):
+            raise WorldError(
+                f"{self._what} returned a message of role assistant; only the model speaks as the model",
+                blame=self._blame,
+                kind=f"{self._blame}_bad_reply",
+            )
+        return StepRecord(step=step)
+
+    def apply(self, episode: Episode, record: StepRecord) -> str:
+        """Say what it said; write its rewards and facts."""
+        episode.facts.update(record.step.facts)
+        if record.step.messages:
+            episode.conversation.add(list(record.step.messages))
+        post_rewards(episode, record.step.rewards, "environment")
+        episode.solved = episode.solved or bool(episode.facts.get("solved"))
+        return record.step.event
+
+    def effects(self, world: World, record: StepRecord) -> str:
+        """As declared."""
+        return self._effects
+
+
+class EnvironmentStep(StepAction):
+    """`step`: the environment's."""
+
+    def __init__(self, services: Services, base: Path) -> None:
+        spec = services.spec.environment
+        if spec is None:
+            raise WorldError(
+                "a state's action is `step`, but the spec has no environment", blame="spec", kind="no_environment"
+            )
+        super().__init__(services, tuple(load_entry(spec.use, base).events))
+        self._blame = "environment"
+        self._what = f"`{spec.use}`.step"
+        self._seconds = spec.timeout
+        self._effects = spec.effects
+
+    def _target(self, world: World) -> Callable[..., Any]:
+        target: Callable[..., Any] = world.environment.step
+        return target
+
+
+class OwnAction(StepAction):
+    """An action of the spec's own, by entry point."""
+
+    def __init__(self, services: Services, base: Path, state: StateSpec) -> None:
+        assert state.action is not None
+        function = load_entry(state.action, base)
+        events = getattr(function, "events", None)
+        if not events:
+            raise WorldError(
+                f'`{state.action}` declares no events; decorate it with `@action("done", …)` from schemas.environment',
+                blame="spec",
+                kind="bad_action",
+            )
+        super().__init__(services, tuple(events))
+        self._function = partial(function, **state.with_) if state.with_ else function
+        self._blame = "spec"
+        self._what = f"`{state.action}`"
+        self._seconds = state.timeout or DEFAULT_SECONDS
+        self._effects = getattr(function, "effects", "pure")
+
+    def _target(self, world: World) -> Callable[..., Any]:
+        return self._function

@@ -1,0 +1,147 @@
+"""`generate`: the model takes a turn."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from engine.actions.base import Services, World
+from engine.episode import Episode, TurnNote
+from engine.errors import BackendError
+from engine.rewards.state_key import compile_state_key
+from engine.tokens.tape import largest
+from schemas.generation import GenerateRequest, Generation
+from schemas.journal import GenerationRecord
+
+_attempt = itertools.count()
+
+
+class GenerateAction:
+    """Send the exact prompt, take the exact reply."""
+
+    events: tuple[str, ...] = ("tool_calls", "answered", "truncated", "malformed", "aborted")
+
+    def __init__(self, services: Services, base: Path) -> None:
+        spec = services.spec
+        self._services = services
+        self._limits = spec.limits
+        self._sampling = spec.sampling
+        self._most = min(spec.limits.turn_tokens, spec.sampling.max_new_tokens or spec.limits.turn_tokens)
+        contexts = [spec.model.context or services.format.context, getattr(services.backend, "context", None)]
+        self._context: int | None = min((value for value in contexts if value), default=None)
+        self._stop = sorted({*services.format.stop_token_ids, *spec.sampling.stop_token_ids})
+        self._vocab = services.format.vocab_size
+        self._vision = services.format.vision
+        self._banned = self._vision.banned if self._vision is not None else []
+        self._in_words = bool(getattr(services.backend, "wants_messages", False))
+        self._adapter = getattr(spec.backend, "adapter", None)
+        self._state_key = compile_state_key(spec.rewards.credit)
+
+    def limit(self, episode: Episode) -> tuple[str, float] | None:
+        """`assistant_turns`, then `images`, `episode_tokens`, the model's `context`."""
+        turns = self._limits.assistant_turns
+        if turns is not None and episode.turn + 1 >= turns:
+            return "assistant_turns", episode.turn + 1
+        images = self._limits.images
+        if images is not None and len(episode.conversation.images) > images:
+            return "images", len(episode.conversation.images)
+        length = len(episode.conversation.prompt())
+        tokens = self._limits.episode_tokens
+        if tokens is not None and length >= tokens:
+            return "episode_tokens", length
+        if self._context is not None and length >= self._context:
+            return "context", length
+        return None
+
+    def _room(self, length: int) -> int:
+        room = self._most
+        if self._limits.episode_tokens is not None:
+            room = min(room, self._limits.episode_tokens - length)
+        if self._context is not None:
+            room = min(room, self._context - length)
+        return room
+
+    async def perform(self, episode: Episode, world: World) -> GenerationRecord:
+        """One reply. It holds a generation slot while it is asked for, and at no other time."""
+        prompt = episode.conversation.prompt()
+        images, spans = episode.conversation.shown()
+        request = GenerateRequest(
+            request_id=f"{episode.id}#{episode.turn + 1}.{next(_attempt)}",
+            episode_id=episode.id,
+            turn=episode.turn + 1,
+            input_ids=prompt,
+            sampling=self._sampling,
+            max_new_tokens=self._room(len(prompt)),
+            stop_token_ids=self._stop,
+            banned_token_ids=self._banned,
+            images=images,
+            image_spans=spans,
+            seed=episode.turn_seed(),
+            adapter=self._adapter,
+            messages=list(episode.conversation.messages) if self._in_words else None,
+            tools=world.toolbox.schemas if self._in_words and world.toolbox else None,
+        )
+        async with self._services.slots:
+            generation = await self._services.backend.generate(request)
+        self._check(generation, request.max_new_tokens)
+        return GenerationRecord(generation=generation)
+
+    def _check(self, generation: Generation, most: int) -> None:
+        """What a backend may not do, whoever wrote it: checked before anything is written down."""
+        ids = generation.output_ids
+        if largest(ids) >= self._vocab:
+            bad = next(int(token) for token in ids if not 0 <= token < self._vocab)
+            raise BackendError(
+                f"the backend sampled token id {bad}; the vocabulary is [0, {self._vocab})", kind="bad_token"
+            )
+        if self._vision is not None:
+            self._vision.check_sampled(ids)
+        if len(ids) > most:
+            raise BackendError(f"the backend sampled {len(ids)} tokens where {most} were asked for", kind="bad_reply")
+
+    def apply(self, episode: Episode, record: GenerationRecord) -> str:
+        """Append the reply to the tape and read it."""
+        generation = record.generation
+        episode.conversation.prompt()  # a replay has not asked for it yet
+        anchor = self._anchor(episode)
+        episode.turn += 1
+        reply = episode.conversation.reply(generation, episode.turn)
+        episode.attempts = list(reply.attempts)
+        episode.finish = generation.finish
+        episode.text = reply.text
+        episode.turn_tokens = len(generation.output_ids)
+        episode.sampled += episode.turn_tokens
+        event = self._event(episode)
+        episode.turns.append(
+            TurnNote(
+                finish=generation.finish,
+                event=event,
+                anchor=anchor,
+                seconds=generation.seconds,
+                queue_seconds=generation.queue_seconds,
+                cached_tokens=generation.cached_tokens,
+                prompt_tokens=generation.prompt_tokens,
+            )
+        )
+        return event
+
+    def _anchor(self, episode: Episode) -> str | None:
+        """The state that the turn begins in, where the spec's credit asks for it."""
+        if self._state_key is None:
+            return None
+        return self._state_key.tell(episode.facts, episode.conversation.messages, episode.context)
+
+    def _event(self, episode: Episode) -> str:
+        assert episode.finish is not None
+        if episode.finish.type == "abort":
+            episode.aborted = True
+            return "aborted"
+        if episode.finish.type == "length":
+            return "truncated"  # a cut reply's calls are not carried out, even where they can be read
+        if episode.malformed:
+            return "malformed"
+        return "tool_calls" if episode.attempts else "answered"
+
+    def effects(self, world: World, record: GenerationRecord) -> str:
+        """A reply that is written down is never asked for again."""
+        return "pure"

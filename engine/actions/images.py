@@ -1,0 +1,199 @@
+"""Images of records: put into the run store, and named by digest, before the record is written down.
+
+Invariant: a journal and a conversation hold digests alone. An image that cannot be shown fails the action that brought
+it, with a kind and a blame, before anything of it counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from engine.errors import ImageError, RenderError
+from engine.store.images import measure
+from engine.tokens.images import DIGEST, Source, measure_pixels, read_reference
+from schemas.journal import Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
+from schemas.message import ContentPart, ImagePart, Message
+
+if TYPE_CHECKING:
+    from engine.episode import Episode
+    from engine.tokens.format import ChatFormat
+    from engine.tokens.vision import Vision
+    from schemas.trajectory import Blame
+Content = str | list[ContentPart]
+Settle = Callable[["Episode", Record], Awaitable[Record]]
+
+
+def _in_parts(record: Record) -> bool:
+    """Whether a record says something that is more than text."""
+    if isinstance(record, UserRecord):
+        return not isinstance(record.turn.content, str)
+    if isinstance(record, ToolsRecord):
+        return any(not isinstance(result.content, str) for result in record.results)
+    said: list[Message] = []
+    if isinstance(record, ResetRecord):
+        said = [*(record.prompt or ()), *record.reset.messages]
+    elif isinstance(record, StepRecord):
+        said = list(record.step.messages)
+    return any(not isinstance(message.content, str) for message in said)
+
+
+class ImageStore(Protocol):
+    """What is needed of a run store."""
+
+    async def put_image(self, data: bytes, mime: str | None = None) -> ImagePart: ...
+
+
+class MemoryImages:
+    """Keeps images for as long as it lives: where there is no run store."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Source] = {}
+
+    async def put_image(self, data: bytes, mime: str | None = None) -> ImagePart:
+        """See `RunStore.put_image`."""
+        image = measure(data, mime)
+        self._kept[image.digest] = Source(data, image.mime)
+        return ImagePart(image=image.digest, mime=image.mime, width=image.width, height=image.height)
+
+    def fetch(self, digest: str) -> Source | None:
+        """An image, by digest."""
+        return self._kept.get(digest)
+
+
+class ImageDesk:
+    """Takes in the images of one run's records.
+
+    Args:
+        form: The run's chat format: whether it shows images, and how large they may be.
+        store: Where they are kept.
+        fetch: Finds one that is kept already, by digest.
+    """
+
+    def __init__(self, form: ChatFormat, store: ImageStore, fetch: Callable[[str], Source | None]) -> None:
+        self._refusal = f"the chat format {form.name!r} shows no images; {form.blind}"
+        self._vision = form.vision
+        self._store = store
+        self._taken: dict[str, ImagePart] = {}
+        if self._vision is not None:
+            self._vision.bank.read_from(fetch)
+
+    async def settle(self, episode: Episode, record: Record) -> Record:
+        """The record with digests for images.
+
+        Raises:
+            ImageError: An image cannot be shown, there are too many, or a text spells a placeholder.
+            RenderError: The model sees nothing.
+        """
+        if self._vision is None and not _in_parts(record):
+            return record
+        if isinstance(record, ResetRecord):
+            spec = await self._messages(record.prompt or (), "spec", episode)
+            own = await self._messages(record.reset.messages, "environment", episode)
+            if spec is None and own is None:
+                return self._counted(record, episode, record.prompt or (), record.reset.messages)
+            settled = record.model_copy(
+                update={
+                    "prompt": record.prompt if spec is None else spec,
+                    "reset": record.reset if own is None else record.reset.model_copy(update={"messages": own}),
+                }
+            )
+            return self._counted(settled, episode, settled.prompt or (), settled.reset.messages)
+        if isinstance(record, StepRecord):
+            messages = await self._messages(record.step.messages, "environment", episode)
+            if messages is None:
+                return record
+            settled_step = record.step.model_copy(update={"messages": messages})
+            return self._counted(record.model_copy(update={"step": settled_step}), episode, messages)
+        if isinstance(record, ToolsRecord):
+            contents = [await self._content(result.content, "tool", episode) for result in record.results]
+            if all(content is None for content in contents):
+                return record
+            results = [
+                result if content is None else result.model_copy(update={"content": content})
+                for result, content in zip(record.results, contents, strict=True)
+            ]
+            said = [Message(role="tool", content=result.content) for result in results]
+            return self._counted(record.model_copy(update={"results": results}), episode, said)
+        if isinstance(record, UserRecord) and record.turn.content is not None:
+            content = await self._content(record.turn.content, "user", episode)
+            if content is None:
+                return record
+            settled_turn = record.turn.model_copy(update={"content": content})
+            said = [Message(role="user", content=content)]
+            return self._counted(record.model_copy(update={"turn": settled_turn}), episode, said)
+        return record
+
+    def _counted(self, record: Record, episode: Episode, *said: Sequence[Message]) -> Record:
+        """Refuse more images than the model takes."""
+        most = self._vision.most_images if self._vision is not None else None
+        if most is None:
+            return record
+        count = len(episode.conversation.images) + sum(len(message.images) for part in said for message in part)
+        if count > most:
+            raise ImageError(
+                f"the conversation would hold {count} images; the model takes {most} (model.max_images): show fewer",
+                kind="too_many_images",
+                blame=_BLAMES.get(record.kind, "environment"),
+            )
+        return record
+
+    async def _messages(self, messages: Sequence[Message], blame: Blame, episode: Episode) -> list[Message] | None:
+        """The messages with digests; None where nothing changes."""
+        contents = [await self._content(message.content, blame, episode) for message in messages]
+        if all(content is None for content in contents):
+            return None
+        return [
+            message if content is None else message.model_copy(update={"content": content})
+            for message, content in zip(messages, contents, strict=True)
+        ]
+
+    async def _content(self, content: Content, blame: Blame, episode: Episode) -> list[ContentPart] | None:
+        """Parts with digests; None where there is no image."""
+        if isinstance(content, str):
+            if self._vision is not None:
+                self._vision.check_text(content, blame)
+            return None
+        if self._vision is not None:
+            for part in content:
+                if not isinstance(part, ImagePart):
+                    self._vision.check_text(part.text, blame)
+        if not any(isinstance(part, ImagePart) for part in content):
+            return None
+        return [await self._part(part, blame) if isinstance(part, ImagePart) else part for part in content]
+
+    async def _part(self, part: ImagePart, blame: Blame) -> ImagePart:
+        vision = self._vision
+        if vision is None:
+            raise RenderError(self._refusal)
+        try:
+            if part.image.startswith(DIGEST):
+                known = self._taken.get(part.image) or await self._known(vision, part.image)
+            else:
+                data = await asyncio.to_thread(self._read, vision, part, blame)
+                known = await self._store.put_image(data, part.mime)
+                vision.bank.put(known.image, data, known.mime or "application/octet-stream")
+            if known.image not in self._taken:
+                await asyncio.to_thread(vision.bank.picture, known.image)  # here, so that `apply` finds it
+        except ImageError as error:
+            if error.blame == "environment":
+                error.blame = blame
+            raise
+        self._taken[known.image] = known
+        return known
+
+    @staticmethod
+    async def _known(vision: Vision, digest: str) -> ImagePart:
+        source = await asyncio.to_thread(vision.bank.source, digest)
+        width, height = measure_pixels(source.data, vision.most_pixels, "environment")
+        return ImagePart(image=digest, mime=source.mime, width=width, height=height)
+
+    @staticmethod
+    def _read(vision: Vision, part: ImagePart, blame: Blame) -> bytes:
+        data = read_reference(part, blame)
+        measure_pixels(data, vision.most_pixels, blame)
+        return data
+
+
+_BLAMES: dict[str, Blame] = {"reset": "environment", "step": "environment", "tools": "tool", "user": "user"}

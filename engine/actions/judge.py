@@ -1,0 +1,88 @@
+"""A model as judge: the last word on an episode's rewards, spoken by a voice.
+
+Invariant: the judge is shown the task and the policy's own replies, and nothing that a user, a tool or the environment
+said, so none of it can be graded as the model's. A judge who cannot be read is asked again, and is then a failure: never
+a score of zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from engine.episode import derive_seed
+from engine.errors import WorldError
+from engine.spec.template import fill
+from schemas.environment import EpisodeView
+from schemas.message import Message
+from schemas.reward import RewardEvent
+
+if TYPE_CHECKING:
+    from engine.actions.voice import Voice
+    from schemas.episode import ScorerSpec
+
+JUDGE_FIELDS = ("task", "reply", "replies", "turn")
+"""What a judge's prompt may name: the task's fields, the reply that is judged, all replies up to it, and its turn."""
+
+
+class Judge:
+    """Shared by all episodes: it keeps nothing of any one."""
+
+    def __init__(self, spec: ScorerSpec) -> None:
+        self._spec = spec
+        self._pattern = re.compile(spec.pattern)
+
+    async def score(self, view: EpisodeView, voice: Voice) -> list[RewardEvent]:
+        """Judge the last reply, or each.
+
+        Raises:
+            WorldError: the judge's model failed, or none of its replies holds a number on the scale.
+        """
+        turns = range(view.turn + 1) if self._spec.turns == "each" else [view.turn]
+        replies = view.replies
+        return list(await asyncio.gather(*(self._judge(view, voice, replies[: turn + 1]) for turn in turns)))
+
+    async def _judge(self, view: EpisodeView, voice: Voice, replies: Sequence[str]) -> RewardEvent:
+        """The reward of the newest of `replies`."""
+        turn = len(replies) - 1
+        prompt = self.prompt(view, replies)
+        said = ""
+        for attempt in range(self._spec.tries):
+            seed = derive_seed(view.seed, voice.name, turn, attempt)
+            reply = await voice.say(prompt, episode_id=view.episode_id, turn=turn, seed=seed, attempt=attempt)
+            said = reply.text
+            number = self.read(said)
+            if number is not None:
+                low, high = self._spec.scale
+                cause = f"the judge says {number:g} on a scale from {low:g} to {high:g}"
+                return RewardEvent(
+                    turn=turn, name=self._spec.name, value=(number - low) / (high - low), cause=cause, source="judge"
+                )
+        raise WorldError(
+            f"the judge gave no number on its scale in {self._spec.tries} replies; the last one was {said[:200]!r}: "
+            "say in its `prompt` how to answer, and read that with its `pattern`",
+            blame="environment",
+            kind="judge_unreadable",
+        )
+
+    def prompt(self, view: EpisodeView, replies: Sequence[str]) -> list[Message]:
+        """What the judge is shown."""
+        fields = {
+            "task": view.task.fields,
+            "reply": replies[-1],
+            "replies": "\n\n".join(f"Reply {index}:\n{text}" for index, text in enumerate(replies, start=1)),
+            "turn": len(replies) - 1,
+        }
+        return [Message(role=item.role, content=fill(item.content, fields)) for item in self._spec.prompt]
+
+    def read(self, text: str) -> float | None:
+        """The number that stands last, where it is one and on the scale."""
+        found = [match[1] for match in self._pattern.finditer(text)]
+        try:
+            number = float(found[-1]) if found else None
+        except (TypeError, ValueError):
+            return None
+        low, high = self._spec.scale
+        return number if number is not None and low <= number <= high else None

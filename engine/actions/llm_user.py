@@ -1,0 +1,183 @@
+"""A simulated user that a model plays.
+
+Each answer is asked for anew, with a prompt made of what the policy and the user said aloud: no system prompt and no
+worked examples of the policy's, no tool calls and results, nobody's reasoning. A grader, where the spec has one, judges
+by rule first; then the model only finds the words.
+
+Invariant: it keeps nothing between answers, so what was journaled is all that a resume or a replay needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine.actions.workers import call_world
+from engine.episode import derive_seed
+from engine.errors import WorldError
+from engine.spec.template import fields_of, fill
+from schemas.environment import EpisodeView, UserTurn
+from schemas.message import Message
+from schemas.reward import RewardEvent
+
+if TYPE_CHECKING:
+    from engine.actions.voice import Voice
+    from engine.actions.workers import Workers
+    from schemas.episode import Mark, UserSpec
+
+USER_FIELDS = ("task", "reply", "dialogue", "verdict", "turn")
+"""What a user's prompt may name: the task's fields, the policy's newest reply, the dialogue as text, the grader's
+words, and how many answers the user gave before, from 0."""
+SILENCE = "(says nothing)"
+"""What stands for a reply without words."""
+
+
+class ModelUser:
+    """One episode's user, played by a model.
+
+    Args:
+        spec: Its prompt, marks and limits.
+        voice: Gives who speaks; asked for each answer, so that a replay needs nobody.
+        grader: A user that judges by rule first; None where the spec has none.
+        workers: For the grader.
+    """
+
+    def __init__(self, spec: UserSpec, voice: Callable[[], Voice], grader: Any, workers: Workers) -> None:
+        self._spec = spec
+        self._voice = voice
+        self._grader = grader
+        self._workers = workers
+
+    async def respond(self, view: EpisodeView) -> UserTurn:
+        """Judge by rule, ask the model, and read its marks.
+
+        Raises:
+            WorldError: the model or the grader failed; blamed on the user.
+        """
+        verdict = await self._verdict(view)
+        if verdict.satisfied:
+            return verdict
+        voice = self._voice()
+        said = await voice.say(
+            self.prompt(view, verdict.content if isinstance(verdict.content, str) else ""),
+            episode_id=view.episode_id,
+            turn=view.user_turn,
+            seed=derive_seed(view.seed, voice.name, view.user_turn),
+        )
+        turn = read_marks(said.text, self._spec.marks)
+        return verdict.model_copy(
+            update={
+                "content": turn.content,
+                "satisfied": turn.satisfied,
+                "solved": verdict.solved or turn.solved,
+                "rewards": [*verdict.rewards, *turn.rewards],
+                "facts": {**verdict.facts, **turn.facts},
+                "tokens": said.tokens,
+                "recover": None,
+            }
+        )
+
+    async def _verdict(self, view: EpisodeView) -> UserTurn:
+        """The grader's turn; an empty one where there is no grader."""
+        if self._grader is None:
+            return UserTurn()
+        assert self._spec.grader is not None
+        what = f"`{self._spec.grader.use}`.respond"
+        turn = await call_world(
+            self._workers, self._grader.respond, view, seconds=self._spec.seconds, blame="user", what=what
+        )
+        if not isinstance(turn, UserTurn):
+            raise WorldError(
+                f"{what} returned {type(turn).__name__}; it must return a UserTurn", blame="user", kind="user_bad_reply"
+            )
+        return turn
+
+    def prompt(self, view: EpisodeView, verdict: str = "") -> list[Message]:
+        """What the model is shown: the spec's prompt and, where that names neither, the dialogue with roles changed over."""
+        dialogue = dialogue_of(view)
+        fields = {
+            "task": view.task.fields,
+            "reply": view.reply or SILENCE,
+            "dialogue": "\n\n".join(f"{_WHO[role]}: {text}" for role, text in dialogue),
+            "verdict": verdict,
+            "turn": view.user_turn,
+        }
+        told = [Message(role=item.role, content=fill(item.content, fields)) for item in self._spec.prompt]
+        named = {name for item in self._spec.prompt for name in fields_of(item.content)}
+        if named & {"reply", "dialogue"}:
+            return told
+        return [*told, *_changed_over(dialogue, self._spec.opener)]
+
+
+_WHO = {"user": "User", "assistant": "Assistant"}
+
+
+def dialogue_of(view: EpisodeView) -> list[tuple[str, str]]:
+    """(role, text) of what was said aloud in the episode, from the last thing said before its first turn.
+
+    Messages in a row of one role are put together; an assistant's silence is written out where the user is to answer it.
+    """
+    messages = list(view.messages)
+    spoken = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    first = spoken[len(spoken) - (view.turn + 1)] if view.turn >= 0 and len(spoken) > view.turn else len(messages)
+    start = first
+    while start > 0 and messages[start - 1].role == "user":
+        start -= 1
+    said: list[tuple[str, str]] = []
+    for message in messages[start:]:
+        text = message.text.strip()
+        if message.role not in _WHO or not text:
+            continue
+        if said and said[-1][0] == message.role:
+            said[-1] = (message.role, f"{said[-1][1]}\n\n{text}")
+        else:
+            said.append((message.role, text))
+    if view.turn >= 0 and (not said or said[-1][0] != "assistant"):
+        said.append(("assistant", SILENCE))
+    return said
+
+
+def _changed_over(dialogue: Sequence[tuple[str, str]], opener: str) -> list[Message]:
+    """The dialogue as the user's model lived it: the policy speaks in the role `user`, and spoke first."""
+    turned = [Message(role="user" if role == "assistant" else "assistant", content=text) for role, text in dialogue]
+    if turned and turned[0].role == "assistant":
+        turned.insert(0, Message(role="user", content=opener))
+    return turned
+
+
+def read_marks(text: str, marks: Sequence[Mark]) -> UserTurn:
+    """What a reply says to the policy, and what its marks say to the engine.
+
+    Raises:
+        WorldError: a mark's number is none.
+    """
+    satisfied = solved = False
+    rewards: list[RewardEvent] = []
+    facts: dict[str, Any] = {}
+    for mark in marks:
+        pattern = re.compile(mark.pattern if mark.pattern is not None else re.escape(mark.text or ""))
+        found = pattern.search(text)
+        if found is None:
+            continue
+        satisfied |= mark.satisfied
+        solved |= mark.solved
+        rewards += mark.rewards
+        facts.update(mark.facts)
+        if mark.reward is not None:
+            cause = f"the user's model says {found[0]}"
+            rewards.append(RewardEvent(name=mark.reward, value=_number(found[1]), cause=cause))
+        text = pattern.sub("", text)
+    return UserTurn(content=text.strip(), satisfied=satisfied, solved=solved, rewards=rewards, facts=facts)
+
+
+def _number(text: str | None) -> float:
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = float("nan")
+    if value != value or value in (float("inf"), float("-inf")):
+        raise WorldError(
+            f"the user's model gave {text!r} where a mark wants a number", blame="user", kind="user_bad_reply"
+        )
+    return value

@@ -1,0 +1,75 @@
+"""`reset`: the environment begins, and the prompt is put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.actions.base import Services, World
+from engine.actions.workers import call_world
+from engine.episode import Episode
+from engine.errors import WorldError
+from engine.spec.template import fill, fill_words
+from schemas.environment import Reset
+from schemas.journal import ResetRecord
+from schemas.message import Message
+
+
+class ResetAction:
+    """Ask the environment to begin, then open the conversation: the spec's prompt, then its messages."""
+
+    events: tuple[str, ...] = ("ready",)
+
+    def __init__(self, services: Services, base: Path) -> None:
+        self._services = services
+        self._environment = services.spec.environment
+        self._base = base
+        self._pictured = any(not isinstance(message.content, str) for message in services.spec.prompt)
+
+    def limit(self, episode: Episode) -> tuple[str, float] | None:
+        """Nothing limits a beginning."""
+        return None
+
+    async def perform(self, episode: Episode, world: World) -> ResetRecord:
+        """The environment's first word; an empty one where the spec has no environment."""
+        prompt = self._prompt(episode) if self._pictured else None
+        if self._environment is None:
+            return ResetRecord(reset=Reset(), prompt=prompt)
+        reset = await call_world(
+            self._services.workers,
+            world.environment.reset,
+            episode.task,
+            episode.seed,
+            seconds=self._environment.timeout,
+            blame="environment",
+            what=f"`{self._environment.use}`.reset",
+        )
+        if not isinstance(reset, Reset):
+            raise WorldError(
+                f"`{self._environment.use}`.reset returned {type(reset).__name__}; it must return a Reset",
+                blame="environment",
+                kind="environment_bad_reply",
+            )
+        return ResetRecord(reset=reset, prompt=prompt)
+
+    def _prompt(self, episode: Episode) -> list[Message]:
+        """What the spec says first, filled in with the task's fields."""
+        return [
+            Message(
+                role=message.role,
+                content=fill(message.content, episode.task.fields)
+                if isinstance(message.content, str)
+                else fill_words(message.content, episode.task.fields, self._base),
+            )
+            for message in self._services.spec.prompt
+        ]
+
+    def apply(self, episode: Episode, record: ResetRecord) -> str:
+        """Open the conversation."""
+        prompt = self._prompt(episode) if record.prompt is None else record.prompt
+        episode.facts.update(record.reset.facts)
+        episode.conversation.open([*prompt, *record.reset.messages])
+        return "ready"
+
+    def effects(self, world: World, record: ResetRecord) -> str:
+        """The environment's own."""
+        return self._environment.effects if self._environment else "pure"

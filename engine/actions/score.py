@@ -1,0 +1,90 @@
+"""`score`: the last word on an episode's rewards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.actions.base import Services, World, post_rewards
+from engine.actions.events import SCORERS
+from engine.actions.judge import Judge
+from engine.actions.workers import call_world
+from engine.episode import Episode
+from engine.errors import WorldError
+from engine.spec.entry import load_entry
+from schemas.environment import EpisodeView
+from schemas.journal import ScoreRecord
+from schemas.reward import RewardEvent
+
+
+class ScoreAction:
+    """Ask the environment's `score` and the spec's scorer, where there are such."""
+
+    events: tuple[str, ...] = ()
+
+    def __init__(self, services: Services, base: Path) -> None:
+        self._services = services
+        self._environment = services.spec.environment
+        scorer = services.spec.rewards.scorer
+        self._spec = scorer
+        self._judge = Judge(scorer) if scorer is not None and scorer.played else None
+        self._scorer = (
+            partial(load_entry(SCORERS.get(scorer.use, scorer.use), base), **scorer.with_)
+            if scorer is not None and scorer.use is not None
+            else None
+        )
+
+    def limit(self, episode: Episode) -> tuple[str, float] | None:
+        """An episode that is over is scored whatever it cost."""
+        return None
+
+    async def perform(self, episode: Episode, world: World) -> ScoreRecord:
+        """What they say, in that order."""
+        rewards: list[RewardEvent] = []
+        if episode.turn < 0:
+            return ScoreRecord(rewards=rewards)  # no turn to reward
+        score = getattr(world.environment, "score", None)
+        if callable(score):
+            assert self._environment is not None
+            what = f"`{self._environment.use}`.score"
+            rewards += await self._ask(score, episode.view(), what, "environment", self._environment.timeout)
+        if self._scorer is not None:
+            assert self._spec is not None
+            rewards += await self._ask(
+                self._scorer, graded(episode.view()), f"`{self._spec.use}`", "score", self._spec.seconds
+            )
+        if self._judge is not None:
+            if self._services.cast is None:
+                raise WorldError("no model judges here", blame="environment", kind="judge_not_played")
+            voice = self._services.cast.voice("rewards", "scorer")
+            rewards += await self._judge.score(graded(episode.view()), voice)
+        return ScoreRecord(rewards=rewards)
+
+    async def _ask(self, function: Any, view: EpisodeView, what: str, source: str, seconds: float) -> list[RewardEvent]:
+        answer = await call_world(
+            self._services.workers, function, view, seconds=seconds, blame="environment", what=what
+        )
+        if not isinstance(answer, list) or not all(isinstance(item, RewardEvent) for item in answer):
+            raise WorldError(
+                f"{what} must return a list of RewardEvent, not {type(answer).__name__}",
+                blame="environment",
+                kind="environment_bad_reply",
+            )
+        return [item if item.source else item.model_copy(update={"source": source}) for item in answer]
+
+    def apply(self, episode: Episode, record: ScoreRecord) -> str:
+        """Write the rewards."""
+        post_rewards(episode, record.rewards, "score")
+        return ""
+
+    def effects(self, world: World, record: ScoreRecord) -> str:
+        """Nothing comes after it."""
+        return "pure"
+
+
+def graded(view: EpisodeView) -> EpisodeView:
+    """What a grader may see: of the messages, the episode's own assistant turns alone."""
+    spoken = [message for message in view.messages if message.role == "assistant"]
+    return replace(view, messages=spoken[len(spoken) - (view.turn + 1) :])

@@ -1,0 +1,299 @@
+"""Models that speak beside the policy: who plays a user, who judges.
+
+A voice goes through the same `Backend` protocol as the policy, with a chat format of its own. Where it has the
+policy's weights and names no backend of its own, it speaks through the policy's backend; voices with the same weights
+and the same backend share one.
+
+Invariant: nothing that a voice says comes near the tape. Its reasoning goes no further than this file, its tokens are
+counted and dropped, and whatever goes wrong with it is blamed on the part that it plays, never on the policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from engine.backends.base import open_backend
+from engine.errors import ContextOverflow, EngineError, WorldError
+from engine.spec.load import LoadedSpec
+from engine.tokens.format import load_format
+from schemas.episode import EpisodeSpec, LocalBackend, PlayedSpec
+from schemas.generation import GenerateRequest
+from schemas.message import Message
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from engine.backends.base import Backend
+    from engine.spec.diagnostic import DataPath
+    from engine.tokens.format import ChatFormat
+    from schemas.trajectory import Blame
+
+
+_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a voice said."""
+
+    text: str
+    """Without reasoning and without surrounding blanks."""
+    tokens: int
+    """How many were sampled, the reasoning's too; 0 where the backend answers in text alone."""
+    cut: bool
+    """It ran out of tokens."""
+
+
+@dataclass(slots=True)
+class Mouth:
+    """A backend that voices speak through."""
+
+    backend: Backend
+    slots: asyncio.Semaphore
+    """One for each generation that may be in flight."""
+    borrowed: bool
+    """It is the policy's: opened and closed by whoever runs the policy."""
+
+
+class Voice:
+    """One part, played by a model. Shared by all episodes.
+
+    Args:
+        name: Of the part, such as `user` or `judge`: names its requests in a backend that it shares.
+        spec: Model, sampling and limits.
+        format: Its own chat format.
+        mouth: What it speaks through.
+        blame: Who is to blame where it fails; also the beginning of every kind of failure.
+    """
+
+    def __init__(self, name: str, spec: PlayedSpec, format: ChatFormat, mouth: Mouth, blame: Blame) -> None:
+        self.name = name
+        self._spec = spec
+        self._format = format
+        self._mouth = mouth
+        self._blame: Blame = blame
+        self._stop = sorted({*format.stop_token_ids, *spec.sampling.stop_token_ids})
+        self._kind = _kind(blame)
+
+    def request_episode(self, episode_id: str) -> str:
+        """The episode's id in the voice's requests: another one than the policy's, where they share a backend."""
+        return f"{self.name}@{episode_id}" if self._mouth.borrowed else episode_id
+
+    async def say(
+        self, messages: Sequence[Message], *, episode_id: str, turn: int, seed: int, attempt: int = 0
+    ) -> Said:
+        """One reply. It holds a slot of its backend while it is asked for, and the deadline begins with the slot.
+
+        Args:
+            messages: The whole prompt.
+            episode_id: The episode's own id.
+            turn: Which of the part's answers this is, from 0.
+            seed: For sampling.
+            attempt: Which try at this answer, from 0.
+
+        Raises:
+            WorldError: no reply, blamed on the part; kind `<part>_<what the backend says>`.
+        """
+        try:
+            request = self._request(messages, episode_id, turn, seed, attempt)
+            async with self._mouth.slots, asyncio.timeout(self._spec.seconds):
+                generation = await self._mouth.backend.generate(request)
+            if generation.finish.type == "abort":
+                raise self._fault("its backend gave the reply up", "aborted")
+            if generation.text is not None:
+                parsed = self._format.parse_text(generation.text, turn=turn)
+            else:
+                parsed = self._format.parse(generation.output_ids, before=request.input_ids, turn=turn)
+        except TimeoutError:
+            raise self._fault(f"no answer within {self._spec.seconds:g} s; set its `timeout`", "timeout") from None
+        except WorldError:
+            raise
+        except EngineError as error:
+            raise self._fault(str(error), error.kind) from error
+        tokens = len(generation.output_ids)
+        return Said(spoken(parsed.content), tokens, cut=generation.finish.type == "length")
+
+    def _request(
+        self, messages: Sequence[Message], episode_id: str, turn: int, seed: int, attempt: int
+    ) -> GenerateRequest:
+        prompt = self._format.render(messages)
+        in_words = bool(getattr(self._mouth.backend, "wants_messages", False))
+        own = self.request_episode(episode_id)
+        return GenerateRequest(
+            request_id=f"{self.name}:{episode_id}#{turn}.{attempt}",
+            episode_id=own,
+            turn=turn,
+            input_ids=prompt,
+            sampling=self._spec.sampling,
+            max_new_tokens=self._room(prompt),
+            stop_token_ids=self._stop,
+            seed=seed,
+            adapter=None if self._mouth.borrowed else getattr(self._spec.backend, "adapter", None),
+            messages=list(messages) if in_words else None,
+        )
+
+    def _room(self, prompt: Sequence[int] | np.ndarray) -> int:
+        contexts = [self._format.context, getattr(self._mouth.backend, "context", None)]
+        context = min((value for value in contexts if value), default=None)
+        room = self._spec.turn_tokens if context is None else min(self._spec.turn_tokens, context - len(prompt))
+        if room < 1:
+            raise ContextOverflow(f"its prompt has {len(prompt)} tokens; the model attends to {context}")
+        return room
+
+    def _fault(self, words: str, kind: str) -> WorldError:
+        part = "the user's model" if self._blame == "user" else f"the model of `{self.name}`"
+        return WorldError(f"{part}: {words}", blame=self._blame, kind=f"{self._kind}_{kind}")
+
+    def release(self, episode_id: str) -> None:
+        """The episode is over: what the backend keeps for this part of it may go."""
+        let_go = getattr(self._mouth.backend, "release", None)
+        if let_go is not None:
+            let_go(self.request_episode(episode_id))
+
+
+def _kind(blame: Blame) -> str:
+    """How the kinds of a part's failures begin."""
+    return "user" if blame == "user" else "judge"
+
+
+def spoken(text: str) -> str:
+    """A reply without the reasoning in it, whether or not its template knows of reasoning; blanks around it are cut off."""
+    said = text.rpartition(_THINK_CLOSE)[2]
+    return said.partition(_THINK_OPEN)[0].strip()
+
+
+class Cast:
+    """Every voice of a spec, by the place where it is declared. Formats are loaded and backends opened on `start`.
+
+    Args:
+        loaded: The spec.
+        format: The policy's chat format.
+        backend: The policy's backend, started by its owner.
+        slots: The policy's generation slots.
+        only: Kinds of backends that may be asked, the policy's own not among them; any when left out.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedSpec,
+        format: ChatFormat,
+        backend: Backend,
+        slots: asyncio.Semaphore,
+        *,
+        only: Sequence[str] | None = None,
+    ) -> None:
+        self._loaded = loaded
+        self._format = format
+        self._policy = Mouth(backend, slots, borrowed=True)
+        self._only = only
+        self._mouths: dict[str, Mouth] = {}
+        self._voices: dict[DataPath, Voice] = {}
+        self._parts = parts_of(loaded.spec)
+
+    async def start(self) -> None:
+        """Load the formats and start the backends; what was started is closed again where one fails.
+
+        Raises:
+            EngineError: a model cannot be had, or a backend cannot serve it.
+        """
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.close)
+            for path, (name, part, blame) in self._parts.items():
+                borrows = shares_policy(self._loaded.spec, part)
+                kind = section_of(self._loaded, path).spec.backend.kind
+                if self._only is not None and (borrows or kind not in self._only):
+                    continue
+                form = self._format if part.model is None else load_format(part.model, self._loaded.base)
+                mouth = self._policy if borrows else await self._open(path, form)
+                self._voices[path] = Voice(name, part, form, mouth, blame)
+            undo.pop_all()
+
+    async def _open(self, path: DataPath, form: ChatFormat) -> Mouth:
+        """A backend for a part: one that was opened for the same weights, or another."""
+        section = section_of(self._loaded, path)
+        key = section.spec.model_dump_json(include={"model": {"path", "revision"}, "backend": True})
+        if section.spec.backend.kind == "scripted":
+            key += str(path)  # a script is one part's
+        if key not in self._mouths:
+            backend = open_backend(section, form)
+            mouth = Mouth(backend, asyncio.Semaphore(self._loaded.spec.rollout.concurrency), borrowed=False)
+            self._mouths[key] = mouth  # before it starts, so that it is closed where that fails
+            await backend.start()
+        return self._mouths[key]
+
+    def voice(self, *path: str) -> Voice:
+        """Who plays the part declared at `path`.
+
+        Raises:
+            WorldError: nobody does: the cast was not started, or may not open its backend.
+        """
+        try:
+            return self._voices[path]
+        except KeyError:
+            name, _, blame = self._parts[path]
+            raise WorldError(
+                f"no model plays `{name}` here: write down its answers, or give it a scripted backend",
+                blame=blame,
+                kind=f"{_kind(blame)}_not_played",
+            ) from None
+
+    def release(self, episode_id: str) -> None:
+        """An episode is over."""
+        for voice in self._voices.values():
+            voice.release(episode_id)
+
+    async def close(self) -> None:
+        """Close the backends that were opened here; the policy's stays."""
+        mouths, self._mouths, self._voices = list(self._mouths.values()), {}, {}
+        for mouth in mouths:
+            await mouth.backend.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of each backend that was opened here, by the kind of the first part that speaks through it."""
+        return {
+            f"{index}:{mouth.backend.kind}": mouth.backend.stats() for index, mouth in enumerate(self._mouths.values())
+        }
+
+
+def parts_of(spec: EpisodeSpec) -> dict[DataPath, tuple[str, PlayedSpec, Blame]]:
+    """Every part that a model plays: where it is declared -> (its name, its spec, who is to blame for it)."""
+    found: dict[DataPath, tuple[str, PlayedSpec, Blame]] = {}
+    for name, user in spec.people.items():
+        if user.played:
+            path = ("users", name) if name else ("user",)
+            found[path] = (f"user:{name}" if name else "user", user, "user")
+    scorer = spec.rewards.scorer
+    if scorer is not None and scorer.played:
+        found["rewards", "scorer"] = (scorer.name, scorer, "environment")
+    return found
+
+
+def shares_policy(spec: EpisodeSpec, part: PlayedSpec) -> bool:
+    """Whether a part speaks through the policy's backend: the same weights, and no other backend declared."""
+    if part.model is not None and (part.model.path, part.model.revision) != (spec.model.path, spec.model.revision):
+        return False
+    return part.backend is None or (part.backend == spec.backend and part.backend.kind != "scripted")
+
+
+def section_of(loaded: LoadedSpec, path: DataPath) -> LoadedSpec:
+    """A spec as the part at `path` sees it: its model, backend and sampling stand where the policy's stood."""
+    part = parts_of(loaded.spec)[path][1]
+    spec = loaded.spec.model_copy(
+        update={
+            "model": part.model or loaded.spec.model,
+            "backend": part.backend or LocalBackend(),
+            "sampling": part.sampling,
+        }
+    )
+    origins, keys = (
+        {
+            **{place: origin for place, origin in places.items() if place[:1] not in (("backend",), ("model",))},
+            **{place[len(path) :]: origin for place, origin in places.items() if place[: len(path)] == path != place},
+        }
+        for places in (loaded.origins, loaded.key_origins)
+    )
+    return replace(loaded, spec=spec, origins=origins, key_origins=keys)

@@ -1,0 +1,1 @@
+"""Where replies come from: an embedded model, servers, or a script."""

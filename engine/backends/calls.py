@@ -1,0 +1,87 @@
+"""Tool calls written as a model of a given chat format would write them.
+
+Nothing is assumed about a format: each way of writing is tried and *proved* by reading the tokens back with the
+format's own parser.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.errors import BackendError, RenderError
+from schemas.message import Message, ToolCall
+
+if TYPE_CHECKING:
+    from engine.tokens.format import ChatFormat
+
+Call = tuple[str, dict[str, Any]]
+"""Name and arguments."""
+
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+
+
+def write_calls(format: ChatFormat, text: str, calls: Sequence[Call]) -> list[int]:
+    """Ids of an assistant turn that says `text` and makes `calls`, without its stop token.
+
+    Raises:
+        BackendError: Kind `script_error`: no way of writing them is read back as these calls.
+    """
+    tools = [_schema(name, arguments) for name, arguments in calls]
+    for ids in _candidates(format, text, calls, tools):
+        if _read(format, ids, tools) == (text.strip(), list(calls)):
+            return ids
+    raise BackendError(
+        f"the calls {[name for name, _ in calls]} cannot be written in the format {format.name!r}: "
+        "write the reply's `text` as the model would",
+        kind="script_error",
+    )
+
+
+def _schema(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A tool that takes these arguments."""
+    properties = {key: {"type": _TYPES.get(type(value), "string")} for key, value in arguments.items()}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+def _candidates(
+    format: ChatFormat, text: str, calls: Sequence[Call], tools: list[dict[str, Any]]
+) -> Iterator[list[int]]:
+    """The template's own way first; then the two text formats."""
+    if format.knows_tools and (own := _by_template(format, text, calls, tools)) is not None:
+        yield own
+    space = "\n" if text else ""
+    hermes = (json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls)
+    yield format.encode(text + space + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in hermes))
+    plain = (f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls)
+    yield format.encode(text + space + "\n".join(f"<call>{call}</call>" for call in plain))
+
+
+def _by_template(format: ChatFormat, text: str, calls: Sequence[Call], tools: list[dict[str, Any]]) -> list[int] | None:
+    """What the chat template puts between the generation prompt and the next stop token."""
+    made = [ToolCall(id=f"call_0_{place}", name=name, arguments=given) for place, (name, given) in enumerate(calls)]
+    opening = [Message(role="user", content="?")]
+    answer = Message(role="assistant", content=text, tool_calls=made)
+    results = [Message(role="tool", content="!", tool_call_id=call.id, name=call.name) for call in made]
+    try:
+        prompt = format.render(opening, tools)
+        whole = format.render([*opening, answer, *results], tools)
+    except RenderError:
+        return None
+    if whole[: len(prompt)] != prompt:
+        return None
+    said = whole[len(prompt) :]
+    ends = [at for at, token in enumerate(said) if token in format.stop_token_ids]
+    return said[: ends[0]] if ends else None
+
+
+def _read(format: ChatFormat, ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, list[Call]] | None:
+    """The text and calls that the format's parser finds; None where a call cannot be read."""
+    whole = np.asarray([*ids, format.stop_token_ids[0]], dtype=np.int32)
+    parsed = format.parse(whole, before=np.zeros(0, dtype=np.int32), turn=0, tools=tools)
+    read = [(attempt.name, attempt.arguments) for attempt in parsed.attempts if isinstance(attempt, ToolCall)]
+    return (parsed.content.strip(), read) if len(read) == len(parsed.attempts) else None

@@ -1,0 +1,297 @@
+"""The local backend: transformers in this process.
+
+The event loop checks requests and waits; a thread of its own (`worker`) runs the model. torch is imported when
+the backend is started, not before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.backends.base import refuse_parameters
+from engine.backends.stops import StopStrings
+from engine.errors import BackendError, ContextOverflow
+from schemas.generation import GenerateRequest, Generation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from engine.backends.local.load import PackedModel
+    from engine.backends.local.rows import RowTable
+    from engine.backends.local.worker import Worker
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
+    from schemas.episode import LocalBackend as LocalSpec
+
+UNSUPPORTED = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params")
+"""Parameters that only SGLang has."""
+
+
+class LocalBackend:
+    """A model in this process.
+
+    >>> backend = LocalBackend(lambda: folder, tokenizer.decode, LocalSpec(max_batch=8))
+    >>> await backend.start()
+    >>> generation = await backend.generate(request)
+    >>> await backend.close()
+    """
+
+    kind = "local"
+    trainable = True
+
+    def __init__(
+        self,
+        folder: Callable[[], Path],
+        decode: Callable[[Sequence[int]], str],
+        spec: LocalSpec,
+        *,
+        vocab: int | None = None,
+        context: int | None = None,
+        prefill_tokens: int | None = None,
+        shelf_bytes: int | None = None,
+    ) -> None:
+        """
+        Args:
+            folder: Finds the model's folder, fetching it where it has to; called in `start`.
+            decode: Ids to text, nothing left out: finds stop strings.
+            vocab: Ids from here on are never sampled (a padded embedding's); every row of the embedding when left out.
+            context: Most tokens of a sequence; the model's own when left out.
+            prefill_tokens: Prompt tokens in one forward pass; 512 on a CPU and 4096 on a GPU when left out.
+            shelf_bytes: Memory for sequences of episodes that have no row just now; an eighth of what is free when left out.
+        """
+        self._folder = folder
+        self._decode = decode
+        self._spec = spec
+        self._vocab = vocab
+        self._context = context
+        self._prefill_tokens = prefill_tokens
+        self._shelf_bytes = shelf_bytes
+        self._worker: Worker | None = None
+        self._device: torch.device | None = None
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of a sequence, prompt and reply; known once started."""
+        return self._context
+
+    async def start(self) -> None:
+        """Load the model and prove that batching is exact on its architecture; once.
+
+        Raises:
+            BackendError: No such device, or a model that this backend cannot run.
+        """
+        if self._worker is not None:
+            return
+        folder = await asyncio.to_thread(self._folder)
+        _let_idle_threads_sleep()
+        from engine.backends.local.worker import Worker
+
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+        worker = Worker(lambda: self._load(folder), self._prefill_tokens)
+        worker.start(loop, ready)
+        try:
+            await ready
+        except asyncio.CancelledError:
+            worker.end()
+            raise
+        own = worker.packed.context
+        self._context = min((value for value in (self._context, own) if value), default=None)
+        self._vocab = min(self._vocab or worker.packed.vocab, worker.packed.vocab)
+        self._device = worker.packed.device
+        self._worker = worker
+
+    def _load(self, folder: Path) -> tuple[PackedModel, RowTable]:
+        """In the worker's thread: torch's thread count is each thread's own."""
+        import torch
+
+        from engine.backends.local import load
+        from engine.backends.local.rows import RowTable
+
+        if self._spec.threads is not None:
+            torch.set_num_threads(self._spec.threads)
+        device = load.pick_device(self._spec.device)
+        packed = load.PackedModel(folder, device, load.pick_dtype(self._spec.dtype, device), self._spec.max_batch)
+        budget = load.shelf_bytes(device) if self._shelf_bytes is None else self._shelf_bytes
+        return packed, RowTable(packed.store, self._spec.max_batch, budget)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """One reply.
+
+        Raises:
+            ContextOverflow: The prompt leaves no room for one token.
+            BackendError: Kinds `not_started`, `closed`, `bad_request`, `unsupported_parameter`, `bad_logits`, `step_failed`.
+        """
+        from engine.backends.local.rows import Ticket
+        from engine.backends.local.sampler import SamplingState
+
+        worker = self._started()
+        most = self._check(request)
+        assert self._vocab is not None
+        assert self._device is not None
+        loop = asyncio.get_running_loop()
+        ticket = Ticket(
+            request=request,
+            future=loop.create_future(),
+            loop=loop,
+            sampling=SamplingState(request, self._vocab, self._device),
+            stops=StopStrings(self._decode, request.sampling.stop),
+            most=most,
+        )
+        worker.submit(ticket)
+        try:
+            return await ticket.future
+        except asyncio.CancelledError:
+            ticket.cancelled = True
+            worker.nudge()
+            raise
+
+    def _started(self) -> Worker:
+        if self._worker is None:
+            raise BackendError("the local backend has not been started: await `start()` first", kind="not_started")
+        return self._worker
+
+    def _check(self, request: GenerateRequest) -> int:
+        """How many tokens may be sampled."""
+        refuse_parameters(self.kind, request.sampling, UNSUPPORTED)
+        self._check_images(request)
+        if request.adapter is not None:
+            raise BackendError(
+                "the local backend has no adapters: merge it into the model", kind="unsupported_parameter"
+            )
+        ids = request.input_ids
+        rows = self._rows()
+        if not len(ids):
+            raise BackendError("the prompt is empty: there is nothing to continue", kind="bad_request")
+        if int(ids.min()) < 0 or int(ids.max()) >= rows:
+            raise BackendError(f"the prompt holds ids outside the model's vocabulary [0, {rows})", kind="bad_request")
+        for name, wrong in (
+            ("logit_bias", [int(token) for token in request.sampling.logit_bias or {}]),
+            ("banned_token_ids", request.banned_token_ids),
+        ):
+            if bad := [token for token in wrong if not 0 <= token < rows]:
+                raise BackendError(
+                    f"`{name}` holds id {bad[0]}, outside the model's vocabulary [0, {rows})", kind="bad_request"
+                )
+        most = min(request.max_new_tokens, request.sampling.max_new_tokens or request.max_new_tokens)
+        if self._context is None:
+            return most
+        if len(ids) + 1 > self._context:
+            raise ContextOverflow(f"the prompt has {len(ids)} tokens, and the model attends to {self._context} in all")
+        return min(most, self._context - len(ids))
+
+    def _rows(self) -> int:
+        """Rows of the embedding: ids below it are the model's."""
+        return self._started().packed.vocab
+
+    def _check_images(self, request: GenerateRequest) -> None:
+        if request.images:
+            raise BackendError("this model sees no images: use a vision-language model", kind="unsupported_parameter")
+
+    def release(self, episode_id: str) -> None:
+        """The episode is over: nobody comes back to what is kept for it."""
+        from engine.backends.local.worker import Command
+
+        if self._worker is None:
+            return
+        table, loop = self._worker.table, asyncio.get_running_loop()
+        try:
+            self._worker.submit(Command(lambda: table.release(episode_id), loop.create_future(), loop))
+        except BackendError:
+            return  # closed already: nothing is kept
+
+    async def update_weights(self, weights: Mapping[str, torch.Tensor] | Path, version: int) -> None:
+        """Sample with new weights from the next token on.
+
+        Everything cached is dropped. Replies that are being made go on where they were, over a context computed
+        anew: their earlier tokens keep the version that sampled them.
+
+        Args:
+            weights: Every parameter by name, or a folder of safetensors.
+            version: What `VersionSpan` says of tokens sampled from now on.
+
+        Raises:
+            BackendError: Names or shapes differ from the model's; the old weights then stay.
+        """
+        from engine.backends.local.load import read_weights
+        from engine.backends.local.worker import Command
+
+        worker = self._started()
+        state = await asyncio.to_thread(read_weights, weights) if isinstance(weights, Path) else dict(weights)
+
+        def swap() -> None:
+            worker.packed.load_weights(state)
+            worker.table.forget()
+            worker.version = version
+
+        loop = asyncio.get_running_loop()
+        command = Command(swap, loop.create_future(), loop)
+        worker.submit(command)
+        await command.future
+
+    async def close(self) -> None:
+        """End the thread; requests in flight raise `BackendError`. The model's memory is given back."""
+        if self._worker is not None:
+            await asyncio.to_thread(self._worker.stop)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and seconds since the start."""
+        if self._worker is None:
+            return {}
+        worker = self._worker
+        counts = worker.counts
+        steps = counts["steps"]
+        return {
+            "device": str(worker.packed.device),
+            "dtype": str(worker.packed.dtype).removeprefix("torch."),
+            "requests": counts["requests"],
+            "cancelled": counts["cancelled"],
+            "tokens": counts["tokens"],
+            "prompt_tokens_computed": counts["prompt_tokens"],
+            "prompt_tokens_cached": worker.table.counts["cached_tokens"],
+            "steps": steps,
+            "tokens_per_step": round(counts["row_steps"] / steps, 2) if steps else 0.0,
+            "forward_seconds": round(worker.seconds["forward"], 3),
+            "sample_seconds": round(worker.seconds["sample"], 3),
+            "cache_bytes": worker.packed.store.bytes,
+            "shelf_bytes": worker.table.shelved_bytes,
+            "stashed": worker.table.counts["stashed"],
+            "evicted": worker.table.counts["evicted"],
+            "weights_version": worker.version,
+        }
+
+
+def _let_idle_threads_sleep() -> None:
+    """A busy wait of OpenMP's idle threads costs the event loop its core. Too late once torch is imported."""
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def open_local(spec: LocalSpec, format: ChatFormat, loaded: LoadedSpec) -> LocalBackend:
+    """The backend of a spec, not yet started.
+
+    Raises:
+        BackendError: The spec's sampling asks for what this backend cannot do.
+    """
+    if format.vision is not None:
+        from engine.backends.local.vision import open_vision
+
+        return open_vision(spec, format, loaded)
+    from engine.tokens.catalogue import resolve_model
+
+    refuse_parameters("local", loaded.spec.sampling, UNSUPPORTED)
+    model = loaded.spec.model
+    contexts = [value for value in (format.context, model.context) if value]
+    return LocalBackend(
+        lambda: resolve_model(model.path, model.revision, loaded.base),
+        format.decode,
+        spec,
+        vocab=format.vocab_size,
+        context=min(contexts, default=None),
+    )

@@ -1,0 +1,295 @@
+"""Key/value cache of many sequences, and attention over it.
+
+A row holds one sequence; token p of it stands at position p, so nothing is padded on the left and a token's
+position is its place. Rows never move: a forward pass takes any set of them, packed into one sequence of tokens,
+and a decode step writes one token a row without copying the rest.
+
+Invariant: what lies beyond a row's length is finite (zeros, or an older sequence), so that masked attention over
+it is exact.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.cache_utils import Cache
+
+from engine.errors import BackendError
+
+ATTENTION = "episode_engine_rows"
+"""The name that this attention has in transformers' registry."""
+GROWTH = 256
+"""Positions that the cache grows by, at least."""
+ALIGN = 16
+"""Attention reads a multiple of so many positions: masked kernels want aligned rows."""
+
+
+class Chunk(NamedTuple):
+    """Tokens of one row in a forward pass."""
+
+    row: int
+    ids: Sequence[int]
+    past: int
+    """Tokens of the row that the cache holds already: the position of `ids[0]`."""
+
+
+class Stash(NamedTuple):
+    """A sequence's keys and values outside the cache, each [layers, kv_heads, length, head_dim]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+class KVRows:
+    """The cache: keys and values, each [layers, rows, kv_heads, capacity, head_dim]; made at the first write."""
+
+    def __init__(self, layers: int, rows: int) -> None:
+        self._layers = layers
+        self._rows = rows
+        self._wanted = GROWTH
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Positions of each row."""
+        return 0 if self.keys is None else self.keys.shape[3]
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes."""
+        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of `length` tokens. Grows by half at least, so that growing stays rare."""
+        if length <= self._wanted and (self.keys is None or length <= self.capacity):
+            return
+        wanted = max(length, self._wanted * 3 // 2)
+        self._wanted = -(-wanted // GROWTH) * GROWTH
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+
+    def _grown(self, old: torch.Tensor) -> torch.Tensor:
+        new = old.new_zeros((*old.shape[:3], self._wanted, old.shape[4]))
+        new[:, :, :, : old.shape[3]] = old
+        return new
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, plan: Plan) -> None:
+        """Store one layer's keys and values of a forward pass, each [1, kv_heads, tokens, head_dim]."""
+        if self.keys is None or self.values is None:
+            shape = (self._layers, self._rows, key.shape[1], self._wanted)
+            self.keys = key.new_zeros((*shape, key.shape[3]))
+            self.values = value.new_zeros((*shape, value.shape[3]))
+        self.keys[layer][plan.rows, :, plan.positions] = key[0].transpose(0, 1)
+        self.values[layer][plan.rows, :, plan.positions] = value[0].transpose(0, 1)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """The first `length` tokens of one row into another."""
+        for store in (self.keys, self.values):
+            if store is not None and length:
+                store[:, target, :, :length] = store[:, source, :, :length]
+
+    def take(self, row: int, length: int) -> Stash:
+        """A copy of a row's first `length` tokens."""
+        assert self.keys is not None
+        assert self.values is not None
+        return Stash(self.keys[:, row, :, :length].clone(), self.values[:, row, :, :length].clone())
+
+    def put(self, row: int, stash: Stash, length: int) -> None:
+        """The first `length` tokens of a stash into a row; `reserve` comes first."""
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[:, row, :, :length] = stash.keys[:, :, :length]
+        self.values[:, row, :, :length] = stash.values[:, :, :length]
+
+    def wipe(self) -> None:
+        """Forget everything, memory included."""
+        self.keys = self.values = None
+
+
+@dataclass(slots=True)
+class _Decode:
+    """Rows [first, first + count), one token each: tokens [start, start + count) of the pass."""
+
+    first: int
+    start: int
+    lengths: torch.Tensor
+    """[count]: tokens of each row, the new one included."""
+    reach: int
+    """Positions that are read."""
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Extend:
+    """Several new tokens of one row: tokens [start, start + count) of the pass."""
+
+    row: int
+    start: int
+    count: int
+    past: int
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+
+class Plan:
+    """What one forward pass computes: every token's row and position, and who attends to what."""
+
+    def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
+        """`chunks`: those of one token first, by row; then the longer ones."""
+        rows = [chunk.row for chunk in chunks for _ in chunk.ids]
+        positions = [chunk.past + offset for chunk in chunks for offset in range(len(chunk.ids))]
+        self.rows = torch.tensor(rows, dtype=torch.long, device=device)
+        self.positions = torch.tensor(positions, dtype=torch.long, device=device)
+        self.device = device
+        self.decodes: list[_Decode] = []
+        self.extends: list[_Extend] = []
+        singles = [chunk for chunk in chunks if len(chunk.ids) == 1]
+        start = 0
+        for run in _runs(singles):
+            lengths = torch.tensor([chunk.past + 1 for chunk in run], device=device)
+            reach = max(chunk.past for chunk in run) + 1
+            self.decodes.append(_Decode(run[0].row, start, lengths, -(-reach // ALIGN) * ALIGN))
+            start += len(run)
+        for chunk in chunks[len(singles) :]:
+            self.extends.append(_Extend(chunk.row, start, len(chunk.ids), chunk.past))
+            start += len(chunk.ids)
+
+    def decode_mask(self, run: _Decode, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[count, 1, 1, reach]: 0 where a row's newest token attends, -inf elsewhere; made once for all layers."""
+        if window not in run.masks:
+            at = torch.arange(run.reach, device=self.device)
+            mask = at < run.lengths[:, None]
+            if window is not None:
+                mask &= at >= run.lengths[:, None] - window
+            run.masks[window] = _additive(mask, dtype)[:, None, None]
+        return run.masks[window]
+
+    def extend_mask(self, part: _Extend, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[count, past + count]: 0 where each new token attends, -inf elsewhere; made once for all layers."""
+        if window not in part.masks:
+            at = torch.arange(part.past + part.count, device=self.device)
+            own = at[part.past :, None]
+            mask = at <= own
+            if window is not None:
+                mask &= at > own - window
+            part.masks[window] = _additive(mask, dtype)
+        return part.masks[window]
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+def _runs(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Neighbouring rows together: each run is one slice of the cache."""
+    runs: list[list[Chunk]] = []
+    for chunk in chunks:
+        if runs and runs[-1][-1].row + 1 == chunk.row:
+            runs[-1].append(chunk)
+        else:
+            runs.append([chunk])
+    return runs
+
+
+class RowsCache(Cache):  # type: ignore[misc]
+    """What transformers sees: it hands each layer's new keys and values over, and never reads them back."""
+
+    def __init__(self, store: KVRows) -> None:
+        super().__init__(layers=[])
+        self.store = store
+        self.plan: Plan | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store what is new; attention reads the rows itself."""
+        assert self.plan is not None
+        self.store.write(layer_idx, key_states, value_states, self.plan)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Nothing is cached as far as the model is concerned: positions are given."""
+        return 0
+
+    def __enter__(self) -> RowsCache:
+        _active.cache = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _active.cache = None
+        self.plan = None
+
+
+class _Active(threading.local):
+    cache: RowsCache | None = None
+
+
+_active = _Active()
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface, over the rows of the active `RowsCache`.
+
+    Args:
+        query: [1, heads, tokens, head_dim]; `key` and `value` are in the cache by now.
+
+    Returns:
+        [1, tokens, heads, value_dim], and no weights.
+    """
+    cache = _active.cache
+    if cache is None or cache.plan is None or cache.store.keys is None or cache.store.values is None:
+        raise BackendError("this attention works inside the local backend's own forward pass alone")
+    odd = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if odd:
+        raise BackendError(f"the local backend has no attention with {odd[0]}", kind="unsupported_model")
+    keys, values = cache.store.keys[module.layer_idx], cache.store.values[module.layer_idx]
+    plan, kv_heads = cache.plan, keys.shape[1]
+    _, heads, tokens, width = query.shape
+    # The queries that share a key head are handed over as that head's several queries: nothing is repeated.
+    grouped = query[0].view(kv_heads, heads // kv_heads, tokens, width)
+    out = query.new_empty((tokens, kv_heads, heads // kv_heads, values.shape[-1]))
+    for run in plan.decodes:
+        count = len(run.lengths)
+        rows, here = slice(run.first, run.first + count), slice(run.start, run.start + count)
+        mask = plan.decode_mask(run, sliding_window, query.dtype).expand(count, 1, heads // kv_heads, run.reach)
+        out[here] = scaled_dot_product_attention(
+            grouped[:, :, here].permute(2, 0, 1, 3),
+            keys[rows, :, : run.reach],
+            values[rows, :, : run.reach],
+            attn_mask=mask,
+            scale=scaling,
+        )
+    for part in plan.extends:
+        here, reach = slice(part.start, part.start + part.count), part.past + part.count
+        whole = part.past == 0 and sliding_window is None
+        shape = (kv_heads, heads // kv_heads, reach, -1)
+        attended = scaled_dot_product_attention(
+            grouped[:, :, here],
+            keys[part.row, :, :reach].unsqueeze(1).expand(shape),
+            values[part.row, :, :reach].unsqueeze(1).expand(shape),
+            attn_mask=None if whole else plan.extend_mask(part, sliding_window, query.dtype),
+            is_causal=whole,
+            scale=scaling,
+        )
+        out[here] = attended.permute(2, 0, 1, 3)
+    return out.view(1, tokens, heads, -1), None

@@ -1,0 +1,215 @@
+"""The model in this process: where it runs, in which precision, and the proof that its packed pass is right."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.backends.local.kv import ATTENTION, Chunk, KVRows, Plan, RowsCache, attend
+from engine.errors import BackendError
+from engine.tokens.catalogue import no_bars
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+"""Mean absolute difference of log-probs between the packed pass and the model's own, at most."""
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device where there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BackendError(
+            f"`backend.device: {name}` is no device: write auto, cpu, cuda or cuda:1", kind="no_device"
+        ) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BackendError(
+            f"`backend.device: {name}`, but torch sees no CUDA device: write cpu or auto", kind="no_device"
+        )
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it, else float32."""
+    if name != "auto":
+        return _DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return torch.bfloat16 if device.type == "cpu" and _cpu_multiplies_bfloat16() else torch.float32
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """AMX or AVX512-BF16 on x86, BF16 on Arm; False where the system does not say."""
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    lines = (line for line in cpuinfo.splitlines() if line.lower().startswith(("flags", "features")))
+    flags = set(next(lines, "").split())
+    return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
+
+
+def shelf_bytes(device: torch.device) -> int:
+    """Memory for stashed sequences: an eighth of what is free."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]) // 8
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        free = 4 << 30
+    return int(free) // 8
+
+
+class PackedModel:
+    """A decoder whose forward pass takes tokens of many sequences at once, without padding.
+
+    Belongs to one thread.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, rows: int) -> None:
+        """Load and check.
+
+        Raises:
+            BackendError: Kind `unsupported_model`: not a causal decoder with ordinary attention.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+        self.device, self.dtype = device, dtype
+        try:
+            self.config = AutoConfig.from_pretrained(folder)
+            with no_bars():
+                self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        except (OSError, ValueError) as error:
+            why = str(error).partition("\n")[0].partition(". ")[0]
+            raise BackendError(
+                f"{folder} holds no causal model with ordinary attention: {why}. "
+                "Name another one, or serve it with `backend: {kind: sglang}`.",
+                kind="unsupported_model",
+            ) from error
+        self.model.to(device).eval()
+        text = self.config.get_text_config()
+        self.context: int | None = getattr(text, "max_position_embeddings", None)
+        self.vocab: int = int(self.model.get_output_embeddings().weight.shape[0])
+        self.store = KVRows(int(text.num_hidden_layers), rows)
+        self._cache = RowsCache(self.store)
+        self._prove(folder, rows)
+
+    def forward(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
+        """One pass.
+
+        Args:
+            chunks: Those of one token first, by row; the rows' earlier tokens are in the cache.
+            wanted: Indices of chunks whose last token's logits are asked for.
+
+        Returns:
+            float32 [wanted, vocab].
+        """
+        self.store.reserve(max(chunk.past + len(chunk.ids) for chunk in chunks) + 1)
+        ends, at = [], 0
+        for chunk in chunks:
+            at += len(chunk.ids)
+            ends.append(at - 1)
+        tokens = torch.tensor([token for chunk in chunks for token in chunk.ids], device=self.device)[None]
+        keep = torch.tensor([ends[index] for index in wanted] or [at - 1], device=self.device)
+        plan = Plan(chunks, self.device)
+        with torch.inference_mode(), self._cache as cache:
+            cache.plan = plan
+            out = self.model(
+                input_ids=tokens,
+                position_ids=plan.positions[None],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=keep,
+            )
+            logits: torch.Tensor = out.logits[0].float()
+            return logits if wanted else logits[:0]
+
+    def _prove(self, folder: Path, rows: int) -> None:
+        """Compare the packed pass, in pieces and among neighbours, with the model's own pass over one sequence."""
+        length = min(24, self.context or 24)
+        ids = torch.randint(0, self.vocab, (2, length), generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode():
+            expected = self.model(input_ids=ids.to(self.device)).logits.float().log_softmax(-1)
+        used = list(range(min(2, rows)))
+        try:
+            self.model.set_attn_implementation(ATTENTION)
+            got = self._in_pieces(ids, used, length)
+        except (TypeError, ValueError, AttributeError, AssertionError, IndexError, RuntimeError) as error:
+            raise BackendError(
+                f"the local backend cannot run {type(self.model).__name__} ({folder}): {error}; "
+                "it takes causal decoders with ordinary attention. Serve this one with `backend: {kind: sglang}`.",
+                kind="unsupported_model",
+            ) from error
+        finally:
+            self.store.wipe()
+        wanted = expected[used][:, [length - 5, length - 2, length - 1]]
+        apart = float((got - wanted).abs().mean())
+        if not apart <= _TOLERANCE[self.dtype]:
+            raise BackendError(
+                f"the local backend's log-probs for {type(self.model).__name__} ({folder}) are {apart:.3g} off the model's own; "
+                "serve this one with `backend: {kind: sglang}`",
+                kind="unsupported_model",
+            )
+
+    def _in_pieces(self, ids: torch.Tensor, rows: list[int], length: int) -> torch.Tensor:
+        """Log-probs [rows, 3, vocab] after length - 4, length - 1 and length tokens."""
+        pieces = [(0, length - 8), (length - 8, length - 4), (length - 4, length - 1), (length - 1, length)]
+        found = []
+        for start, end in pieces:
+            chunks = [Chunk(row, ids[row, start:end].tolist(), start) for row in rows]
+            found.append(self.forward(chunks, list(range(len(rows)))).log_softmax(-1))
+        return torch.stack(found[1:], dim=1)
+
+    def load_weights(self, state: dict[str, torch.Tensor]) -> None:
+        """Copy new weights over the old ones, all or none.
+
+        Raises:
+            BackendError: Names or shapes differ from the model's.
+        """
+        copy_weights(self.model, state)
+
+
+def copy_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
+    """Copy new weights over a model's, all or none.
+
+    Raises:
+        BackendError: Names or shapes differ from the model's.
+    """
+    own = model.state_dict()
+    strange = [name for name in state if name not in own]
+    shapes = [name for name in state if name in own and own[name].shape != state[name].shape]
+    given = {own[name].data_ptr() for name in state if name in own}
+    missing = [name for name, value in own.items() if name not in state and value.data_ptr() not in given]
+    for problem, names in (("unknown", strange), ("of another shape", shapes), ("missing", missing)):
+        if names:
+            raise BackendError(
+                f"new weights do not fit: {len(names)} {problem}, such as {names[0]!r}", kind="bad_weights"
+            )
+    with torch.no_grad():
+        for name, value in state.items():
+            own[name].copy_(value)
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder's safetensors files.
+
+    Raises:
+        BackendError: There are none.
+    """
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise BackendError(f"{folder} holds no safetensors", kind="bad_weights")
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        state |= load_file(file)
+    return state

@@ -1,0 +1,362 @@
+"""The local backend for models that see: transformers' own forward pass, one sequence at a time.
+
+What an episode's turns have computed is kept, so a turn computes its new tokens and new images alone. Positions come
+from the model's own code (`get_rope_index` where it has three of them).
+
+Invariant: the features of an image enter the pass at exactly its placeholders; an image is never split between passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.backends.base import refuse_parameters
+from engine.backends.local.backend import UNSUPPORTED, LocalBackend
+from engine.backends.stops import StopStrings
+from engine.errors import BackendError
+from schemas.generation import FinishReason, GenerateRequest, Generation, VersionSpan
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
+    from engine.tokens.vision import Vision
+    from schemas.episode import LocalBackend as LocalSpec
+
+
+class VisionBackend(LocalBackend):
+    """As `LocalBackend`, for a model with a vision tower. Requests take turns."""
+
+    def __init__(self, *args: Any, vision: Vision, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._vision = vision
+        self._model: SeeingModel | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    async def start(self) -> None:
+        """Load the model; once.
+
+        Raises:
+            BackendError: No such device, or a model that transformers does not know.
+        """
+        if self._model is not None:
+            return
+        folder = await asyncio.to_thread(self._folder)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-vision")
+        self._model = await self._in_thread(lambda: SeeingModel(folder, self._spec, self._vision))
+        self._context = min((value for value in (self._context, self._model.context) if value), default=None)
+        self._vocab = min(self._vocab or self._model.vocab, self._model.vocab)
+
+    async def _in_thread(self, work: Any) -> Any:
+        if self._thread is None:
+            raise BackendError("the local backend has not been started: await `start()` first", kind="not_started")
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except RuntimeError as error:
+            if "shutdown" not in str(error):
+                raise
+            raise BackendError("the local backend was closed", kind="closed") from None
+
+    def _rows(self) -> int:
+        if self._model is None:
+            raise BackendError("the local backend has not been started: await `start()` first", kind="not_started")
+        return self._model.vocab
+
+    def _check_images(self, request: GenerateRequest) -> None:
+        if len(request.images) != len(request.image_spans):
+            raise BackendError("a request has an image without a place, or a place without one", kind="bad_request")
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """See `LocalBackend.generate`."""
+        rows, most = self._rows(), self._check(request)
+        model = self._model
+        assert model is not None
+        assert self._vocab is not None
+        vocab = min(self._vocab, rows)
+        queued, cancelled = time.perf_counter(), threading.Event()
+        try:
+            generation: Generation = await self._in_thread(
+                lambda: model.reply(
+                    request, most, vocab, StopStrings(self._decode, request.sampling.stop), queued, cancelled
+                )
+            )
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return generation
+
+    def release(self, episode_id: str) -> None:
+        """The episode is over: what was computed for it may go."""
+        if self._model is not None and self._thread is not None:
+            self._model.forget(episode_id)
+
+    async def update_weights(self, weights: Mapping[str, torch.Tensor] | Path, version: int) -> None:
+        """See `LocalBackend.update_weights`; a reply that is being made is finished first."""
+        from engine.backends.local.load import read_weights
+
+        self._rows()
+        model = self._model
+        assert model is not None
+        state = await asyncio.to_thread(read_weights, weights) if isinstance(weights, Path) else dict(weights)
+        await self._in_thread(lambda: model.load_weights(state, version))
+
+    async def close(self) -> None:
+        """End the thread; requests that wait raise `BackendError`."""
+        if self._thread is not None:
+            if self._model is not None:
+                self._model.closing.set()
+            await asyncio.to_thread(self._thread.shutdown, True, cancel_futures=True)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start."""
+        if self._model is None:
+            return {}
+        return {
+            "device": str(self._model.device),
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            **{name: self._model.counts[name] for name in ("requests", "cancelled", "tokens", "images_computed")},
+            "prompt_tokens_computed": self._model.counts["computed"],
+            "prompt_tokens_cached": self._model.counts["cached"],
+            "weights_version": self._model.version,
+        }
+
+
+class _Kept:
+    """What was computed for an episode: keys and values of `ids`."""
+
+    __slots__ = ("cache", "ids")
+
+    def __init__(self, ids: np.ndarray, cache: Any) -> None:
+        self.ids = ids
+        self.cache = cache
+
+
+class SeeingModel:
+    """A model of transformers with a vision tower. Belongs to one thread, but for `forget`."""
+
+    def __init__(self, folder: Path, spec: LocalSpec, vision: Vision) -> None:
+        """Load.
+
+        Raises:
+            BackendError: Kind `unsupported_model`: transformers has no such model.
+        """
+        import torch
+        from transformers import AutoModelForImageTextToText
+
+        from engine.backends.local.load import pick_device, pick_dtype
+        from engine.tokens.catalogue import no_bars
+
+        if spec.threads is not None:
+            torch.set_num_threads(spec.threads)
+        self.device = pick_device(spec.device)
+        self.dtype = pick_dtype(spec.dtype, self.device)
+        self.vision = vision
+        try:
+            with no_bars():
+                self.model: Any = AutoModelForImageTextToText.from_pretrained(
+                    folder, dtype=self.dtype, attn_implementation="sdpa"
+                )
+        except (OSError, ValueError) as error:
+            why = str(error).partition("\n")[0]
+            raise BackendError(f"{folder} holds no model that sees: {why}", kind="unsupported_model") from error
+        self.model.to(self.device).eval()
+        text = self.model.config.get_text_config()
+        self.context: int | None = getattr(text, "max_position_embeddings", None)
+        self.vocab: int = int(self.model.get_output_embeddings().weight.shape[0])
+        self.version = 0
+        self.counts: Counter[str] = Counter()
+        self.closing = threading.Event()
+        self._most_kept = spec.max_batch
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def forget(self, episode_id: str) -> None:
+        """Drop what was computed for an episode."""
+        with self._lock:
+            self._kept.pop(episode_id, None)
+
+    def load_weights(self, state: dict[str, Any], version: int) -> None:
+        """Copy new weights over the old ones, all or none; what was computed with the old ones goes.
+
+        Raises:
+            BackendError: Names or shapes differ from the model's.
+        """
+        from engine.backends.local.load import copy_weights
+
+        copy_weights(self.model, state)
+        self.version = version
+        with self._lock:
+            self._kept.clear()
+
+    def positions(self, ids: np.ndarray, images: list[str]) -> torch.Tensor:
+        """Position ids of a whole sequence, by the model's own code: [3, 1, tokens], or [1, tokens] where it has one."""
+        import torch
+
+        tokens = torch.tensor(ids.astype(np.int64), device=self.device)[None]
+        find = getattr(self.model.model, "get_rope_index", None)
+        if find is None:
+            return torch.arange(len(ids), device=self.device)[None]
+        types = torch.tensor(self.vision.token_types([ids.tolist()]), device=self.device)
+        grid = self._tensors(images).get("image_grid_thw")
+        found: torch.Tensor = find(input_ids=tokens, mm_token_type_ids=types, image_grid_thw=grid)[0]
+        return found
+
+    def _tensors(self, images: list[str]) -> dict[str, torch.Tensor]:
+        import torch
+
+        found = {name: torch.from_numpy(array) for name, array in self.vision.tensors([images]).items()}
+        return {
+            name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+            for name, tensor in found.items()
+        }
+
+    def _pass(self, ids: np.ndarray, positions: torch.Tensor, images: list[str], cache: Any) -> torch.Tensor:
+        """Logits after the last of `ids`, float32 [1, vocab]; `cache` grows by them."""
+        import torch
+
+        more: dict[str, Any] = self._tensors(images)
+        tokens = torch.tensor(ids.astype(np.int64), device=self.device)[None]
+        if images and hasattr(self.model.model, "get_rope_index"):
+            more["mm_token_type_ids"] = torch.tensor(self.vision.token_types([ids.tolist()]), device=self.device)
+        out = self.model(
+            input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1, **more
+        )
+        logits: torch.Tensor = out.logits[:, -1].float()
+        return logits
+
+    def reply(
+        self,
+        request: GenerateRequest,
+        most: int,
+        vocab: int,
+        stops: StopStrings,
+        queued: float,
+        cancelled: threading.Event,
+    ) -> Generation:
+        """One reply, token after token.
+
+        Raises:
+            BackendError: The model gave no distribution (kind `bad_logits`), or its pass failed (`step_failed`).
+        """
+        import torch
+
+        began = time.perf_counter()
+        self.counts["requests"] += 1
+        try:
+            with torch.inference_mode():
+                ids, logprobs, finish, cached = self._sample(request, most, vocab, stops, cancelled)
+        except BackendError:
+            raise
+        except Exception as error:
+            raise BackendError(
+                f"the model's pass failed: {type(error).__name__}: {error}", kind="step_failed"
+            ) from error
+        return Generation(
+            output_ids=np.array(ids, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            finish=finish,
+            versions=[VersionSpan(version=self.version, start=0, end=len(ids))] if ids else [],
+            prompt_tokens=len(request.input_ids),
+            cached_tokens=cached,
+            seconds=time.perf_counter() - queued,
+            queue_seconds=began - queued,
+        )
+
+    def _sample(
+        self, request: GenerateRequest, most: int, vocab: int, stops: StopStrings, cancelled: threading.Event
+    ) -> tuple[list[int], list[float], FinishReason, int]:
+        import torch
+
+        from engine.backends.local.sampler import SamplingState, sample
+
+        prompt = request.input_ids
+        cache, cached = self._taken(request)
+        positions = self.positions(prompt, [image.image for image in request.images])
+        new = [
+            image.image
+            for image, (start, _) in zip(request.images, request.image_spans, strict=True)
+            if start >= cached
+        ]
+        logits = self._pass(prompt[cached:], positions[..., cached:], new, cache)
+        self.counts.update(computed=len(prompt) - cached, cached=cached, images_computed=len(new))
+        state = SamplingState(request, vocab, self.device)
+        after = int(positions.max()) + 1
+        ids: list[int] = []
+        logprobs: list[float] = []
+        while True:
+            if cancelled.is_set() or self.closing.is_set():
+                self.counts["cancelled"] += 1
+                raise BackendError("the request was cancelled", kind="closed")
+            drawn = sample(logits.clone(), [state], [len(ids)])
+            token, logprob = int(drawn.ids[0]), float(drawn.logprobs[0])
+            if not np.isfinite(logprob):
+                raise BackendError("the model gave no distribution (nan, or every token banned)", kind="bad_logits")
+            ids.append(token)
+            logprobs.append(logprob)
+            state.said(token)
+            self.counts["tokens"] += 1
+            finish = _finish(request, ids, most, stops, state.min_new)
+            if finish is not None:
+                break
+            at = torch.full((*positions.shape[:-1], 1), after + len(ids) - 1, device=self.device)
+            logits = self._pass(np.array([token]), at, [], cache)
+        self._keep(request.episode_id, np.concatenate([prompt, np.array(ids[:-1], np.int32)]), cache)
+        return ids, logprobs, finish, cached
+
+    def _taken(self, request: GenerateRequest) -> tuple[Any, int]:
+        """What was computed of this prompt already, and how many tokens that is; at least one token is left."""
+        from transformers import DynamicCache
+
+        with self._lock:
+            kept = self._kept.pop(request.episode_id, None)
+        prompt = request.input_ids
+        if kept is not None and len(kept.ids) < len(prompt) and np.array_equal(kept.ids, prompt[: len(kept.ids)]):
+            return kept.cache, len(kept.ids)
+        return DynamicCache(), 0
+
+    def _keep(self, episode_id: str, ids: np.ndarray, cache: Any) -> None:
+        with self._lock:
+            self._kept[episode_id] = _Kept(ids, cache)
+            while len(self._kept) > self._most_kept:
+                self._kept.popitem(last=False)
+
+
+def _finish(request: GenerateRequest, ids: list[int], most: int, stops: StopStrings, least: int) -> FinishReason | None:
+    if len(ids) >= least or len(ids) >= most:
+        if ids[-1] in request.stop_token_ids and not request.sampling.ignore_eos:
+            return FinishReason(type="stop", matched=ids[-1])
+        if stops and (string := stops.matched(ids)) is not None:
+            return FinishReason(type="stop", matched=string)
+    return FinishReason(type="length") if len(ids) >= most else None
+
+
+def open_vision(spec: LocalSpec, format: ChatFormat, loaded: LoadedSpec) -> VisionBackend:
+    """The backend of a spec whose model sees, not yet started.
+
+    Raises:
+        BackendError: The spec's sampling asks for what this backend cannot do.
+    """
+    from engine.tokens.catalogue import resolve_model
+
+    refuse_parameters("local", loaded.spec.sampling, UNSUPPORTED)
+    model = loaded.spec.model
+    contexts = [value for value in (format.context, model.context) if value]
+    assert format.vision is not None
+    return VisionBackend(
+        lambda: resolve_model(model.path, model.revision, loaded.base),
+        format.decode,
+        spec,
+        vocab=format.vocab_size,
+        context=min(contexts, default=None),
+        vision=format.vision,
+    )

@@ -1,0 +1,310 @@
+"""Any OpenAI-compatible chat endpoint, for evaluation: messages go out, text and tool calls come back.
+
+Such an endpoint gives no token ids, so nothing here is exact and no row trains. Tool calls come back apart
+from the text; they are written into it the way the spec's chat format writes calls, so that everything after this
+reads one kind of reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import structlog
+
+from engine.backends.base import refuse_parameters
+from engine.backends.calls import write_calls
+from engine.backends.sglang import read_key
+from engine.backends.sglang.client import BACKOFF, MOST_BACKOFF, refusal
+from engine.backends.sglang.http import HttpClient, HttpFailure
+from engine.errors import BackendError
+from engine.tokens.images import DIGEST
+from schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
+from schemas.message import Message, TextPart
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
+    from schemas.episode import OpenAIBackend as OpenAISpec
+
+log = structlog.get_logger(__name__)
+
+UNSUPPORTED = (
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_new_tokens",
+    "stop_token_ids",
+    "stop_regex",
+    "ignore_eos",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "custom_params",
+)
+"""Parameters that the chat protocol does not have."""
+_NO_IDS = np.zeros(0, dtype=np.int32)
+_NO_LOGPROBS = np.zeros(0, dtype=np.float32)
+
+
+class _Function(msgspec.Struct):
+    name: str = ""
+    arguments: str | dict[str, Any] = ""
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+    matched_stop: int | str | None = None
+
+
+class _Cached(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Cached | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+_decoder = msgspec.json.Decoder(_Completion)
+
+
+def open_openai(spec: OpenAISpec, format: ChatFormat, loaded: LoadedSpec) -> OpenAIBackend:
+    """The backend for this endpoint, not yet started.
+
+    Raises:
+        BackendError: the spec's sampling sets what the protocol does not have, the key is not set, or the URL is none.
+    """
+    refuse_parameters("openai", loaded.spec.sampling, UNSUPPORTED)
+    try:
+        return OpenAIBackend(spec, format, api_key=read_key(spec.api_key_env))
+    except ValueError as error:
+        raise BackendError(f"backend.url: {error}", kind="bad_url") from None
+
+
+class OpenAIBackend:
+    """Asks `/chat/completions`. Wants the conversation's messages in each request."""
+
+    kind = "openai"
+    trainable = False
+    wants_messages = True
+    """Each request carries `messages` and `tools`; its ids are not read."""
+
+    def __init__(self, spec: OpenAISpec, format: ChatFormat, *, api_key: str | None = None) -> None:
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._spec = spec
+        self._format = format
+        self._http = HttpClient(spec.url, headers=headers)
+        self._length_name = "max_tokens"
+        self._closed = False
+        self._counts: Counter[str] = Counter()
+
+    async def start(self) -> None:
+        """Reach the endpoint. What it says of its models is not relied on: many say nothing.
+
+        Raises:
+            BackendError: it is not there, or refuses the key.
+        """
+        try:
+            async with asyncio.timeout(min(30.0, self._spec.timeout)):
+                reply = await self._http.request("GET", "/models")
+        except TimeoutError:
+            raise BackendError(f"{self._spec.url} did not answer", kind="unreachable") from None
+        except HttpFailure as failure:
+            raise BackendError(f"{self._spec.url}: {failure}", kind="unreachable") from None
+        if reply.status in (401, 403):
+            raise refusal(self._spec.url, reply)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """One reply, in text.
+
+        Raises:
+            ContextOverflow: the conversation does not fit the model.
+            BackendError: no reply that can be used.
+        """
+        if request.messages is None:
+            raise BackendError("an openai backend needs the request's messages", kind="bad_request")
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._spec.timeout):
+                completion = await self._completion(request)
+        except TimeoutError:
+            raise BackendError(f"no reply within {self._spec.timeout:g} s", kind="timeout") from None
+        choice, usage = completion.choices[0], completion.usage or _Usage()
+        details = usage.prompt_tokens_details or _Cached()
+        self._counts["turns"] += 1
+        self._counts["prompt_tokens"] += usage.prompt_tokens
+        self._counts["tokens"] += usage.completion_tokens
+        return Generation(
+            output_ids=_NO_IDS,
+            logprobs=_NO_LOGPROBS,
+            finish=_finish(choice),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=details.cached_tokens or 0,
+            seconds=time.perf_counter() - began,
+            text=self._text(choice.message),
+        )
+
+    async def close(self) -> None:
+        """Close every connection."""
+        self._closed = True
+        await self._http.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start."""
+        return {
+            name: self._counts[name]
+            for name in ("turns", "prompt_tokens", "tokens", "attempts", "retries", "bad_replies")
+        }
+
+    async def _completion(self, request: GenerateRequest) -> _Completion:
+        for attempt in range(self._spec.retries + 1):
+            try:
+                return await self._attempt(request)
+            except BackendError as error:
+                if self._closed:
+                    raise BackendError("the backend was closed", kind="closed") from None
+                if not error.retryable or attempt == self._spec.retries:
+                    raise
+                self._counts["retries"] += 1
+                log.info("retrying", episode=request.episode_id, turn=request.turn, reason=str(error))
+            await asyncio.sleep(min(MOST_BACKOFF, BACKOFF * 2**attempt) * random.uniform(0.5, 1.0))
+        raise AssertionError("unreachable")
+
+    async def _attempt(self, request: GenerateRequest) -> _Completion:
+        self._counts["attempts"] += 1
+        try:
+            reply = await self._http.request("POST", "/chat/completions", msgspec.json.encode(self._body(request)))
+        except HttpFailure as failure:
+            raise BackendError(f"{self._spec.url}: {failure}", kind="unreachable", retryable=True) from None
+        if reply.status == 400 and self._length_name == "max_tokens" and b"max_completion_tokens" in reply.body:
+            self._length_name = "max_completion_tokens"  # the newer name, which some endpoints insist on
+            return await self._attempt(request)
+        if reply.status != 200:
+            raise refusal(self._spec.url, reply)
+        try:
+            completion = _decoder.decode(reply.body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._counts["bad_replies"] += 1
+            message = f"{self._spec.url} sent a reply that cannot be used: {error}"
+            raise BackendError(message, kind="bad_reply", retryable=True) from None
+        if not completion.choices:
+            self._counts["bad_replies"] += 1
+            raise BackendError(f"{self._spec.url} sent a reply without choices", kind="bad_reply", retryable=True)
+        return completion
+
+    def _body(self, request: GenerateRequest) -> dict[str, Any]:
+        assert request.messages is not None
+        body: dict[str, Any] = {
+            "model": self._spec.model,
+            "messages": [_message(message, self._url_of) for message in request.messages],
+            self._length_name: request.max_new_tokens,
+            "seed": request.seed % 2**31,  # what every endpoint takes
+            **_sampling(request.sampling),
+        }
+        if request.tools:
+            body["tools"] = request.tools
+        return body
+
+    def _url_of(self, image: str) -> str:
+        """An image's reference as the protocol takes it: one that is in the run store as a `data:` URL."""
+        if image.startswith(DIGEST) and self._format.vision is not None:
+            return self._format.vision.bank.data_uri(image)
+        if not image.startswith(("data:", "http://", "https://")):
+            raise BackendError("an openai backend takes images as data: or http(s) URLs", kind="unsupported")
+        return image
+
+    def _text(self, message: _Message) -> str:
+        """The reply as the spec's model would have written it."""
+        text = message.content or ""
+        if not message.tool_calls:
+            return text
+        calls: list[tuple[str, dict[str, Any]]] = []
+        for call in message.tool_calls:
+            arguments: Any = call.function.arguments
+            if isinstance(arguments, str):
+                try:
+                    arguments = msgspec.json.decode(arguments or "{}")
+                except msgspec.DecodeError:
+                    arguments = None
+            if not isinstance(arguments, dict):
+                return text + _as_written(message.tool_calls)
+            calls.append((call.function.name, arguments))
+        return self._format.decode(write_calls(self._format, text, calls))
+
+
+def _as_written(calls: list[_Call]) -> str:
+    """Calls whose arguments are no JSON object: shown as they came, so that the model is told what is wrong with them."""
+    return "".join(
+        f'\n<tool_call>\n{{"name": "{call.function.name}", "arguments": {call.function.arguments}}}\n</tool_call>'
+        for call in calls
+    )
+
+
+def _finish(choice: _Choice) -> FinishReason:
+    if choice.finish_reason == "length":
+        return FinishReason(type="length")
+    if choice.finish_reason in ("content_filter", "abort"):
+        return FinishReason(type="abort", message=choice.finish_reason)
+    return FinishReason(type="stop", matched=choice.matched_stop)
+
+
+def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+    names = ("top_p", "frequency_penalty", "presence_penalty", "logit_bias")
+    fields = {name: getattr(sampling, name) for name in names if getattr(sampling, name) is not None}
+    fields["temperature"] = sampling.temperature
+    if sampling.stop:
+        fields["stop"] = sampling.stop
+    return fields
+
+
+def _message(message: Message, url_of: Callable[[str], str]) -> dict[str, Any]:
+    """A message in the protocol's words. Reasoning is left out: endpoints take none back."""
+    made: dict[str, Any] = {"role": message.role, "content": _content(message, url_of)}
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        made["tool_call_id"] = message.tool_call_id
+    return made
+
+
+def _content(message: Message, url_of: Callable[[str], str]) -> str | list[dict[str, Any]]:
+    if isinstance(message.content, str):
+        return message.content
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, TextPart)
+        else {"type": "image_url", "image_url": {"url": url_of(part.image)}}
+        for part in message.content
+    ]

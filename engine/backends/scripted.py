@@ -1,0 +1,232 @@
+"""Replies from a script, tokenised by the real tokenizer: an episode's dry run without a model.
+
+A reply depends on the episode's task, sample and turn alone, so a run can be resumed and repeated. It obeys the
+request as a real backend would: it ends at the first stop token or stop string and at `max_new_tokens`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.backends.base import refuse_parameters
+from engine.backends.calls import write_calls
+from engine.backends.stops import StopStrings
+from engine.errors import BackendError, ContextOverflow
+from schemas.generation import FinishReason, GenerateRequest, Generation, VersionSpan
+from schemas.script import Script, ScriptedReply
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine.spec.load import Document, LoadedSpec
+    from engine.tokens.format import ChatFormat
+    from schemas.episode import ScriptedBackend as ScriptedSpec
+
+UNSUPPORTED = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params")
+"""Parameters that would change what a real backend says, and that a script cannot follow."""
+
+
+class ScriptedBackend:
+    """Plays a `Script`.
+
+    >>> backend = ScriptedBackend(Script.model_validate(["17 + 25 = 42", "<answer>42</answer>"]), chat_format)
+    """
+
+    kind = "scripted"
+    trainable = True
+
+    def __init__(self, script: Script, format: ChatFormat, *, latency: float = 0.0) -> None:
+        self._script = script
+        self._format = format
+        self._latency = latency
+        self._ids: dict[int, np.ndarray] = {}
+        self._ends: dict[tuple[Any, ...], tuple[int, FinishReason]] = {}
+        self._attempts: Counter[tuple[str, int]] = Counter()
+        self._cases = {
+            (task, case.sample): (rank, case.replies)
+            for rank, case in reversed(list(enumerate(script.cases)))
+            for task in case.tasks
+        }
+        """Which case names (task, sample) first, and its replies."""
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def context(self) -> int | None:
+        """The chat format's own limit: a script attends to nothing."""
+        return self._format.context
+
+    async def start(self) -> None:
+        """Tokenise every reply, so that one that cannot be written is found before the run.
+
+        Raises:
+            BackendError: Kind `script_error`.
+        """
+        for reply in [*self._script.replies, *(reply for case in self._script.cases for reply in case.replies)]:
+            self._tokens(reply)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """The scripted reply to this turn.
+
+        Raises:
+            BackendError: The script says so, or it has no reply for this turn (`script_exhausted`).
+        """
+        began = time.perf_counter()
+        self._counts["requests"] += 1
+        reply = self._reply(request)
+        if wait := self._latency + reply.delay:
+            await asyncio.sleep(wait)
+        if reply.error is not None:
+            self._fail(reply, reply.error, request)
+        length = len(request.input_ids)
+        if self._format.context is not None and length + 1 > self._format.context:
+            raise ContextOverflow(f"the prompt has {length} tokens; the model attends to {self._format.context}")
+        ids = self._tokens(reply)
+        end, finish = self._end(reply, ids, request)
+        if end > request.max_new_tokens:
+            end, finish = request.max_new_tokens, FinishReason(type="length")
+        self._counts["tokens"] += end
+        return Generation(
+            output_ids=ids[:end],
+            logprobs=np.full(end, reply.logprob, dtype=np.float32),
+            finish=finish,
+            versions=[VersionSpan(version=0, start=0, end=end)],
+            prompt_tokens=length,
+            seconds=time.perf_counter() - began,
+        )
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def release(self, episode_id: str) -> None:
+        """Forget how often an episode's turns were tried."""
+        for key in [key for key in self._attempts if key[0] == episode_id]:
+            del self._attempts[key]
+
+    def stats(self) -> dict[str, Any]:
+        """`requests`, `tokens` and `errors` so far."""
+        return {name: self._counts[name] for name in ("requests", "tokens", "errors")}
+
+    def _reply(self, request: GenerateRequest) -> ScriptedReply:
+        replies = self._replies(request.episode_id)
+        turn = request.turn
+        if turn < len(replies):
+            return replies[turn]
+        if self._script.exhausted == "error" or not replies:
+            raise BackendError(
+                f"the script has {len(replies)} replies for episode {request.episode_id!r}, and none for its turn {turn}: "
+                "write one more, or set `exhausted: cycle` or `exhausted: last`",
+                kind="script_exhausted",
+            )
+        return replies[turn % len(replies)] if self._script.exhausted == "cycle" else replies[-1]
+
+    def _replies(self, episode_id: str) -> list[ScriptedReply]:
+        """Of the cases that name the episode, the first one's; an episode's id is `<task>/<sample>`."""
+        task, _, sample = episode_id.rpartition("/")
+        keys = [(task, int(sample)), (task, None)] if sample.isdecimal() else []
+        named = [self._cases[key] for key in keys if key in self._cases]
+        return min(named, key=lambda case: case[0])[1] if named else self._script.replies
+
+    def _fail(self, reply: ScriptedReply, message: str, request: GenerateRequest) -> None:
+        """Raise the reply's error, unless it has been raised as often as the script says."""
+        tried = (request.episode_id, request.turn)
+        if reply.times is not None and self._attempts[tried] >= reply.times:
+            return
+        self._attempts[tried] += 1
+        self._counts["errors"] += 1
+        raise BackendError(message, kind="scripted_error", retryable=reply.retryable)
+
+    def _tokens(self, reply: ScriptedReply) -> np.ndarray:
+        """The reply's ids, int32; written once."""
+        known = self._ids.get(id(reply))
+        if known is None:
+            known = self._ids[id(reply)] = np.asarray(self._write(reply), dtype=np.int32)
+        return known
+
+    def _write(self, reply: ScriptedReply) -> list[int]:
+        if reply.tokens is not None:
+            bad = [token for token in reply.tokens if not 0 <= token < self._format.vocab_size]
+            if bad:
+                raise BackendError(
+                    f"the script's token {bad[0]} is not in the vocabulary [0, {self._format.vocab_size})",
+                    kind="script_error",
+                )
+            return reply.tokens
+        if reply.tool_calls:
+            ids = write_calls(self._format, reply.text, [(call.name, call.arguments) for call in reply.tool_calls])
+        else:
+            ids = list(self._format.encode(reply.text))
+        return [*ids, self._format.stop_token_ids[0]] if reply.finish == "stop" else ids
+
+    def _end(self, reply: ScriptedReply, ids: np.ndarray, request: GenerateRequest) -> tuple[int, FinishReason]:
+        """How many tokens are said, and why no more, but for `max_new_tokens`."""
+        stop = request.sampling.stop
+        stop_ids = [] if request.sampling.ignore_eos else request.stop_token_ids
+        key = (id(reply), tuple(stop), tuple(stop_ids))
+        if key not in self._ends:
+            self._ends[key] = self._find_end(reply, ids, stop, stop_ids)
+        return self._ends[key]
+
+    def _find_end(
+        self, reply: ScriptedReply, ids: np.ndarray, stop: list[str], stop_ids: list[int]
+    ) -> tuple[int, FinishReason]:
+        said = ids.tolist()
+        ending = frozenset(stop_ids)
+        met = next((index for index, token in enumerate(said) if token in ending), None)
+        end = len(said) if met is None else met + 1
+        string = StopStrings(self._format.decode, stop).first(said[:end]) if stop else None
+        if met is not None and (string is None or string[0] >= end):
+            return end, FinishReason(type="stop", matched=said[met])
+        if string is not None:
+            return string[0], FinishReason(type="stop", matched=string[1])
+        message = "the script says so" if reply.finish == "abort" else None
+        return len(ids), FinishReason(type=reply.finish, message=message)
+
+
+def open_scripted(spec: ScriptedSpec, format: ChatFormat, loaded: LoadedSpec) -> ScriptedBackend:
+    """Read the script that a spec names or holds.
+
+    Raises:
+        SpecError: The script is no valid one; with file, line and column.
+        BackendError: The spec's sampling asks for what a script cannot follow.
+    """
+    from engine.spec.load import Document
+
+    refuse_parameters("scripted", loaded.spec.sampling, UNSUPPORTED)
+    where = ("backend", "replies")
+    if isinstance(spec.replies, str):
+        script = _read_script(loaded.resolve(spec.replies, where))
+    else:
+        origins, keys = (
+            {path[2:]: origin for path, origin in places.items() if path[:2] == where}
+            for places in (loaded.origins, loaded.key_origins)
+        )
+        script = _valid(Document(spec.replies, origins, keys))
+    return ScriptedBackend(script, format, latency=spec.latency)
+
+
+def _read_script(path: Path) -> Script:
+    """A script's file: a mapping, read as a spec is, or a plain list of replies or cases."""
+    from engine.spec.load import flatten, load_document
+    from engine.spec.tree import Place, Sequence, parse
+
+    if path.is_file():
+        tree, problems = parse(path.read_text(encoding="utf-8"), Place(str(path)))
+        if isinstance(tree, Sequence) and not problems:
+            return _valid(flatten(tree))
+    return load_document(path, Script)[0]
+
+
+def _valid(document: Document) -> Script:
+    """Raises: SpecError, with the place of each mistake."""
+    from engine.errors import SpecError
+    from engine.spec.load import validate
+
+    script, problems = validate(document, Script)
+    if script is None:
+        raise SpecError(problems)
+    return script

@@ -1,0 +1,59 @@
+"""SGLang servers over their native HTTP API.
+
+http.py     requests over connections that stay open; knows nothing about SGLang
+wire.py     what is sent to /generate and what comes back, checked to the token
+resume.py   a reply that was interrupted goes on
+pool.py     which server a request goes to, and which ones are there
+checks.py   what is asked of servers before the first episode
+control.py  weights, adapters, pauses
+client.py   the backend
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from engine.errors import BackendError
+
+if TYPE_CHECKING:
+    from engine.backends.sglang.client import SGLangBackend
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
+    from schemas.episode import SGLangBackend as SGLangSpec
+
+__all__ = ["open_sglang", "read_key"]
+
+
+def open_sglang(spec: SGLangSpec, format: ChatFormat, loaded: LoadedSpec) -> SGLangBackend:
+    """The backend for these servers, not yet started.
+
+    Raises:
+        BackendError: the key's environment variable is not set, or a URL is none.
+    """
+    from engine.backends.sglang.client import SGLangBackend
+
+    try:
+        return SGLangBackend(
+            spec,
+            format,
+            sampling=loaded.spec.sampling,
+            model=loaded.spec.model.path,
+            api_key=read_key(spec.api_key_env),
+        )
+    except ValueError as error:
+        raise BackendError(f"backend.urls: {error}", kind="bad_url") from None
+
+
+def read_key(variable: str | None) -> str | None:
+    """The API key out of an environment variable; None where the spec names none.
+
+    Raises:
+        BackendError: it is not set.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise BackendError(f"the environment variable {variable} (backend.api_key_env) is not set", kind="unauthorized")
+    return key

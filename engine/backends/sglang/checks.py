@@ -1,0 +1,266 @@
+"""What is asked of servers before the first episode, so that a run does not find out on its hundredth turn.
+
+Each server says which model it serves, how long a context it takes, whether its tokenizer writes the same
+ids as ours, how large its vocabulary is, and whether it takes this spec's sampling: a request with it is sent,
+and its reply must pass every check that a turn's reply passes. Behind a router, what it does not pass on is
+found by requests that SGLang must refuse: an answer means that the reason to refuse was dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import structlog
+
+from engine.backends.sglang.http import HttpFailure, HttpReply
+from engine.backends.sglang.pool import Server, error_text
+from engine.backends.sglang.wire import Encoder, ReplyError, decode, sampling_fields
+from engine.errors import BackendError
+from schemas.generation import GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from engine.backends.sglang.client import SGLangBackend
+    from engine.tokens.format import ChatFormat
+    from schemas.episode import SGLangBackend as SGLangSpec
+
+log = structlog.get_logger(__name__)
+
+TRIAL_SECONDS = 120.0
+"""A first request may have to compile a grammar or load an adapter."""
+SAMPLE_TEXT = "Wie viel ist 17 × 25? <answer>425</answer>\n\tdef f(x): return x ** 2  # naïve 𝒙\n"
+"""Encoded by both tokenizers."""
+_RANGE = re.compile(r"\[0, (\d+)\]")
+_REFUSED: dict[str, dict[str, Any]] = {
+    "sampling_seed": {"sampling_params": {"sampling_seed": 2**63}},
+    "logit_bias": {"sampling_params": {"logit_bias": {"2147483647": 0.0}}},
+    "stop_regex": {"sampling_params": {"stop_regex": ["x" * 300]}},
+    "custom_params": {"sampling_params": {"custom_params": {"__sglang_reasoning_end_token_ids": []}}},
+    "stop": {"sampling_params": {"stop": [f"stop {number}" for number in range(40)]}},
+    "min_new_tokens": {"sampling_params": {"min_new_tokens": 9, "max_new_tokens": 1}},
+    "top_p": {"sampling_params": {"top_p": 2.0}},
+    "min_p": {"sampling_params": {"min_p": 2.0}},
+    "frequency_penalty": {"sampling_params": {"frequency_penalty": 9.0}},
+    "presence_penalty": {"sampling_params": {"presence_penalty": 9.0}},
+    "repetition_penalty": {"sampling_params": {"repetition_penalty": 9.0}},
+    "lora_path": {"lora_path": "there-is-no-such-adapter"},
+}
+"""Requests that SGLang refuses, by the parameter for which it does."""
+
+
+class Facts(NamedTuple):
+    """What holds of all servers together."""
+
+    vocab_size: int
+    """Ids below it are safe to send."""
+    context: int | None
+    """Prompts must be shorter, and prompt and reply no longer."""
+    dropped: list[str]
+    """Parameters that do not reach the servers."""
+
+
+class Found(NamedTuple):
+    """What one server says of itself; None for what it does not."""
+
+    vocab_size: int | None
+    context: int | None
+
+
+async def check_servers(
+    backend: SGLangBackend,
+    spec: SGLangSpec,
+    format: ChatFormat,
+    sampling: SamplingParams,
+    model: str,
+    headers: dict[str, str],
+) -> Facts:
+    """Ask every server, all at once. One that cannot be reached is left out for now, as long as another is there.
+
+    Raises:
+        BackendError: no server is there, one serves something else, or refuses this spec's sampling.
+    """
+    if spec.router:
+        backend.workers = await _workers(backend.pool.servers, headers)
+    outcomes = await asyncio.gather(
+        *(check_server(server, spec, format, sampling, model) for server in backend.workers), return_exceptions=True
+    )
+    found: list[Found] = []
+    absent: list[BackendError] = []
+    for server, outcome in zip(backend.workers, outcomes, strict=True):
+        if isinstance(outcome, BackendError) and outcome.kind == "unreachable":
+            absent.append(outcome)
+            if not spec.router:
+                backend.pool.failed(server, str(outcome))
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            found.append(outcome)
+    if not found:
+        raise BackendError("no sglang server can be reached: " + "; ".join(map(str, absent)), kind="unreachable")
+    versions = {server.version for server in backend.workers if server.version is not None}
+    if len(versions) > 1:
+        log.warning("sglang servers hold different weights", versions=sorted(versions))
+    vocabularies = [item.vocab_size for item in found if item.vocab_size is not None]
+    contexts = [item.context for item in found if item.context is not None]
+    dropped = await _dropped(backend.pool.servers, sampling, spec) if spec.router else []
+    # an embedding may be padded beyond the tokenizer: a model can sample such ids, and takes them
+    vocab_size = min(vocabularies, default=format.vocab_size)
+    return Facts(vocab_size, min(contexts, default=None), dropped)
+
+
+async def check_server(
+    server: Server, spec: SGLangSpec, format: ChatFormat, sampling: SamplingParams, model: str
+) -> Found:
+    """Check one server; also when it comes back after it was away, since it may serve something else by then.
+
+    Raises:
+        BackendError: it is not there (kind `unreachable`), or cannot serve this spec.
+    """
+    info = await server.json("GET", "/model_info")
+    if not isinstance(info, dict) or "model_path" not in info:
+        raise BackendError(f"{server.url} is no sglang server: /model_info says {info!r}"[:300], kind="wrong_server")
+    if info.get("is_generation") is False:
+        raise BackendError(f"{server.url} serves {info['model_path']}, which does not generate", kind="wrong_server")
+    server.version = info.get("weight_version")
+    if str(info["model_path"]).rstrip("/").rpartition("/")[2] != model.rstrip("/").rpartition("/")[2]:
+        log.warning(
+            "the server's model has another name than the spec's", url=server.url, server=info["model_path"], spec=model
+        )
+    details = await server.json("GET", "/server_info")
+    server.seeded = bool(details.get("enable_deterministic_inference"))
+    if server.seeded and sampling.min_p:
+        raise BackendError(
+            f"{server.url} runs with --enable-deterministic-inference, where a request with `sampling.min_p` ends the "
+            "whole server: leave it out, or start the server without the flag",
+            kind="bad_sampling",
+        )
+    await _check_tokenizer(server, format)
+    vocab_size = await _vocab_size(server)
+    outside = [token for token in format.stop_token_ids if vocab_size is not None and token >= vocab_size]
+    if outside:
+        raise BackendError(
+            f"{server.url} serves a vocabulary of {vocab_size} ids; the spec's model stops at {outside}",
+            kind="wrong_server",
+        )
+    await _trial(server, spec, format, sampling, vocab_size or format.vocab_size)
+    context = details.get("max_req_input_len")
+    return Found(vocab_size, int(context) if context else None)
+
+
+async def _check_tokenizer(server: Server, format: ChatFormat) -> None:
+    try:
+        reply = await server.json("POST", "/tokenize", {"prompt": SAMPLE_TEXT, "add_special_tokens": False})
+    except BackendError as error:
+        if error.kind == "unreachable":
+            raise
+        log.info("the server does not tokenize; its tokenizer is not compared", url=server.url, reason=str(error))
+        return
+    theirs, ours = reply.get("tokens"), list(format.encode(SAMPLE_TEXT))
+    if theirs != ours:
+        raise BackendError(
+            f"{server.url} has another tokenizer than the spec's model: for one text it writes {theirs}, ours {ours}",
+            kind="wrong_server",
+        )
+
+
+async def _vocab_size(server: Server) -> int | None:
+    """The range of ids, out of the refusal of one that is outside of any."""
+    reply = await _generate(server, {"input_ids": [0], **_REFUSED["logit_bias"]})
+    match = _RANGE.search(error_text(reply)) if reply.status == 400 else None
+    return int(match.group(1)) + 1 if match else None
+
+
+async def _trial(
+    server: Server, spec: SGLangSpec, format: ChatFormat, sampling: SamplingParams, vocab_size: int
+) -> None:
+    """One token with this spec's own sampling."""
+    request = GenerateRequest(
+        request_id="trial",
+        episode_id="trial",
+        turn=0,
+        input_ids=np.array((list(format.encode("Hello")) or [0])[:8], dtype=np.int32),
+        sampling=sampling.model_copy(update={"min_new_tokens": None}),
+        max_new_tokens=1,
+        stop_token_ids=list(format.stop_token_ids),
+        seed=0,
+        adapter=spec.adapter,
+    )
+    sent = Encoder(vocab_size=vocab_size).encode(request, f"trial-{id(server):x}", request.input_ids, 1)
+    reply = await _generate(server, b"".join(sent.pieces))
+    if reply.status != 200:
+        raise BackendError(
+            f"{server.url} refuses this spec's sampling ({reply.status}): {error_text(reply)}", kind="bad_sampling"
+        )
+    try:
+        part = decode(reply.body, sent, vocab_size)
+    except ReplyError as error:
+        raise BackendError(f"{server.url} sent a reply that cannot be used: {error}", kind="bad_reply") from None
+    if not part.echoed:
+        raise BackendError(
+            f"{server.url} does not say which prompt it worked on (return_prompt_token_ids): sglang 0.5.23 or later is needed",
+            kind="wrong_server",
+        )
+
+
+async def _generate(server: Server, body: dict[str, Any] | bytes) -> HttpReply:
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    try:
+        async with asyncio.timeout(TRIAL_SECONDS):
+            return await server.http.request("POST", "/generate", data)
+    except TimeoutError:
+        raise BackendError(f"{server.url} did not answer within {TRIAL_SECONDS:g} s", kind="unreachable") from None
+    except HttpFailure as failure:
+        raise BackendError(f"{server.url}: {failure}", kind="unreachable") from None
+
+
+# -- the router
+
+
+async def _workers(routers: list[Server], headers: dict[str, str]) -> list[Server]:
+    """The servers behind the routers: control calls go to them, since a router refuses those."""
+    urls: list[str] = []
+    for router in routers:
+        listed = await router.json("GET", "/workers")
+        rows: list[Any] = (listed.get("workers") or listed.get("urls") or []) if isinstance(listed, dict) else listed
+        urls += [row if isinstance(row, str) else row["url"] for row in rows]
+    if not urls:
+        names = ", ".join(router.url for router in routers)
+        raise BackendError(f"the router at {names} has no workers; start them first", kind="unreachable")
+    return [Server(url, headers) for url in dict.fromkeys(urls)]
+
+
+async def _dropped(routers: list[Server], sampling: SamplingParams, spec: SGLangSpec) -> list[str]:
+    """Parameters that do not come through. Fails where the spec needs one of them."""
+    dropped: set[str] = set()
+    for router in routers:
+        for name, body in _REFUSED.items():
+            probe = {"input_ids": [0], **body}
+            probe["sampling_params"] = {"max_new_tokens": 1, **body.get("sampling_params", {})}
+            if (await _generate(router, probe)).status == 200:
+                dropped.add(name)
+        reply = await _generate(
+            router, {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "return_prompt_token_ids": True}
+        )
+        if reply.status != 200:
+            raise BackendError(
+                f"the router {router.url} answered {reply.status}: {error_text(reply)}", kind="wrong_server"
+            )
+        if b'"prompt_token_ids"' not in reply.body:
+            dropped.add("return_prompt_token_ids")
+    used = set(sampling_fields(sampling)) | ({"lora_path"} if spec.adapter else set())
+    needed = sorted(dropped & used)
+    if needed:
+        raise BackendError(
+            f"the router does not pass on {', '.join(needed)}, which this spec sets: "
+            "name the servers themselves in `urls` and leave `router` out",
+            kind="bad_sampling",
+        )
+    if dropped:
+        log.warning(
+            "the router drops parameters; prompts are not compared where return_prompt_token_ids is among them",
+            dropped=sorted(dropped),
+        )
+    return sorted(dropped)

@@ -1,0 +1,350 @@
+"""SGLang servers as a backend: requests, retries, what an interrupted reply becomes, and the certificate.
+
+Invariant: one call of `generate` hands on at most one generation, whose every token was sampled after
+exactly the prompt that was sent. What was lost on the way (a connection, a server) leaves no trace but counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import re
+import secrets
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import structlog
+
+from engine.backends.sglang.http import HttpFailure, HttpReply
+from engine.backends.sglang.pool import Pool, Server, error_text
+from engine.backends.sglang.resume import can_resume, clean_cut, cut, join
+from engine.backends.sglang.wire import Encoder, Outgoing, Part, PromptMismatch, ReplyError, decode
+from engine.deadline import Deadlines
+from engine.errors import BackendError, ContextOverflow
+from schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
+
+if TYPE_CHECKING:
+    from engine.backends.sglang.control import Control
+    from engine.tokens.format import ChatFormat
+    from schemas.episode import SGLangBackend as SGLangSpec
+
+log = structlog.get_logger(__name__)
+
+BACKOFF = 0.25
+"""Seconds before the second attempt; doubled for each further one."""
+MOST_BACKOFF = 10.0
+INTERRUPTIONS = 32
+"""Most times that one reply is taken up again."""
+ABORT_SECONDS = 2.0
+"""How long closing waits for servers to be told what to stop."""
+_TOO_LONG = re.compile(r"context length|longer than the model|maximum allowed length|max_req_input_len", re.IGNORECASE)
+_STATUS_KIND = {401: "unauthorized", 403: "unauthorized", 404: "not_found"}
+
+
+class SGLangBackend:
+    """The production backend.
+
+    backend = open_sglang(spec, chat_format, loaded)
+    await backend.start()                           # reaches every server, checks model and sampling
+    generation = await backend.generate(request)
+    await backend.control.update_weights_from_disk("step-10/", version=10)
+    await backend.close()                           # tells the servers to stop what is still running
+    """
+
+    kind = "sglang"
+    trainable = True
+
+    def __init__(
+        self,
+        spec: SGLangSpec,
+        format: ChatFormat,
+        *,
+        sampling: SamplingParams,
+        model: str,
+        api_key: str | None = None,
+    ) -> None:
+        """Nothing is opened yet.
+
+        Args:
+            spec: servers, deadlines, retries.
+            format: the model's chat format: vocabulary, context, decoding.
+            sampling: the spec's own parameters, tried out at the start.
+            model: what the spec calls the model.
+            api_key: sent as a bearer token.
+        """
+        from engine.backends.sglang.control import Control
+
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._spec = spec
+        self._format = format
+        self._sampling = sampling
+        self._model = model
+        self._headers = headers
+        self.pool = Pool((Server(url, headers) for url in spec.urls), patience=spec.patience, admit=self._admit)
+        self.workers: list[Server] = self.pool.servers
+        """Servers that take control calls: those of the pool, or what stands behind the router."""
+        self.control: Control = Control(self)
+        self.vocab_size = format.vocab_size
+        self.context: int | None = None
+        """Longest prompt and reply that every server takes; known once started."""
+        self.expected: str | None = None
+        """Name of the weights that every request sent from now on must be sampled with, where it is known."""
+        self.dropped: list[str] = []
+        """Parameters that a router does not pass on."""
+        self._encoder = Encoder(vocab_size=self.vocab_size, vision=format.vision)
+        self._nonce = secrets.token_hex(8)
+        self._numbers = itertools.count()
+        self._calls: dict[str, Server] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._closed = asyncio.Event()
+        self._deadlines = Deadlines(spec.timeout)
+        self._counts: Counter[str] = Counter()
+
+    # -- the protocol
+
+    async def start(self) -> None:
+        """Reach the servers and check that they serve this model, and take this spec's sampling.
+
+        Raises:
+            BackendError: none is there, or one of them cannot serve this spec.
+        """
+        from engine.backends.sglang.checks import check_servers
+
+        facts = await check_servers(self, self._spec, self._format, self._sampling, self._model, self._headers)
+        self.vocab_size = facts.vocab_size
+        self.context = facts.context
+        self.dropped = facts.dropped
+        self._encoder = Encoder(
+            vocab_size=facts.vocab_size,
+            seeded=any(server.seeded for server in self.workers),
+            echo="return_prompt_token_ids" not in facts.dropped,
+            vision=self._format.vision,
+        )
+        self.pool.watch()
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """One reply, whatever happens on the way to it. Cancelling the call tells the server to stop.
+
+        Raises:
+            ContextOverflow: the prompt does not fit the servers' context.
+            BackendError: kinds `timeout`, `unreachable`, `server_error`, `bad_reply`, `bad_request`, `bad_prompt`,
+                `prompt_mismatch`, `unauthorized`, `not_found`, `closed`.
+        """
+        began = time.perf_counter()
+        if request.banned_token_ids and "logit_bias" in self.dropped:
+            raise BackendError(
+                "the router drops logit_bias, so ids cannot be banned; name the servers themselves", kind="unsupported"
+            )
+        if request.adapter is not None and request.adapter in self.control.unloaded:
+            raise BackendError(f"the adapter {request.adapter!r} was unloaded", kind="bad_request")
+        if self.context is not None and len(request.input_ids) >= self.context:
+            raise ContextOverflow(f"{len(request.input_ids)} tokens; the servers take fewer than {self.context}")
+        try:
+            with self._deadlines.begin():
+                parts, finish = await self._parts(request)
+        except TimeoutError:
+            self._counts["timeouts"] += 1
+            raise BackendError(f"no reply within {self._spec.timeout:g} s", kind="timeout") from None
+        generation = join(parts, finish, time.perf_counter() - began)
+        self._counts["turns"] += 1
+        self._counts["checked" if all(part.echoed for part in parts) else "unchecked"] += 1
+        self._counts["tokens"] += len(generation.output_ids)
+        self._counts["cached_tokens"] += generation.cached_tokens
+        self._counts["prompt_tokens"] += generation.prompt_tokens
+        return generation
+
+    def release(self, episode_id: str) -> None:
+        """The episode is over: forget its prompt and its server."""
+        self._encoder.forget(episode_id)
+        self.pool.forget(episode_id)
+
+    async def close(self) -> None:
+        """Tell the servers to stop what is running, and close every connection."""
+        self._closed.set()
+        for rid, server in list(self._calls.items()):
+            self.abort(server, rid)
+        if self._aborts:
+            await asyncio.wait(list(self._aborts), timeout=ABORT_SECONDS)
+        await self.pool.close()
+        for worker in self.workers:
+            await worker.http.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start, and the certificate of the prompts."""
+        names = (
+            "turns",
+            "tokens",
+            "prompt_tokens",
+            "cached_tokens",
+            "attempts",
+            "retries",
+            "interruptions",
+            "aborts",
+            "timeouts",
+        )
+        return {
+            "certificate": {
+                "turns_checked": self._counts["checked"],
+                "turns_unchecked": self._counts["unchecked"],
+                "prompt_mismatches": self._counts["mismatches"],
+            },
+            **{name: self._counts[name] for name in names},
+            "bad_replies": self._counts["bad_replies"],
+            "failovers": self.pool.failovers,
+            "seeded": self._encoder.seeded,
+            "dropped_by_router": list(self.dropped),
+            "servers": [server.stats() for server in self.pool.servers],
+        }
+
+    # -- one reply
+
+    async def _parts(self, request: GenerateRequest) -> tuple[list[Part], FinishReason]:
+        """The parts of a reply: one, unless it is interrupted on its way."""
+        ids, sampled = request.input_ids, 0
+        parts: list[Part] = []
+        for interruption in itertools.count():
+            part = await self._part(request, ids, request.max_new_tokens - sampled, sampled)
+            if part.finish.type != "abort" or self._spec.interrupted == "report" or interruption == INTERRUPTIONS:
+                return [*parts, part], part.finish
+            self._counts["interruptions"] += 1
+            parts = self._kept(request, [*parts, part])
+            sampled = sum(len(kept.ids) for kept in parts)
+            if sampled == request.max_new_tokens:
+                return parts, FinishReason(type="length")
+            ids = np.concatenate([request.input_ids, *(kept.ids for kept in parts)])
+        raise AssertionError("unreachable")
+
+    def _kept(self, request: GenerateRequest, parts: list[Part]) -> list[Part]:
+        """What of an interrupted reply its rest may be sampled after."""
+        if not can_resume(request.sampling):
+            return []
+        sampled = [token for part in parts for token in part.ids.tolist()]
+        keep = clean_cut(sampled, request.sampling.stop, self._format.decode)
+        kept: list[Part] = []
+        for part in parts:
+            if keep > 0 and len(part.ids):
+                kept.append(cut(part, min(keep, len(part.ids))))
+            keep -= len(part.ids)
+        return kept
+
+    async def _part(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Part:
+        """One reply of one server, after as many attempts as it takes."""
+        failed: list[Server] = []
+        for attempt in range(self._spec.retries + 1):
+            server = self.pool.choose(request.episode_id, failed)
+            try:
+                return await self._attempt(server, self._encoder.encode(request, self._rid(), ids, most, sampled))
+            except BackendError as error:
+                if self._closed.is_set():
+                    raise BackendError("the backend was closed", kind="closed") from None
+                if not error.retryable or attempt == self._spec.retries:
+                    raise
+                self._counts["retries"] += 1
+                log.info(
+                    "retrying", episode=request.episode_id, turn=request.turn, server=server.url, reason=str(error)
+                )
+            if server not in failed:
+                failed.append(server)
+            if all(other in failed or not other.healthy for other in self.pool.servers):
+                await self._back_off(attempt)
+        raise AssertionError("unreachable")
+
+    def _rid(self) -> str:
+        """A name of fixed length: SGLang aborts every request whose name begins with the one it is given."""
+        return f"{self._nonce}{next(self._numbers):012x}"
+
+    async def _back_off(self, attempt: int) -> None:
+        wait = min(MOST_BACKOFF, BACKOFF * 2**attempt) * random.uniform(0.5, 1.0)
+        try:
+            async with asyncio.timeout(wait):
+                await self._closed.wait()
+        except TimeoutError:
+            return
+        raise BackendError("the backend was closed", kind="closed")
+
+    async def _attempt(self, server: Server, sent: Outgoing) -> Part:
+        """Send once. The server is told to stop where its reply is not waited for to the end."""
+        if self._closed.is_set():
+            raise BackendError("the backend was closed", kind="closed")
+        self._counts["attempts"] += 1
+        expected = self.expected
+        self._calls[sent.rid] = server
+        server.begin()
+        try:
+            reply = await server.http.request("POST", "/generate", *sent.pieces)
+        except HttpFailure as failure:
+            self.abort(server, sent.rid)
+            self.pool.failed(server, str(failure))
+            raise BackendError(f"{server.url}: {failure}", kind="unreachable", retryable=True) from None
+        except asyncio.CancelledError:
+            self.abort(server, sent.rid)
+            raise
+        finally:
+            server.end()
+            del self._calls[sent.rid]
+        self.pool.answered(server, reply.status)
+        if reply.status != 200:
+            raise refusal(server.url, reply)
+        return self._read(server, reply.body, sent, expected)
+
+    def _read(self, server: Server, body: bytes, sent: Outgoing, expected: str | None) -> Part:
+        try:
+            part = decode(body, sent, self.vocab_size)
+        except ReplyError as error:
+            self._counts["bad_replies"] += 1
+            raise BackendError(
+                f"{server.url} sent a reply that cannot be used: {error}", kind="bad_reply", retryable=True
+            ) from None
+        except PromptMismatch:
+            self._counts["mismatches"] += 1
+            raise
+        if part.version is not None:
+            server.version = part.version
+            if expected is not None and expected == self.expected and part.version != expected and len(part.ids):
+                self.pool.failed(server, f"samples with weights {part.version!r}; every server was given {expected!r}")
+                message = f"{server.url} samples with weights {part.version!r}, not {expected!r}"
+                raise BackendError(message, kind="stale_weights", retryable=True)
+        return part
+
+    def abort(self, server: Server, rid: str) -> None:
+        """Have a server stop a request, without waiting for it; `close` waits."""
+        self._counts["aborts"] += 1
+        targets = [server] if server in self.workers else self.workers
+        for target in targets:
+            task = asyncio.get_running_loop().create_task(self._send_abort(target, rid))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    async def _send_abort(self, server: Server, rid: str) -> None:
+        try:
+            await server.json("POST", "/abort_request", {"rid": rid}, timeout=ABORT_SECONDS)
+        except BackendError as error:  # a server that is gone works for nobody
+            log.debug("abort was not delivered", server=server.url, rid=rid, reason=str(error))
+
+    async def _admit(self, server: Server) -> None:
+        """A server that was away may have been started anew, as something else even: give it what the others have."""
+        from engine.backends.sglang.checks import check_server
+
+        await self.control.catch_up(server)
+        if self._spec.router:
+            return
+        found = await check_server(server, self._spec, self._format, self._sampling, self._model)
+        if self.context is None:  # the first check of all is still going on
+            return
+        if (found.vocab_size or self.vocab_size) < self.vocab_size or (found.context or self.context) < self.context:
+            raise BackendError(f"{server.url} came back with a smaller vocabulary or context", kind="wrong_server")
+
+
+def refusal(url: str, reply: HttpReply) -> BackendError:
+    """What a reply that is not a 200 means."""
+    text = error_text(reply)
+    message = f"{url} answered {reply.status}: {text}"
+    if reply.status == 400 and _TOO_LONG.search(text):
+        return ContextOverflow(message)
+    # a name that is in use: the connection broke while the server was at work, and the request was sent once more
+    if reply.status >= 500 or reply.status in (408, 425, 429) or "Duplicate request ID" in text:
+        return BackendError(message, kind="server_error", retryable=True)
+    return BackendError(message, kind=_STATUS_KIND.get(reply.status, "bad_request"))

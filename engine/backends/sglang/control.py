@@ -1,0 +1,263 @@
+"""Weights, adapters and pauses on every server at once.
+
+Invariant: a server that did not take what the others took is out of the pool until it has; so all servers
+that are given requests sample with the same weights and know the same adapters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import structlog
+
+from engine.backends.sglang.pool import Server
+from engine.errors import BackendError
+
+if TYPE_CHECKING:
+    from engine.backends.sglang.client import SGLangBackend
+
+log = structlog.get_logger(__name__)
+
+PauseMode = Literal["in_place", "retract", "abort"]
+UPDATE_SECONDS = 600.0
+"""Deadline for loading weights or an adapter."""
+PAUSE_SECONDS = 60.0
+
+
+class _Weights(NamedTuple):
+    path: str
+    name: str
+    load_format: str | None
+
+
+class Control:
+    """Calls that concern a server as a whole.
+
+        async with backend.control.paused():
+            await backend.control.update_weights_from_disk("/models/step-10", version=10)
+        await backend.control.load_adapter("tutor", "/adapters/tutor")
+
+    What becomes of replies that are being sampled is the pause's mode:
+
+    - `retract` (default): they wait, and go on after their prefix was computed anew with the new weights.
+    - `in_place`: they wait, and go on with what the old weights computed: later log-probs are of both.
+    - `abort`: they come back as they are, and the client asks for the rest once sampling goes on.
+
+    In every mode each token carries the version that it was sampled with.
+    """
+
+    def __init__(self, backend: SGLangBackend) -> None:
+        self._backend = backend
+        self._weights: _Weights | None = None
+        self._adapters: dict[str, tuple[str, bool]] = {}
+        self.unloaded: set[str] = set()
+        """Adapters that were taken out. SGLang loads one again when a request names it; the backend refuses such a request."""
+        self._lock = asyncio.Lock()
+        self._paused: PauseMode | None = None
+
+    # -- pauses
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        """Have every server stop sampling. Requests that come in wait.
+
+        Raises:
+            BackendError: a server did not; sampling goes on everywhere else.
+        """
+        await self._all("POST", "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS)
+        self._paused = mode
+
+    async def resume(self) -> None:
+        """Have every server go on."""
+        self._paused = None
+        # emptying torch's cache on resuming needs CUDA; it is a hint, and the next allocation does without
+        await self._all("POST", "/continue_generation", {"torch_empty_cache": False}, seconds=PAUSE_SECONDS)
+
+    @asynccontextmanager
+    async def paused(self, mode: PauseMode = "retract") -> AsyncIterator[None]:
+        """Sampling stands still inside, and goes on afterwards whatever happens."""
+        try:
+            await self.pause(mode)
+            yield
+        finally:
+            await self.resume()
+
+    # -- weights
+
+    async def update_weights_from_disk(
+        self, path: str, version: int, *, mode: PauseMode = "retract", load_format: str | None = None
+    ) -> None:
+        """Load weights on every server, and have its replies carry `version` from there on.
+
+        Pauses sampling unless it is paused already. Prefixes that were computed with the old weights are
+        dropped, except under `in_place` while replies are being sampled. A request that is sent after this
+        returns is sampled with these weights alone; a server that answers it with others is taken out.
+
+        Args:
+            path: a folder that every server can read.
+            version: not negative; a training step, say.
+            mode: what becomes of replies that are being sampled.
+            load_format: SGLang's; its own choice when left out.
+
+        Raises:
+            BackendError: a server did not take them (kind `update_failed`); it is out of the pool, and is given
+                them again before it comes back.
+        """
+        if version < 0:
+            raise ValueError(f"a weight version is not negative; got {version}")
+        async with self._lock:
+            backend = self._backend
+            weights = _Weights(str(path), str(version), load_format)
+            backend.expected = None  # until every server has them, either version is right
+            try:
+                if self._paused is None:
+                    async with self.paused(mode):
+                        await self._load_everywhere(weights, flush=mode != "in_place")
+                else:
+                    await self._load_everywhere(weights, flush=self._paused != "in_place")
+            finally:
+                if self._weights is not None:
+                    backend.expected = self._weights.name
+
+    async def _load_everywhere(self, weights: _Weights, *, flush: bool) -> None:
+        previous, self._weights = self._weights, weights
+        servers = self._reachable()
+        outcomes = await asyncio.gather(
+            *(self._load(server, weights, flush) for server in servers), return_exceptions=True
+        )
+        failures = [(s, o) for s, o in zip(servers, outcomes, strict=True) if isinstance(o, BaseException)]
+        if len(failures) == len(servers):
+            self._weights = previous  # nobody took them: what was there is still what everybody has
+        elif failures:
+            for server, error in failures:
+                self._out(server, f"did not take weights {weights.name!r}: {error}")
+        if failures or not servers:
+            reasons = "; ".join(str(error) for _, error in failures) or "no server is there"
+            raise BackendError(
+                f"weights from {weights.path} were not loaded everywhere: {reasons}", kind="update_failed"
+            )
+
+    async def _load(self, server: Server, weights: _Weights, flush: bool) -> None:
+        body: dict[str, Any] = {"model_path": weights.path, "weight_version": weights.name, "flush_cache": flush}
+        if weights.load_format is not None:
+            body["load_format"] = weights.load_format
+        reply = await server.json("POST", "/update_weights_from_disk", body, timeout=UPDATE_SECONDS)
+        if not reply.get("success"):
+            raise BackendError(f"{server.url}: {reply.get('message')}", kind="update_failed")
+        server.version = weights.name
+
+    async def versions(self) -> dict[str, str]:
+        """URL -> name of the weights that this server says it has."""
+        infos = await self._all("GET", "/model_info")
+        return {url: str(info["weight_version"]) for url, info in infos.items()}
+
+    # -- adapters
+
+    async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
+        """Load a LoRA adapter on every server. A request names it; one that names none gets the base model.
+
+        Args:
+            name: how requests call it. A name that is loaded already is replaced.
+            path: a folder that every server can read.
+            pinned: keep it in the servers' memory.
+
+        Raises:
+            BackendError: a server did not take it (was it started with `--enable-lora`?); it is loaded nowhere.
+        """
+        async with self._lock:
+            if name in self._adapters:
+                await self._unload(name)
+            try:
+                await self._all("POST", "/load_lora_adapter", _adapter(name, path, pinned), seconds=UPDATE_SECONDS)
+            except BackendError:
+                await asyncio.gather(*(self._unload_from(server, name) for server in self._reachable()))
+                raise
+            self._adapters[name] = (str(path), pinned)
+            self.unloaded.discard(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take an adapter out of every server.
+
+        Raises:
+            BackendError: a server does not know it.
+        """
+        async with self._lock:
+            await self._unload(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters that were loaded here."""
+        return list(self._adapters)
+
+    async def _unload(self, name: str) -> None:
+        await self._all("POST", "/unload_lora_adapter", {"lora_name": name}, seconds=UPDATE_SECONDS)
+        self._adapters.pop(name, None)
+        self.unloaded.add(name)
+
+    async def _unload_from(self, server: Server, name: str) -> None:
+        try:
+            await server.json("POST", "/unload_lora_adapter", {"lora_name": name})
+        except BackendError as error:
+            log.debug("adapter was not there", server=server.url, adapter=name, reason=str(error))
+
+    # -- the rest
+
+    async def flush_cache(self) -> None:
+        """Drop every server's cached prefixes. Refused while requests are running."""
+        await self._all("POST", "/flush_cache")
+
+    async def running(self) -> dict[str, int]:
+        """URL -> requests that this server is working on or has waiting."""
+        loads = await self._all("GET", "/v1/loads")
+        return {
+            url: sum(r["num_running_reqs"] + r["num_waiting_reqs"] for r in load["loads"])
+            for url, load in loads.items()
+        }
+
+    async def catch_up(self, server: Server) -> None:
+        """Give a server that was away what the others were given meanwhile.
+
+        Raises:
+            BackendError: it cannot be given it now; it stays out.
+        """
+        if self._weights is not None:
+            info = await server.json("GET", "/model_info")
+            if str(info["weight_version"]) != self._weights.name:
+                await self._load(server, self._weights, flush=True)
+        for name, (path, pinned) in self._adapters.items():
+            try:
+                await server.json("POST", "/load_lora_adapter", _adapter(name, path, pinned), timeout=UPDATE_SECONDS)
+            except BackendError as error:
+                if "already" not in str(error):
+                    raise
+
+    def _reachable(self) -> list[Server]:
+        return [server for server in self._backend.workers if server.healthy]
+
+    def _out(self, server: Server, reason: str) -> None:
+        if server in self._backend.pool.servers:
+            self._backend.pool.failed(server, reason)
+        else:
+            log.error("a server behind the router is out of step", server=server.url, reason=reason)
+
+    async def _all(self, method: str, path: str, body: Any = None, *, seconds: float = 30.0) -> dict[str, Any]:
+        """The same call to every server that is there: URL -> reply."""
+        servers = self._reachable()
+        if not servers:
+            raise BackendError(f"{path}: no sglang server is there", kind="unreachable")
+        replies = await asyncio.gather(
+            *(server.json(method, path, body, timeout=seconds) for server in servers), return_exceptions=True
+        )
+        failures = [reply for reply in replies if isinstance(reply, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, BackendError):
+                raise failure
+        if failures:
+            raise BackendError(f"{path} failed: " + "; ".join(map(str, failures)), kind="control_failed")
+        return {server.url: reply for server, reply in zip(servers, replies, strict=True)}
+
+
+def _adapter(name: str, path: str, pinned: bool) -> dict[str, Any]:
+    return {"lora_name": name, "lora_path": str(path), "pinned": pinned}

@@ -1,0 +1,415 @@
+"""HTTP/1.1 for one kind of work: many small JSON requests to few servers, over connections that stay open.
+
+It knows nothing about SGLang. It reads replies with `Content-Length`, chunked ones in whatever pieces
+they come, and ones that end with the connection. No redirects, cookies, compression, proxies.
+
+Invariant: a connection serves one request at a time, and goes back to the free ones only after a whole
+reply was read and nothing is left over; in every other case it is closed. So a reply can never be
+given to another request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections import deque
+from typing import NamedTuple, cast
+from urllib.parse import urlsplit
+
+MAX_HEAD = 64 * 1024
+"""Most bytes of a reply's status line and headers."""
+MAX_BODY = 1 << 30
+"""Most bytes of a reply's body."""
+
+
+class HttpFailure(Exception):
+    """No whole reply came. `answered`: whether a first byte of it did. `reused`: whether the connection had served before."""
+
+    def __init__(self, message: str, *, answered: bool = False, reused: bool = False) -> None:
+        self.answered = answered
+        self.reused = reused
+        super().__init__(message)
+
+
+class MalformedReply(HttpFailure):
+    """What came is no HTTP/1.1 reply."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, answered=True)
+
+
+class HttpReply(NamedTuple):
+    """A whole reply."""
+
+    status: int
+    body: bytes
+
+
+class ChunkedBody:
+    """Reads a chunked body piece by piece, wherever the pieces are cut.
+
+    >>> body = ChunkedBody()
+    >>> body.feed(b"3\\r\\nab")
+    >>> body.feed(b"c\\r\\n0\\r\\n\\r\\nrest")
+    b'rest'
+    >>> bytes(body.data)
+    b'abc'
+    """
+
+    __slots__ = ("_left", "_pending", "_state", "data")
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self._pending = bytearray()
+        self._left = 0
+        self._state = "size"
+
+    def feed(self, piece: bytes | bytearray) -> bytes | None:
+        """Take in a piece. The bytes after the body once it is whole, None before."""
+        pending = self._pending
+        pending += piece
+        at = 0
+        while True:
+            if self._state == "data":
+                take = min(self._left, len(pending) - at)
+                self.data += memoryview(pending)[at : at + take]
+                at += take
+                self._left -= take
+                if self._left or len(pending) - at < 2:
+                    break
+                if pending[at : at + 2] != b"\r\n":
+                    raise MalformedReply("a chunk is longer than it says")
+                at += 2
+                self._state = "size"
+            end = pending.find(b"\r\n", at)
+            if end < 0:
+                if len(pending) - at > MAX_HEAD:
+                    raise MalformedReply("a chunk's size has no end")
+                break
+            line = bytes(pending[at:end])
+            at = end + 2
+            if self._state == "trailer":
+                if not line:
+                    return bytes(pending[at:])
+                continue
+            self._left = _chunk_size(line)
+            if len(self.data) + self._left > MAX_BODY:
+                raise MalformedReply(f"a reply of over {MAX_BODY} bytes")
+            self._state = "data" if self._left else "trailer"
+        del pending[:at]
+        return None
+
+
+def _chunk_size(line: bytes) -> int:
+    digits = line.partition(b";")[0].strip()
+    if not digits or not all(byte in b"0123456789abcdefABCDEF" for byte in digits):
+        raise MalformedReply(f"{digits[:20]!r} is no chunk size")
+    return int(digits, 16)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: one request, its reply, and then the next."""
+
+    __slots__ = ("_body", "_chunks", "_closing", "_head", "_keep", "_need", "_status", "_waiter", "served", "transport")
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.served = 0
+        self._waiter: asyncio.Future[HttpReply] | None = None
+        self._closing = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._head = b""
+        self._body: bytes | bytearray = b""
+        self._chunks: ChunkedBody | None = None
+        self._need = -1
+        """Bytes that the body still lacks; -1 before the head is whole, -2 when it ends with the connection."""
+        self._status = 0
+        self._keep = True
+
+    @property
+    def usable(self) -> bool:
+        """Whether another request may be sent."""
+        return not self._closing and self.transport is not None and not self.transport.is_closing()
+
+    def send(self, pieces: tuple[bytes, ...], loop: asyncio.AbstractEventLoop) -> asyncio.Future[HttpReply]:
+        """Send a whole request; the future is its reply, or HttpFailure.
+
+        It is put together here, so that it is not kept beside its pieces for as long as the reply takes.
+        """
+        assert self.transport is not None
+        assert self._waiter is None, "a connection serves one request at a time"
+        self._reset()
+        self._waiter = loop.create_future()
+        self.transport.write(b"".join(pieces))
+        return self._waiter
+
+    def close(self) -> None:
+        """Drop the connection at once; a reply on its way is not waited for."""
+        self._closing = True
+        self._waiter = None
+        if self.transport is not None:
+            self.transport.abort()
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # other event loops have transports of their own
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            _keep_alive(sock)
+
+    def data_received(self, data: bytes) -> None:
+        if self._waiter is None:  # nobody asked: whatever it is, the next reply could not be told from it
+            self.close()
+            return
+        try:
+            self._take(data)
+        except MalformedReply as error:
+            self.fail(error)
+        except ValueError as error:
+            self.fail(MalformedReply(str(error)))
+
+    def eof_received(self) -> bool | None:
+        if self._waiter is not None and self._need == -2:
+            self._done(b"")
+        return None  # the transport closes itself, and connection_lost follows
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closing = True
+        if self._waiter is not None:
+            if self._need == -2 and exc is None:
+                self._done(b"")
+                return
+            answered = bool(self._head) or self._need != -1
+            where = "in the middle of a reply" if answered else "before a reply came"
+            reason = f" ({exc})" if exc is not None else ""
+            self.fail(
+                HttpFailure(f"the connection was lost {where}{reason}", answered=answered, reused=self.served > 0)
+            )
+
+    # -- reading
+
+    def _take(self, data: bytes) -> None:
+        if self._need == -1:
+            data = self._head + data if self._head else data
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                if len(data) > MAX_HEAD:
+                    raise MalformedReply(f"headers of over {MAX_HEAD} bytes")
+                self._head = data
+                return
+            self._head, data = data[:end], data[end + 4 :]
+            if not self._read_head(self._head):  # 100 Continue and its like: the reply follows
+                self._head = b""
+                if data:
+                    self._take(data)
+                return
+        if self._chunks is not None:
+            rest = self._chunks.feed(data)
+            if rest is not None:
+                self._body = self._chunks.data
+                self._done(rest)
+        elif self._need == -2:
+            self._grow(data)
+            if len(self._body) > MAX_BODY:
+                raise MalformedReply(f"a reply of over {MAX_BODY} bytes")
+        elif len(data) >= self._need:
+            data, rest = data[: self._need], data[self._need :]
+            if self._body:
+                self._grow(data)
+            else:
+                self._body = data  # it came in one piece, as most do: no copy
+            self._done(rest)
+        else:
+            self._grow(data)
+            self._need -= len(data)
+
+    def _grow(self, data: bytes) -> None:
+        if isinstance(self._body, bytearray):
+            self._body += data
+        else:
+            self._body = bytearray(data)
+
+    def _read_head(self, head: bytes) -> bool:
+        lines = head.split(b"\r\n")
+        version, _, rest = lines[0].partition(b" ")
+        if not version.startswith(b"HTTP/1.") or not rest[:3].isdigit() or rest[3:4] not in (b"", b" "):
+            raise MalformedReply(f"{lines[0][:60]!r} is no HTTP status line")
+        status = int(rest[:3])
+        if 100 <= status < 200:
+            return False
+        self._status = status
+        self._keep = version != b"HTTP/1.0"
+        length: int | None = None
+        chunked = False
+        for line in lines[1:]:
+            name, colon, value = line.partition(b":")
+            if not colon:
+                raise MalformedReply(f"{line[:60]!r} is no header")
+            name = name.lower()
+            if name == b"content-length":
+                value = value.strip()
+                if not value.isdigit() or (length is not None and length != int(value)):
+                    raise MalformedReply(f"{value[:60]!r} is no length")
+                length = int(value)
+            elif name == b"transfer-encoding":
+                if value.strip().lower() != b"chunked":
+                    raise MalformedReply(f"transfer encoding {value.strip()[:60]!r} is not read here")
+                chunked = True
+            elif name == b"connection":
+                self._keep = value.strip().lower() != b"close" and (
+                    self._keep or value.strip().lower() == b"keep-alive"
+                )
+        if chunked:
+            self._chunks = ChunkedBody()
+            self._need = 0
+        elif status in (204, 304):
+            self._need = 0
+        elif length is not None:
+            if length > MAX_BODY:
+                raise MalformedReply(f"a reply of {length} bytes; at most {MAX_BODY} are read")
+            self._need = length
+        else:
+            self._need, self._keep = -2, False
+        return True
+
+    def _done(self, rest: bytes) -> None:
+        waiter, self._waiter = self._waiter, None
+        self.served += 1
+        if rest or not self._keep:
+            self.close()
+        if waiter is not None and not waiter.done():
+            waiter.set_result(HttpReply(self._status, bytes(self._body)))
+        self._body = b""
+
+    def fail(self, error: HttpFailure) -> None:
+        """Close, and give whoever waits this error."""
+        waiter = self._waiter
+        self.close()
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(error)
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Have the kernel notice within a minute that a host is gone without a word."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class HttpClient:
+    """Requests to one server.
+
+        client = HttpClient("http://127.0.0.1:30000", headers={"Authorization": "Bearer …"})
+        reply = await client.request("POST", "/generate", b'{"input_ids":[1]}')
+        reply.status, reply.body
+        await client.close()
+
+    Connections are opened as they are needed, and the one used last is used next. A connection that the
+    server closed while it was idle is noticed, and the request goes out once more on a fresh one.
+    """
+
+    def __init__(self, url: str, *, headers: dict[str, str] | None = None, connect_timeout: float = 10.0) -> None:
+        """Nothing is opened yet.
+
+        Args:
+            url: `http://host:port` or `https://host:port`, and a path that all requests share.
+            headers: sent with every request.
+            connect_timeout: seconds that opening a connection may take.
+
+        Raises:
+            ValueError: the URL is none of these.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(f"{url!r} is no server's URL; write http://host:port")
+        self.url = url.rstrip("/")
+        self._host = parts.hostname
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._tls else 80)
+        self._prefix = parts.path.rstrip("/")
+        self._connect_timeout = connect_timeout
+        lines = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json", **(headers or {})}
+        for name, value in lines.items():
+            if any(character in f"{name}{value}" for character in "\r\n"):
+                raise ValueError(f"the header {name} holds a line break")
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self._heads: dict[tuple[str, str], bytes] = {}
+        self._free: deque[_Connection] = deque()
+        self._busy: set[_Connection] = set()
+        self.opened = 0
+        """Connections opened so far."""
+
+    async def request(self, method: str, path: str, *body: bytes) -> HttpReply:
+        """Send one request and read its whole reply, whatever its status. Cancelling it closes its connection.
+
+        Args:
+            method: such as `POST`.
+            path: after the URL's own.
+            body: pieces that make up the body, joined once.
+
+        Raises:
+            HttpFailure: no connection, or it broke; MalformedReply: what came is not HTTP.
+        """
+        head = self._heads.get((method, path))
+        if head is None:
+            text = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}Content-Length: "
+            head = self._heads[method, path] = text.encode("latin-1")
+        length = sum(map(len, body))
+        pieces = (head, b"%d\r\n\r\n" % length, *body)
+        try:
+            return await self._send(pieces, fresh=False)
+        except HttpFailure as failure:
+            if failure.answered or not failure.reused:
+                raise
+        return await self._send(pieces, fresh=True)
+
+    async def _send(self, pieces: tuple[bytes, ...], *, fresh: bool) -> HttpReply:
+        loop = asyncio.get_running_loop()
+        connection = await self._connection(loop, fresh=fresh)
+        self._busy.add(connection)
+        try:
+            reply = await connection.send(pieces, loop)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            self._busy.discard(connection)
+        if connection.usable:
+            self._free.append(connection)
+        return reply
+
+    async def _connection(self, loop: asyncio.AbstractEventLoop, *, fresh: bool) -> _Connection:
+        while self._free and not fresh:
+            connection = self._free.pop()
+            if connection.usable:
+                return connection
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
+        except TimeoutError:
+            raise HttpFailure(f"{self.url} did not accept a connection within {self._connect_timeout:g} s") from None
+        except OSError as error:
+            raise HttpFailure(f"{self.url} cannot be reached: {error}") from error
+        self.opened += 1
+        return connection
+
+    def drop_idle(self) -> None:
+        """Close the connections that no request uses."""
+        while self._free:
+            self._free.pop().close()
+
+    def abandon(self, reason: str) -> None:
+        """Close every connection; requests in flight fail with `reason`."""
+        self.drop_idle()
+        for connection in list(self._busy):
+            connection.fail(HttpFailure(reason))
+
+    async def close(self) -> None:
+        """Close every connection. Requests in flight fail."""
+        self.abandon("the client was closed")
+        await asyncio.sleep(0)  # transports report their end in the loop's next round

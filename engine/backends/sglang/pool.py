@@ -1,0 +1,266 @@
+"""Several servers that serve the same model: which one a request goes to, and which ones are there.
+
+An episode stays with its server, which has its prefix cached; a new one goes to the server with the
+fewest requests in flight. A server that fails is left alone until it answers its health check again.
+
+Invariant: `in_flight` of a server is the number of requests that were sent to it and neither answered
+nor given up; it never drifts, since it is counted in one place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+import structlog
+
+from engine.backends.sglang.http import HttpClient, HttpFailure, HttpReply
+from engine.errors import BackendError
+
+log = structlog.get_logger(__name__)
+
+REMEMBERED = 65536
+"""Episodes whose server is remembered."""
+BROKEN_AFTER = 3
+"""Server errors (5xx) in a row after which a server counts as broken."""
+
+
+class Server:
+    """One server, and what is known of it."""
+
+    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.http = HttpClient(url, headers=headers)
+        self.healthy = True
+        self.in_flight = 0
+        self.served = 0
+        """Requests answered."""
+        self.assigned = 0
+        """Episodes that were given to it."""
+        self.errors = 0
+        """5xx replies in a row."""
+        self.heard = 0.0
+        """When a reply last came, or the first of the requests in flight was sent; monotonic seconds."""
+        self.version: str | None = None
+        """Name of its weights, as it last said."""
+        self.seeded = False
+        """Whether a request's own seed counts."""
+        self.counts: Counter[str] = Counter()
+        """`failed` (connections), `5xx`, `rejoined`."""
+
+    def begin(self) -> None:
+        """A request is sent."""
+        if self.in_flight == 0:
+            self.heard = time.monotonic()
+        self.in_flight += 1
+
+    def end(self) -> None:
+        """It was answered, or given up."""
+        self.in_flight -= 1
+        self.heard = time.monotonic()
+
+    async def json(self, method: str, path: str, body: Any = None, *, timeout: float = 30.0) -> Any:  # noqa: ASYNC109
+        """A small request and its decoded reply; None for an empty one.
+
+        Raises:
+            BackendError: no reply in `timeout` seconds (kind `unreachable`, retryable), or not a 2xx
+                (kind `http_<status>`); the message holds the server's.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                reply = await self.http.request(method, path, b"" if body is None else msgspec.json.encode(body))
+        except TimeoutError:
+            message = f"{self.url}{path} did not answer within {timeout:g} s"
+            raise BackendError(message, kind="unreachable", retryable=True) from None
+        except HttpFailure as failure:
+            raise BackendError(f"{self.url}{path}: {failure}", kind="unreachable", retryable=True) from None
+        if not 200 <= reply.status < 300:
+            message = f"{self.url}{path} answered {reply.status}: {error_text(reply)}"
+            raise BackendError(message, kind=f"http_{reply.status}", retryable=reply.status >= 500)
+        if not reply.body:
+            return None
+        try:
+            return msgspec.json.decode(reply.body)
+        except msgspec.DecodeError:
+            return reply.body.decode(errors="replace")
+
+    def stats(self) -> dict[str, Any]:
+        """JSON values only."""
+        return {
+            "url": self.url,
+            "healthy": self.healthy,
+            "in_flight": self.in_flight,
+            "served": self.served,
+            "episodes": self.assigned,
+            "connections": self.http.opened,
+            "weight_version": self.version,
+            **self.counts,
+        }
+
+
+def error_text(reply: HttpReply, most: int = 500) -> str:
+    """What a server says is wrong, out of any of the shapes that SGLang, its router and OpenAI servers use."""
+    text = reply.body.decode(errors="replace").strip()
+    try:
+        data = msgspec.json.decode(reply.body)
+    except msgspec.DecodeError:
+        data = None
+    while isinstance(data, dict):
+        inner = data.get("error", data.get("message", data.get("detail")))
+        if inner is None:
+            break
+        data = inner
+    if isinstance(data, str):
+        text = data
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+class Pool:
+    """The servers.
+
+    server = pool.choose("episode-1")
+    server.begin()
+    try:
+        reply = await server.http.request("POST", "/generate", body)
+    except HttpFailure as failure:
+        pool.failed(server, str(failure))
+    finally:
+        server.end()
+    """
+
+    def __init__(
+        self,
+        servers: Iterable[Server],
+        *,
+        patience: float,
+        admit: Callable[[Server], Awaitable[None]] | None = None,
+    ) -> None:
+        """
+        Args:
+            servers: at least one.
+            patience: seconds without any reply after which a busy server is asked whether it is there.
+            admit: called with a server that answers its health check again; raises BackendError to keep it out.
+        """
+        self.servers = list(servers)
+        self._patience = patience
+        self._admit = admit
+        self._sticky: OrderedDict[str, Server] = OrderedDict()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.failovers = 0
+        """Episodes that had to change their server."""
+
+    def choose(self, episode_id: str, avoid: Iterable[Server] = ()) -> Server:
+        """The server for this episode's next request: its own while it is healthy, else the least loaded.
+
+        Args:
+            episode_id: whose request it is.
+            avoid: servers that failed this very request; used again only where no other is left.
+        """
+        own = self._sticky.get(episode_id)
+        if own is not None and own.healthy and own not in avoid:
+            self._sticky.move_to_end(episode_id)
+            return own
+        healthy = [server for server in self.servers if server.healthy]
+        candidates = [server for server in healthy if server not in avoid] or healthy or self.servers
+        server = min(candidates, key=lambda s: (s.in_flight, s.assigned))
+        if server is not own:
+            if own is not None:
+                self.failovers += 1
+            server.assigned += 1
+            self._sticky[episode_id] = server
+            if len(self._sticky) > REMEMBERED:
+                self._sticky.popitem(last=False)
+        return server
+
+    def forget(self, episode_id: str) -> None:
+        """The episode is over."""
+        self._sticky.pop(episode_id, None)
+
+    def answered(self, server: Server, status: int) -> None:
+        """Note a reply's status; servers that keep failing are taken out."""
+        server.served += 1
+        if status < 500:
+            server.errors = 0
+            return
+        server.errors += 1
+        server.counts["5xx"] += 1
+        if status == 503 or server.errors >= BROKEN_AFTER:
+            self.failed(server, f"answered {status} {server.errors} times in a row")
+
+    def failed(self, server: Server, reason: str) -> None:
+        """Take a server out, and look after it in the background until it is back."""
+        server.counts["failed"] += 1
+        if not server.healthy:
+            return
+        server.healthy = False
+        server.http.drop_idle()
+        log.warning("sglang server taken out", url=server.url, reason=reason)
+        self._run(f"heal {server.url}", self._heal(server))
+
+    def watch(self) -> None:
+        """Begin to look after servers that are busy and say nothing."""
+        self._run("watch", self._watch())
+
+    async def close(self) -> None:
+        """Stop looking after servers and close all connections."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+        for server in self.servers:
+            await server.http.close()
+
+    def _run(self, name: str, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=f"sglang: {name}")
+        self._tasks[name] = task
+        task.add_done_callback(lambda done: self._finished(name, done))
+
+    def _finished(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(name) is task:
+            del self._tasks[name]
+        if not task.cancelled() and task.exception() is not None:
+            log.error("looking after sglang servers failed", task=name, error=repr(task.exception()))
+
+    async def _heal(self, server: Server) -> None:
+        wait = 0.25
+        while True:
+            try:
+                await server.json("GET", "/health", timeout=30.0)
+                if self._admit is not None:
+                    await self._admit(server)
+            except BackendError as error:
+                log.debug("sglang server is still out", url=server.url, reason=str(error))
+                await asyncio.sleep(wait * random.uniform(0.8, 1.2))
+                wait = min(10.0, wait * 2)
+                continue
+            server.healthy = True
+            server.errors = 0
+            server.counts["rejoined"] += 1
+            log.info("sglang server is back", url=server.url)
+            return
+
+    async def _watch(self) -> None:
+        """A server that has requests and says nothing is asked for its name; where even that stays out, it hangs.
+
+        A slow model, a long queue or a paused server answers such a question, so none is taken for hung.
+        """
+        while True:
+            await asyncio.sleep(self._patience / 2)
+            quiet = time.monotonic() - self._patience
+            suspects = [s for s in self.servers if s.healthy and s.in_flight and s.heard < quiet]
+            await asyncio.gather(*(self._suspect(server) for server in suspects))
+
+    async def _suspect(self, server: Server) -> None:
+        try:
+            await server.json("GET", "/model_info", timeout=min(10.0, self._patience))
+        except BackendError as error:
+            if error.kind != "unreachable":
+                return
+            self.failed(server, f"hangs: {error}")
+            server.http.abandon("the server hangs")

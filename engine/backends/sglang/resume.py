@@ -1,0 +1,115 @@
+"""A reply that was interrupted (weights were updated) goes on from the tokens that it has.
+
+Invariant: what is kept are sampled tokens, each with its own log-prob and weight version; nothing that
+depends on the reply as a whole (a stop string across the cut, a grammar, penalties for repetition) is
+taken apart: such a reply begins anew, or a few tokens earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from engine.backends.sglang.wire import Part
+from schemas.generation import FinishReason, Generation, SamplingParams, VersionSpan
+
+TAIL = 64
+"""Tokens at the cut that are decoded to look for the beginning of a stop string."""
+
+
+def can_resume(sampling: SamplingParams) -> bool:
+    """Whether the rest of a reply may be sampled without its beginning being counted in.
+
+    The server counts penalties, follows a grammar and searches for expressions from where it begins.
+    """
+    whole = (
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+        sampling.json_schema,
+        sampling.regex,
+        sampling.ebnf,
+        sampling.structural_tag,
+        sampling.stop_regex,
+    )
+    return not any(whole) and sampling.repetition_penalty in (None, 1.0)
+
+
+def clean_cut(ids: Sequence[int], stops: Sequence[str], decode: Callable[[list[int]], str]) -> int:
+    """How many of `ids` may stay, so that no stop string can begin before the cut and end after it.
+
+    Args:
+        ids: what was sampled.
+        stops: the stop strings; the server looks for them in what it samples itself.
+        decode: ids to text.
+
+    Returns:
+        At most len(ids): the longest beginning whose text does not end in the beginning of a stop string
+        or in the middle of a character.
+    """
+    if not stops:
+        return len(ids)
+    count = len(ids)
+    while count:
+        text = decode(list(ids[max(0, count - TAIL) : count]))
+        if not text.endswith("�") and not any(_begins_at_end(text, stop) for stop in stops):
+            return count
+        count -= 1
+    return 0
+
+
+def _begins_at_end(text: str, stop: str) -> bool:
+    return any(text.endswith(stop[:size]) for size in range(1, len(stop)))
+
+
+def cut(part: Part, count: int) -> Part:
+    """The first `count` tokens of a part."""
+    versions = [
+        span if span.end <= count else VersionSpan(version=span.version, start=span.start, end=count)
+        for span in part.versions
+        if span.start < count
+    ]
+    return part._replace(ids=part.ids[:count], logprobs=part.logprobs[:count], versions=versions)
+
+
+def join(parts: Sequence[Part], finish: FinishReason, seconds: float) -> Generation:
+    """One generation out of its parts, in order; at least one.
+
+    Args:
+        parts: each begins where the one before it ends.
+        finish: how the whole ended.
+        seconds: how long it took.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        ids, logprobs, versions = first.ids, first.logprobs, first.versions
+    else:
+        ids = np.concatenate([part.ids for part in parts])
+        logprobs = np.concatenate([part.logprobs for part in parts])
+        versions = _join_versions(parts)
+    return Generation(
+        output_ids=ids,
+        logprobs=logprobs,
+        finish=finish,
+        versions=versions,
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=first.cached_tokens,
+        seconds=seconds,
+        queue_seconds=sum(part.queue_seconds for part in parts),
+    )
+
+
+def _join_versions(parts: Sequence[Part]) -> list[VersionSpan]:
+    spans: list[VersionSpan] = []
+    at = 0
+    for part in parts:
+        own = part.versions or [VersionSpan(version=0, start=0, end=len(part.ids))]
+        for span in own:
+            if span.end == span.start:
+                continue
+            if spans and spans[-1].version == span.version:
+                spans[-1] = VersionSpan(version=span.version, start=spans[-1].start, end=at + span.end)
+            else:
+                spans.append(VersionSpan(version=span.version, start=at + span.start, end=at + span.end))
+        at += len(part.ids)
+    return spans

@@ -1,0 +1,429 @@
+"""What goes over the wire to /generate, and what comes back, to the byte.
+
+A prompt grows from turn to turn, so its ids are kept as JSON text and only what is new is encoded: a
+turn costs the same at any length. The server echoes the ids that it was given; they are compared as
+text, so that costs a memcmp.
+
+Invariants: the text that is sent spells exactly `input_ids`; a reply is handed on only when the prompt
+that the server echoed is the one that was sent, each sampled id has exactly one log-prob, of that same
+id, and all ids lie in the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from engine.errors import BackendError
+from engine.tokens.tape import largest
+from schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
+
+if TYPE_CHECKING:
+    from engine.tokens.vision import Vision
+
+BANNED = -1e9
+"""Logit bias of an id that must not be sampled; JSON has no infinity."""
+DEFAULT_VERSION = "default"
+"""What SGLang calls the weights it was started with; version 0 here."""
+_COMPACT = "\0compact"
+"""Added to an episode's name where its prompt is remembered as it was sent."""
+_ECHO = b',"prompt_token_ids":['
+
+
+class ReplyError(Exception):
+    """A reply that cannot be used; another try may give a better one."""
+
+
+# -- out
+
+
+class Outgoing(NamedTuple):
+    """A body for /generate."""
+
+    pieces: tuple[bytes, ...]
+    rid: str
+    prompt: bytes
+    """The prompt's ids as JSON, without the brackets: those that the server must say it worked on."""
+    ids: np.ndarray
+    """The same as int32 [tokens]. What is sent instead, where there are images, holds one placeholder for each."""
+    max_new_tokens: int
+
+
+class _Known(NamedTuple):
+    ids: np.ndarray
+    """Of a prompt that was sent: the tape's own where they are read-only, since what is on a tape is never changed."""
+    text: bytes
+    """Their JSON, without the brackets."""
+
+
+class Encoder:
+    """Writes requests. Remembers the prompts of the episodes that spoke last, at most `memory` bytes of them."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        seeded: bool = False,
+        echo: bool = True,
+        memory: int = 256 << 20,
+        vision: Vision | None = None,
+    ) -> None:
+        """
+        Args:
+            vocab_size: ids must be below it: a larger one ends the whole server.
+            seeded: send the request's seed; a server without deterministic inference ignores it.
+            echo: ask for the prompt's ids back.
+            memory: bytes of prompts to remember; what is forgotten is encoded anew.
+            vision: the model's images, for one that sees.
+        """
+        self._vision = vision
+        self.vocab_size = vocab_size
+        self.seeded = seeded
+        self.echo = echo
+        self._memory = memory
+        self._used = 0
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._sampling: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[SamplingParams, bytes]] = {}
+
+    def encode(
+        self, request: GenerateRequest, rid: str, ids: np.ndarray, max_new_tokens: int, sampled: int = 0
+    ) -> Outgoing:
+        """The body that asks for up to `max_new_tokens` after `ids`.
+
+        Args:
+            request: everything else.
+            rid: the server's name for this attempt; no other attempt's may begin with it.
+            ids: int32 [tokens]: `request.input_ids`, and what was sampled of this reply already.
+            max_new_tokens: most tokens to sample now.
+            sampled: how many of `ids` were sampled already; `min_new_tokens` counts them.
+
+        Raises:
+            BackendError: an id is outside the vocabulary (kind `bad_prompt`).
+        """
+        prompt = self._prompt(request.episode_id, ids)
+        sent, images = prompt, b""
+        if request.images:
+            sent, images = self._with_images(request, ids)
+        sampling = [self._sampling_text(request, sampled), b'"max_new_tokens":%d' % max_new_tokens]
+        if self.seeded:
+            sampling.append(b'"sampling_seed":%d' % request.seed)
+        head = b'{"rid":%b,"input_ids":[' % msgspec.json.encode(rid)
+        tail = b'],"return_logprob":true,"return_prompt_token_ids":%b%b%b,"sampling_params":{%b}}' % (
+            b"true" if self.echo else b"false",
+            images,
+            b"" if request.adapter is None else b',"lora_path":' + msgspec.json.encode(request.adapter),
+            b",".join(piece for piece in sampling if piece),
+        )
+        return Outgoing((head, sent, tail), rid, prompt, ids, max_new_tokens)
+
+    def _with_images(self, request: GenerateRequest, ids: np.ndarray) -> tuple[bytes, bytes]:
+        """The ids with one placeholder an image, which the server expands itself, and `image_data`."""
+        if self._vision is None or len(request.images) != len(request.image_spans):
+            raise BackendError(
+                f"{len(request.images)} images for {len(request.image_spans)} places in the prompt, of a model that "
+                f"{'sees none' if self._vision is None else 'sees'}",
+                kind="bad_prompt",
+            )
+        # A server leaves surplus images out without a word, and hangs on placeholders that are expanded already.
+        sent = self._prompt(f"{request.episode_id}{_COMPACT}", self._vision.compact(ids, request.image_spans))
+        uris = [b'"%b"' % self._vision.bank.data_uri(image.image).encode() for image in request.images]
+        return sent, b',"image_data":[%b]' % b",".join(uris)
+
+    def forget(self, episode_id: str) -> None:
+        """Drop what is remembered of an episode that has ended."""
+        for key in (episode_id, f"{episode_id}{_COMPACT}"):
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        known = self._known.pop(key, None)
+        if known is not None:
+            self._used -= known.ids.nbytes + len(known.text)
+
+    def _prompt(self, episode_id: str, ids: np.ndarray) -> bytes:
+        known = self._known.get(episode_id)
+        if known is not None and np.array_equal(ids[: len(known.ids)], known.ids):
+            tail, text = ids[len(known.ids) :], known.text
+        else:
+            tail, text = ids, b""
+        if len(tail):
+            if largest(tail) >= self.vocab_size:
+                at = int(np.flatnonzero(tail.view(np.uint32) >= self.vocab_size)[0])
+                raise BackendError(
+                    f"token {len(ids) - len(tail) + at} of the prompt is id {int(tail[at])}; the model's vocabulary is "
+                    f"[0, {self.vocab_size}), and such an id would end the server",
+                    kind="bad_prompt",
+                )
+            new = msgspec.json.encode(tail.tolist())[1:-1]
+            text = text + b"," + new if text else new
+        self._remember(episode_id, _Known(ids.copy() if ids.flags.writeable else ids, text))
+        return text
+
+    def _remember(self, episode_id: str, known: _Known) -> None:
+        self._drop(episode_id)
+        self._known[episode_id] = known
+        self._used += known.ids.nbytes + len(known.text)
+        while self._used > self._memory and len(self._known) > 1:
+            self._drop(next(iter(self._known)))
+
+    def _sampling_text(self, request: GenerateRequest, sampled: int) -> bytes:
+        """Everything but the length and the seed, as JSON without the braces; written once for each spec."""
+        if sampled and request.sampling.min_new_tokens:
+            left = max(0, request.sampling.min_new_tokens - sampled)
+            return _dump(request.sampling.model_copy(update={"min_new_tokens": left}), request)
+        key = (id(request.sampling), tuple(request.stop_token_ids), tuple(request.banned_token_ids))
+        found = self._sampling.get(key)
+        if found is None:
+            if len(self._sampling) >= 64:
+                self._sampling.clear()
+            # the object is kept beside its text, so that no other can come to have its id
+            found = self._sampling[key] = (request.sampling, _dump(request.sampling, request))
+        return found[1]
+
+
+def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """The parameters that are set, by SGLang's names; what is left out is SGLang's default. Without the length."""
+    fields = sampling.model_dump(exclude_none=True, exclude={"max_new_tokens"})
+    return {name: value for name, value in fields.items() if value not in ([], {})}
+
+
+def _dump(sampling: SamplingParams, request: GenerateRequest) -> bytes:
+    fields = sampling_fields(sampling)
+    if request.stop_token_ids:
+        fields["stop_token_ids"] = list(request.stop_token_ids)
+    if request.banned_token_ids:
+        fields["logit_bias"] = {
+            **fields.get("logit_bias", {}),
+            **{str(token): BANNED for token in request.banned_token_ids},
+        }
+    return msgspec.json.encode(fields)[1:-1]
+
+
+# -- back
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    matched: int | str | list[int] | None = None
+    message: str | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str | int
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish
+    id: str = ""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int = 0
+    weight_version: str | int | None = None
+    weight_versions: list[_Span] = []
+    output_token_logprobs: msgspec.Raw = msgspec.Raw(b"[]")
+    e2e_latency: float | None = None
+    queue_time: float | None = None
+
+
+class _Reply(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: list[int] = []
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+
+
+_decoder = msgspec.json.Decoder(_Reply)
+_ids_decoder = msgspec.json.Decoder(list[int])
+_flat_decoder = msgspec.json.Decoder(list[float | int | None])
+_rows_decoder = msgspec.json.Decoder(list[tuple[float | None, int, Any]])
+
+
+class Part(NamedTuple):
+    """One reply of the server: a whole generation, or what was sampled before it was interrupted."""
+
+    ids: np.ndarray
+    """int32 [tokens]"""
+    logprobs: np.ndarray
+    """float32 [tokens]"""
+    finish: FinishReason
+    versions: list[VersionSpan]
+    """Cover [0, tokens)."""
+    version: str | None
+    """The last weights' own name."""
+    prompt_tokens: int
+    cached_tokens: int
+    queue_seconds: float
+    echoed: bool
+    """Whether the server's prompt was compared with ours."""
+
+
+class PromptMismatch(BackendError):
+    """The server worked on another prompt than the one it was sent."""
+
+    def __init__(self, sent: np.ndarray, seen: Sequence[int]) -> None:
+        at = next(
+            (i for i, (a, b) in enumerate(zip(sent.tolist(), seen, strict=False)) if a != b), min(len(sent), len(seen))
+        )
+        self.at = at
+        window = slice(max(0, at - 2), at + 3)
+        super().__init__(
+            f"the server's prompt is not the one it was sent: they differ at token {at}. Sent {sent[window].tolist()} "
+            f"({len(sent)} tokens), the server saw {list(seen[window])} ({len(seen)} tokens), from token {window.start} on",
+            kind="prompt_mismatch",
+        )
+
+
+def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
+    """Read a reply to `sent` and check it against everything that is known of it.
+
+    Raises:
+        ReplyError: it is no JSON, lacks something, or contradicts itself or the request.
+        PromptMismatch: the server worked on another prompt.
+    """
+    reply, echoed = _read(body, sent)
+    meta, ids = reply.meta_info, reply.output_ids
+    if meta.id and meta.id != sent.rid:
+        raise ReplyError(f"it answers request {meta.id!r}, not {sent.rid!r}")
+    if meta.prompt_tokens is not None and meta.prompt_tokens != len(sent.ids):
+        raise ReplyError(f"it counts {meta.prompt_tokens} prompt tokens where {len(sent.ids)} were sent")
+    if len(ids) > sent.max_new_tokens:
+        raise ReplyError(f"it holds {len(ids)} tokens where at most {sent.max_new_tokens} were asked for")
+    finish = _finish(meta.finish_reason)
+    if finish.type != "abort" and meta.completion_tokens not in (None, len(ids)):
+        raise ReplyError(f"it counts {meta.completion_tokens} tokens and holds {len(ids)}")
+    try:
+        values, tokens = _columns(meta.output_token_logprobs)
+    except msgspec.DecodeError as error:
+        raise ReplyError(f"its log-probs are not what SGLang answers: {error}") from None
+    if tokens != ids:
+        raise ReplyError(f"its {len(tokens)} log-probs are not those of its {len(ids)} tokens")
+    try:
+        sampled = np.array(ids, dtype=np.int32)
+        outside = largest(sampled) >= vocab_size
+    except OverflowError:
+        outside = True
+    if outside:
+        raise ReplyError(f"it holds an id outside the vocabulary of {vocab_size}")
+    try:
+        finite = math.isfinite(sum(values))
+    except TypeError:  # a null among them
+        finite = False
+    if not finite:
+        at = next(at for at, value in enumerate(values) if value is None or not math.isfinite(value))
+        raise ReplyError(f"token {at} has no finite log-prob")
+    return Part(
+        ids=sampled,
+        logprobs=np.array(values, dtype=np.float32),
+        finish=finish,
+        versions=_versions(meta, len(ids)),
+        version=_last_version(meta),
+        prompt_tokens=len(sent.ids),
+        cached_tokens=meta.cached_tokens,
+        queue_seconds=meta.queue_time or 0.0,
+        echoed=echoed,
+    )
+
+
+def _read(body: bytes, sent: Outgoing) -> tuple[_Reply, bool]:
+    """The reply, and whether its prompt was compared. The echo comes last: where it is ours, to the byte, it is not parsed."""
+    end = len(body) - len(sent.prompt) - 2
+    start = end - len(_ECHO)
+    same = start > 0 and body.startswith(_ECHO, start) and body.startswith(sent.prompt, end) and body.endswith(b"]}")
+    try:
+        reply = _decoder.decode(body[:start] + b"}" if same else body)
+        if same and not reply.prompt_token_ids:
+            return reply, True
+        if not reply.prompt_token_ids:
+            return reply, False
+        seen = _ids_decoder.decode(reply.prompt_token_ids)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ReplyError(f"it is not what SGLang answers: {error}") from None
+    if seen != sent.ids.tolist():
+        raise PromptMismatch(sent.ids, seen)
+    return reply, True
+
+
+def _columns(rows: msgspec.Raw) -> tuple[list[Any], list[Any]]:
+    """Log-probs and ids out of `[[logprob, id, text], …]`.
+
+    Without texts the rows are `[a,b,null]`: taking the borders between them out leaves one flat list, which is read in
+    half the time. It is taken only where every row had just this form.
+    """
+    raw = bytes(rows)
+    flat = raw[1:-1].replace(b",null],[", b",")
+    if flat.startswith(b"[") and flat.endswith(b",null]") and flat.count(b"[") == 1 and b'"' not in flat:
+        numbers = _flat_decoder.decode(flat)
+        numbers.pop()
+        if len(numbers) == 2 * (raw.count(b"[") - 1):
+            return numbers[0::2], numbers[1::2]
+    decoded = _rows_decoder.decode(rows)
+    return [row[0] for row in decoded], [row[1] for row in decoded]
+
+
+@lru_cache(256)
+def _ending(kind: str, matched: int | str | None, message: str | None) -> FinishReason:
+    return FinishReason.model_validate({"type": kind, "matched": matched, "message": message})
+
+
+def _finish(finish: _Finish) -> FinishReason:
+    if finish.type == "abort":
+        return _ending("abort", None, finish.message or "aborted")
+    if finish.type == "length":
+        return _ending("length", None, None)
+    if finish.type == "stop":
+        matched = finish.matched
+        if isinstance(matched, list):  # a stop sequence of ids: its last one ended the reply
+            matched = matched[-1] if matched else None
+        return _ending("stop", matched, None)
+    raise ReplyError(f"it ended for an unknown reason, {finish.type!r}")
+
+
+@lru_cache(256)
+def version_number(name: str | int) -> int:
+    """A weight version as an integer.
+
+    SGLang's versions are strings. A decimal number is itself and `default` is 0; any other name becomes a
+    number in [2**30, 2**31) that depends on the name alone, so it fits int32 and is not taken for a step.
+    """
+    text = str(name)
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return int(text)
+    if text == DEFAULT_VERSION:
+        return 0
+    return (zlib.crc32(text.encode()) & 0x3FFFFFFF) | 0x40000000
+
+
+def _last_version(meta: _Meta) -> str | None:
+    if meta.weight_versions:
+        return str(meta.weight_versions[-1].version)
+    return None if meta.weight_version is None else str(meta.weight_version)
+
+
+@lru_cache(4096)
+def _span(version: int, end: int) -> VersionSpan:
+    return VersionSpan(version=version, start=0, end=end)
+
+
+def _versions(meta: _Meta, tokens: int) -> list[VersionSpan]:
+    if not meta.weight_versions:
+        name = meta.weight_version
+        return [] if name is None or not tokens else [_span(version_number(name), tokens)]
+    spans = meta.weight_versions
+    if len(spans) == 1 and spans[0].start == 0 and spans[0].end == tokens:
+        return [_span(version_number(spans[0].version), tokens)] if tokens else []
+    spans = [s for s in spans if s.end > s.start]
+    at = 0
+    for span in spans:
+        if span.start != at:
+            raise ReplyError(f"its weight versions leave a gap at token {at}")
+        at = span.end
+    if at != tokens:
+        raise ReplyError(f"its weight versions cover {at} of {tokens} tokens")
+    return [VersionSpan(version=version_number(s.version), start=s.start, end=s.end) for s in spans]

@@ -1,0 +1,58 @@
+"""Stop strings, found on token ids as they are sampled.
+
+Only the newest token can complete a stop string, so each token costs the decoding of a window that is long
+enough for the longest string, however long the reply is. Ids are never changed: the token that overshoots the
+string stays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+
+_SLACK = 4
+"""Tokens of a window beyond the string's own: a character may be spread over four byte tokens, and the first
+token of a window may lose its leading space."""
+
+
+class StopStrings:
+    """The stop strings of one request.
+
+    >>> stops = StopStrings(format.decode, ["</answer>"])
+    >>> stops.matched(output_ids)      # asked after each token
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], strings: Sequence[str]) -> None:
+        self._decode = decode
+        self._strings = tuple(strings)
+        longest = max((len(string.encode()) for string in self._strings), default=0)
+        self._window = longest + _SLACK
+
+    def __bool__(self) -> bool:
+        return bool(self._strings)
+
+    def matched(self, output_ids: Sequence[int] | np.ndarray) -> str | None:
+        """The stop string that the newest of `output_ids` completes; the earliest in the text where several are.
+
+        Args:
+            output_ids: The sampled ids so far. Their last token is the only one that is asked about.
+        """
+        if not self._strings or not len(output_ids):
+            return None
+        window = [int(token) for token in output_ids[-self._window :]]
+        text = self._decode(window)
+        found = [(at, string) for string in self._strings if (at := text.find(string)) >= 0]
+        return min(found)[1] if found else None
+
+    def first(self, ids: Sequence[int]) -> tuple[int, str] | None:
+        """For a whole reply: how many of `ids` are kept, and the stop string that ends them."""
+        if not self._strings:
+            return None
+        for end in range(1, len(ids) + 1):
+            if (string := self.matched(ids[max(0, end - self._window) : end])) is not None:
+                return end, string
+        return None

@@ -1,0 +1,76 @@
+"""A budget for the whole run, held against its worst case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+
+from engine.checks.worst_case import WorstCase
+from engine.errors import EngineError
+from engine.spec.diagnostic import DataPath, Diagnostic
+from engine.spec.load import LoadedSpec
+
+NAMES: Mapping[str, str] = {
+    "tokens": "sampled_tokens",
+    "turns": "assistant_turns",
+    "user_turns": "user_turns",
+    "tool_calls": "tool_calls",
+    "images": "images",
+    "seconds": "seconds",
+}
+"""What may have a budget, and the worst case's name for it."""
+RULE = "budget.exceeded"
+
+
+class BudgetError(EngineError):
+    """A budget that cannot be read."""
+
+    kind = "budget_error"
+    blame = "spec"
+
+
+def read_budget(given: Sequence[str]) -> dict[str, float]:
+    """`["tokens=1e9", "seconds=3600"]` -> most, by name.
+
+    Raises:
+        BudgetError: no such name, or no number.
+    """
+    found: dict[str, float] = {}
+    for item in given:
+        name, _, value = item.partition("=")
+        name = name.strip()
+        if name not in NAMES:
+            near = get_close_matches(name, NAMES, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"there are {', '.join(NAMES)}"
+            raise BudgetError(f"there is no budget of `{name}`; {hint}")
+        try:
+            most = float(value.replace("_", ""))
+        except ValueError:
+            most = -1.0
+        if not most >= 0:
+            raise BudgetError(f"`{item}` is no budget; write `{name}=1e9`")
+        found[name] = most
+    return found
+
+
+def over_budget(loaded: LoadedSpec, worst: WorstCase, budget: Mapping[str, float]) -> list[Diagnostic]:
+    """What the run could spend beyond its budget, at the key that bounds it."""
+    found = []
+    for name, most in budget.items():
+        bound = worst.run[NAMES[name]]
+        if bound.most is not None and bound.most <= most:
+            continue
+        path = _path(bound.by)
+        if bound.most is None:
+            message = f"the run's {name} have a budget of {most:,.0f}, and no bound: {bound.by}"
+        else:
+            message = f"the run may cost {bound.most:,.0f} {name} ({bound.by}), beyond its budget of {most:,.0f}"
+        fix = "lower the limit, the tasks (`tasks.limit`) or `rollout.samples_per_task`"
+        found.append(Diagnostic(RULE, "error", message, fix, loaded.origin(path), path))
+    return found
+
+
+def _path(by: str) -> DataPath:
+    """The first key that a bound names; the limits, where it names none."""
+    words = [word.strip("`") for word in by.split()]
+    return next((tuple(word.split(".")) for word in words if word.count(".") == 1), ("limits",))

@@ -1,0 +1,241 @@
+"""What rules share: the spec, its machine put together, and the entry points it names, each loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from engine.actions.events import ACTION_EVENTS, ALWAYS, SCORERS
+from engine.checks.explore import Chart, Edge, Graph, explore
+from engine.checks.logic import ALWAYS as ALWAYS_TRUE
+from engine.checks.logic import Ranges, formula
+from engine.checks.loops import Cycle, cycles_of
+from engine.machine.presets import ResolvedMachine, ResolvedTransition, resolve_machine
+from engine.spec.diagnostic import DataPath
+from engine.spec.entry import EntryError, load_entry
+from engine.spec.load import LoadedSpec
+from schemas.episode import Entry, EpisodeSpec, LimitsSpec, StateSpec, UserSpec
+
+BUILT_IN = (*ACTION_EVENTS, "step")
+"""Actions that need no entry point."""
+
+UNBOUNDED = 2**53 - 1
+"""What a guard reads for a limit that is not set."""
+
+
+class NamedEntry(NamedTuple):
+    """An entry point of the spec, and where it is named."""
+
+    path: DataPath
+    """Of the mapping that has `use` and `with`."""
+    entry: Entry
+    role: str
+    """`environment`, `user`, `tool`, `scorer`."""
+
+
+@dataclass
+class CheckContext:
+    """One spec under examination."""
+
+    loaded: LoadedSpec
+    _entries: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> EpisodeSpec:
+        """The spec."""
+        return self.loaded.spec
+
+    @cached_property
+    def machine(self) -> ResolvedMachine:
+        """The whole machine: presets and `"*"` written out, names not checked."""
+        return resolve_machine(self.spec.machine)
+
+    @property
+    def states(self) -> dict[str, StateSpec]:
+        """Every state, the preset's too."""
+        return self.machine.states
+
+    @cached_property
+    def working(self) -> list[str]:
+        """The states that are not final."""
+        return [name for name, state in self.states.items() if not state.final]
+
+    def entry(self, use: str) -> Any:
+        """What an entry point names, or the EntryError that says why it cannot be had."""
+        if use not in self._entries:
+            try:
+                self._entries[use] = load_entry(use, self.loaded.base)
+            except EntryError as error:
+                self._entries[use] = error
+        return self._entries[use]
+
+    def events_of(self, state: StateSpec) -> tuple[str, ...] | None:
+        """The events that a state's action declares; None where that is not known."""
+        if state.action is None:
+            return ()
+        if state.action in ACTION_EVENTS:
+            return ACTION_EVENTS[state.action]
+        if state.action == "step":
+            return self.declared(self.spec.environment.use) if self.spec.environment else None
+        return self.declared(state.action) if ":" in state.action else ()
+
+    def declared(self, use: str) -> tuple[str, ...] | None:
+        """The `events` of what an entry point names, where it has a list of names."""
+        events = getattr(self.entry(use), "events", None)
+        if isinstance(events, list | tuple) and events and all(isinstance(event, str) for event in events):
+            return tuple(events)
+        return None
+
+    @cached_property
+    def may_happen(self) -> Mapping[str, frozenset[str] | None]:
+        """Every event that a state which is not final may meet; None where its action's are not known."""
+        events = {name: self.events_of(self.states[name]) for name in self.working}
+        return {name: None if known is None else frozenset((*known, *ALWAYS)) for name, known in events.items()}
+
+    @cached_property
+    def reachable(self) -> frozenset[str]:
+        """States that some episode can come to, whatever its guards say; all of them where `initial` is none."""
+        if self.machine.initial not in self.states:
+            return frozenset(self.states)
+        return _closure([self.machine.initial], [(edge.source, edge.dest) for edge in self.live])
+
+    @cached_property
+    def ending(self) -> frozenset[str]:
+        """States from which a final state can be reached, the final ones too."""
+        final = [name for name, state in self.states.items() if state.final]
+        return _closure(final, [(edge.dest, edge.source) for edge in self.live])
+
+    @cached_property
+    def live(self) -> list[ResolvedTransition]:
+        """The transitions that can be taken: their event can happen, and none that always holds stands before them."""
+        settled: set[tuple[str, str]] = set()
+        live: list[ResolvedTransition] = []
+        for edge in self.machine.transitions:
+            group = (edge.source, edge.trigger)
+            if group not in settled and _can_happen(edge, self.may_happen):
+                live.append(edge)
+                if edge.conditions is None:
+                    settled.add(group)
+        return live
+
+    def chart(self, limits: LimitsSpec | None = None) -> Chart:
+        """The machine as it is walked through, within the spec's limits or other ones."""
+        within = limits or self.spec.limits
+        values = _values(within)
+        groups: dict[tuple[str, str], list[Edge]] = {}
+        for edge in self.machine.transitions:
+            guard = ALWAYS_TRUE if edge.conditions is None else formula(edge.conditions, values)
+            groups.setdefault((edge.source, edge.trigger), []).append(Edge(edge.dest, guard))
+        triggers: dict[str, list[str]] = {}
+        for source, trigger in groups:
+            triggers.setdefault(source, []).append(trigger)
+        working = [name for name in self.working if self.states[name].action is not None]
+        own = {name: self.events_of(self.states[name]) for name in working}
+        events = {name: triggers.get(name, []) if known is None else known for name, known in own.items()}
+        sampled = self.spec.sampling.max_new_tokens
+        return Chart(
+            self.machine.initial,
+            tuple((name, str(self.states[name].action)) for name in working),
+            tuple((name, tuple(event for event in events[name] if event not in ALWAYS)) for name in working),
+            tuple((key, tuple(group)) for key, group in groups.items()),
+            (within.assistant_turns, within.user_turns, within.tool_calls),
+            within.episode_seconds is not None,
+            within.turn_tokens if sampled is None else min(within.turn_tokens, sampled),
+        )
+
+    @cached_property
+    def cycles(self) -> list[Cycle]:
+        """Ways round that nothing ends."""
+        return cycles_of(self.graph)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Everything that an episode may do within the spec's limits."""
+        return explore(self.chart())
+
+    @cached_property
+    def limit_values(self) -> tuple[tuple[str, float], ...]:
+        """What guards read as `limits.*`."""
+        return _values(self.spec.limits)
+
+    @cached_property
+    def hull(self) -> Ranges:
+        """Everything that guards may ever read."""
+        hull: dict[str, tuple[float, float]] = {}
+        for place in self.graph.steps:
+            for name, (low, high) in self.graph.ranges(place).items():
+                least, most = hull.get(name, (low, high))
+                hull[name] = (min(low, least), max(high, most))
+        return hull
+
+    def written(self, *path: str | int) -> bool:
+        """Whether the spec itself says this, rather than leaving it to its default."""
+        return path in self.loaded.origins
+
+    @cached_property
+    def worlds(self) -> list[NamedEntry]:
+        """Every entry point that is built or called as a world."""
+        spec = self.spec
+        found = [NamedEntry(("tools", index), tool, "tool") for index, tool in enumerate(spec.tools)]
+        if spec.environment:
+            found.insert(0, NamedEntry(("environment",), spec.environment, "environment"))
+        for path, user in self.people:
+            if user.use is not None:
+                found.append(NamedEntry(path, Entry(use=user.use, with_=user.with_), "user"))
+            if user.grader is not None:
+                found.append(NamedEntry((*path, "grader"), user.grader, "user"))
+        scorer = spec.rewards.scorer
+        if scorer is not None and scorer.use is not None:
+            entry = Entry(use=SCORERS.get(scorer.use, scorer.use), with_=scorer.with_)
+            found.append(NamedEntry(("rewards", "scorer"), entry, "scorer"))
+        return found
+
+    @property
+    def people(self) -> list[tuple[DataPath, UserSpec]]:
+        """Every user, and where it is declared."""
+        people = self.spec.people.items()
+        return [(("users", name) if name else ("user",), user) for name, user in people]
+
+    @cached_property
+    def own_actions(self) -> list[tuple[str, StateSpec]]:
+        """States of the spec's own whose action is an entry point."""
+        return [(name, state) for name, state in self.states.items() if state.action and ":" in state.action]
+
+    def state_path(self, name: str) -> DataPath:
+        """Where a state is written; the machine, where it is a preset's."""
+        return ("machine", "states", name) if name in self.spec.machine.states else ("machine",)
+
+
+def _values(limits: LimitsSpec) -> tuple[tuple[str, float], ...]:
+    return tuple((name, float(UNBOUNDED if value is None else value)) for name, value in limits)
+
+
+def _closure(starts: Iterable[str], steps: Iterable[tuple[str, str]]) -> frozenset[str]:
+    """What can be reached from some states by steps, these states included."""
+    ahead: dict[str, set[str]] = {}
+    for source, dest in steps:
+        ahead.setdefault(source, set()).add(dest)
+    found = set(starts)
+    waiting = list(found)
+    while waiting:
+        new = ahead.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return frozenset(found)
+
+
+def _can_happen(edge: ResolvedTransition, events: Mapping[str, frozenset[str] | None]) -> bool:
+    if edge.source not in events:
+        return False  # a final state, or one that does not exist
+    known = events[edge.source]
+    return known is None or edge.trigger in known
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`did you mean …?`, or what is known."""
+    names = sorted(known)
+    near = get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(names) or 'none'}"

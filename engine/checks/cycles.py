@@ -1,0 +1,87 @@
+"""Rules over what can go on: cycles that nothing bounds, and users who speak twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.checks.context import CheckContext
+from engine.checks.loops import Cycle
+from engine.checks.registry import Finding, rule
+from engine.spec.diagnostic import DataPath
+
+
+def _cycles(ctx: CheckContext) -> list[Cycle]:
+    """Cycles that could be left: of the others `machine.done-unreachable` says that no end can be reached."""
+    return [cycle for cycle in ctx.cycles if any(state in ctx.ending for state, _ in cycle.steps)]
+
+
+def _where(ctx: CheckContext, cycle: Cycle) -> DataPath:
+    """The spec's own transition in it, or the limit that it leaves out, or the machine."""
+    for index, item in enumerate(ctx.spec.machine.transitions):
+        for position, (state, event) in enumerate(cycle.steps):
+            dest = cycle.steps[(position + 1) % len(cycle.steps)][0]
+            if item.dest == dest and event in item.triggers and (state in item.sources or "*" in item.sources):
+                return ("machine", "transitions", index)
+    for name in cycle.bounds:
+        if ctx.written("limits", name):
+            return ("limits", name)
+    return ("machine",)
+
+
+def _fix(cycle: Cycle) -> str:
+    if cycle.bounds:
+        return "set " + " or ".join(f"`limits.{name}`" for name in cycle.bounds)
+    if any(event == "limit" for _, event in cycle.steps):
+        return "lead `limit` to a final state"
+    if any(event == "failed" for _, event in cycle.steps):
+        return "lead `failed` to a final state: no limit counts what fails"
+    return "lead it through a state that generates, asks the user or calls tools: only those are counted"
+
+
+@rule("machine.unbounded-cycle", "error", "a cycle that no limit bounds")
+def unbounded_cycle(ctx: CheckContext) -> Iterator[Finding]:
+    """Neither a limit of turns or calls nor one of time ends it."""
+    for cycle in _cycles(ctx):
+        if cycle.late or not ctx.graph.chart.timed:
+            why = "even when time is up" if cycle.late else "for ever"
+            yield Finding(f"{cycle} goes round {why}: no limit bounds it", _where(ctx, cycle), _fix(cycle))
+
+
+@rule("machine.cycle-by-time", "warning", "a cycle that only `episode_seconds` bounds")
+def cycle_by_time(ctx: CheckContext) -> Iterator[Finding]:
+    """How much it costs then depends on how fast the machine is."""
+    if ctx.graph.chart.timed:
+        for cycle in _cycles(ctx):
+            if not cycle.late:
+                message = f"{cycle} goes round until `limits.episode_seconds`: no count bounds it"
+                yield Finding(message, _where(ctx, cycle), _fix(cycle))
+
+
+@rule("machine.user-after-user", "warning", "a user's message can follow a user's message")
+def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
+    """With no turn of the model in between: many chat templates refuse it, others merge the two."""
+    shown_as_user = {"ask_user", *(["call_tools"] if ctx.spec.model.tool_role == "user" else [])}
+    prompt = ctx.spec.prompt
+    opened = bool(prompt) and prompt[-1].role == "user" and ctx.spec.environment is None
+    steps: dict[tuple[str, str], set[str]] = {}
+    for edge in ctx.live:
+        steps.setdefault((edge.source, edge.trigger), set()).add(edge.dest)
+    start = (ctx.machine.initial, opened)
+    seen = {start}
+    waiting = [start]
+    told: set[str] = set()
+    while waiting:
+        state, said = waiting.pop()
+        action = ctx.states[state].action if state in ctx.states and not ctx.states[state].final else None
+        if action == "ask_user" and said and state not in told:
+            told.add(state)
+            fix = "lead through a state that generates before the user is asked again"
+            message = f"in `{state}` the user may speak right after a user's message, with no reply in between"
+            yield Finding(message, ctx.state_path(state), fix, key=True)
+        own = (ctx.events_of(ctx.states[state]) or ()) if action is not None else ()
+        for (source, event), dests in steps.items():
+            if source == state:
+                spoke = said if event not in own else action in shown_as_user or (said and action != "generate")
+                new = {(dest, spoke) for dest in dests} - seen
+                seen |= new
+                waiting += new

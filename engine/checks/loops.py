@@ -1,0 +1,72 @@
+"""Ways round in the graph of what an episode may do: what nothing ends."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from engine.checks.explore import COUNTED, Graph, Place, Step
+
+
+class Cycle(NamedTuple):
+    """A way round that an episode may go as often as it likes."""
+
+    steps: tuple[tuple[str, str], ...]
+    """(state, event) in turn."""
+    bounds: tuple[str, ...]
+    """Limits that are not set and would bound it."""
+    late: bool
+    """It is gone round even when time is up."""
+
+    def __str__(self) -> str:
+        first = self.steps[0][0]
+        return " ".join(f"`{state}` -{event}->" for state, event in self.steps) + f" `{first}`"
+
+
+def cycles_of(graph: Graph) -> list[Cycle]:
+    """The shortest cycle through each step that lies on one; each set of states once."""
+    component, _ = graph.components
+    found: dict[tuple[frozenset[str], bool], list[Cycle]] = {}
+    seen: set[tuple[str, bool, Step]] = set()
+    for place, number in component.items():
+        for step in graph.steps[place]:
+            if component[step.dest] != number:
+                continue
+            alike = (place.state, place.late, Step(step.event, Place(step.dest.state, 0, 0, 0), step.used))
+            if alike not in seen:
+                seen.add(alike)
+                cycle = _cycle(graph, place, _shortest(graph, place, step, component))
+                found.setdefault((frozenset(state for state, _ in cycle.steps), cycle.late), []).append(cycle)
+    return [_merged(alike) for alike in found.values()]
+
+
+def _merged(alike: list[Cycle]) -> Cycle:
+    """Of cycles through the same states, the one that is hardest to bound; it names what bounds them all, if one does."""
+    hardest = min(alike, key=lambda cycle: (len(cycle.bounds), len(cycle.steps), cycle.steps))
+    common = set(hardest.bounds).intersection(*(cycle.bounds for cycle in alike))
+    return hardest._replace(bounds=tuple(name for name in hardest.bounds if not common or name in common))
+
+
+def _shortest(graph: Graph, start: Place, first: Step, component: dict[Place, int]) -> list[tuple[Place, Step]]:
+    """The shortest way from a place back to itself that begins with one step."""
+    came: dict[Place, tuple[Place, Step]] = {first.dest: (start, first)}
+    waiting = [first.dest] if first.dest != start else []
+    for place in waiting:
+        for step in graph.steps[place]:
+            if step.dest not in came and component[step.dest] == component[start]:
+                came[step.dest] = (place, step)
+                waiting.append(step.dest)
+        if start in came:
+            break
+    way = [came[start]]
+    while way[0][0] != start:
+        way.insert(0, came[way[0][0]])
+    return way
+
+
+def _cycle(graph: Graph, start: Place, way: list[tuple[Place, Step]]) -> Cycle:
+    actions = dict(graph.chart.actions)
+    names = list(COUNTED.values())
+    used = {names.index(COUNTED[actions[place.state]]) for place, step in way if step.used is not None}
+    steps = [(place.state, step.event) for place, step in way]
+    first = steps.index(min(steps))  # the same cycle is told the same, wherever it was entered
+    return Cycle((*steps[first:], *steps[:first]), tuple(names[index] for index in sorted(used)), start.late)

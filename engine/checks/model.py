@@ -1,0 +1,334 @@
+"""Rules over the model and its chat template: from its config and tokenizer alone, where they are at hand.
+
+The template is rendered by the same sandbox that transformers uses; neither it nor torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from engine.checks.context import CheckContext
+from engine.checks.model_files import ModelFiles, model_files
+from engine.checks.registry import Finding, rule
+from engine.checks.worst_case import context_bound, most_counts
+from engine.errors import EngineError, SpecError
+from engine.spec.diagnostic import DataPath
+from engine.spec.tasks import rows_of, task_of
+from engine.spec.template import fill, texts_of
+from schemas.episode import OpenAIBackend
+
+_MARK = "kwyjibo"
+"""A word that no template has."""
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": f"{_MARK}_tool",
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+    },
+}
+_CALL = {"id": "call_0_0", "type": "function", "function": {"name": f"{_MARK}_tool", "arguments": {"x": 1}}}
+_LONGEST = 4_000_000
+"""Characters of a prompt that are still counted in tokens."""
+
+View = dict[str, Any]
+
+
+class Shown(NamedTuple):
+    """What a template does."""
+
+    problem: str | None
+    """It cannot be rendered at all: why."""
+    tools: bool
+    """It shows the schemas of tools."""
+    results: bool
+    """It shows messages of role `tool`."""
+    rewrites: str | None
+    """What of a reply it shows differently once a user speaks again."""
+
+
+def _files(ctx: CheckContext) -> ModelFiles | None:
+    return None if isinstance(ctx.spec.backend, OpenAIBackend) else model_files(ctx.loaded)
+
+
+@rule("model.not-at-hand", "info", "the model's files are not here, so what depends on them is not checked")
+def not_at_hand(ctx: CheckContext) -> Iterator[Finding]:
+    """Its context, its chat template, its special tokens and whether it sees images."""
+    if not isinstance(ctx.spec.backend, OpenAIBackend) and _files(ctx) is None:
+        message = f"the files of `{ctx.spec.model.path}` are not here: template, context and images are not checked"
+        yield Finding(
+            message, ("model", "path"), "fetch it once (`engine models` names those that can be), or give a folder"
+        )
+
+
+def _render(ctx: CheckContext, files: ModelFiles) -> Shown | None:
+    """What the template does; None where there is none."""
+    if files.template is None:
+        return None
+    kwargs = {key: value for key, value in ctx.spec.model.template_kwargs.items() if isinstance(key, str)}
+    try:
+        return _shown(
+            files.template, tuple(sorted(files.special.items())), repr(sorted(kwargs.items())), _Kwargs(kwargs)
+        )
+    except TypeError:
+        return None
+
+
+class _Kwargs(dict[str, Any]):
+    """Arguments of a template, beside a key that tells them apart."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return True  # the cache's other argument, their text, tells them apart
+
+
+@lru_cache(maxsize=64)
+def _shown(source: str, special: tuple[tuple[str, str], ...], key: str, kwargs: _Kwargs) -> Shown:
+    from jinja2 import TemplateError
+
+    from engine.tokens.jinja import compile_template
+
+    try:
+        template = compile_template(source)
+    except TemplateError as error:
+        return Shown(f"it is no Jinja template: {error}", True, True, None)
+
+    def render(messages: Sequence[View], tools: list[Any] | None = None, ask: bool = True) -> str | None:
+        try:
+            return str(
+                template.render(messages=messages, tools=tools, add_generation_prompt=ask, **dict(special), **kwargs)
+            )
+        except Exception:  # noqa: BLE001  (a template may raise whatever it likes)
+            return None
+
+    said: list[View] = [{"role": "user", "content": f"{_MARK}_question"}]
+    plain = render(said)
+    if plain is None:
+        return Shown("it refuses a conversation that a user begins", True, True, None)
+    with_tools = render(said, [_TOOL])
+    called: list[View] = [*said, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+    result = {"role": "tool", "content": f"{_MARK}_result", "name": f"{_MARK}_tool", "tool_call_id": "call_0_0"}
+    results = render([*called, result], [_TOOL])
+    return Shown(
+        None,
+        with_tools is not None and f"{_MARK}_tool" in with_tools,
+        results is not None and f"{_MARK}_result" in results,
+        _rewritten(render, said),
+    )
+
+
+def _rewritten(render: Any, said: list[View]) -> str | None:
+    """Whether a reply's reasoning, or the reply itself, is shown differently when a user has spoken again."""
+    for words, reply in (
+        ("reasoning", {"role": "assistant", "content": f"{_MARK}_answer", "reasoning_content": f"{_MARK}_thought"}),
+        ("reasoning", {"role": "assistant", "content": f"<think>\n{_MARK}_thought\n</think>\n\n{_MARK}_answer"}),
+        ("the reply", {"role": "assistant", "content": f"{_MARK}_answer"}),
+    ):
+        newest = render([*said, reply], None, False)
+        later = render([*said, reply, {"role": "user", "content": f"{_MARK}_again"}], None, False)
+        if newest is None or later is None:
+            continue
+        kept = newest.rpartition(f"{_MARK}_answer")[0]
+        if f"{_MARK}_answer" in newest and not later.startswith(kept):
+            return words
+    return None
+
+
+@rule("model.template", "error", "the chat template cannot be rendered")
+def template_renders(ctx: CheckContext) -> Iterator[Finding]:
+    """There is none, it is no Jinja, or it refuses every conversation."""
+    files = _files(ctx)
+    if files is None or not (files.source / "tokenizer_config.json").is_file():
+        return
+    own = ctx.spec.model.chat_template is not None
+    path: DataPath = ("model", "chat_template" if own else "path")
+    shown = _render(ctx, files)
+    if files.template is None:
+        if not own and ctx.spec.model.renderer in ("auto", "template"):
+            message = "this model's tokenizer has no chat template"
+            yield Finding(message, path, "give one: `model.chat_template: chat.jinja`")
+    elif shown is not None and shown.problem is not None:
+        yield Finding(f"the chat template cannot be used: {shown.problem}", path, "give another: `model.chat_template`")
+
+
+@rule("model.no-tools", "warning", "the chat template does not show tools, and the spec has some")
+def no_tools(ctx: CheckContext) -> Iterator[Finding]:
+    """The model never sees their schemas; unless the prompt describes them, it cannot know them."""
+    files, shown = _with_template(ctx)
+    if files is None or shown is None or not ctx.spec.tools or shown.tools:
+        return
+    if ctx.spec.model.tool_calls == "auto":  # another way of writing calls is described in the prompt
+        message = (
+            f"the chat template of `{ctx.spec.model.path}` does not show tools: the model never sees their schemas"
+        )
+        yield Finding(
+            message,
+            ("tools",),
+            "describe them in `prompt` and set `model.tool_calls`, or give a `chat_template`",
+            key=True,
+        )
+
+
+@rule("model.no-tool-role", "error", "the chat template does not show tools' results")
+def no_tool_role(ctx: CheckContext) -> Iterator[Finding]:
+    """It drops or refuses messages of role `tool`."""
+    files, shown = _with_template(ctx)
+    calls = any(state.action == "call_tools" and name in ctx.reachable for name, state in ctx.states.items())
+    if files is None or shown is None or shown.results or ctx.spec.model.tool_role == "user":
+        return
+    if calls and (ctx.spec.tools or ctx.spec.environment):
+        message = f"the chat template of `{ctx.spec.model.path}` does not show messages of role `tool`"
+        yield Finding(
+            message, ("model", "tool_role"), "set `model.tool_role: user`: results are shown as a user's words"
+        )
+
+
+@rule("model.rewrites-history", "info", "the chat template rewrites what was said, which begins new branches")
+def rewrites_history(ctx: CheckContext) -> Iterator[Finding]:
+    """How many exact sequences one episode may come to."""
+    _, shown = _with_template(ctx)
+    if shown is None or shown.rewrites is None or ctx.spec.model.history == "keep":
+        return
+    turns = most_counts(ctx.graph)
+    if turns[1] == 0:
+        return
+    many = (
+        "as many branches as it has user turns, and one more"
+        if turns[1] == float("inf")
+        else f"up to {turns[1] + 1:.0f} branches"
+    )
+    message = f"the chat template drops {shown.rewrites} when a user speaks again: an episode comes to {many}"
+    fix = "that is exact, and costs their tokens; `model.history: keep` keeps what was sampled in one"
+    yield Finding(message, ("model", "history"), fix)
+
+
+def _with_template(ctx: CheckContext) -> tuple[ModelFiles | None, Shown | None]:
+    files = _files(ctx)
+    shown = None if files is None else _render(ctx, files)
+    return files, None if shown is None or shown.problem is not None else shown
+
+
+@rule("model.stop-in-token", "warning", "a stop string is part of one of the template's own tokens")
+def stop_in_token(ctx: CheckContext) -> Iterator[Finding]:
+    """It would end every reply that writes the token, a tool call's mark among them."""
+    files = _files(ctx)
+    if files is None:
+        return
+    tokens = sorted({*files.added, *files.special.values()})
+    for index, stop in enumerate(ctx.spec.sampling.stop):
+        inside = [token for token in tokens if stop in token and stop != token]
+        if inside:
+            path: DataPath = ("sampling", "stop", index)
+            path = path if ctx.written(*path) else ("sampling", "stop")
+            message = f"the stop string `{stop}` is part of the token `{inside[0]}`: a reply that writes it ends there"
+            yield Finding(message, path, "use a longer stop string, or `stop_token_ids`")
+
+
+@rule("model.images", "error", "images are shown to a model that reads text alone")
+def images(ctx: CheckContext) -> Iterator[Finding]:
+    """Image parts of `prompt` and of `recover`."""
+    files = _files(ctx)
+    if files is None or files.sees is not False:
+        return
+    words: list[tuple[DataPath, Any]] = [
+        (("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.prompt)
+    ]
+    words += [(("recover", key), value) for key, value in ctx.spec.recover]
+    for path, value in words:
+        if isinstance(value, list):
+            for below, _ in texts_of(value):
+                if below and below[-1] == "image":
+                    message = f"an image is shown, and `{ctx.spec.model.path}` reads text alone"
+                    yield Finding(message, (*path, *below), "take a vision-language model, or leave the image out")
+
+
+@rule("model.context", "warning", "the spec's context is larger than the model's")
+def context(ctx: CheckContext) -> Iterator[Finding]:
+    """Positions beyond what the model was made for."""
+    files = _files(ctx)
+    own = ctx.spec.model.context
+    if files is not None and own is not None and files.context is not None and own > files.context:
+        message = f"`model.context: {own}`, and the model was made for {files.context} tokens"
+        yield Finding(message, ("model", "context"), f"set it to {files.context} or less, or leave it out")
+
+
+@rule("limits.prompt-too-long", "error", "a prompt and one turn do not fit the episode's tokens")
+def prompt_too_long(ctx: CheckContext) -> Iterator[Finding]:
+    """The first rows' prompts, in the model's own tokens, against `episode_tokens` and the context."""
+    files = _files(ctx)
+    bound = context_bound(ctx)
+    if files is None or bound.most is None:
+        return
+    sampled = ctx.spec.sampling.max_new_tokens or ctx.spec.limits.turn_tokens
+    room = bound.most - min(sampled, ctx.spec.limits.turn_tokens)
+    if room <= 0:
+        return  # `limits.contradiction` says it
+    for number, messages in _openings(ctx):
+        if sum(len(message["content"].encode()) + 16 for message in messages) <= room:
+            continue  # a token is at least one byte
+        tokens = _tokens_of(ctx, files, messages)
+        if tokens is not None and tokens > room:
+            named = {"limits.episode_tokens": ("limits", "episode_tokens"), "model.context": ("model", "context")}
+            turn = f"with a turn of {min(sampled, ctx.spec.limits.turn_tokens)}"
+            message = f"the prompt of row {number} has {tokens} tokens: {turn} more than {bound.most:.0f} ({bound.by})"
+            yield Finding(
+                message, named.get(bound.by, ("prompt",)), "shorten the prompt or the turn, or allow more tokens"
+            )
+            return
+
+
+def _openings(ctx: CheckContext) -> Iterator[tuple[int, list[View]]]:
+    """The spec's part of the prompt, for the first rows."""
+    if not ctx.spec.prompt or not all(isinstance(message.content, str) for message in ctx.spec.prompt):
+        return
+    if ctx.spec.tasks.source not in ("inline", "jsonl"):
+        return
+    try:
+        for index, row in enumerate(rows_of(ctx.loaded, 8)):
+            task = task_of(row, index, ctx.spec.tasks, ctx.loaded)
+            yield (
+                row.number,
+                [
+                    {"role": message.role, "content": fill(str(message.content), task.fields)}
+                    for message in ctx.spec.prompt
+                ],
+            )
+    except (SpecError, EngineError):
+        return  # the rules over tasks and prompts say it
+
+
+def _tokens_of(ctx: CheckContext, files: ModelFiles, messages: list[View]) -> int | None:
+    """How many tokens a conversation has; None where its template or tokenizer cannot tell."""
+    if files.template is None:
+        return None
+    from jinja2 import TemplateError
+
+    from engine.tokens.jinja import compile_template
+
+    views = [
+        {**view, "role": "user"} if view["role"] == "tool" and ctx.spec.model.tool_role == "user" else view
+        for view in messages
+    ]
+    kwargs: Mapping[str, Any] = {**files.special, **ctx.spec.model.template_kwargs}
+    try:
+        text = compile_template(files.template).render(messages=views, tools=None, add_generation_prompt=True, **kwargs)
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
+        return None
+    tokenizer = _tokenizer(str(files.source / "tokenizer.json"))
+    if tokenizer is None or len(text) > _LONGEST:
+        return None
+    return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(file: str) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(file)
+    except Exception:  # noqa: BLE001  (the library raises bare exceptions; without it nothing is counted)
+        return None

@@ -1,0 +1,160 @@
+"""What a model's files say without its weights: sizes, chat template, special tokens. Imports neither torch nor transformers.
+
+Only files that are at hand are read: a folder, the catalogue's cache, the hub's cache. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from engine.errors import SpecError
+from engine.spec.load import LoadedSpec
+
+_VISION_KEYS = ("vision_config", "image_token_id", "vision_tower", "mm_vision_tower")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a spec's model."""
+
+    folder: Path
+    """Config and weights."""
+    source: Path
+    """Tokenizer."""
+    own_template: Path | None
+    """A Jinja file that replaces the tokenizer's."""
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """`config.json`, the text model's part merged in; empty where there is none."""
+        found = read_json(self.folder / "config.json")
+        text = found.get("text_config")
+        return {**(text if isinstance(text, dict) else {}), **found}
+
+    @cached_property
+    def tokenizer(self) -> dict[str, Any]:
+        """`tokenizer_config.json`."""
+        return read_json(self.source / "tokenizer_config.json")
+
+    @cached_property
+    def context(self) -> int | None:
+        """Most tokens that the model attends to."""
+        found = self.config.get("max_position_embeddings") or self.tokenizer.get("model_max_length")
+        return int(found) if isinstance(found, int | float) and 0 < found < 1 << 24 else None
+
+    @cached_property
+    def template(self) -> str | None:
+        """The chat template; None where there is none."""
+        if self.own_template is not None:
+            return _text(self.own_template)
+        beside = _text(self.source / "chat_template.jinja")
+        if beside is not None:
+            return beside
+        found = self.tokenizer.get("chat_template")
+        if isinstance(found, list):  # several, by name
+            named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+            found = named.get("tool_use") or named.get("default")
+        if found is None:
+            found = read_json(self.source / "chat_template.json").get("chat_template")
+        return found if isinstance(found, str) else None
+
+    @cached_property
+    def special(self) -> dict[str, str]:
+        """Named special tokens, as templates are handed them."""
+        found = {}
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            value = self.tokenizer.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found[name] = text
+        return found
+
+    @cached_property
+    def added(self) -> list[str]:
+        """Texts of the tokens that stand apart from the vocabulary."""
+        listed = self.tokenizer.get("added_tokens_decoder")
+        items = list(listed.values()) if isinstance(listed, dict) else read_json(self.source / "added_tokens.json")
+        texts = [item.get("content") if isinstance(item, dict) else item for item in items]
+        return [text for text in texts if isinstance(text, str) and text]
+
+    @cached_property
+    def sees(self) -> bool | None:
+        """Whether the model takes images; None where its config is not there."""
+        if not self.config:
+            return None
+        return any(self.config.get(key) is not None for key in _VISION_KEYS)
+
+
+def model_files(loaded: LoadedSpec) -> ModelFiles | None:
+    """A spec's model, where its files are at hand."""
+    spec = loaded.spec.model
+    folder = _at_hand(loaded, spec.path, ("model", "path"), spec.revision)
+    if folder is None:
+        return None
+    source = folder
+    if spec.tokenizer is not None:
+        found = _at_hand(loaded, spec.tokenizer, ("model", "tokenizer"), None)
+        if found is None:
+            return None
+        source = found
+    template = None if spec.chat_template is None else loaded.resolve(spec.chat_template, ("model", "chat_template"))
+    return _files(folder, source, template)
+
+
+@lru_cache(maxsize=64)
+def _files(folder: Path, source: Path, template: Path | None) -> ModelFiles:
+    return ModelFiles(folder, source, template)
+
+
+def _at_hand(loaded: LoadedSpec, name: str, path: tuple[str, str], revision: str | None) -> Path | None:
+    try:
+        for folder in (loaded.resolve(name, path), loaded.base / name):
+            if folder.is_dir():
+                return folder
+    except (OSError, ValueError, SpecError):
+        return None
+    return _in_catalogue(name) or _in_hub_cache(name, revision)
+
+
+def _in_catalogue(name: str) -> Path | None:
+    if "/" in name or name in ("", ".", ".."):
+        return None
+    from engine.tokens.catalogue import cached
+
+    return cached(name)
+
+
+def _in_hub_cache(name: str, revision: str | None) -> Path | None:
+    """The newest snapshot in the hub's cache, by its documented layout."""
+    if name.count("/") != 1:
+        return None
+    home = os.environ.get("HF_HOME") or str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    root = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    folder = root / f"models--{name.replace('/', '--')}"
+    commit = _text(folder / "refs" / (revision or "main"))
+    snapshot = folder / "snapshots" / (commit or revision or "").strip()
+    return snapshot if (commit or revision) and snapshot.is_dir() else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds a mapping; empty where it does not, or is not there."""
+    text = _text(path)
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None

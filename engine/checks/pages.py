@@ -1,0 +1,97 @@
+"""The pages of rules: docs/rules/<id>.md, the one place where a rule is explained.
+
+A page is its title (the id), a line with the severity and what the rule finds, then why, a bad example and a good one.
+Examples are YAML; files that lie beside them are fenced too, with their name behind the language.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from engine.spec.diagnostic import Severity
+
+_HEAD = re.compile(r"\A# `(?P<id>[a-z.-]+)`\n\n\*(?P<severity>error|warning|info)\*: (?P<about>.+)\n")
+_SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
+_FENCE = re.compile(r"^```(?P<language>\w+)(?: (?P<name>\S+))?\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A spec, and what lies beside it."""
+
+    spec: str
+    files: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What is said of one rule."""
+
+    id: str
+    severity: Severity
+    about: str
+    text: str
+    """The whole page."""
+    arguments: tuple[str, ...] = ()
+    """Of `engine validate`, where the rule needs some."""
+
+    def example(self, name: str) -> Example | None:
+        """The one under `## Bad` or `## Good`; a file of `Bad` is there for `Good` too, unless that has its own."""
+        parts = _SECTION.split(self.text)
+        sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+        if name not in sections:
+            return None
+        fences = list(_FENCE.finditer(sections[name]))
+        specs = [fence["body"] for fence in fences if fence["language"] == "yaml" and not fence["name"]]
+        beside = {} if name == "Bad" else _named(sections.get("Bad", ""))
+        return Example(specs[0], {**beside, **_named(sections[name])}) if specs else None
+
+
+def _named(section: str) -> dict[str, str]:
+    return {fence["name"]: fence["body"] for fence in _FENCE.finditer(section) if fence["name"]}
+
+
+def _folder() -> Traversable | None:
+    """docs/rules of a checkout, or the copy that is installed."""
+    beside = Path(__file__).parents[2] / "docs" / "rules"
+    if beside.is_dir():
+        return beside
+    installed = files("engine.checks") / "rules"
+    return installed if installed.is_dir() else None
+
+
+@lru_cache(maxsize=256)
+def page_of(rule: str) -> Page | None:
+    """The page of a rule; None where it has none."""
+    folder = _folder()
+    if folder is None or not re.fullmatch(r"[a-z]+\.[a-z-]{1,60}", rule):
+        return None
+    file = folder / f"{rule}.md"
+    if not file.is_file():
+        return None
+    text = file.read_text(encoding="utf-8")
+    head = _HEAD.match(text)
+    if head is None:
+        raise ValueError(f"{rule}.md does not begin with its id, its severity and a line that says what it finds")
+    called = re.search(r"^    engine validate SPEC (.+)$", text, re.MULTILINE)
+    arguments = tuple(called[1].split()) if called else ()
+    severity: Severity = (
+        "error" if head["severity"] == "error" else "warning" if head["severity"] == "warning" else "info"
+    )
+    return Page(head["id"], severity, head["about"], text, arguments)
+
+
+def page_ids() -> list[str]:
+    """Every rule that has a page."""
+    folder = _folder()
+    return (
+        []
+        if folder is None
+        else sorted(file.name[:-3] for file in folder.iterdir() if re.fullmatch(r"[a-z]+\.[a-z-]+\.md", file.name))
+    )

@@ -1,0 +1,95 @@
+"""Rules over users and judges that models play, and over which user a task has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from engine.checks.context import CheckContext, nearest
+from engine.checks.prompts import known_fields, offset_of
+from engine.checks.registry import Finding, rule
+from engine.spec.diagnostic import DataPath
+from engine.spec.template import fields_of, has_field
+from schemas.episode import ScriptedBackend
+
+
+def _played(ctx: CheckContext) -> bool:
+    """Whether a model plays any part: what plays it takes long to import, and most specs have none."""
+    scorer = ctx.spec.rewards.scorer
+    return any(user.played for _, user in ctx.people) or (scorer is not None and scorer.played)
+
+
+@rule("played.unknown-field", "error", "the prompt of a user or judge names a field that it is not filled with")
+def played_field(ctx: CheckContext) -> Iterator[Finding]:
+    """`{{reply}}`, `{{dialogue}}`, … and `{{task.<field>}}` of every model that plays a part."""
+    if not _played(ctx):
+        return
+    from engine.actions.judge import JUDGE_FIELDS
+    from engine.actions.llm_user import USER_FIELDS
+    from engine.actions.voice import parts_of
+
+    rows = list(known_fields(ctx))
+    for path, (_, part, blame) in parts_of(ctx.spec).items():
+        known = USER_FIELDS if blame == "user" else JUDGE_FIELDS
+        for index, message in enumerate(part.prompt):
+            at = (*path, "prompt", index, "content")
+            for name in fields_of(message.content):
+                yield from _field(name, message.content, known, rows, at)
+
+
+def _field(
+    name: str, template: str, known: Sequence[str], rows: list[tuple[int, Mapping[str, Any]]], at: DataPath
+) -> Iterator[Finding]:
+    offset = offset_of(template, name)
+    root, _, below = name.partition(".")
+    if root != "task":
+        if name not in known:
+            fix = nearest(name, [*(item for item in known if item != "task"), "task.<field>"])
+            yield Finding(f"there is no field `{name}` here", at, fix, offset=offset)
+        return
+    for number, fields in rows if below else ():
+        if not has_field(below if number else below.partition(".")[0], fields):
+            where = f"row {number} has" if number else "tasks have"
+            yield Finding(f"{where} no field `{below}`", at, nearest(below, fields), offset=offset)
+            return
+
+
+@rule("played.no-file", "error", "a file that the model of a user or judge needs does not exist")
+def played_file(ctx: CheckContext) -> Iterator[Finding]:
+    """The chat template of its model, and the replies of its scripted backend."""
+    if not _played(ctx):
+        return
+    from engine.actions.voice import parts_of, section_of
+
+    for path, (_, part, _) in parts_of(ctx.spec).items():
+        named: list[tuple[DataPath, str]] = []
+        if part.model is not None and part.model.chat_template is not None:
+            named.append((("model", "chat_template"), part.model.chat_template))
+        if isinstance(part.backend, ScriptedBackend) and isinstance(part.backend.replies, str):
+            named.append((("backend", "replies"), part.backend.replies))
+        for below, name in named:
+            full = section_of(ctx.loaded, path).resolve(name, below)
+            if not full.is_file():
+                yield Finding(f"the file `{name}` does not exist", (*path, *below), f"looked for {full}")
+
+
+@rule("played.free-verdict", "warning", "a model that plays the user alone decides when a task is solved")
+def free_verdict(ctx: CheckContext) -> Iterator[Finding]:
+    """Marks that pay, without a grader: what the policy says may talk the user's model into them."""
+    for path, user in ctx.people:
+        if not user.played or user.grader is not None:
+            continue
+        for index, mark in enumerate(user.marks):
+            if any((event.value or 0.0) > 0.0 for event in mark.rewards) or mark.reward is not None:
+                fix = "have a rule decide (`grader: {use: …}`), or a judge at the end (`rewards.scorer`)"
+                words = "the policy may talk this model into the mark that pays it"
+                yield Finding(words, (*path, "marks", index), fix)
+
+
+@rule("played.user-never-ends", "warning", "nothing that a model-played user can say ends the conversation")
+def never_satisfied(ctx: CheckContext) -> Iterator[Finding]:
+    """No mark with `satisfied`, and no grader: every episode goes on until a limit."""
+    for path, user in ctx.people:
+        if user.played and user.grader is None and not any(mark.satisfied for mark in user.marks):
+            fix = 'add `marks: [{text: "[DONE]", satisfied: true}]`, and say so in its prompt'
+            yield Finding("this user is never satisfied: only a limit ends its episodes", path, fix, key=True)

@@ -1,0 +1,168 @@
+"""Rules over what is put in front of the model, and the files that the spec names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from engine.checks.context import CheckContext, nearest
+from engine.checks.registry import Finding, rule
+from engine.errors import SpecError
+from engine.spec.diagnostic import DataPath
+from engine.spec.tasks import Row, rows_of, task_file, task_of
+from engine.spec.template import fields_of, has_field, is_reference, texts_of
+from schemas.episode import ScriptedBackend, Words
+
+RECOVER_FIELDS = ("problem", "raw")
+"""What `recover.malformed` is filled with."""
+
+
+def _rows(ctx: CheckContext) -> Iterator[Row]:
+    """The rows that can be looked at for nothing: all inline ones, the first of a jsonl file."""
+    source = ctx.spec.tasks.source
+    if source in ("inline", "jsonl"):
+        yield from rows_of(ctx.loaded, None if source == "inline" else 1)
+
+
+def known_fields(ctx: CheckContext) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """(row number, its fields) as tasks will have them; one empty row's worth where only `map` tells."""
+    tasks = ctx.spec.tasks
+    if tasks.map:
+        yield 0, dict.fromkeys(tasks.map)
+        return
+    try:
+        for row in _rows(ctx):
+            if isinstance(row.fields, Mapping):
+                yield row.number, row.fields
+    except SpecError:
+        return  # `tasks.unreadable` says it
+
+
+@rule("prompt.unknown-field", "error", "a prompt names a field that tasks do not have")
+def prompt_field(ctx: CheckContext) -> Iterator[Finding]:
+    """Every `{{field}}` of `prompt`, against `tasks.map` or the rows; those of `recover.malformed` too."""
+    rows = list(known_fields(ctx))
+    templates = [
+        (("prompt", index, "content", *below), template)
+        for index, message in enumerate(ctx.spec.prompt)
+        for below, template in texts_of(message.content)
+    ]
+    for path, template in templates:
+        for name in fields_of(template):
+            for number, fields in rows:
+                lookup = name if number else name.partition(".")[0]
+                if not has_field(name, fields) and not has_field(lookup, fields):
+                    where = f"row {number} has" if number else "tasks have"
+                    fix = nearest(name, fields)
+                    yield Finding(f"{where} no field `{name}`", path, fix, offset=offset_of(template, name))
+                    break
+    yield from _recover_fields(ctx, rows)
+
+
+def _recover_fields(ctx: CheckContext, rows: list[tuple[int, Mapping[str, Any]]]) -> Iterator[Finding]:
+    """Every `{{field}}` of `recover`, against what each of its templates is filled with."""
+    for key, words in _recover(ctx):
+        known = _recover_known(ctx, key)
+        for below, template in texts_of(words):
+            path: DataPath = ("recover", key, *below)
+            for name in fields_of(template):
+                offset = offset_of(template, name)
+                root, _, field = name.partition(".")
+                if root == "task" and field:
+                    for number, fields in rows:
+                        if not has_field(field if number else field.partition(".")[0], fields):
+                            where = f"row {number} has" if number else "tasks have"
+                            yield Finding(f"{where} no field `{field}`", path, nearest(field, fields), offset=offset)
+                            break
+                elif known is not None and name not in known:
+                    fix = nearest(name, [*known, "task.<field>"])
+                    yield Finding(f"there is no field `{name}` here", path, fix, offset=offset)
+
+
+def _recover(ctx: CheckContext) -> Iterator[tuple[str, Words]]:
+    """The templates that the spec has, by key."""
+    recover = ctx.spec.recover
+    for key in type(recover).model_fields:
+        words = getattr(recover, key)
+        if words is not None:
+            yield key, words
+
+
+def _recover_known(ctx: CheckContext, key: str) -> Sequence[str] | None:
+    """What a template is filled with, beside the task; None where that is not known."""
+    if key == "malformed":
+        return RECOVER_FIELDS
+    fields = _user_fields(ctx)
+    return None if fields is None else tuple(fields.get(key, ()))
+
+
+def _user_fields(ctx: CheckContext) -> Mapping[str, Sequence[str]] | None:
+    """The `recover_fields` of the spec's only user; None where it does not say. A model finds its own words."""
+    if len(ctx.people) != 1:
+        return None
+    use = ctx.people[0][1].use
+    if use is None:
+        return {}
+    found = getattr(ctx.entry(use), "recover_fields", None)
+    return found if isinstance(found, Mapping) else None
+
+
+@rule("recover.unused", "warning", "words are declared that nobody says")
+def recover_unused(ctx: CheckContext) -> Iterator[Finding]:
+    """`recover.wrong` and `recover.no_answer` where there is no user, or one that says it never uses them."""
+    fields = _user_fields(ctx)
+    for key, _ in _recover(ctx):
+        if key == "malformed" or (ctx.people and (fields is None or key in fields)):
+            continue
+        use = ctx.people[0][1].use if ctx.people else None
+        who = f"`{use}` never says it" if use else "a model that plays the user finds its own words"
+        if not ctx.people:
+            who = "it is said for a user, and the spec has none"
+        yield Finding(f"`recover.{key}` has no effect: {who}", ("recover", key), "remove it", key=True)
+
+
+def offset_of(template: str, name: str) -> int:
+    match = re.search(r"\{\{\s*" + re.escape(name), template)
+    return match.start() if match else 0
+
+
+@rule("prompt.empty", "error", "an episode would begin with nothing said")
+def prompt_empty(ctx: CheckContext) -> Iterator[Finding]:
+    """Neither `prompt` nor an environment, whose `reset` may say something."""
+    if not ctx.spec.prompt and ctx.spec.environment is None:
+        fix = 'add `prompt: [{role: user, content: "{{question}}"}]`, or an `environment` that begins'
+        yield Finding("the model is shown nothing: there is neither a prompt nor an environment", (), fix)
+
+
+@rule("tasks.unreadable", "error", "the task source is not there, or its first rows cannot become tasks")
+def tasks_unreadable(ctx: CheckContext) -> Iterator[Finding]:
+    """The file exists; inline rows, and the first of a jsonl file, have what `map` and `id` name."""
+    try:
+        if ctx.spec.tasks.source == "parquet":
+            task_file(ctx.loaded)
+        for index, row in enumerate(_rows(ctx)):
+            task_of(row, index, ctx.spec.tasks, ctx.loaded)
+    except SpecError as error:
+        for item in error.diagnostics:
+            yield Finding(item.message, item.path, item.fix, origin=item.origin)
+
+
+@rule("spec.no-file", "error", "a file that the spec names does not exist")
+def missing_file(ctx: CheckContext) -> Iterator[Finding]:
+    """`model.chat_template`, a scripted backend's `replies`, and images of `prompt` and `recover`."""
+    named: list[tuple[DataPath, str]] = []
+    if ctx.spec.model.chat_template is not None:
+        named.append((("model", "chat_template"), ctx.spec.model.chat_template))
+    if isinstance(ctx.spec.backend, ScriptedBackend) and isinstance(ctx.spec.backend.replies, str):
+        named.append((("backend", "replies"), ctx.spec.backend.replies))
+    said: list[tuple[DataPath, Words]] = [(("recover", key), words) for key, words in _recover(ctx)]
+    said += [(("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.prompt)]
+    for above, words in said:
+        for below, reference in texts_of(words):
+            if below and below[-1] == "image" and not is_reference(reference) and not fields_of(reference):
+                named.append(((*above, *below), reference))
+    for path, name in named:
+        full = ctx.loaded.resolve(name, path)
+        if not full.is_file():
+            yield Finding(f"the file `{name}` does not exist", path, f"looked for {full}")

@@ -1,0 +1,108 @@
+"""Every rule, by its stable id.
+
+A rule is a function that looks at a spec and yields what it finds; `@rule` gives it its id, its severity and a
+line that says what it is about. Rules do not know of each other, and none hides another's findings.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.spec.diagnostic import DataPath, Diagnostic, Origin, Severity
+
+if TYPE_CHECKING:
+    from engine.checks.context import CheckContext
+    from engine.spec.load import LoadedSpec
+
+Check = Callable[["CheckContext"], Iterator[Diagnostic]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a rule found, before it is given the rule's id and a position."""
+
+    message: str
+    path: DataPath
+    fix: str | None = None
+    key: bool = False
+    """The key is meant, not its value."""
+    offset: int | None = None
+    """Which character of the value is meant, from 0."""
+    origin: Origin | None = None
+    """Where it is, if not at `path`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule."""
+
+    id: str
+    severity: Severity
+    about: str
+    """What it finds, in one line."""
+    check: Check
+
+
+RULES: dict[str, Rule] = {}
+"""In the order in which they are tried."""
+
+
+def rule(id: str, severity: Severity, about: str) -> Callable[[Callable[[CheckContext], Iterator[Finding]]], Check]:
+    """Register a function that yields findings as the rule `id`."""
+
+    def register(find: Callable[[CheckContext], Iterator[Finding]]) -> Check:
+        @functools.wraps(find)
+        def check(ctx: CheckContext) -> Iterator[Diagnostic]:
+            for found in find(ctx):
+                yield Diagnostic(id, severity, found.message, found.fix, _origin(ctx, found), found.path)
+
+        RULES[id] = Rule(id, severity, about, check)
+        return check
+
+    return register
+
+
+def _origin(ctx: CheckContext, found: Finding) -> Origin:
+    if found.origin is not None:
+        return found.origin
+    if found.offset is not None:
+        return ctx.loaded.inside(found.path, found.offset)
+    return ctx.loaded.origin(found.path, key=found.key)
+
+
+def all_rules() -> list[Rule]:
+    """Every rule, in the order in which they are tried."""
+    from engine.checks import (  # noqa: F401  (importing them registers their rules)
+        cycles,
+        guards,
+        limits,
+        machine,
+        model,
+        people,
+        prompts,
+        rewards,
+        tasks,
+        tools,
+        transitions,
+        worlds,
+    )
+
+    return list(RULES.values())
+
+
+def check_spec(loaded: LoadedSpec) -> list[Diagnostic]:
+    """Everything that the rules find in a spec, in the order of the document; errors before warnings at one place."""
+    from engine.checks.context import CheckContext
+
+    ctx = CheckContext(loaded)
+    found = [problem for item in all_rules() for problem in item.check(ctx)]
+    return sorted(dict.fromkeys(found), key=_order)
+
+
+def _order(problem: Diagnostic) -> tuple[str, int, int, bool]:
+    origin = problem.origin
+    place = (origin.file, origin.line, origin.column) if origin else ("", 0, 0)
+    return (*place, problem.severity != "error")

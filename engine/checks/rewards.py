@@ -1,0 +1,251 @@
+"""Rules over rewards: the turns and names that rules speak of exist, and credit has what it needs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from engine.checks.context import CheckContext
+from engine.checks.explore import Place
+from engine.checks.logic import formula
+from engine.checks.registry import Finding, rule
+from engine.spec.diagnostic import DataPath
+from engine.spec.entry import EntryError
+from schemas.episode import ReassignRule
+from schemas.reward import TurnAddress
+
+REWARD = "reward"
+"""The name of a reward that was given none."""
+
+
+def _rules(ctx: CheckContext) -> Iterator[tuple[DataPath, ReassignRule]]:
+    for index, item in enumerate(ctx.spec.rewards.reassign):
+        if item.at in ctx.states:  # else `rules.unknown-state` says it
+            yield ("rewards", "reassign", index), item
+
+
+def _turns_needed(address: TurnAddress | None) -> int:
+    """How many turns there must be for an address to mean one."""
+    if isinstance(address, int):
+        return address + 1
+    return 0 if address is None else 2 if address in ("second", "previous") else 1
+
+
+def _means(address: TurnAddress | None, turns: int) -> int | None:
+    """The one turn that an address means after so many; None where it means several, or none."""
+    if address is None or turns < _turns_needed(address):
+        return None
+    if isinstance(address, int):
+        return address
+    return {"first": 0, "second": 1, "previous": turns - 2, "last": turns - 1}.get(address, 0 if turns == 1 else None)
+
+
+def _moments(ctx: CheckContext, item: ReassignRule) -> list[Place]:
+    """How the episode may stand when a rule applies. At the end only episodes that had a turn count."""
+    when = None if item.when is None else formula(item.when, ctx.limit_values)
+    found = [place for place in ctx.graph.moments(item.at) if not place.late]
+    if ctx.states[item.at].final:
+        found = [place for place in found if place.turns] or found
+    return [place for place in found if when is None or ctx.graph.truth(when, place) is not False]
+
+
+def _addresses(item: ReassignRule) -> list[tuple[str, TurnAddress]]:
+    found: list[tuple[str, TurnAddress]] = [] if item.from_ is None else [("from", item.from_)]
+    return [*found, ("to", item.to)]
+
+
+@rule("rewards.no-such-turn", "error", "a rule speaks of a turn that no episode can have")
+def no_such_turn(ctx: CheckContext) -> Iterator[Finding]:
+    """The limits end the episode before it, or the rule's state comes before it."""
+    for path, item in _rules(ctx):
+        moments = _moments(ctx, item)
+        if not moments or not ctx.graph.exact or ctx.spec.limits.assistant_turns is None:
+            continue
+        most = max(place.turns for place in moments)
+        for key, address in _addresses(item):
+            if most < _turns_needed(address):
+                had = "no turn" if most == 0 else "one turn" if most == 1 else f"{most} turns"
+                message = f"there is no turn `{address}`: after `{item.at}` the model can have had {had} at most"
+                where = (*path, key) if ctx.written(*path, key) else path
+                yield Finding(message, where, "address a turn that there is, or raise `limits.assistant_turns`")
+
+
+@rule("rewards.turn-may-miss", "warning", "a rule may apply before the turn that it speaks of, and fail the episode")
+def turn_may_miss(ctx: CheckContext) -> Iterator[Finding]:
+    """Or when the turn that pays and the one that receives are the same."""
+    for path, item in _rules(ctx):
+        moments = _moments(ctx, item)
+        turns = {place.turns for place in moments}
+        if not turns or not ctx.graph.exact:
+            continue
+        least, most = min(turns), max(turns)
+        needed = max(_turns_needed(address) for _, address in _addresses(item))
+        if least < needed <= most:
+            address = next(address for _, address in _addresses(item) if _turns_needed(address) == needed)
+            had = "no turn" if least == 0 else "one turn" if least == 1 else f"{least} turns"
+            message = f"the rule may apply after {had}, when there is no turn `{address}`: the episode would fail"
+            yield Finding(message, path, _wait(item, needed - 1))
+            continue
+        same = [count for count in turns if _same_turn(item, count)]
+        if same and len(same) < len(turns):
+            message = f"after turn {min(same) - 1}, `{item.from_}` and `{item.to}` are the same: the episode would fail"
+            yield Finding(message, path, _wait(item, max(same)))
+
+
+def _wait(item: ReassignRule, turns: int) -> str:
+    condition = f"turns.assistant > {turns}"
+    return f"add `when: {condition}`" if item.when is None else f"add `&& {condition}` to its `when`"
+
+
+def _same_turn(item: ReassignRule, turns: int) -> bool:
+    payer, receiver = _means(item.from_, turns), _means(item.to, turns)
+    return item.op == "transfer" and payer is not None and payer == receiver
+
+
+@rule("rewards.unpayable", "error", "a transfer that no turn can ever pay")
+def unpayable(ctx: CheckContext) -> Iterator[Finding]:
+    """It goes from a turn to itself, or nothing ever writes what it moves."""
+    for path, item in _rules(ctx):
+        if item.op != "transfer":
+            continue
+        turns = {place.turns for place in _moments(ctx, item)}
+        if turns and all(_same_turn(item, count) for count in turns):
+            fix = "name two turns"
+            yield Finding(f"a transfer from `{item.from_}` to `{item.to}` is from a turn to itself", path, fix)
+        elif not _worlds_reward(ctx) and not _written(ctx, item.name):
+            what = "a reward" if item.name is None else f"`{item.name}`"
+            where = (*path, "name") if item.name is not None else path
+            message = (
+                f"nothing ever writes {what}: the spec has no environment, user, tool or scorer, and no rule adds it"
+            )
+            yield Finding(message, where, "add what writes it, or remove the rule")
+
+
+def _worlds_reward(ctx: CheckContext) -> bool:
+    """Whether there is anything beside the rules that may write rewards."""
+    return bool(ctx.spec.environment or ctx.spec.people or ctx.spec.tools or ctx.spec.rewards.scorer or ctx.own_actions)
+
+
+def _written(ctx: CheckContext, name: str | None) -> bool:
+    """Whether some rule adds or sets a name, or any at all."""
+    names = {item.name or REWARD for item in ctx.spec.rewards.reassign if item.op != "transfer"}
+    return bool(names) if name is None else name in names
+
+
+@rule("rewards.unknown-name", "info", "a reward is named that nothing seems to write")
+def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
+    """No rule writes it, and the files of the worlds do not mention it."""
+    named: list[tuple[DataPath, str]] = [
+        ((*path, "name"), item.name) for path, item in _rules(ctx) if item.op == "transfer" and item.name
+    ]
+    credit = ctx.spec.rewards.credit
+    for key in ("outcome", "reward"):
+        value = getattr(credit, key, None)
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        named += [
+            (("rewards", "credit", key, *((index,) if isinstance(value, list) else ())), name)
+            for index, name in enumerate(listed)
+        ]
+    texts = _mentioned(ctx) if named and _worlds_reward(ctx) else set()
+    for path, name in named:
+        if texts is None or name in texts or name == REWARD or _written(ctx, name):
+            continue
+        if texts or "credit" in path:  # with no worlds at all, `rewards.unpayable` says it of a rule
+            fix = "check how the environment, the user or the tools call it"
+            yield Finding(f"no rule writes a reward `{name}`, and the worlds' files do not mention it", path, fix)
+
+
+def _mentioned(ctx: CheckContext) -> set[str] | None:
+    """Every text that the worlds' files and the spec's `with` hold; None where a file cannot be read."""
+    found = {REWARD}
+    scorer = ctx.spec.rewards.scorer
+    if scorer is not None:
+        found.add(scorer.name)
+    for _, user in ctx.people:
+        found |= {mark.reward for mark in user.marks if mark.reward is not None}
+        found |= {event.name for mark in user.marks for event in mark.rewards if event.name is not None}
+    uses = [item.entry for item in ctx.worlds]
+    things = [ctx.entry(item.use) for item in uses] + [ctx.entry(str(state.action)) for _, state in ctx.own_actions]
+    for item in uses:
+        found |= set(_texts_in(item.with_))
+    for thing in things:
+        if isinstance(thing, EntryError):
+            return None
+        texts = _texts_of(thing)
+        if texts is None:
+            return None
+        found |= texts
+    return found
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (str(key), *_texts_in(item))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts_in(item)
+
+
+def _texts_of(thing: Any) -> set[str] | None:
+    """Every text and name in the file that something is defined in; None where there is no such file."""
+    try:
+        file = inspect.getsourcefile(thing)
+    except TypeError:
+        return None
+    return None if file is None else _texts_of_file(file)
+
+
+@lru_cache(maxsize=256)
+def _texts_of_file(file: str) -> set[str] | None:
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return None
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+        elif isinstance(node, ast.keyword | ast.arg) and node.arg:
+            found.add(node.arg)
+    return found
+
+
+_CRITIC = ("bilevel_gae", "turn_ppo")
+_BY_STATE = ("gigpo", "redistribute")
+_COMPARED = "mean"
+
+
+@rule("rewards.credit-needs", "warning", "a credit method lacks what it works with")
+def credit_needs(ctx: CheckContext) -> Iterator[Finding]:
+    """A critic's values, or a key by which states are the same."""
+    credit = ctx.spec.rewards.credit
+    path: DataPath = ("rewards", "credit")
+    if not ctx.written(*path):
+        return
+    method = credit.method
+    if method in _CRITIC:
+        message = f"`{method}` needs a critic's values of every turn, which no key of a spec gives"
+        fix = "hand them to the method where credit is given, or take one without a critic: `turn_return`, `gigpo`"
+        yield Finding(message, (*path, "method"), fix)
+    if method in _BY_STATE and getattr(credit, "state_key", None) is None:
+        told = "what the model was shown" if method == "gigpo" else "turns passed and rewards earned"
+        message = f"`{method}` has no `state_key`: turns are of the same state only where {told} are the same"
+        yield Finding(message, (*path, "method"), "add `state_key`: a fact's name, or a CEL expression")
+
+
+@rule("rewards.credit-group", "info", "a credit method compares episodes of one task, and there is one of each")
+def credit_group(ctx: CheckContext) -> Iterator[Finding]:
+    """With the group's mean taken off, nothing is left of a group of one."""
+    credit = ctx.spec.rewards.credit
+    alone = ctx.spec.rollout.samples_per_task == 1 and ctx.written("rewards", "credit")
+    if alone and getattr(credit, "baseline", "none") == _COMPARED:
+        message = f"`{credit.method}` compares episodes of one task, and `rollout.samples_per_task` is 1: every advantage is 0"
+        fix = "set `rollout.samples_per_task` to 4 or more, or `baseline: none`"
+        yield Finding(message, ("rewards", "credit", "method"), fix)

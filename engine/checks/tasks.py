@@ -1,0 +1,113 @@
+"""Rules over the rows of task files, beyond the first: each must become a task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.checks.context import CheckContext, nearest
+from engine.checks.registry import Finding, rule
+from engine.errors import SpecError
+from engine.spec.diagnostic import Diagnostic
+from engine.spec.load import LoadedSpec
+from engine.spec.tasks import rows_of, task_file, task_of
+
+MOST_ROWS = 20_000
+"""Rows of a file that are read; `engine run` reads them all."""
+LARGEST = 32 * 1024 * 1024
+"""Bytes of a file that is read at all."""
+
+
+class _State(NamedTuple):
+    """A file as it is now, and what is asked of its rows."""
+
+    path: str
+    changed: int
+    size: int
+    fields: str
+
+
+class _Known(NamedTuple):
+    """Something that is not part of a cache's key."""
+
+    loaded: LoadedSpec
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Known)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@rule("tasks.row", "error", "a row of the task file cannot become a task")
+def task_rows(ctx: CheckContext) -> Iterator[Finding]:
+    """The first bad one, by its number: it is no JSON, lacks a field, or shares its id with another."""
+    tasks = ctx.spec.tasks
+    if tasks.source not in ("jsonl", "parquet", "inline"):
+        return
+    try:
+        if tasks.source == "inline":
+            found = _first_bad(ctx.loaded, MOST_ROWS)
+        else:
+            file = task_file(ctx.loaded)
+            if tasks.source == "parquet":
+                yield from _columns(ctx, file)
+                return
+            found = _first_bad_of_file(_state(ctx, file), _Known(ctx.loaded))
+    except (SpecError, OSError):
+        return  # `tasks.unreadable` says it
+    if found is not None:
+        yield Finding(found.message, found.path, found.fix, origin=found.origin)
+
+
+def _state(ctx: CheckContext, file: Path) -> _State:
+    status = file.stat()
+    tasks = ctx.spec.tasks
+    return _State(str(file), status.st_mtime_ns, status.st_size, repr((tasks.map, tasks.id, tasks.limit)))
+
+
+@lru_cache(maxsize=256)
+def _first_bad_of_file(state: _State, known: _Known) -> Diagnostic | None:
+    return None if state.size > LARGEST else _first_bad(known.loaded, MOST_ROWS)
+
+
+def _first_bad(loaded: LoadedSpec, most: int) -> Diagnostic | None:
+    """What is wrong with the first bad row behind the first; the first itself is `tasks.unreadable`'s."""
+    spec = loaded.spec.tasks
+    seen: dict[str, int] = {}
+    number = 0
+    try:
+        for index, row in enumerate(rows_of(loaded, min(most, spec.limit or most))):
+            number = index + 1
+            task = task_of(row, index, spec, loaded)
+            if task.id in seen:
+                message = f"rows {seen[task.id]} and {row.number} share the id `{task.id}`"
+                fix = "name a field of unique values under `tasks.id`, or leave it out"
+                origin = row.origin or loaded.origin(("tasks", "id"))
+                return Diagnostic("tasks.row", "error", message, fix, origin, ("tasks", "id"))
+            seen[task.id] = row.number
+    except SpecError as error:
+        first = loaded.spec.tasks.source == "inline" or number == 0
+        return None if first else error.diagnostics[0]
+    return None
+
+
+def _columns(ctx: CheckContext, file: Path) -> Iterator[Finding]:
+    """The columns of a parquet file, against `map` and `id`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    files = sorted(file.glob("*.parquet")) if file.is_dir() else [file]
+    try:
+        names = list(pyarrow.parquet.read_schema(files[0]).names) if files else []
+    except (OSError, pyarrow.ArrowException) as error:
+        yield Finding(f"`{file}` cannot be read as Parquet: {error}", ("tasks", "path"))
+        return
+    tasks = ctx.spec.tasks
+    for name, column in tasks.map.items():
+        if column not in names:
+            yield Finding(f"the file has no column `{column}`", ("tasks", "map", name), nearest(column, names))
+    if tasks.id is not None and tasks.id not in names:
+        yield Finding(f"the file has no column `{tasks.id}`", ("tasks", "id"), nearest(tasks.id, names))

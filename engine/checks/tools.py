@@ -1,0 +1,68 @@
+"""Rules over tools: their names and schemas, as the model will see them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from engine.checks.context import CheckContext
+from engine.checks.registry import Finding, rule
+from engine.spec.diagnostic import DataPath
+from engine.spec.entry import EntryError
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+
+
+def _shapes(ctx: CheckContext) -> Iterator[tuple[DataPath, Any]]:
+    """Every tool that can be read without building anything."""
+    from pydantic import PydanticUserError
+    from pydantic.errors import PydanticSchemaGenerationError
+
+    from engine.actions.toolbox import shape_of
+
+    for index, tool in enumerate(ctx.spec.tools):
+        thing = ctx.entry(tool.use)
+        if isinstance(thing, EntryError) or not callable(thing):
+            continue
+        target, name = thing, tool.name or str(getattr(thing, "__name__", type(thing).__name__))
+        if inspect.isclass(thing):
+            call = inspect.getattr_static(thing, "__call__", None)
+            if not inspect.isfunction(call):
+                continue
+            target = call
+        try:
+            yield ("tools", index), shape_of(target, name)
+        except (TypeError, NameError, AttributeError, ValueError, PydanticUserError, PydanticSchemaGenerationError):
+            continue  # `world.protocol` says it
+
+
+@rule("world.tool-name", "error", "two tools share a name, or a name is none that a model can call")
+def tool_name(ctx: CheckContext) -> Iterator[Finding]:
+    """Letters, digits, `_` and `-`, at most 64 of them, not a digit first."""
+    seen: dict[str, DataPath] = {}
+    for path, shape in _shapes(ctx):
+        where = (*path, "name") if ctx.written(*path, "name") else (*path, "use")
+        if not _NAME.fullmatch(shape.name):
+            message = f"a tool cannot be called `{shape.name}`: letters, digits, `_` and `-`, at most 64"
+            yield Finding(message, where, "give it another `name`")
+        if shape.name in seen:
+            line = ctx.loaded.origin(seen[shape.name]).line
+            message = f"two tools are called `{shape.name}`: this one, and the one in line {line}"
+            yield Finding(message, where, "give one of them another `name`")
+        seen.setdefault(shape.name, path)
+
+
+@rule("world.tool-schema", "info", "a tool's schema tells the model too little")
+def tool_schema(ctx: CheckContext) -> Iterator[Finding]:
+    """No description of the tool, or a parameter of any type at all."""
+    for path, shape in _shapes(ctx):
+        function = shape.schema["function"]
+        if not function["description"]:
+            message = f"the tool `{shape.name}` has no docstring: the model is told its name alone"
+            yield Finding(message, (*path, "use"), "say in its docstring what it does")
+        for name, schema in function["parameters"].get("properties", {}).items():
+            if not set(schema) - {"description", "default"}:
+                message = f"the parameter `{name}` of the tool `{shape.name}` may be anything"
+                yield Finding(message, (*path, "use"), "give it a type that says what it is")

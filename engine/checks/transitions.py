@@ -1,0 +1,159 @@
+"""Rules over transitions side by side: which are never taken, and where their order decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from engine.checks.context import CheckContext
+from engine.checks.logic import ALWAYS, Formula, formula, implies, overlap
+from engine.checks.registry import Finding, rule
+from engine.machine.presets import ResolvedTransition
+from engine.spec.diagnostic import DataPath
+
+_ANY_RANGES: dict[str, tuple[float, float]] = {}
+
+
+class _Pair(NamedTuple):
+    """A transition of the spec's own for one (source, trigger), and the one before it that leaves it nothing."""
+
+    edge: ResolvedTransition
+    before: ResolvedTransition | None
+    same: bool
+    """They are word for word the same."""
+
+
+def _guard(ctx: CheckContext, edge: ResolvedTransition) -> Formula:
+    return ALWAYS if edge.conditions is None else formula(edge.conditions, ctx.limit_values)
+
+
+def _pairs(ctx: CheckContext) -> dict[int, list[_Pair]]:
+    """Every transition of the spec's own, by its index."""
+    groups: dict[tuple[str, str], list[ResolvedTransition]] = {}
+    pairs: dict[int, list[_Pair]] = {}
+    for edge in ctx.machine.transitions:
+        group = groups.setdefault((edge.source, edge.trigger), [])
+        if edge.index is not None:
+            pairs.setdefault(edge.index, []).append(_settled(ctx, edge, group))
+        group.append(edge)
+    return pairs
+
+
+def _settled(ctx: CheckContext, edge: ResolvedTransition, group: list[ResolvedTransition]) -> _Pair:
+    mine = _guard(ctx, edge)
+    for before in group:
+        same = (before.conditions, before.dest) == (edge.conditions, edge.dest)
+        if same or before.conditions is None or implies(mine, _guard(ctx, before), _ANY_RANGES):
+            return _Pair(edge, before, same)
+    return _Pair(edge, None, False)
+
+
+def _path(index: int) -> DataPath:
+    return ("machine", "transitions", index)
+
+
+def _place(ctx: CheckContext, edge: ResolvedTransition) -> str:
+    """`line 12`, where a transition is written."""
+    if edge.index is None:
+        return "the preset's"
+    origin = ctx.loaded.origin(_path(edge.index))
+    return f"the one in line {origin.line}" if origin.via == "" else f"the one of {origin.via}"
+
+
+@rule("machine.duplicate-transition", "warning", "a transition is written twice")
+def duplicate_transition(ctx: CheckContext) -> Iterator[Finding]:
+    """The same source, trigger, condition and destination as one before it."""
+    for index, pairs in _pairs(ctx).items():
+        first = next((pair.before for pair in pairs if pair.before is not None), None)
+        if first is not None and all(pair.same for pair in pairs):
+            yield Finding(f"this transition says the same as {_place(ctx, first)}", _path(index), "remove it")
+
+
+@rule("machine.shadowed", "error", "a transition can never be taken: one before it always is")
+def shadowed(ctx: CheckContext) -> Iterator[Finding]:
+    """One without a condition, or with one that holds whenever this one's does, is tried first."""
+    for index, pairs in _pairs(ctx).items():
+        if all(pair.same for pair in pairs):
+            continue
+        whole = all(pair.before is not None for pair in pairs)
+        for pair in pairs:
+            edge, before = pair.edge, pair.before
+            if before is None or (not whole and (edge.wildcard or pair.same)):
+                continue  # a wildcard is meant to leave out what was said before
+            what = f"`{edge.trigger}` in `{edge.source}`"
+            fix = "put it before that one" if edge.conditions else "remove it, or give the one before it a condition"
+            yield Finding(f"never taken for {what}: {_place(ctx, before)} is tried first", _path(index), fix)
+            if whole:
+                break
+
+
+@rule("machine.overlap", "warning", "two conditions may hold at once, and the order of the transitions decides")
+def overlapping(ctx: CheckContext) -> Iterator[Finding]:
+    """Two guarded transitions of one (state, event) that lead to different states."""
+    groups: dict[tuple[str, str], list[ResolvedTransition]] = {}
+    for edge in ctx.live:
+        if edge.conditions is not None and edge.index is not None:
+            groups.setdefault((edge.source, edge.trigger), []).append(edge)
+    told: set[tuple[int | None, int | None]] = set()
+    for group in groups.values():
+        for position, later in enumerate(group):
+            for earlier in group[:position]:
+                pair = (earlier.index, later.index)
+                if earlier.dest == later.dest or pair in told:
+                    continue
+                first, second = _guard(ctx, earlier), _guard(ctx, later)
+                if overlap(first, second, ctx.hull) and not implies(second, first, _ANY_RANGES):
+                    told.add(pair)
+                    message = (
+                        f"`{later.trigger}` in `{later.source}`: this condition and that of {_place(ctx, earlier)} may "
+                        f"both hold; the first leads to `{earlier.dest}`, this one to `{later.dest}`"
+                    )
+                    fix = f"where the order is meant, say so: add `&& !({earlier.conditions})`"
+                    yield Finding(message, (*_path(later.index or 0), "conditions"), fix)
+
+
+@rule("machine.final-exits", "error", "a transition leaves a final state")
+def final_exits(ctx: CheckContext) -> Iterator[Finding]:
+    """The episode ends there, so nothing can follow."""
+    for index, item in enumerate(ctx.spec.machine.transitions):
+        for position, source in enumerate(item.sources):
+            if source in ctx.states and ctx.states[source].final:
+                where: DataPath = (*_path(index), "source")
+                path = where if isinstance(item.source, str) else (*where, position)
+                fix = "remove the transition, or `final: true` from the state"
+                yield Finding(f"`{source}` is final: the episode ends there, and no transition leaves it", path, fix)
+
+
+@rule("guard.constant", "warning", "a condition is always true, or never")
+def constant_guard(ctx: CheckContext) -> Iterator[Finding]:
+    """Within the spec's limits, and with what must have happened before the guard is asked."""
+    for index, item in enumerate(ctx.spec.machine.transitions):
+        if item.conditions is not None:
+            edges = [edge for edge in ctx.live if edge.index == index]
+            truth = _truth(ctx, item.conditions, [(edge.source, edge.trigger) for edge in edges])
+            if truth is not None:
+                fix = "leave `conditions` out" if truth else "remove the transition, or correct the condition"
+                yield _constant(truth, item.conditions, (*_path(index), "conditions"), fix)
+    for index, reassign in enumerate(ctx.spec.rewards.reassign):
+        if reassign.when is not None:
+            truth = _truth(ctx, reassign.when, [(reassign.at, None)])
+            if truth is not None:
+                fix = "leave `when` out" if truth else "remove the rule, or correct its `when`"
+                yield _constant(truth, reassign.when, ("rewards", "reassign", index, "when"), fix)
+
+
+def _constant(truth: bool, expression: str, path: DataPath, fix: str) -> Finding:
+    how = "always" if truth else "never"
+    return Finding(f"`{' '.join(expression.split())}` {how} holds here, within the spec's limits", path, fix)
+
+
+def _truth(ctx: CheckContext, expression: str, asked: list[tuple[str, str | None]]) -> bool | None:
+    """What a guard always comes to wherever it is asked; None where that varies, or it never is."""
+    found = formula(expression, ctx.limit_values)
+    truths: set[bool | None] = set()
+    for state, event in asked:
+        for place in ctx.graph.moments(state, event):
+            truths.add(found.truth(ctx.hull) if place.late else ctx.graph.truth(found, place))
+            if None in truths or len(truths) > 1:
+                return None
+    return truths.pop() if truths else None

@@ -1,0 +1,272 @@
+"""Rules over environments, tools, users, scorers and actions of a spec's own: they import, and they fit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from engine.checks.context import CheckContext, NamedEntry, nearest
+from engine.checks.registry import Finding, rule
+from engine.spec.diagnostic import DataPath
+from engine.spec.entry import EntryError
+
+METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "environment": ("reset", ("task", "seed")),
+    "user": ("respond", ("view",)),
+}
+"""The method that a world must have, and what it is called with."""
+OPTIONAL: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "environment": {"step": ("view",), "score": ("view",), "tools": (), "close": ()},
+    "user": {"close": ()},
+    "tool": {"close": ()},
+}
+"""Methods that a world may have, and what they are called with."""
+
+
+@rule("world.import", "error", "an entry point cannot be imported")
+def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
+    """`use` of environment, tools, user, scorer and python tasks, actions of the spec's own, a tool-call parser."""
+    named: list[tuple[DataPath, str]] = [((*item.path, "use"), item.entry.use) for item in ctx.worlds]
+    named += [((*ctx.state_path(name), "action"), str(state.action)) for name, state in ctx.own_actions]
+    if ctx.spec.tasks.source == "python" and ctx.spec.tasks.use:
+        named.append((("tasks", "use"), ctx.spec.tasks.use))
+    if ":" in ctx.spec.model.tool_calls:
+        named.append((("model", "tool_calls"), ctx.spec.model.tool_calls))
+    for path, use in named:
+        thing = ctx.entry(use)
+        if isinstance(thing, EntryError):
+            message, _, fix = str(thing).partition("; ")
+            yield Finding(message, path, fix or None)
+
+
+@rule("world.protocol", "error", "a world lacks a method, or cannot be called as the engine calls it")
+def world_protocol(ctx: CheckContext) -> Iterator[Finding]:
+    """Environments and users have their methods; tools have typed parameters; `with` fits the constructor."""
+    for item in ctx.worlds:
+        thing = ctx.entry(item.entry.use)
+        if not isinstance(thing, EntryError):
+            yield from _WORLDS[item.role](item, thing)
+    if ctx.spec.tasks.source == "python" and ctx.spec.tasks.use:
+        rows = ctx.entry(ctx.spec.tasks.use)
+        if not isinstance(rows, EntryError):
+            yield from _call(rows, ctx.spec.tasks.use, (), ctx.spec.tasks.with_, ("tasks", "use"), ("tasks", "with"))
+
+
+def _built(item: NamedEntry, thing: Any) -> Iterator[Finding]:
+    """An environment or a user: something that is called with `with` and gives an object with methods."""
+    use = (*item.path, "use")
+    yield from _call(thing, item.entry.use, (), item.entry.with_, use, (*item.path, "with"))
+    if not inspect.isclass(thing):
+        return  # what a function returns is seen when it runs
+    name, arguments = METHODS[item.role]
+    if not callable(getattr(thing, name, None)):
+        article = "an" if item.role[0] in "aeiou" else "a"
+        fix = f"add `def {name}(self, {', '.join(arguments)})`"
+        yield Finding(f"`{item.entry.use}` has no method `{name}`, so it is not {article} {item.role}", use, fix)
+    yield from _methods(item, thing, {name: arguments, **OPTIONAL[item.role]})
+
+
+def _methods(item: NamedEntry, thing: type, methods: Mapping[str, tuple[str, ...]]) -> Iterator[Finding]:
+    for name, arguments in methods.items():
+        method = getattr(thing, name, None)
+        if callable(method):
+            words = f"`{item.entry.use}.{name}`"
+            problem = _binding(method, (*_instance(thing, name), *arguments), {})
+            if problem:
+                fix = f"it is called as `{name}({', '.join(arguments)})`"
+                yield Finding(f"{words} cannot be called: {problem}", (*item.path, "use"), fix)
+
+
+def _instance(owner: type, name: str) -> tuple[str, ...]:
+    """`self`, where a method taken from its class still wants it."""
+    return () if isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod) else ("self",)
+
+
+def _tool(item: NamedEntry, thing: Any) -> Iterator[Finding]:
+    """A typed function, or a class whose objects are called."""
+    use = (*item.path, "use")
+    if inspect.isclass(thing):
+        yield from _call(thing, item.entry.use, (), item.entry.with_, use, (*item.path, "with"))
+        if "__call__" not in dir(thing):  # `callable` of a class is always true
+            fix = "add `def __call__(self, …)` with typed parameters"
+            yield Finding(f"objects of `{item.entry.use}` cannot be called, so it is no tool", use, fix)
+        yield from _methods(item, thing, OPTIONAL["tool"])
+        return
+    if not callable(thing):
+        yield Finding(f"`{item.entry.use}` is no function but {_kind(thing)}", use, "name a typed function, or a class")
+        return
+    if item.entry.with_:
+        fix = "make it a class that takes them and has `__call__`, or remove `with`"
+        yield Finding(
+            f"`{item.entry.use}` is a function: it takes its arguments from the model, not from `with`",
+            (*item.path, "with"),
+            fix,
+            key=True,
+        )
+    from engine.actions.toolbox import shape_of
+
+    try:
+        shape_of(thing, getattr(item.entry, "name", None))
+    except (TypeError, NameError, AttributeError, ValueError) as error:
+        message, _, fix = str(error).partition("; ")
+        yield Finding(message, use, fix or None)
+
+
+def _scorer(item: NamedEntry, thing: Any) -> Iterator[Finding]:
+    """A function of the episode's view."""
+    yield from _function(thing, item.entry.use, item.entry.with_, (*item.path, "use"), (*item.path, "with"))
+
+
+def _function(thing: Any, use: str, with_: Mapping[str, Any], at: DataPath, at_with: DataPath) -> Iterator[Finding]:
+    if inspect.isclass(thing):
+        yield Finding(f"`{use}` is a class, and a function is called here", at, "name a function that takes the view")
+    else:
+        yield from _call(thing, use, ("view",), with_, at, at_with)
+
+
+_WORLDS: Mapping[str, Callable[[NamedEntry, Any], Iterator[Finding]]] = {
+    "environment": _built,
+    "user": _built,
+    "tool": _tool,
+    "scorer": _scorer,
+}
+
+
+@rule("world.action", "error", "an action of the spec's own declares no events, or cannot be called")
+def action_protocol(ctx: CheckContext) -> Iterator[Finding]:
+    """A function with `events`, called with the view and the state's `with`; `step` needs the environment's."""
+    for name, state in ctx.own_actions:
+        path = ctx.state_path(name)
+        use = str(state.action)
+        thing = ctx.entry(use)
+        if isinstance(thing, EntryError):
+            continue
+        yield from _function(thing, use, state.with_, (*path, "action"), (*path, "with"))
+        if ctx.declared(use) is None:
+            fix = 'decorate it: `from schemas.environment import action`, then `@action("done")`'
+            yield Finding(f"`{use}` declares no events", (*path, "action"), fix)
+    for name, state in ctx.states.items():
+        if state.action == "step":
+            yield from _step(ctx, (*ctx.state_path(name), "action"))
+
+
+def _step(ctx: CheckContext, path: DataPath) -> Iterator[Finding]:
+    environment = ctx.spec.environment
+    if environment is None:
+        yield Finding(
+            "the action `step` asks the environment, and the spec has none", path, "add `environment: {use: …}`"
+        )
+        return
+    thing = ctx.entry(environment.use)
+    if isinstance(thing, EntryError):
+        return
+    if inspect.isclass(thing) and not callable(getattr(thing, "step", None)):
+        fix = "add `def step(self, view) -> Step`"
+        yield Finding(f"the action `step` asks `{environment.use}`, which has no method `step`", path, fix)
+    if ctx.declared(environment.use) is None:
+        fix = 'give it `events = ("done",)`: what its steps may answer'
+        yield Finding(f"`{environment.use}` declares no events for the action `step`", path, fix)
+
+
+@rule("world.no-user", "error", "a state asks the user, and the spec has none")
+def no_user(ctx: CheckContext) -> Iterator[Finding]:
+    """A reachable state with the action `ask_user`."""
+    if not ctx.people:
+        for name in _doing(ctx, "ask_user"):
+            fix = "add `user: {use: …}`, or take a machine without one (`machine: tools` or `single_turn`)"
+            yield Finding(f"`{name}` asks the user, and the spec has none", ctx.state_path(name), fix, key=True)
+
+
+@rule("world.no-tools", "warning", "a state calls tools, and the spec offers none")
+def no_tools(ctx: CheckContext) -> Iterator[Finding]:
+    """A reachable state with the action `call_tools`, and neither `tools` nor an environment with `tools()`."""
+    if ctx.spec.tools or (ctx.spec.environment and _offers_tools(ctx, ctx.spec.environment.use)):
+        return
+    for name in _doing(ctx, "call_tools"):
+        fix = (
+            "add `tools: [{use: …}]`, or take a machine without them (`machine: retry_with_feedback` or `single_turn`)"
+        )
+        yield Finding(f"`{name}` calls tools, and the spec offers none", ctx.state_path(name), fix, key=True)
+
+
+def _offers_tools(ctx: CheckContext, use: str) -> bool:
+    thing = ctx.entry(use)
+    return not inspect.isclass(thing) or callable(getattr(thing, "tools", None))
+
+
+def _doing(ctx: CheckContext, action: str) -> Iterator[str]:
+    return (name for name in ctx.states if name in ctx.reachable and ctx.states[name].action == action)
+
+
+def _call(
+    thing: Any, use: str, arguments: tuple[str, ...], with_: Mapping[str, Any], at: DataPath, at_with: DataPath
+) -> Iterator[Finding]:
+    """What is wrong with calling `thing(*arguments, **with_)`."""
+    if not callable(thing):
+        yield Finding(f"`{use}` cannot be called: it is {_kind(thing)}", at, "name a class or a function")
+        return
+    accepted = _accepted(thing)
+    if accepted is not None:
+        unknown = [key for key in with_ if key not in accepted]
+        for key in unknown:
+            known = [name for name in accepted if name not in arguments]
+            yield Finding(f"`{use}` takes no argument `{key}`", (*at_with, key), nearest(key, known), key=True)
+        with_ = {key: value for key, value in with_.items() if key in accepted}
+    missing = _missing(thing, len(arguments), with_)
+    for name in missing:
+        yield Finding(f"`{use}` needs the argument `{name}`", at, f"add `with: {{{name}: …}}`")
+    problem = None if missing else _binding(thing, arguments, with_)
+    if problem:
+        yield Finding(
+            f"`{use}` cannot be called: {problem}", at, f"it is called with ({', '.join([*arguments, *with_])})"
+        )
+
+
+def _missing(thing: Any, given: int, with_: Mapping[str, Any]) -> list[str]:
+    """Arguments that nothing supplies and that `with` could, behind the `given` positional ones."""
+    signature = _signature(thing)
+    wanted = list(signature.parameters.values()) if signature else []
+    return [
+        item.name
+        for index, item in enumerate(wanted)
+        if item.default is item.empty
+        and (item.kind is item.KEYWORD_ONLY or (item.kind is item.POSITIONAL_OR_KEYWORD and index >= given))
+        and item.name not in with_
+    ]
+
+
+def _accepted(thing: Any) -> list[str] | None:
+    """The arguments that can be given by name; None where any can, or that is not known."""
+    signature = _signature(thing)
+    if signature is None or any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values()):
+        return None
+    return [
+        name
+        for name, item in signature.parameters.items()
+        if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)
+    ]
+
+
+def _binding(function: Any, positional: tuple[str, ...], named: Mapping[str, Any]) -> str | None:
+    """Why a call does not fit a signature; None where it does, or the signature is not known."""
+    signature = _signature(function)
+    if signature is None:
+        return None
+    try:
+        signature.bind(*positional, **named)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _kind(thing: Any) -> str:
+    name = type(thing).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

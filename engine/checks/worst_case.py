@@ -1,0 +1,255 @@
+"""The worst case: the most that one episode, and the whole run, can cost, and what bounds each.
+
+Computed from everything that an episode may do (`explore`), so it holds whatever the model, the worlds and the
+guards on their facts do. Where the graph was too large to walk through whole, each count's own limit is given.
+
+Invariant: no episode costs more than its worst case; and a count's worst case is reached by some way through the
+machine that only guards on facts, texts or rewards could close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import NamedTuple
+
+from engine.checks.context import CheckContext
+from engine.checks.explore import Graph, Place, explore
+from engine.checks.model_files import model_files
+from engine.errors import SpecError
+from engine.spec.tasks import count_tasks
+from schemas.episode import EpisodeSpec, LimitsSpec, LocalBackend, ScriptedBackend, StateSpec
+
+COUNTS = ("assistant_turns", "user_turns", "tool_calls")
+MACHINE = "machine"
+"""What bounds a count that no limit does: its graph alone."""
+DEFAULT_SECONDS = 60.0
+"""Deadline of an action of a spec's own whose state gives none."""
+
+
+class Bound(NamedTuple):
+    """The most of something, and what bounds it."""
+
+    most: float | None
+    """None: nothing bounds it."""
+    by: str
+    """A key of the spec, such as `limits.assistant_turns`, or `machine`; for what is not bounded, why."""
+
+    def times(self, factor: int | None) -> Bound:
+        """So many times as much."""
+        if factor is None and self.most != 0:
+            return Bound(None, "the number of tasks is not known")
+        return Bound(None if self.most is None else self.most * (factor or 0), self.by)
+
+
+@dataclass(frozen=True)
+class WorstCase:
+    """What a spec can cost."""
+
+    episode: Mapping[str, Bound]
+    """Of one episode: turns, calls, tokens, images, seconds."""
+    run: Mapping[str, Bound]
+    """Of the whole run: the same, without what does not add up."""
+    tasks: int | None
+    """How many there are, where that could be told."""
+    episodes: int | None
+    """Tasks times samples."""
+    exact: bool
+    """Everything was walked through; otherwise each count is its own limit."""
+
+
+def worst_case(ctx: CheckContext) -> WorstCase:
+    """The worst case of a spec whose machine has no errors."""
+    graph = ctx.graph
+    episode = {name: _count(ctx, graph, index) for index, name in enumerate(COUNTS)}
+    episode |= _tokens(ctx, episode["assistant_turns"])
+    episode["branches"] = episode["assistant_turns"]  # a new exact sequence at each turn, at most
+    episode["images"] = _images(ctx)
+    episode["seconds"] = _seconds(ctx, graph)
+    tasks = _tasks(ctx)
+    episodes = None if tasks is None else tasks * ctx.spec.rollout.samples_per_task
+    adding = ("assistant_turns", "user_turns", "tool_calls", "sampled_tokens", "images")
+    run = {name: episode[name].times(episodes) for name in adding}
+    run["seconds"] = _run_seconds(ctx.spec, episode["seconds"], episodes)
+    return WorstCase(episode, run, tasks, episodes, graph.exact)
+
+
+# ---- counts
+
+
+def most_counts(graph: Graph) -> tuple[float, float, float]:
+    """The most assistant turns, user turns and tool calls on any way through a graph; infinite where nothing ends it."""
+    if graph.most is None:
+        weights = (1, 1, graph.chart.most_sampled)  # a call is at least one token
+        found = [_longest(graph, index, weight) for index, weight in enumerate(weights)]
+        graph.most = (found[0], found[1], found[2])
+    return graph.most
+
+
+def _longest(graph: Graph, index: int, weight: int) -> float:
+    """The most that steps of one counter can add up to, within its limit."""
+    limit = graph.limits[index]
+    if limit is not None and weight == 1:  # such a counter is counted exactly
+        return float(max(place.counts[index] for place in graph.steps))
+    longest = heaviest(graph, lambda place, used: float(weight) if used == index else 0.0)
+    return min(longest, inf if limit is None else float(limit))
+
+
+def heaviest(graph: Graph, weigh: Callable[[Place, int | None], float]) -> float:
+    """The heaviest way through a graph, by the weight of each step; infinite where a weight lies on a cycle."""
+    component, count = graph.components
+    members: list[list[Place]] = [[] for _ in range(count)]
+    for place, number in component.items():
+        members[number].append(place)
+    best = [0.0] * count
+    for number, places in enumerate(members):  # steps lead from higher numbers to lower ones
+        inside = beyond = 0.0
+        for place in places:
+            for step in graph.steps[place]:
+                weight = weigh(place, step.used)
+                if component[step.dest] == number:
+                    inside = max(inside, inf if weight > 0 else 0.0)
+                else:
+                    beyond = max(beyond, weight + best[component[step.dest]])
+        best[number] = max(inside, beyond)
+    start = next(iter(graph.steps))
+    return best[component[start]]
+
+
+def _count(ctx: CheckContext, graph: Graph, index: int) -> Bound:
+    name = COUNTS[index]
+    own = getattr(ctx.spec.limits, name)
+    if not graph.exact:
+        if all(place.counts[index] == 0 for place in graph.steps):
+            return Bound(0.0, MACHINE)
+        return Bound(own, f"limits.{name}") if own is not None else Bound(None, f"`limits.{name}` is not set")
+    most = most_counts(graph)[index]
+    if most == inf:
+        return Bound(None, f"`limits.{name}` is not set")
+    return Bound(most, _binding(ctx, index, most))
+
+
+def _binding(ctx: CheckContext, index: int, most: float) -> str:
+    """The limit that, were it wider, would let a count grow."""
+    limits = ctx.spec.limits
+    for name in (COUNTS[index], *(name for name in COUNTS if name != COUNTS[index])):
+        value = getattr(limits, name)
+        if value is not None and _wider(ctx, limits.model_copy(update={name: value + 1}), index) > most:
+            return f"limits.{name}"
+    if index == COUNTS.index("tool_calls") and most:
+        return "limits.turn_tokens"  # a call is at least one token
+    return MACHINE
+
+
+def _wider(ctx: CheckContext, limits: LimitsSpec, index: int) -> float:
+    return most_counts(explore(ctx.chart(limits)))[index]
+
+
+# ---- tokens and images
+
+
+def _tokens(ctx: CheckContext, turns: Bound) -> dict[str, Bound]:
+    spec = ctx.spec
+    context = context_bound(ctx)
+    sampled = spec.sampling.max_new_tokens
+    by_sampling = sampled is not None and sampled < spec.limits.turn_tokens
+    each = spec.limits.turn_tokens if sampled is None else min(sampled, spec.limits.turn_tokens)
+    by = "sampling.max_new_tokens" if by_sampling else "limits.turn_tokens"
+    total = Bound(None, turns.by) if turns.most is None else Bound(turns.most * each, f"{turns.by} × {by}")
+    return {"sampled_tokens": total, "context_tokens": context}
+
+
+def context_bound(ctx: CheckContext) -> Bound:
+    """The longest sequence that the model is ever asked to continue, its reply included."""
+    spec = ctx.spec
+    files = model_files(ctx.loaded)
+    known = [
+        (spec.limits.episode_tokens, "limits.episode_tokens"),
+        (spec.model.context, "model.context"),
+        (None if files is None or spec.model.context is not None else files.context, "the model's context"),
+    ]
+    found = [(most, by) for most, by in known if most is not None]
+    if not found:
+        return Bound(None, "neither `limits.episode_tokens` nor `model.context` is set, and the model is not at hand")
+    most, by = min(found)
+    return Bound(float(most), by)
+
+
+def _images(ctx: CheckContext) -> Bound:
+    files = model_files(ctx.loaded)
+    if files is not None and files.sees is False:
+        return Bound(0.0, "the model reads text alone")
+    named = {"limits.images": ctx.spec.limits.images, "model.max_images": ctx.spec.model.max_images}
+    known = [(most, by) for by, most in named.items() if most is not None]
+    if not known:
+        return Bound(None, "neither `limits.images` nor `model.max_images` is set")
+    most, by = min(known)
+    return Bound(float(most), by)
+
+
+# ---- time
+
+
+def _seconds(ctx: CheckContext, graph: Graph) -> Bound:
+    """The deadlines on the longest way, or the episode's own and what comes at its end."""
+    spec = ctx.spec
+    ends = max((deadline(ctx, state) for state in ctx.states.values() if state.final), default=0.0)
+    whole = inf if spec.limits.episode_seconds is None else spec.limits.episode_seconds + ends
+    worth = {name: deadline(ctx, state) for name, state in ctx.states.items() if not state.final}
+    rest = graph.at_rest()
+    way = heaviest(graph, lambda place, used: 0.0 if place in rest else worth.get(place.state, 0.0)) + ends
+    if not graph.exact:
+        way = inf
+    if min(whole, way) == inf:
+        return Bound(None, "`limits.episode_seconds` is not set, and not everything has a deadline")
+    if whole <= way:
+        return Bound(whole, "limits.episode_seconds" + (" + the final state's deadline" if ends else ""))
+    return Bound(way, "the deadlines of what the episode does")
+
+
+def deadline(ctx: CheckContext, state: StateSpec) -> float:
+    """Seconds that a state's action may take; infinite where it has no deadline."""
+    spec = ctx.spec
+    environment = spec.environment.timeout if spec.environment else 0.0
+    match state.action:
+        case None:
+            return 0.0
+        case "reset" | "step":
+            return environment
+        case "generate":
+            return _generation(spec)
+        case "call_tools":
+            seconds = [tool.timeout or spec.limits.tool_seconds for tool in spec.tools]
+            return max([*seconds, *([spec.limits.tool_seconds] if spec.environment else [])], default=0.0)
+        case "ask_user":
+            return max((user.seconds for user in spec.people.values()), default=0.0)
+        case "score":
+            scorer = spec.rewards.scorer
+            return environment + (scorer.seconds if scorer is not None else 0.0)
+        case _:
+            return state.timeout or DEFAULT_SECONDS
+
+
+def _generation(spec: EpisodeSpec) -> float:
+    backend = spec.backend
+    if isinstance(backend, ScriptedBackend):
+        return backend.latency
+    if isinstance(backend, LocalBackend):
+        return inf
+    return backend.timeout * (backend.retries + 1)
+
+
+def _run_seconds(spec: EpisodeSpec, one: Bound, episodes: int | None) -> Bound:
+    """Episodes in as many waves as fit at once."""
+    if episodes is None or one.most is None:
+        return one.times(episodes)
+    live = spec.rollout.live_episodes or 2 * spec.rollout.concurrency
+    return Bound(one.most * ceil(episodes / live), one.by)
+
+
+def _tasks(ctx: CheckContext) -> int | None:
+    try:
+        return count_tasks(ctx.loaded)
+    except SpecError:
+        return None  # `tasks.unreadable` says it

@@ -1,0 +1,92 @@
+"""`engine compare`: two runs of the same tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.cli.eval import Format
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.runner.evaluate import Comparison
+
+
+def compare(
+    first: Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")],
+    second: Annotated[str, typer.Argument(help="The run that is held against it.")],
+    out: Annotated[Path, typer.Option(help="Folder that runs are stored under.")] = Path("runs"),
+    seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap.")] = 0,
+    format: Annotated[Format, typer.Option(help="What is printed.")] = Format.TEXT,
+) -> None:
+    """Hold one run against another, task by task: what the second gained or lost, with a 95 % interval.
+
+    Only tasks that both runs have, and that are the same in both, are compared; the others are counted. Episodes that
+    failed through no fault of the policy's are left out.
+    """
+    from rich.console import Console
+
+    from engine.errors import EngineError, StoreError
+    from engine.runner.evaluate import compare as hold
+    from engine.store import RunStore, find_run
+
+    try:
+        one, other = (RunStore.open(find_run(run, out=out), readonly=True) for run in (first, second))
+
+        def same(task_id: str) -> bool:
+            return one.task(task_id).fields == other.task(task_id).fields
+
+        found = hold(one.trajectories(), other.trajectories(), same, seed=seed)
+        if not found.tasks:
+            raise StoreError(
+                f"{one.run_id} and {other.run_id} have no finished task in common "
+                f"({found.changed} of the same name differ); compare runs of the same tasks"
+            )
+    except EngineError as error:
+        Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(str(error))
+        raise typer.Exit(2) from None
+    if format is Format.JSON:
+        told = {
+            "first": one.run_id,
+            "second": other.run_id,
+            "tasks": found.tasks,
+            "only_first": found.only_first,
+            "only_second": found.only_second,
+            "changed": found.changed,
+            "masked": list(found.masked),
+            "differences": {name: difference.plain() for name, difference in found.differences.items()},
+        }
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        _tell(Console(highlight=False, soft_wrap=True), found, one.run_id, other.run_id)
+
+
+def _tell(console: Console, found: Comparison, first: str, second: str) -> None:
+    from rich.table import Table
+
+    from engine.cli.eval import words
+
+    table = Table("measure", "first", "second", "difference", "95 % interval", title_justify="left")
+    for name, each in found.differences.items():
+        ends = f"{each.low:+.3f} to {each.high:+.3f}" if each.low == each.low else "–"
+        table.add_row(words(name), f"{each.first:.3f}", f"{each.second:.3f}", f"{each.difference:+.3f}", ends)
+    console.print(f"first: {first}\nsecond: {second}", markup=False)
+    console.print(table)
+    left_out = [
+        f"{count} tasks {what}"
+        for count, what in (
+            (found.only_first, "only in the first"),
+            (found.only_second, "only in the second"),
+            (found.changed, "not the same in both"),
+        )
+        if count
+    ]
+    if sum(found.masked):
+        left_out.append(
+            f"{found.masked[0]} and {found.masked[1]} episodes that failed through no fault of the policy's"
+        )
+    console.print(f"{found.tasks} tasks, paired" + (f"; left out: {', '.join(left_out)}" if left_out else ""))

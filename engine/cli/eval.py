@@ -1,0 +1,125 @@
+"""`engine eval`: a spec as an evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.runner.evaluate import Estimate, Evaluation
+
+
+class Format(StrEnum):
+    """What is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def evaluate(
+    spec: Annotated[Path, typer.Argument(help="The episode spec.")],
+    model: Annotated[
+        str | None, typer.Option(metavar="CKPT", help="Another model than the spec's: a folder, a hub id, a name.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Episodes of each task.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder that runs are stored under.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap; sampling's is the spec's.")] = 0,
+    format: Annotated[Format, typer.Option(help="What is printed.")] = Format.TEXT,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Run a spec to measure its policy: success by turn, pass@k, rewards by name, each with a 95 % interval.
+
+    The run is stored like any other, and none of its rows trains. Intervals are from a bootstrap over tasks. Episodes
+    that failed through no fault of the policy's are left out and counted.
+    """
+    from rich.console import Console
+
+    from engine.errors import EngineError
+    from engine.logs import configure_logging
+
+    configure_logging()
+    console = Console(stderr=format is Format.JSON, highlight=False, soft_wrap=True)
+    changes = list(overrides or ())
+    if model is not None:
+        changes.append(f"model.path={json.dumps(str(Path(model).absolute()) if Path(model).exists() else model)}")
+    if samples is not None:
+        changes.append(f"rollout.samples_per_task={samples}")
+    try:
+        folder, found, faults = asyncio.run(
+            _evaluate(console, spec, changes, limit, out, seed, quiet or format is Format.JSON)
+        )
+    except EngineError as error:
+        Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(str(error))
+        raise typer.Exit(1) from None
+    if format is Format.JSON:
+        typer.echo(json.dumps(plain(found) | {"run": str(folder)}, indent=2))
+    else:
+        tell(console, found)
+        console.print(f"Run: {folder}", markup=False)
+    for fault in faults:
+        console.print(f"could not be finished: {fault}", style="red", markup=False)
+    if faults:
+        raise typer.Exit(1)
+
+
+async def _evaluate(
+    console: Console, spec: Path, changes: list[str], limit: int | None, out: Path | None, seed: int, quiet: bool
+) -> tuple[Path, Evaluation, list[str]]:
+    from engine.cli.run import INTERRUPTED, drive, prepare
+    from engine.runner.evaluate import evaluate as measure
+
+    loaded, tasks, store = prepare(console, spec, changes, limit, out, None, evaluation=True)
+    try:
+        result = await drive(loaded, tasks, store, console, quiet=quiet, summary=False)
+    finally:
+        store.close()
+    if result.interrupted:
+        console.print(f"Interrupted. To finish it: engine run --resume {store.folder}", markup=False)
+        raise typer.Exit(INTERRUPTED)
+    return store.folder, measure(store.trajectories(), seed=seed), result.faults
+
+
+def plain(found: Evaluation) -> dict[str, Any]:
+    """An evaluation as JSON."""
+    return {
+        "tasks": found.tasks,
+        "episodes": found.episodes,
+        "masked": dict(found.masked),
+        "estimates": {name: estimate.plain() for name, estimate in found.estimates.items()},
+    }
+
+
+def tell(console: Console, found: Evaluation) -> None:
+    """Print an evaluation."""
+    from rich.table import Table
+
+    table = Table("measure", "value", "95 % interval", "tasks", title="Evaluation", title_justify="left")
+    for name, estimate in found.estimates.items():
+        table.add_row(words(name), f"{estimate.value:.3f}", interval(estimate), str(estimate.tasks))
+    console.print(table)
+    console.print(f"{found.episodes} episodes of {found.tasks} tasks")
+    if found.masked:
+        listed = ", ".join(f"{kind} {count}" for kind, count in found.masked.most_common())
+        console.print(f"{found.masked.total()} episodes left out, not the policy's failure: {listed}", markup=False)
+
+
+def words(name: str) -> str:
+    """A measure's name for people."""
+    kind, colon, rest = name.partition(":")
+    if not colon:
+        return name
+    return f"success by turn {rest}" if kind == "success@turn" else f"reward {rest}"
+
+
+def interval(estimate: Estimate) -> str:
+    """Its two ends."""
+    return f"{estimate.low:.3f} to {estimate.high:.3f}" if estimate.low == estimate.low else "–"

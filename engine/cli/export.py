@@ -1,0 +1,166 @@
+"""`engine export`: a run's training rows, as JSONL or Parquet."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.store.export import Row
+    from engine.store.store import RunStore
+    from schemas.episode import CreditSpec
+
+
+class Format(StrEnum):
+    """File formats."""
+
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+
+
+def export(
+    run: Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")],
+    format: Annotated[Format | None, typer.Option(help="File format; what --out ends with, else jsonl.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file; rows.FORMAT in the run's folder when left out.")] = None,
+    runs: Annotated[Path, typer.Option(help="Folder that runs are stored under.")] = Path("runs"),
+    trainable_only: Annotated[
+        bool, typer.Option("--trainable-only", help="Leave out rows that should not train.")
+    ] = False,
+    credit: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Another credit than the spec's: --credit method=turn_return"),
+    ] = None,
+    score: Annotated[
+        str | None, typer.Option(metavar="LABEL", help="Rewards by other rules, as `engine rescore` kept them.")
+    ] = None,
+    values: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A critic's values, for bilevel_gae and turn_ppo: JSON lines with `episode_id` and `values`, "
+            "a list for each turn, a number for each sampled token.",
+        ),
+    ] = None,
+) -> None:
+    """Write training rows, one a branch: ids, loss mask, log-probs, rewards and advantages by token, messages.
+
+    All rows of finished episodes are written, with a column `trainable`; a run that is still going on may be
+    exported too. Rewards and advantages are computed from the stored ledgers, so that --credit needs no new run. What a
+    forward pass takes of images goes into a folder beside the file, FILE.images, one file for each image.
+    """
+    from rich.console import Console
+
+    from engine.errors import EngineError
+    from engine.store.export import export_rows
+    from engine.store.find import find_run
+    from engine.store.loader import vision_of, with_image_files
+    from engine.store.store import RunStore
+
+    chosen = format or (Format.PARQUET if out is not None and out.suffix == ".parquet" else Format.JSONL)
+    try:
+        with RunStore.open(find_run(run, runs), readonly=True) as store:
+            path = out or store.folder / f"rows.{chosen}"
+            rows = export_rows(
+                store,
+                credit=(method := _credit(store, score, credit or [])),
+                trainable_only=trainable_only,
+                score=score,
+                values=_values(values) if values is not None else None,
+            )
+            rows = with_image_files(rows, path, partial(vision_of, store))
+            count = _write(store, chosen, path, rows, method, score)
+            partly = _partly_done(store)
+            evaluation = store.header.evaluation
+    except EngineError as error:
+        Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(str(error))
+        raise typer.Exit(2) from None
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{count} rows: {path}")
+    if evaluation:
+        console.print("none of them trains: this run is an evaluation")
+    if partly:
+        console.print(f"{partly} tasks have episodes that are not done: their advantages are over those that are")
+
+
+def _write(
+    store: RunStore, chosen: Format, path: Path, rows: Iterator[Row], credit: CreditSpec, score: str | None
+) -> int:
+    from engine.store.export import write_jsonl
+    from engine.store.parquet import write_parquet
+
+    if chosen is Format.JSONL:
+        return write_jsonl(rows, path)
+    header = store.header
+    metadata = {
+        "episode_engine.run_id": header.run_id,
+        "episode_engine.version": header.engine_version,
+        "episode_engine.credit": credit.model_dump_json(by_alias=True),
+    }
+    return write_parquet(rows, path, metadata | ({"episode_engine.score": score} if score else {}))
+
+
+def _credit(store: RunStore, score: str | None, changes: list[str]) -> CreditSpec:
+    """The run's credit (or the score's), with changes; another `method` begins with its own defaults."""
+    from pydantic import ValidationError
+
+    from engine.errors import StoreError
+    from engine.spec.places import fields_by_key, tagged
+    from engine.store.export import credit_of
+    from schemas.episode import CreditSpec, read_credit
+
+    values = credit_of(store, score).model_dump(by_alias=True)
+    given: dict[str, str] = {}
+    for change in changes:
+        key, equals, value = change.partition("=")
+        if not equals:
+            raise StoreError(f"--credit {change}: write KEY=VALUE, such as method=turn_return")
+        given[key] = value
+    model = tagged(CreditSpec, "method").get(given.get("method", values["method"]))
+    try:
+        kept = {key: value for key, value in values.items() if model is None or key in fields_by_key(model)}
+        return read_credit(kept | given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"][1:])) or "method"
+        keys = sorted(fields_by_key(model), key=lambda key: key != "method") if model is not None else []
+        known = f" (keys: {', '.join(keys)})" if keys else ""
+        raise StoreError(f"--credit {place}: {first['msg']}{known}") from None
+
+
+def _values(path: Path) -> dict[str, list[list[float]]]:
+    """A critic's values by episode.
+
+    Raises:
+        StoreError: the file cannot be read, or a line says something else.
+    """
+    import orjson
+
+    from engine.errors import StoreError
+
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error}") from error
+    found: dict[str, list[list[float]]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = orjson.loads(line)
+            found[str(row["episode_id"])] = [[float(value) for value in turn] for turn in row["values"]]
+        except (ValueError, KeyError, TypeError) as error:
+            form = '{"episode_id": "t/0", "values": [[0.1, 0.2], [0.3]]}'
+            raise StoreError(f"{path}:{number}: {error!r}; a line is {form}") from error
+    return found
+
+
+def _partly_done(store: RunStore) -> int:
+    """Tasks with some episodes done and some not."""
+    done: dict[str, set[bool]] = {}
+    for row in store.episodes():
+        done.setdefault(row.task_id, set()).add(row.status == "done")
+    return sum(len(states) == 2 for states in done.values())

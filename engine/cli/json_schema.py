@@ -1,0 +1,245 @@
+"""The contracts as JSON Schema, fit for an editor: what the loader accepts, and nothing else.
+
+Pydantic's own schema of a spec says less than the loader allows in four places: a preset may be named by a
+string, `${NAME}` may stand where a number is wanted, `extends` may be there and then other keys may be left out,
+and some keys are needed only beside others. They are written in here.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel
+
+from engine.cli.schema_words import add_words
+from schemas.environment import Reset, Step, Task, ToolReply, UserTurn
+from schemas.episode import EpisodeSpec
+from schemas.generation import GenerateRequest, Generation, SamplingParams
+from schemas.journal import JournalEntry
+from schemas.message import Message, ToolCall, ToolResult
+from schemas.reward import Posting, RewardEvent
+from schemas.scenario import ScenarioFile
+from schemas.trajectory import Branch, Outcome, Trajectory, Turn
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+Schema = dict[str, Any]
+
+CONTRACTS: dict[str, type[BaseModel]] = {
+    "branch": Branch,
+    "generate-request": GenerateRequest,
+    "generation": Generation,
+    "journal-entry": JournalEntry,
+    "message": Message,
+    "outcome": Outcome,
+    "posting": Posting,
+    "reset": Reset,
+    "reward-event": RewardEvent,
+    "scenarios": ScenarioFile,
+    "sampling-params": SamplingParams,
+    "step": Step,
+    "task": Task,
+    "tool-call": ToolCall,
+    "tool-reply": ToolReply,
+    "tool-result": ToolResult,
+    "trajectory": Trajectory,
+    "turn": Turn,
+    "user-turn": UserTurn,
+}
+"""Contracts that cross a boundary, by the name of their file."""
+
+VARIABLE: Schema = {
+    "type": "string",
+    "pattern": r"\$\{[A-Za-z_][A-Za-z0-9_]*(:[^{}]*)?\}",
+    "description": "An environment variable: ${NAME} or ${NAME:default}.",
+}
+_VARIABLE_REF: Schema = {"$ref": "#/$defs/Variable"}
+
+
+def documents() -> dict[str, str]:
+    """Every JSON Schema file's text, by its name without `.schema.json`."""
+    schemas = {"episode": episode_schema()}
+    for name, model in CONTRACTS.items():
+        schemas[name] = _untitled({"$schema": DIALECT, **model.model_json_schema(by_alias=True)})
+    _shorten(schemas["scenarios"])
+    return {name: json.dumps(schema, indent=2, ensure_ascii=False) + "\n" for name, schema in sorted(schemas.items())}
+
+
+def episode_schema() -> Schema:
+    """The schema of a spec as it is written: before `extends`, variables and presets are resolved."""
+    schema = _untitled(EpisodeSpec.model_json_schema(by_alias=True))
+    definitions: Schema = schema["$defs"]
+    for name, definition in definitions.items():
+        for key, value in definition.get("properties", {}).items():
+            decides = (key == "kind" and name.endswith("Backend")) or (key == "method" and name.endswith("Credit"))
+            definition["properties"][key] = value if decides else _with_variable(value)
+    properties: Schema = schema["properties"]
+    for key, value in properties.items():
+        properties[key] = value if key == "spec" else _with_variable(value)
+    for key in ("stop", "stop_regex"):
+        _also(definitions["SamplingParams"]["properties"][key], {"type": "string"})
+    properties["backend"] = {"anyOf": properties["backend"]["oneOf"], "default": {"kind": "local"}}
+    for played in ("UserSpec", "ScorerSpec"):
+        backend = definitions[played]["properties"]["backend"]
+        kinds = next(member["oneOf"] for member in backend["anyOf"] if "oneOf" in member)
+        backend["anyOf"] = [*kinds, {"type": "null"}]
+    credit = definitions["RewardsSpec"]["properties"]["credit"]
+    definitions["RewardsSpec"]["properties"]["credit"] = {
+        "anyOf": credit["oneOf"],
+        **{key: value for key, value in credit.items() if key not in ("oneOf", "discriminator")},
+    }
+    properties["machine"] = _machine(definitions["MachineSpec"]["properties"]["preset"])
+    properties["extends"] = {
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+        "description": "Specs that this one begins with, relative to this file; later ones win over earlier ones, "
+        "and this file over all. Mappings are merged, anything else is replaced.",
+    }
+    definitions["Variable"] = VARIABLE
+    definitions["ReassignRule"]["allOf"] = _reassign_rules()
+    definitions["RewardEvent"]["allOf"] = _event_rules()
+    definitions["Mark"]["oneOf"] = [{"required": ["text"]}, {"required": ["pattern"]}]
+    add_words(schema)
+    whole = _loosen(schema)
+    whole["allOf"] = _user_rules()
+    return {"$schema": DIALECT, **schema, "if": {"required": ["extends"]}, "then": True, "else": whole}
+
+
+def _shorten(schema: Schema) -> None:
+    """In scenarios, a plain string may stand for a reply, a user's answer, a place, and any number of messages."""
+    scenario = schema["$defs"]["Scenario"]["properties"]
+    replies, user, late = (scenario["replies"], scenario["user"], scenario["out_of_time"])
+    replies["items"] = {"anyOf": [replies["items"], {"type": "string"}]}
+    for item in (user["items"], late):
+        item["anyOf"].append({"type": "string"})
+    expected = next(one for one in schema["$defs"]["Expectation"]["properties"]["messages"]["anyOf"] if "items" in one)
+    expected["items"] = {"anyOf": [expected["items"], {"const": "..."}]}
+
+
+def _untitled(schema: Schema) -> Schema:
+    """Without the titles that Pydantic makes of names: an editor would show each name twice."""
+    for key in ("properties", "$defs"):
+        for item in schema.get(key, {}).values():
+            item.pop("title", None)
+            _untitled(item)
+    return schema
+
+
+def _with_variable(schema: Schema) -> Schema:
+    """Where a number, a boolean or one of a few words is wanted, a variable may stand too."""
+    if "anyOf" in schema:
+        wanted = [member for member in schema["anyOf"] if member.get("type") != "null"]
+        return {**schema, "anyOf": [*schema["anyOf"], _VARIABLE_REF]} if any(map(_narrow, wanted)) else schema
+    if not _narrow(schema):
+        return schema
+    outer: Schema = {key: schema[key] for key in ("description", "default", "title") if key in schema}
+    inner = {key: value for key, value in schema.items() if key not in outer}
+    return {"anyOf": [inner, _VARIABLE_REF], **outer}
+
+
+def _narrow(schema: Schema) -> bool:
+    if any(key in schema for key in ("enum", "const", "pattern")):
+        return True
+    return schema.get("type") in ("integer", "number", "boolean") or any(map(_narrow, schema.get("anyOf", [])))
+
+
+def _also(schema: Schema, other: Schema) -> None:
+    """Accept `other` beside what a property accepts."""
+    inner = {key: schema.pop(key) for key in ("type", "items") if key in schema}
+    schema["anyOf"] = [inner, other]
+
+
+def _machine(preset: Schema) -> Schema:
+    """`machine: tools` as well as a mapping."""
+    names = next(member for member in preset["anyOf"] if "enum" in member)
+    return {
+        "anyOf": [{**names, "description": "A preset, by name."}, {"$ref": "#/$defs/MachineSpec"}, _VARIABLE_REF],
+        "default": "tools_and_user",
+    }
+
+
+def _loosen(schema: Schema) -> Schema:
+    """Take every `required` that a base file may satisfy out of a schema; return what a spec without one must hold.
+
+    Only mappings are merged: items of lists must be whole wherever they are written.
+    """
+    definitions: Schema = schema["$defs"]
+    whole: Schema = {"required": schema.pop("required"), "properties": {"backend": _backend_needs(definitions)}}
+    by_method = {"if": {"type": "object"}, "then": {"required": ["method"]}}
+    played = {"if": {"type": "object"}, "then": {"anyOf": [{"required": ["use"]}, {"required": ["prompt"]}]}}
+    whole["properties"]["rewards"] = {"properties": {"credit": by_method, "scorer": played}}
+    whole["properties"]["user"] = played
+    whole["properties"]["users"] = {"additionalProperties": played}
+    for key, value in schema["properties"].items():
+        names = set() if key == "backend" else _references(value) - {"Variable"}
+        for name in names:
+            if rules := _rules(name, definitions[name]):
+                whole["properties"][key] = {"if": {"type": "object"}, "then": {"allOf": rules}}
+    return whole
+
+
+def _references(schema: Schema) -> set[str]:
+    """Names of the definitions that a property itself may be; those of a list's items are not among them."""
+    members = [schema, *schema.get("anyOf", [])]
+    return {member["$ref"].rpartition("/")[2] for member in members if "$ref" in member}
+
+
+def _rules(name: str, definition: Schema) -> list[Schema]:
+    """What a mapping of this kind must hold; its `required` moves here."""
+    required = definition.pop("required", None)
+    rules: list[Schema] = [{"required": required}] if required else []
+    return rules + {"TasksSpec": _task_rules(), "MachineSpec": _machine_rules()}.get(name, [])
+
+
+def _task_rules() -> list[Schema]:
+    needs = {"inline": "rows", "jsonl": "path", "parquet": "path", "hub": "path", "python": "use"}
+    return [
+        {"if": {"required": ["source"], "properties": {"source": {"const": source}}}, "then": {"required": [key]}}
+        for source, key in needs.items()
+    ]
+
+
+def _machine_rules() -> list[Schema]:
+    return [{"anyOf": [{"required": ["preset"]}, {"required": ["initial", "states"]}]}]
+
+
+def _reassign_rules() -> list[Schema]:
+    """A transfer needs `from` and one of `share` and `value`; anything else needs `value` alone."""
+    writes: Schema = {"required": ["op"], "properties": {"op": {"enum": ["add", "set"]}}}
+    one_of = [
+        {"required": ["share"], "not": {"required": ["value"]}},
+        {"required": ["value"], "not": {"required": ["share"]}},
+    ]
+    alone = {"not": {"anyOf": [{"required": ["from"]}, {"required": ["share"]}]}}
+    return [{"if": writes, "then": {"required": ["value"], **alone}, "else": {"required": ["from"], "oneOf": one_of}}]
+
+
+def _event_rules() -> list[Schema]:
+    """As a rule's, but that `turn` is there always, and a transfer needs `to`."""
+    moves: Schema = {"required": ["op"], "properties": {"op": {"const": "transfer"}}}
+    one_of = [
+        {"required": ["share"], "not": {"required": ["value"]}},
+        {"required": ["value"], "not": {"required": ["share"]}},
+    ]
+    alone = {"not": {"anyOf": [{"required": ["to"]}, {"required": ["share"]}]}}
+    return [{"if": moves, "then": {"required": ["to"], "oneOf": one_of}, "else": {"required": ["value"], **alone}}]
+
+
+def _user_rules() -> list[Schema]:
+    """One user for all tasks, or several that `tasks.user` chooses among."""
+    one: Schema = {"required": ["user"], "properties": {"user": {"type": "object"}}}
+    several: Schema = {"required": ["users"], "properties": {"users": {"type": "object", "minProperties": 1}}}
+    chosen: Schema = {"required": ["tasks"], "properties": {"tasks": {"required": ["user"]}}}
+    return [{"if": several, "then": {"not": one, **chosen}}]
+
+
+def _backend_needs(definitions: Schema) -> Schema:
+    """Each kind of backend's own required keys, by `kind`."""
+    rules: list[Schema] = []
+    for name in sorted(name for name in definitions if name.endswith("Backend")):
+        definition = definitions[name]
+        kind = definition["properties"]["kind"]["const"]
+        required = [key for key in definition.pop("required", []) if key != "kind"]
+        if required:
+            condition = {"required": ["kind"], "properties": {"kind": {"const": kind}}}
+            rules.append({"if": condition, "then": {"required": required}})
+    return {"if": {"type": "object"}, "then": {"required": ["kind"], "allOf": rules}}

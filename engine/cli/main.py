@@ -1,0 +1,68 @@
+"""`engine`: the command line. Each command's own imports happen when it is called."""
+
+from __future__ import annotations
+
+import os
+
+import typer
+
+# Read when torch is imported: threads that spin while they wait make a busy machine several times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+app = typer.Typer(
+    name="engine",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help=(
+        "Declared multi-turn episodes for reinforcement learning, exact to the token.\n\n"
+        "An episode is one YAML file: states, limits, tools, a user, rewards. Check it, run it, take the rows:\n\n"
+        "  engine new my-task                           a spec, an environment and a test to start from\n\n"
+        "  engine validate specs/                       every mistake, with file:line:column and the fix\n\n"
+        "  engine test specs/                           scripted episodes, held to what must come out\n\n"
+        "  engine graph specs/quickstart.yaml           the machine as a picture\n\n"
+        "  engine run specs/quickstart.yaml             episodes against the model\n\n"
+        "  engine show latest                           what was said, and who moved which reward\n\n"
+        "  engine export latest --format parquet        rows for a trainer\n\n"
+        "  engine rescore latest --spec other.yaml      other rules and another credit, without a model\n\n"
+        "  engine eval specs/quickstart.yaml            success by turn, pass@k, confidence intervals\n\n"
+        "  engine replay latest                         the same bytes again, without a model"
+    ),
+)
+
+
+def _register() -> None:
+    from engine.cli.compare import compare
+    from engine.cli.eval import evaluate
+    from engine.cli.explain import explain
+    from engine.cli.export import export
+    from engine.cli.graph import graph
+    from engine.cli.import_ import import_app
+    from engine.cli.models import models
+    from engine.cli.new import new
+    from engine.cli.replay import replay
+    from engine.cli.rescore import rescore
+    from engine.cli.run import run
+    from engine.cli.schema import schema
+    from engine.cli.show import show
+    from engine.cli.test import test
+    from engine.cli.validate import validate
+
+    for command in (new, validate, explain, test, graph, run, show, export, replay, schema, models):
+        app.command(command.__name__)(command)
+    app.add_typer(import_app, name="import")
+    app.command("eval")(evaluate)
+    app.command("compare")(compare)
+    app.command("rescore")(rescore)
+
+
+_register()
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

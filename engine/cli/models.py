@@ -1,0 +1,49 @@
+"""`engine models`: the catalogue, and what of it is here."""
+
+from __future__ import annotations
+
+import typer
+
+
+def models(
+    as_json: bool = typer.Option(False, "--json", help="One JSON object a line, for programs."),
+) -> None:
+    """List the models that have a name, and which of them are in the cache.
+
+    A spec may name any of them as `model.path`; the first run fetches it. Other models are named by
+    folder or by hub id.
+    """
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from engine.tokens.catalogue import CATALOGUE, cache_root, cached
+
+    rows = [(entry, cached(entry.name)) for entry in CATALOGUE.values()]
+    if as_json:
+        for entry, folder in rows:
+            row = {
+                "name": entry.name,
+                "hub_id": entry.hub_id,
+                "parameters": entry.parameters,
+                "download_mb": entry.download_mb,
+                "licence": entry.licence,
+                "cached": None if folder is None else str(folder),
+            }
+            typer.echo(json.dumps(row))
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("name", "parameters", "download", "licence", "cached"):
+        table.add_column(heading)
+    for entry, folder in rows:
+        here = (
+            "no: the first run " + ("fetches it" if entry.download_mb else "makes it")
+            if folder is None
+            else str(folder)
+        )
+        download = f"{entry.download_mb} MB" if entry.download_mb else "none"
+        table.add_row(entry.name, entry.parameters, download, entry.licence, here)
+    console = Console()
+    console.print(table)
+    console.print(f"Cache: {cache_root()} (EPISODE_ENGINE_CACHE moves it).", highlight=False)

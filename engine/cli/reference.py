@@ -1,0 +1,194 @@
+"""docs/spec.md: every key of a spec, its type, its default and what it means, from the contracts themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from engine.actions.events import ACTION_EVENTS, ALWAYS
+from engine.machine.variables import VARIABLES
+from engine.spec.places import bare, branches, fields_by_key, is_model, literals
+from engine.spec.problems import describe
+from schemas.base import Seconds
+from schemas.episode import EpisodeSpec, MachineSpec
+
+HEAD = """\
+# The spec
+
+<!-- Written by `engine schema` from the contracts in schemas/. Edit those, then run it again. -->
+
+An episode is declared in one YAML file. This page lists every key; `engine validate` checks a file against it,
+and a first line of `# yaml-language-server: $schema=…/schemas/json/episode.schema.json` has an editor do so.
+
+## How a file is read
+
+- **YAML 1.2.** Only `true` and `false` are booleans: `yes`, `no`, `on` and `off` are strings, `1e-5` is a number,
+  `010` is ten. A number is not taken for a string, nor `"5"` for a number. Duplicate keys, merge keys (`<<`) and
+  tags beyond the core are errors.
+- **`extends: base.yaml`**, or a list of files, puts other specs beneath this one. Mappings are merged key by key,
+  anything else is replaced; `null` takes a value away. Of several files later ones win, and this one over all.
+  A backend of another `kind` and a credit of another `method` replace the base's whole; tasks of another `source`
+  keep `map`, `id` and `limit`.
+- **`${NAME}`** and **`${NAME:default}`** inside a value are environment variables; `$${` is a literal `${`. Where
+  the variable is the whole value it is read as YAML, so numbers work. Inside `{…}` or `[…]` quote it: `"${NAME}"`.
+- **`--set a.b=value`** on the command line overrides a value, and is read as YAML; `tools.0.timeout=5s` reaches
+  into a list.
+- **Files** are relative to the file that names them: a base file's to the base file, those of `--set` to the
+  current folder.
+- **Entry points** are `package.module:Name`. Modules are looked for in the spec's folder, the current folder and
+  what is installed.
+- **Durations** are seconds, or `500ms`, `5s`, `2m`, `1h`.
+
+"""
+
+GUARDS = """\
+## Guards
+
+`conditions` of transitions and `when` of reward rules are expressions in CEL (the Common Expression Language) that
+are true or false: `turns.user < limits.user_turns && !last.malformed`. They may read:
+
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    parts = [HEAD, "".join(_sections()), _actions(), _guards(), _rules()]
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+def _sections() -> Iterator[str]:
+    """One section for each contract that a spec holds, in the order of its keys."""
+    waiting: list[tuple[str, type[BaseModel]]] = [("", EpisodeSpec)]
+    seen: set[tuple[str, type[BaseModel]]] = set()
+    while waiting:
+        place, model = waiting.pop(0)
+        if (place, model) in seen:
+            continue
+        seen.add((place, model))
+        yield _section(place, model)
+        inner = [
+            (_place(place, key, info.annotation), member)
+            for key, info in fields_by_key(model).items()
+            for member in _models(info.annotation)
+        ]
+        waiting = inner + waiting
+
+
+def _place(place: str, key: str, annotation: Any) -> str:
+    shown = describe(annotation)
+    mark = "[]" if shown.startswith("a list") else ".*" if str(bare(annotation)).startswith("dict[") else ""
+    return f"{place}.{key}{mark}".lstrip(".")
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The contracts that a field may hold."""
+    for member in branches(bare(annotation)):
+        inner = bare(member)
+        if is_model(inner):
+            yield inner
+        else:
+            for arg in getattr(inner, "__args__", ()):
+                if arg is not inner and is_model(bare(arg)):
+                    yield bare(arg)
+
+
+def _section(place: str, model: type[BaseModel]) -> str:
+    decides = next((key for key in ("kind", "method") if key in fields_by_key(model)), None)
+    tag = f" (`{decides}: {literals(fields_by_key(model)[decides].annotation)[0]}`)" if decides else ""
+    title = f"## `{place}`{tag}" if place else "## The keys of a spec"
+    lines = [title, "", " ".join((model.__doc__ or "").split()), "", "| key | type | default | |", "|---|---|---|---|"]
+    lines += [_row(key, info) for key, info in fields_by_key(model).items()]
+    return "\n".join(lines) + "\n\n"
+
+
+def _row(key: str, info: FieldInfo) -> str:
+    cells = [f"`{key}`", _type(info), _default(info), " ".join((info.description or _doc(info)).split())]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _doc(info: FieldInfo) -> str:
+    models = list(_models(info.annotation))
+    return " ".join((models[0].__doc__ or "").split()) if len(models) == 1 else ""
+
+
+def _type(info: FieldInfo) -> str:
+    parts: list[str] = []
+    for member in branches(info.annotation):
+        words = literals(member)
+        parts.append(", ".join(f"`{word}`" for word in words) if words else describe(member))
+    if any(
+        "BeforeValidator" in str(item) and "parse_seconds" in str(item) for item in info.metadata
+    ) or Seconds in branches(info.annotation):
+        parts = ["a duration"]
+    if bare(info.annotation) is MachineSpec:
+        parts = ["a mapping", "the name of a preset"]
+    text = " or ".join(dict.fromkeys(part for part in parts if part))
+    bounds = [_bound(item) for item in info.metadata]
+    return ", ".join([text, *(bound for bound in bounds if bound)])
+
+
+def _bound(item: Any) -> str:
+    names = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
+    for name, words in names.items():
+        if (value := getattr(item, name, None)) is not None:
+            return f"{words} {value:g}"
+    if getattr(item, "min_length", None):
+        return "not empty"
+    return ""
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "**needed**"
+    value = info.get_default(call_default_factory=True, validated_data={})
+    if value is None or value is PydanticUndefined:
+        return "none"
+    if isinstance(value, BaseModel):
+        given = value.model_dump(exclude_defaults=True, by_alias=True) or value.model_dump(include={"kind"})
+        return f"`{json.dumps(given)}`" if given else "`{}`"
+    return f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+def _actions() -> str:
+    lines = [
+        "## Actions",
+        "",
+        "What a state does, and the events that it may end with.",
+        "",
+        "| action | events |",
+        "|---|---|",
+    ]
+    lines += [
+        f"| `{name}` | {', '.join(f'`{event}`' for event in events) or 'none'} |"
+        for name, events in ACTION_EVENTS.items()
+    ]
+    lines.append("| `step` | what the environment's `events` lists |")
+    lines.append('| `package.module:action` | what the function\'s `events` lists (`@action("done")`) |')
+    always = " and ".join(f"`{event}`" for event in ALWAYS)
+    lines += ["", f"Every state that is not final may also meet {always}: a limit was reached, or the action failed."]
+    return "\n".join(lines) + "\n"
+
+
+def _guards() -> str:
+    lines = ["| name | type | |", "|---|---|---|"]
+    for name, variable in VARIABLES.items():
+        lines.append(f"| **`{name}`** | | {variable.doc} |")
+        lines += [
+            f"| `{name}.{field}` | {' or '.join(sorted(member.types))} | {' '.join(member.doc.split())} |"
+            for field, member in variable.fields.items()
+        ]
+    return GUARDS + "\n".join(lines) + "\n"
+
+
+def _rules() -> str:
+    from engine.checks import all_rules
+
+    lines = ["## What is checked", "", "Besides the form, which `yaml.*` and `spec.*` report:", ""]
+    lines += ["| rule | severity | finds |", "|---|---|---|"]
+    lines += [f"| `{item.id}` | {item.severity} | {item.about} |" for item in all_rules()]
+    return "\n".join(lines) + "\n"

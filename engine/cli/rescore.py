@@ -1,0 +1,78 @@
+"""`engine rescore`: other rules and another credit on stored episodes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.runner.rescore import Rescored
+
+
+def rescore(
+    run: Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")],
+    spec: Annotated[Path, typer.Option("--spec", help="The spec whose `rewards` are to be used.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of that spec.")
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="Name of the score; the spec file's name when left out.")] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take the place of an earlier score of that name.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder that runs are stored under.")] = Path("runs"),
+) -> None:
+    """Score stored episodes by another spec's rewards. No model is asked: the journal is fed to the rules again.
+
+    What the run's own rules came to is kept; `engine show` and `engine export` take --score LABEL. A rule that cannot
+    be carried out on an episode, or that would have led it elsewhere, is a failure of that episode's score.
+    """
+    from rich.console import Console
+
+    from engine.errors import EngineError
+    from engine.logs import configure_logging
+
+    configure_logging()
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    try:
+        result, folder = asyncio.run(_rescore(run, spec, list(overrides or ()), label or spec.stem, out, replace))
+    except EngineError as error:
+        Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(str(error))
+        raise typer.Exit(1) from None
+    _report(console, result, folder)
+
+
+async def _rescore(
+    run: str, path: Path, overrides: list[str], label: str, out: Path, replace: bool
+) -> tuple[Rescored, Path]:
+    from engine.checks import check_spec
+    from engine.errors import SpecError
+    from engine.runner.rescore import rescore as score
+    from engine.spec.load import load_spec
+    from engine.store import RunStore, find_run
+    from engine.tokens.format import load_format
+
+    loaded = load_spec(path, overrides)
+    errors = [item for item in check_spec(loaded) if item.severity == "error"]
+    if errors:
+        raise SpecError(errors)
+    with RunStore.open(find_run(run, out=out)) as store:
+        own = store.header.loaded_spec()
+        chat_format = load_format(own.spec.model, own.base)
+        return await score(store, loaded, chat_format, label, replace_label=replace), store.folder
+
+
+def _report(console: Console, result: Rescored, folder: Path) -> None:
+    failed = sum(result.failures.values())
+    count = max(result.episodes, 1)
+    console.print(
+        f"{result.episodes} episodes scored as `{result.label}`: {result.changed} changed, {failed} failed · "
+        f"mean reward {result.before / count:+.3f} -> {result.after / count:+.3f}"
+    )
+    for kind, number in result.failures.most_common():
+        console.print(f"  {kind}: {number}, such as {result.examples[kind]}")
+    console.print(f"Look at it: engine show {folder} --score {result.label}")

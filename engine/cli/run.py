@@ -1,0 +1,260 @@
+"""`engine run`: episodes of a spec, against its backend, into a run's folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.runner.run import Runner, RunResult
+    from engine.spec.load import LoadedSpec
+    from engine.store.store import RunStore
+    from schemas.environment import Task
+    from schemas.journal import JournalEntry
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+def run(
+    spec: Annotated[
+        Path | None, typer.Argument(help="The episode spec. Left out with --resume: the run's own.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set rollout.seed=1")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder that runs are stored under; the spec's `rollout.out` when left out.")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Finish this run: a folder, an id or its beginning, or `latest`.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the summary.")] = False,
+) -> None:
+    """Run episodes, and store every token, reward and event.
+
+    Exits with 0 when every episode came to an end (a failed episode is data), 1 when the spec is
+    invalid or an episode could not be finished, 130 after Ctrl-C.
+    """
+    from rich.console import Console
+
+    from engine.errors import EngineError
+    from engine.logs import configure_logging
+
+    configure_logging()
+    console = Console()
+    try:
+        loaded, tasks, store = prepare(console, spec, list(overrides or ()), limit, out, resume)
+    except EngineError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    _conclude(loaded, tasks, store, console, quiet=quiet)
+
+
+def fork_run(run: str, out: Path, turn: int, salt: int) -> None:
+    """Begin a run whose episodes share another run's journal up to a turn, and drive it to its end."""
+    from rich.console import Console
+
+    from engine.errors import EngineError
+    from engine.spec.tasks import load_tasks
+    from engine.store import RunHeader, RunStore, find_run
+
+    console = Console()
+    try:
+        source = RunStore.open(find_run(run, out=out), readonly=True)
+        loaded = source.header.loaded_spec()
+        rollout = loaded.spec.rollout.model_copy(update={"salt": salt})
+        loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
+        tasks = load_tasks(loaded)
+        changes = [*source.header.overrides, f"rollout.salt={salt}"]
+        store = RunStore.create(out, RunHeader.of(loaded, overrides=changes))
+        asyncio.run(store.put_images_of(source))
+    except EngineError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+
+    def prefix(episode_id: str) -> list[JournalEntry]:
+        return before_turn(source.journal(episode_id), turn)
+
+    _conclude(loaded, tasks, store, console, quiet=False, fork=prefix)
+
+
+def before_turn(journal: list[JournalEntry], turn: int) -> list[JournalEntry]:
+    """What a journal says before assistant turn `turn`; without a final state's own entry, which is made anew."""
+    standing = [entry for entry in journal if entry.dest]
+    replies = [at for at, entry in enumerate(standing) if entry.record.kind == "generation"]
+    return standing[: replies[turn]] if turn < len(replies) else standing
+
+
+def _conclude(
+    loaded: LoadedSpec,
+    tasks: list[Task],
+    store: RunStore,
+    console: Console,
+    *,
+    quiet: bool,
+    fork: Callable[[str], list[JournalEntry]] | None = None,
+) -> None:
+    """Drive a run to its end, say what came of it, and exit accordingly."""
+
+    from engine.errors import EngineError
+
+    try:
+        result = asyncio.run(drive(loaded, tasks, store, console, quiet=quiet, fork=fork))
+    except EngineError as error:
+        typer.echo(str(error), err=True)
+        console.print(f"Stored so far: {store.folder}\nTo go on: engine run --resume {store.folder}", highlight=False)
+        raise typer.Exit(1) from None
+    finally:
+        store.close()
+    console.print(f"Run: {store.folder}", highlight=False)
+    for fault in result.faults:
+        console.print(f"could not be finished: {fault}", style="red", markup=False)
+    if result.interrupted:
+        console.print(f"Interrupted. To finish it: engine run --resume {store.folder}", highlight=False)
+        raise typer.Exit(INTERRUPTED)
+    if result.faults:
+        raise typer.Exit(1)
+    console.print(f"Look at it: engine show {store.folder}", highlight=False)
+
+
+def prepare(
+    console: Console,
+    spec: Path | None,
+    overrides: list[str],
+    limit: int | None,
+    out: Path | None,
+    resume: str | None,
+    *,
+    evaluation: bool = False,
+) -> tuple[LoadedSpec, list[Task], RunStore]:
+    """Load and check the spec, read its tasks, and open the store."""
+    from engine.checks import check_spec
+    from engine.errors import SpecError, StoreError
+    from engine.spec.load import load_spec
+    from engine.spec.tasks import load_tasks
+    from engine.store import RunHeader, RunStore, find_run
+
+    if resume is not None:
+        if spec is not None or overrides or limit is not None:
+            raise StoreError("--resume finishes a run as it was begun; leave out SPEC, --set and --limit")
+        store = RunStore.open(find_run(resume, out=out or Path("runs")))
+        try:
+            loaded = store.header.loaded_spec()
+            return loaded, load_tasks(loaded), store
+        except BaseException:
+            store.close()
+            raise
+    if spec is None:
+        raise StoreError("give a spec to run, or --resume RUN")
+    changes = [*overrides, f"tasks.limit={limit}"] if limit is not None else overrides
+    loaded = load_spec(spec, changes)
+    found = check_spec(loaded)
+    errors = [item for item in found if item.severity == "error"]
+    if errors:
+        raise SpecError(errors)
+    for item in found:
+        if item.severity == "warning":
+            console.print(str(item), style="yellow", markup=False, highlight=False)
+    tasks = load_tasks(loaded)
+    folder = out or Path(loaded.spec.rollout.out)
+    return loaded, tasks, RunStore.create(folder, RunHeader.of(loaded, overrides=changes, evaluation=evaluation))
+
+
+async def drive(
+    loaded: LoadedSpec,
+    tasks: list[Task],
+    store: RunStore,
+    console: Console,
+    *,
+    quiet: bool,
+    fork: Callable[[str], list[JournalEntry]] | None = None,
+    summary: bool = True,
+) -> RunResult:
+    """Run a prepared run to its end, with progress; `summary` says whether to sum it up."""
+    from engine.backends.base import open_backend
+    from engine.cli.report import print_summary
+    from engine.runner.run import Runner
+    from engine.tokens.format import load_format
+
+    began = time.perf_counter()
+    chat_format = load_format(loaded.spec.model, loaded.base)
+    backend = open_backend(loaded, chat_format)
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    try:
+        await backend.start()
+        console.print(
+            f"{loaded.spec.name}: {len(tasks)} tasks × {loaded.spec.rollout.samples_per_task} samples on "
+            f"{backend.kind}, ready after {time.perf_counter() - began:.1f} s",
+            highlight=False,
+        )
+        runner = Runner(loaded, tasks, chat_format, backend, store, fork)
+        began = time.perf_counter()
+        result = await _with_progress(runner, stop, console, quiet=quiet)
+    finally:
+        await backend.close()
+    told = backend.stats() | ({"played": runner.cast_stats} if runner.cast_stats else {})
+    (store.folder / "backend.json").write_text(json.dumps(told, indent=2, default=str) + "\n")
+    if summary:
+        print_summary(console, result.summary, seconds=time.perf_counter() - began, tokens=runner.live.tokens)
+    if certificate := told.get("certificate"):
+        console.print(
+            f"Certificate: {certificate['turns_checked']} prompts compared with what the server worked on, "
+            f"{certificate['prompt_mismatches']} differ, {certificate['turns_unchecked']} could not be compared",
+            highlight=False,
+        )
+    return result
+
+
+async def _with_progress(runner: Runner, stop: asyncio.Event, console: Console, *, quiet: bool) -> RunResult:
+    from rich.live import Live as LiveDisplay
+
+    from engine.cli.report import Panel
+
+    panel = Panel(runner.live, runner.summary)
+    if quiet:
+        return await runner.run(stop=stop)
+    if console.is_terminal:
+        with LiveDisplay(panel, console=console, refresh_per_second=4, transient=True):
+            return await runner.run(stop=stop)
+    ticker = asyncio.create_task(_tick(panel))
+    try:
+        return await runner.run(stop=stop)
+    finally:
+        ticker.cancel()
+        sys.stdout.write(panel.line() + "\n")
+
+
+async def _tick(panel: object, seconds: float = 5.0) -> None:
+    """Where there is no terminal: a line now and then."""
+    while True:
+        await asyncio.sleep(seconds)
+        sys.stdout.write(panel.line() + "\n")  # type: ignore[attr-defined]
+        sys.stdout.flush()
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    """The first Ctrl-C (or SIGTERM) ends the run cleanly; the second one ends it at once."""
+    loop = asyncio.get_running_loop()
+
+    def first() -> None:
+        stop.set()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, first)

@@ -1,0 +1,110 @@
+"""Findings for machines: SARIF 2.1.0 for code scanning, and the annotations of GitHub's workflow commands.
+
+SARIF: OASIS Standard, "Static Analysis Results Interchange Format Version 2.1.0". Columns are counted in characters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from engine import __version__
+from engine.spec.diagnostic import SET_FILE, Diagnostic, show_path
+
+if TYPE_CHECKING:
+    from engine.cli.validate import Report
+
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+_LEVELS = {"error": "error", "warning": "warning", "info": "note"}
+_COMMANDS = {"error": "error", "warning": "warning", "info": "notice"}
+
+
+def as_sarif(reports: Sequence[Report]) -> str:
+    """One run with every rule that was broken, and one result for each finding."""
+    found = [item for report in reports for item in report.diagnostics]
+    rules = sorted({item.rule for item in found})
+    driver = {
+        "name": "engine validate",
+        "semanticVersion": __version__,
+        "rules": [_rule(rule) for rule in rules],
+    }
+    run = {
+        "tool": {"driver": driver},
+        "columnKind": "unicodeCodePoints",
+        "results": [_result(item, rules.index(item.rule)) for item in found],
+        "invocations": [{"executionSuccessful": not any(report.unreadable for report in reports)}],
+    }
+    return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, ensure_ascii=False)
+
+
+def _rule(rule: str) -> dict[str, Any]:
+    from engine.checks.pages import page_of
+
+    page = page_of(rule)
+    if page is None:
+        return {"id": rule}
+    return {
+        "id": rule,
+        "shortDescription": {"text": page.about},
+        "help": {"text": page.text, "markdown": page.text},
+        "defaultConfiguration": {"level": _LEVELS[page.severity]},
+    }
+
+
+def _result(item: Diagnostic, index: int) -> dict[str, Any]:
+    fix = f"\n{item.fix}" if item.fix else ""
+    return {
+        "ruleId": item.rule,
+        "ruleIndex": index,
+        "level": _LEVELS[item.severity],
+        "message": {"text": f"{item.message}{fix}"},
+        "locations": [_location(item)],
+    }
+
+
+def _location(item: Diagnostic) -> dict[str, Any]:
+    logical = [{"fullyQualifiedName": show_path(item.path)}]
+    origin = item.origin
+    if origin is None or origin.file == SET_FILE:
+        return {"logicalLocations": logical, **({"message": {"text": origin.via}} if origin else {})}
+    physical = {
+        "artifactLocation": {"uri": _uri(origin.file)},
+        "region": {"startLine": origin.line, "startColumn": origin.column},
+    }
+    via = {"message": {"text": origin.via}} if origin.via else {}
+    return {"physicalLocation": physical, "logicalLocations": logical, **via}
+
+
+def _uri(file: str) -> str:
+    """A relative path as it is, an absolute one as a file URI."""
+    path = Path(file)
+    return path.as_uri() if path.is_absolute() else quote(path.as_posix())
+
+
+def as_github(reports: Sequence[Report]) -> str:
+    """One workflow command for each finding: GitHub shows it beside the line."""
+    return "\n".join(_commands(reports))
+
+
+def _commands(reports: Sequence[Report]) -> Iterator[str]:
+    for report in reports:
+        for item in report.diagnostics:
+            place = {"title": item.rule}
+            origin = item.origin
+            if origin is not None and origin.file != SET_FILE:
+                place = {"file": origin.file, "line": str(origin.line), "col": str(origin.column), **place}
+            said = ",".join(f"{key}={_property(value)}" for key, value in place.items())
+            via = f" ({origin.via})" if origin is not None and origin.via else ""
+            fix = f"\n{item.fix}" if item.fix else ""
+            yield f"::{_COMMANDS[item.severity]} {said}::{_message(item.message + via + fix)}"
+
+
+def _message(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _message(text).replace(":", "%3A").replace(",", "%2C")

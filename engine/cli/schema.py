@@ -1,0 +1,68 @@
+"""`engine schema`: JSON Schema files and the spec reference, both generated from the contracts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+UP_TO_DATE, OUT_OF_DATE = 0, 1
+SCHEMAS = Path("schemas/json")
+REFERENCE = Path("docs/spec.md")
+
+
+def generated() -> dict[Path, str]:
+    """Every generated file, by its path relative to the project, and what it should hold."""
+    from engine.cli.json_schema import documents
+    from engine.cli.reference import reference
+
+    files = {SCHEMAS / f"{name}.schema.json": text for name, text in documents().items()}
+    return {**files, REFERENCE: reference()}
+
+
+def stale(root: Path) -> Iterator[Path]:
+    """Generated files that are missing or hold something else, and schema files that nothing generates."""
+    wanted = generated()
+    for path, text in wanted.items():
+        file = root / path
+        if not file.is_file() or file.read_text(encoding="utf-8") != text:
+            yield path
+    for file in sorted((root / SCHEMAS).glob("*.json")):
+        if SCHEMAS / file.name not in wanted:
+            yield SCHEMAS / file.name
+
+
+def schema(
+    root: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="Folder that schemas/json and docs are under.")
+    ] = Path(),
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit with 1 when a file is out of date.")
+    ] = False,
+) -> None:
+    """Write schemas/json/*.schema.json and docs/spec.md from the contracts.
+
+    A YAML file that begins with `# yaml-language-server: $schema=…/episode.schema.json` gets completion and
+    errors in an editor.
+    """
+    outdated = list(stale(root))
+    if check:
+        for path in outdated:
+            typer.echo(f"{path} is out of date")
+        if outdated:
+            typer.echo("run `engine schema` and commit what it writes")
+        raise typer.Exit(OUT_OF_DATE if outdated else UP_TO_DATE)
+    files = generated()
+    for path in outdated:
+        file = root / path
+        if path in files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(files[path], encoding="utf-8")
+            typer.echo(f"wrote {file}")
+        else:
+            file.unlink()
+            typer.echo(f"removed {file}")
+    if not outdated:
+        typer.echo("everything is up to date")

@@ -1,0 +1,285 @@
+"""How an episode is told on a terminal: what was said, what it earned, and who moved which reward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from engine.store.store import EpisodeRow
+    from schemas.journal import JournalEntry
+    from schemas.message import Message
+    from schemas.reward import Posting
+    from schemas.trajectory import Outcome, Trajectory, Turn
+
+_STYLES = {"system": "dim", "user": "green", "assistant": "cyan", "tool": "yellow"}
+
+
+def status(row: EpisodeRow, run: str) -> str:
+    """An episode's status, given its run's: one that was under way when the run ended is broken off."""
+    return "broken off" if row.status == "running" and run != "running" else row.status
+
+
+def ended(row: EpisodeRow) -> str:
+    """How a finished episode ended, in a word or two."""
+    if row.failure is not None:
+        return f"failed: {row.failure} ({row.blame})"
+    if row.limit is not None:
+        return f"limit: {row.limit}"
+    return "solved" if row.solved else row.event or ""
+
+
+def row_style(row: EpisodeRow) -> str:
+    """The colour of an episode's line."""
+    if row.failure is not None:
+        return "red"
+    if row.status != "done":
+        return "dim"
+    return "green" if row.solved else ""
+
+
+def tell_done(console: Console, trajectory: Trajectory, row: EpisodeRow) -> None:
+    """A finished episode, whole."""
+    from rich.text import Text
+
+    outcome = trajectory.outcome
+    console.print(Text.assemble((trajectory.episode_id, "bold"), f" · {ended(row)}", _rest(outcome, trajectory, row)))
+    spoken = sum(message.role == "assistant" for message in trajectory.messages)
+    before = max(0, spoken - len(trajectory.turns))  # few-shot examples are no turns
+    told = moves(trajectory.postings)
+    count = 0
+    for message in trajectory.messages:
+        turn = None
+        if message.role == "assistant":
+            turn = trajectory.turns[count - before] if count >= before else None
+            count += 1
+            if turn is not None:
+                _print_moves(console, told.pop(turn.index - 1, []))
+        _print_message(console, message, turn)
+    for at_turn in sorted(told):
+        _print_moves(console, told[at_turn])
+    if trajectory.postings:
+        console.print()
+        console.print(ledger_table(trajectory.postings))
+    console.print()
+    console.print(Text("Path: ", style="bold").append(_path(trajectory.path), style="none"))
+    if outcome.failure is not None:
+        failure = outcome.failure
+        console.print()
+        console.print(Text(f"Failed in {failure.state} at turn {failure.turn}: {failure.kind}", style="bold red"))
+        console.print(Text(f"blame: {failure.blame}\n{failure.message}", style="red"))
+        if failure.trace:
+            console.print(Text(failure.trace.rstrip(), style="dim"))
+
+
+def moves(postings: Sequence[Posting]) -> dict[int, list[str]]:
+    """By the turn that was newest when it happened: who moved or wrote which reward, and why, a line each.
+
+    A transfer's postings stand side by side in the ledger and sum to zero: they are told as one.
+    """
+    told: dict[int, list[str]] = {}
+    moving: list[Posting] = []
+    for posting in postings:
+        lines = told.setdefault(posting.at_turn, [])
+        if posting.op != "transfer":
+            verb = "set" if posting.op == "set" else f"{posting.delta:+.3f}"
+            value = f"{verb} to {posting.after:.3f}" if posting.op == "set" else verb
+            lines.append(f"{posting.name} {value} on turn {posting.turn}{_by(posting)}")
+            continue
+        moving.append(posting)
+        if abs(sum(item.delta for item in moving)) < 1e-9:
+            lines.append(_moved(moving))
+            moving = []
+    if moving:
+        told[moving[0].at_turn].append(_moved(moving))
+    return told
+
+
+def _moved(postings: Sequence[Posting]) -> str:
+    """One transfer in words."""
+    first = postings[0]
+    paid = sorted({posting.turn for posting in postings if posting.delta < 0})
+    got = sorted({posting.turn for posting in postings if posting.delta > 0})
+    amount = sum(posting.delta for posting in postings if posting.delta > 0)
+    names = ", ".join(dict.fromkeys(posting.name for posting in postings))
+    return f"{names} {amount:.3f} moved from {_turns(paid)} to {_turns(got)}{_by(first)}"
+
+
+def _turns(turns: Sequence[int]) -> str:
+    if not turns:
+        return "no turn"
+    return f"turn{'s' if len(turns) > 1 else ''} {', '.join(map(str, turns))}"
+
+
+def _by(posting: Posting) -> str:
+    """Who, and why."""
+    return f" · {posting.source}" + (f": {posting.cause}" if posting.cause else "")
+
+
+def _print_moves(console: Console, lines: Sequence[str]) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    for line in lines:
+        console.print(Padding(Text(f"⇄ {line}", style="magenta"), (0, 0, 0, 2)))
+
+
+def _rest(outcome: Outcome, trajectory: Trajectory, row: EpisodeRow) -> str:
+    sampled = sum(turn.end - turn.start for turn in trajectory.turns)
+    words = [
+        f"reward {outcome.reward:+.3f}",
+        _count(len(trajectory.turns), "turn"),
+        _count(sampled, "sampled token"),
+        *(
+            [_count(spoken, "token") + " of the user's model"]
+            if (spoken := trajectory.counts.get("user_tokens"))
+            else []
+        ),
+        _count(len(trajectory.branches), "training row"),
+        "trainable" if outcome.trainable else "not trainable",
+        f"seed {trajectory.seed}",
+    ]
+    if row.attempt:
+        words.append(f"attempt {row.attempt + 1}")
+    return "".join(f" · {word}" for word in words)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _print_message(console: Console, message: Message, turn: Turn | None) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    style = _STYLES[message.role]
+    head = Text(f"\n{message.role}", style=f"bold {style}")
+    if message.role == "tool" and message.name:
+        head.append(f" {message.name}")
+    if turn is not None:
+        head.append(f" · turn {turn.index} · {_count(turn.end - turn.start, 'token')}", style="dim not bold")
+        head.append(f" · {turn.event} · {turn.seconds:.2f} s", style="dim not bold")
+        rewards = ", ".join(f"{name} {value:+.3f}" for name, value in sorted(turn.rewards.items()))
+        head.append(f" · {rewards or 'no reward'}", style="bold magenta" if rewards else "dim not bold")
+    console.print(head)
+    lines = []
+    if message.reasoning:
+        lines.append(Text(message.reasoning.rstrip(), style="italic dim"))
+    if message.text.strip():
+        lines.append(Text(message.text))
+    for image in message.images:
+        lines.append(Text(f"[image {image.image} {image.width or '?'}×{image.height or '?'}]", style="dim"))
+    for call in message.tool_calls:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
+        lines.append(Text(f"→ {call.name}({arguments})", style="yellow"))
+    body = Text("\n").join(lines)
+    console.print(Padding(body, (0, 0, 0, 2)))
+
+
+def ledger_table(postings: Sequence[Posting]) -> Table:
+    """Every step of the ledger: who moved what, when and why."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        "#",
+        "at turn",
+        "turn",
+        "reward",
+        "did",
+        "change",
+        "holds",
+        "by",
+        "why",
+        title="Rewards",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for column in (table.columns[5], table.columns[6]):
+        column.justify = "right"
+    for posting in postings:
+        table.add_row(
+            str(posting.seq),
+            str(posting.at_turn),
+            str(posting.turn),
+            Text(posting.name),
+            posting.op,
+            Text(f"{posting.delta:+.3f}", style="green" if posting.delta > 0 else "red" if posting.delta < 0 else ""),
+            f"{posting.after:.3f}",
+            Text(posting.source),
+            Text(posting.cause),
+        )
+    return table
+
+
+def _path(path: Sequence[tuple[str, str, str]]) -> str:
+    if not path:
+        return "(no transition was taken)"
+    return path[0][0] + "".join(f" –{event}→ {dest}" for _, event, dest in path)
+
+
+def tell_unfinished(console: Console, row: EpisodeRow, journal: Sequence[JournalEntry], run: str) -> None:
+    """An episode that is not done: the steps that it has taken. `run` is the run's status."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print(Text.assemble((row.id, "bold"), f" · {status(row, run)} · {_count(len(journal), 'step')} so far"))
+    if not journal:
+        return
+    table = Table("step", "state", "event", "to", "seconds", "what", box=box.SIMPLE_HEAD)
+    table.columns[4].justify = "right"
+    for entry in journal:
+        table.add_row(
+            str(entry.seq), entry.state, entry.event, entry.dest, f"{entry.seconds:.2f}", what_happened(entry)
+        )
+    console.print(table)
+
+
+def what_happened(entry: JournalEntry) -> Text:
+    """A journal entry in a few words."""
+    from rich.text import Text
+
+    from schemas.journal import (
+        FailureRecord,
+        GenerationRecord,
+        LimitRecord,
+        ResetRecord,
+        StepRecord,
+        ToolsRecord,
+        UserRecord,
+    )
+
+    record = entry.record
+    match record:
+        case GenerationRecord():
+            words = f"{_count(len(record.generation.output_ids), 'token')}, {record.generation.finish.type}"
+        case ToolsRecord():
+            words = "; ".join(f"{result.name}: {result.error or _short(result.content)}" for result in record.results)
+        case UserRecord():
+            words = ("solved; " if record.turn.solved else "") + (
+                "satisfied" if record.turn.satisfied else _short(record.turn.content)
+            )
+        case ResetRecord():
+            words = _count(len(record.reset.messages), "message")
+        case StepRecord():
+            words = _count(len(record.step.messages), "message")
+        case LimitRecord():
+            words = f"{record.limit} reached {record.value:g}"
+        case FailureRecord():
+            words = f"{record.failure.kind} ({record.failure.blame}): {record.failure.message}"
+        case _:
+            words = _count(len(record.rewards), "reward")
+    return Text(words)
+
+
+def _short(content: object, most: int = 60) -> str:
+    text = content if isinstance(content, str) else f"[{len(content) if isinstance(content, list) else 1} parts]"
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"

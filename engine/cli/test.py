@@ -1,0 +1,206 @@
+# ruff: noqa: PT028  (a command called `test`, not a test)
+"""`engine test`: the scenarios of specs, played without a model, and what differs from what they state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.scenarios.coverage import Coverage
+    from engine.scenarios.suite import ScenarioResult, SuiteResult
+
+PASSED, DIFFERS, INVALID = 0, 1, 2
+_STYLES = {"-": "red", "+": "green", " ": "dim"}
+
+
+class Format(StrEnum):
+    """How results are written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def test(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH…", help="Specs, files of scenarios, or folders of them.")
+    ],
+    format: Annotated[Format, typer.Option(help="How results are written.")] = Format.TEXT,
+    require_coverage: Annotated[
+        bool, typer.Option("--require-coverage", help="Every transition must be taken: --coverage-fail-under 100.")
+    ] = False,
+    fail_under: Annotated[
+        float | None,
+        typer.Option(
+            "--coverage-fail-under", min=0, max=100, metavar="PERCENT", help="Least part of each machine that is taken."
+        ),
+    ] = None,
+    only: Annotated[str | None, typer.Option("-k", metavar="TEXT", help="Only scenarios whose name has this.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value in every spec.")
+    ] = None,
+) -> None:
+    """Play the scenarios of specs on the scripted backend, with the model's real tokenizer.
+
+    A spec's scenarios are beside it: specs/quickstart.scenarios.yaml for specs/quickstart.yaml. Exits with 0 when
+    all come out as they state, 1 when one differs or too few transitions are taken, 2 when a file cannot be read
+    or a scenario cannot be played.
+    """
+    from engine.logs import configure_logging
+    from engine.scenarios.suite import Formats, run_suite
+
+    configure_logging()
+    specs = list(_specs(paths))
+    if not specs:
+        typer.echo(f"no specs under {', '.join(map(str, paths))}", err=True)
+        raise typer.Exit(INVALID)
+    formats = Formats()
+    suites = [run_suite(spec, formats, overrides or (), only) for spec in specs]
+    least = 100.0 if require_coverage else fail_under
+    if format is Format.JSON:
+        typer.echo(json.dumps(as_data(suites, least), indent=2, ensure_ascii=False))
+    else:
+        _print(suites, least)
+    raise typer.Exit(status(suites, least))
+
+
+test.__test__ = False  # type: ignore[attr-defined]  # pytest: this is no test
+
+
+def _specs(paths: Sequence[Path]) -> list[Path]:
+    from engine.cli.validate import find_specs
+    from engine.scenarios.load import spec_of
+
+    return list(find_specs([path if path.is_dir() else spec_of(path) for path in paths]))
+
+
+def too_low(suite: SuiteResult, least: float | None) -> bool:
+    """Whether too few of a machine's transitions are taken."""
+    return least is not None and suite.coverage is not None and suite.coverage.percent < least - 1e-9
+
+
+def status(suites: Sequence[SuiteResult], least: float | None) -> int:
+    """The exit status: 0, 1 or 2."""
+    if any(suite.invalid for suite in suites) or not any(suite.results for suite in suites):
+        return INVALID
+    bad = any(suite.differs or too_low(suite, least) for suite in suites)
+    return DIFFERS if bad else PASSED
+
+
+# ---- text
+
+
+def _print(suites: Sequence[SuiteResult], least: float | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    for suite in suites:
+        _print_suite(console, suite, least)
+    results = [result for suite in suites for result in suite.results]
+    failed = sum(not result.passed for result in results)
+    counted = f"{len(results)} scenario{'s' if len(results) != 1 else ''} of {_specs_said(len(suites))}"
+    seconds = sum(result.seconds for result in results)
+    if failed:
+        console.print(f"{counted}: {failed} failed", style="bold red")
+    else:
+        console.print(f"{counted} passed in {seconds:.2f} s" if results else counted, style="bold")
+
+
+def _specs_said(count: int) -> str:
+    return f"{count} spec{'s' if count != 1 else ''}"
+
+
+def _print_suite(console: Console, suite: SuiteResult, least: float | None) -> None:
+    from rich.markup import escape
+
+    console.print(f"[bold]{escape(str(suite.spec))}[/bold]")
+    for problem in suite.problems:
+        console.print(f"  {problem}", style="red", markup=False)
+    if suite.scenarios is None and not suite.problems:
+        console.print(f"  no scenarios: write {suite.spec.stem}.scenarios.yaml beside it", style="yellow", markup=False)
+    for result in suite.results:
+        _print_result(console, result)
+    if suite.coverage is not None:
+        _print_coverage(console, suite.coverage, least, low=too_low(suite, least))
+    console.print()
+
+
+def _print_result(console: Console, result: ScenarioResult) -> None:
+    from rich.text import Text
+
+    mark = ("✓ ", "green") if result.passed else ("✗ ", "bold red")
+    console.print(Text.assemble("  ", mark, result.name, (f"  {result.seconds * 1e3:.0f} ms", "dim")))
+    for problem in result.problems:
+        console.print(f"      {problem}", style="red", markup=False)
+    if not result.differences:
+        return
+    console.print(f"      {result.origin}", style="dim", markup=False)
+    console.print(Text.assemble("      ", ("--- expected", "red"), "  ", ("+++ actual", "green")))
+    for difference in result.differences:
+        console.print(Text(f"      @@ {difference.what} @@", style="cyan"))
+        for side, line in difference.lines:
+            console.print(Text(f"      {side}{line}", style=_STYLES[side]))
+
+
+def _print_coverage(console: Console, coverage: Coverage, least: float | None, *, low: bool) -> None:
+    from engine.scenarios.coverage import show_edge
+
+    missing = coverage.missing
+    said = f"  {len(coverage.taken) - len(missing)} of {len(coverage.taken)} transitions taken"
+    if low and least is not None:
+        said += f": {coverage.percent:.1f} %, {least:g} % are required"
+    console.print(said, style="red" if low else "yellow" if missing else "", markup=False)
+    for edge in missing:
+        console.print(f"    never: {show_edge(edge)}", style="red" if low else "yellow", markup=False)
+
+
+# ---- json
+
+
+def as_data(suites: Sequence[SuiteResult], least: float | None) -> dict[str, Any]:
+    """`{"status": 0 | 1 | 2, "specs": [{"spec", "scenarios", "problems", "results": [...], "coverage"}]}`."""
+    return {"status": status(suites, least), "specs": [_suite_data(suite, least) for suite in suites]}
+
+
+def _suite_data(suite: SuiteResult, least: float | None) -> dict[str, Any]:
+    return {
+        "spec": str(suite.spec),
+        "scenarios": str(suite.scenarios) if suite.scenarios else None,
+        "problems": [str(problem) for problem in suite.problems],
+        "results": [_result_data(result) for result in suite.results],
+        "coverage": _coverage_data(suite, least),
+    }
+
+
+def _result_data(result: ScenarioResult) -> dict[str, Any]:
+    origin = result.origin
+    return {
+        "name": result.name,
+        "passed": result.passed,
+        "line": origin.line if origin else None,
+        "problems": [str(problem) for problem in result.problems],
+        "differences": [{"what": difference.what, "diff": difference.text} for difference in result.differences],
+        "failure": result.failure.model_dump(mode="json", exclude={"trace"}) if result.failure else None,
+        "seconds": round(result.seconds, 6),
+    }
+
+
+def _coverage_data(suite: SuiteResult, least: float | None) -> dict[str, Any] | None:
+    if suite.coverage is None:
+        return None
+    names = ("source", "trigger", "dest", "conditions")
+    taken = [{**dict(zip(names, edge, strict=True)), "taken": count} for edge, count in suite.coverage.taken.items()]
+    impossible = [dict(zip(names, edge, strict=True)) for edge in suite.coverage.impossible]
+    return {
+        "percent": round(suite.coverage.percent, 3),
+        "enough": not too_low(suite, least),
+        "transitions": taken,
+        "impossible": impossible,
+    }

@@ -1,0 +1,291 @@
+"""One episode's live state: everything that an action may read or change.
+
+Invariant: it changes only through an action's `apply`, which is pure, so the journal's records alone rebuild
+it exactly. What costs memory is kept once: tokens on the tape, words in the conversation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine.rewards.ledger import Ledger
+from engine.store.store import episode_id_of
+from engine.tokens.tape import as_seen
+from schemas.environment import EpisodeView, Task
+from schemas.generation import FinishReason
+from schemas.message import MalformedCall, ToolCall
+from schemas.trajectory import Failure, Outcome, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from engine.tokens.conversation import Conversation
+    from schemas.episode import LimitsSpec
+
+UNBOUNDED = 2**53 - 1
+"""What a guard reads for a limit that is not set: the largest integer that a double holds exactly."""
+
+_NO_FEEDBACK: dict[str, Any] = {"solved": False, "satisfied": False, "malformed": False}
+
+
+def derive_seed(*parts: object) -> int:
+    """A seed in [0, 2**63) that depends on every part and on nothing else."""
+    text = "\0".join(str(part) for part in parts).encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def limit_variables(limits: LimitsSpec) -> dict[str, int | float]:
+    """The `limits` variable of guards: every field, `UNBOUNDED` where it is not set."""
+    return {name: UNBOUNDED if value is None else value for name, value in limits}
+
+
+class Past(Sequence[Any]):
+    """A list that only grows, as it was when this was made: no copy, so a view costs the same at every turn."""
+
+    __slots__ = ("_items", "_length")
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+        self._length = len(items)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._items[: self._length][index]
+        if not -self._length <= index < self._length:
+            raise IndexError(f"index {index} of {self._length}")
+        return self._items[index if index >= 0 else self._length + index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # compared by what it holds
+
+    def __repr__(self) -> str:
+        return repr(self._items[: self._length])
+
+
+class TurnNote(NamedTuple):
+    """What is told of a turn beside where it lies and what it earned, which is known at the end. See `Turn`."""
+
+    finish: FinishReason
+    event: str
+    anchor: str | None
+    seconds: float
+    queue_seconds: float
+    cached_tokens: int
+    prompt_tokens: int
+
+
+class Episode:
+    """The live state of one episode.
+
+    Args:
+        task: The row that it is about.
+        sample_index: Which of the task's samples, from 0.
+        run_seed: `rollout.seed`.
+        conversation: An unopened conversation: messages, tape, branches.
+        initial: The machine's first state.
+        limits: The `limits` variable of guards, shared by all episodes.
+        salt: `rollout.salt`.
+    """
+
+    __slots__ = (
+        "aborted",
+        "attempts",
+        "conversation",
+        "event",
+        "facts",
+        "failure",
+        "feedback",
+        "finish",
+        "id",
+        "ledger",
+        "limit",
+        "limits",
+        "path",
+        "salt",
+        "sample_index",
+        "sampled",
+        "seconds",
+        "seed",
+        "seq",
+        "solved",
+        "solved_turn",
+        "started",
+        "state",
+        "task",
+        "text",
+        "tool_calls",
+        "tool_errors",
+        "turn",
+        "turn_tokens",
+        "turns",
+        "user_tokens",
+        "user_turns",
+    )
+
+    def __init__(
+        self,
+        task: Task,
+        sample_index: int,
+        run_seed: int,
+        conversation: Conversation,
+        initial: str,
+        limits: dict[str, int | float],
+        *,
+        salt: int = 0,
+    ) -> None:
+        self.id = episode_id_of(task.id, sample_index)
+        self.task = task
+        self.sample_index = sample_index
+        self.seed = derive_seed(run_seed, task.id, sample_index)
+        self.salt = salt
+        self.conversation = conversation
+        self.ledger = Ledger()
+        self.limits = limits
+        self.state = initial
+        self.event = ""
+        self.seq = 0
+        self.started = time.time()
+        self.turn = -1
+        self.user_turns = 0
+        self.user_tokens = 0
+        self.tool_calls = 0
+        self.tool_errors = 0
+        self.sampled = 0
+        self.turn_tokens = 0
+        self.text = ""
+        self.finish: FinishReason | None = None
+        self.attempts: list[ToolCall | MalformedCall] = []
+        self.turns: list[TurnNote] = []
+        self.facts: dict[str, Any] = {}
+        self.feedback: dict[str, Any] = _NO_FEEDBACK
+        self.path: list[tuple[str, str, str]] = []
+        self.seconds: dict[str, float] = {}
+        self.limit: str | None = None
+        self.failure: Failure | None = None
+        self.solved = False
+        self.solved_turn: int | None = None
+        self.aborted = False
+
+    @property
+    def malformed(self) -> list[MalformedCall]:
+        """Attempts of the newest turn that could not be read."""
+        return [attempt for attempt in self.attempts if isinstance(attempt, MalformedCall)]
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Calls of the newest turn that could be read."""
+        return [attempt for attempt in self.attempts if isinstance(attempt, ToolCall)]
+
+    def turn_seed(self) -> int:
+        """The sampling seed of the turn that comes next."""
+        return derive_seed(self.seed, self.turn + 1, *((self.salt,) if self.salt else ()))
+
+    def view(self) -> EpisodeView:
+        """What a world may see now."""
+        return EpisodeView(
+            episode_id=self.id,
+            task=self.task,
+            seed=self.seed,
+            messages=Past(self.conversation.messages),
+            turn=self.turn,
+            user_turn=self.user_turns,
+            calls=self.calls,
+            malformed=self.malformed,
+            finish=self.finish.type if self.finish else "",
+            facts=dict(self.facts),
+            rewards=self.ledger.totals(self.turn + 1),
+        )
+
+    def context(self, names: frozenset[str]) -> dict[str, Any]:
+        """The guard variables among `names`; the rest are not built."""
+        return {name: _VARIABLES[name](self) for name in names if name in _VARIABLES}
+
+    def _rewards(self) -> dict[str, float]:
+        totals = self.ledger.totals(self.turn + 1)
+        return {
+            "total": float(sum(totals)),
+            "last": float(totals[-1]) if totals else 0.0,
+            "previous": float(totals[-2]) if len(totals) > 1 else 0.0,
+        }
+
+    def move(self, event: str, dest: str) -> None:
+        """Take a transition."""
+        self.path.append((self.state, event, dest))
+        self.event = event
+        self.state = dest
+
+    def outcome(self, *, exact: bool) -> Outcome:
+        """How it ended. `exact` says whether the backend gives token ids."""
+        blameless = self.failure is None or self.failure.blame == "policy"
+        by_name = self.ledger.by_name()
+        return Outcome(
+            state=self.state,
+            event=self.event,
+            limit=self.limit,
+            failure=self.failure,
+            solved=self.solved,
+            solved_turn=self.solved_turn,
+            trainable=exact and blameless and not self.aborted and self.turn >= 0,
+            reward=float(sum(self.ledger.totals(self.turn + 1))),
+            rewards=by_name,
+        )
+
+    def trajectory(self, run_id: str, *, exact: bool) -> Trajectory:
+        """What is handed on. Seals the ledger."""
+        sealed = self.ledger.seal(self.turn + 1)
+        conversation = self.conversation
+        turns = [
+            Turn(index=index, **note._asdict(), **place._asdict(), rewards=self.ledger.turn(index))
+            for index, (note, place) in enumerate(zip(self.turns, conversation.turns, strict=True))
+        ]
+        return Trajectory(
+            run_id=run_id,
+            episode_id=self.id,
+            task_id=self.task.id,
+            sample_index=self.sample_index,
+            seed=self.seed,
+            history=conversation.history,
+            outcome=self.outcome(exact=exact),
+            messages=list(conversation.messages),
+            turns=turns,
+            branches=[as_seen(branch) for branch in conversation.branches()],
+            postings=list(sealed.postings),
+            facts=self.facts,
+            path=self.path,
+            counts={
+                "tool_calls": self.tool_calls,
+                "tool_errors": self.tool_errors,
+                "user_turns": self.user_turns,
+                **({"user_tokens": self.user_tokens} if self.user_tokens else {}),
+                "sampled_tokens": self.sampled,
+                "context_tokens": conversation.length,
+                **({"images": len(images)} if (images := conversation.images) else {}),
+            },
+            seconds=self.seconds,
+        )
+
+
+_VARIABLES: dict[str, Any] = {
+    "turns": lambda e: {"assistant": e.turn + 1, "user": e.user_turns},
+    "tools": lambda e: {"calls": e.tool_calls, "errors": e.tool_errors},
+    "tokens": lambda e: {"sampled": e.sampled, "context": e.conversation.length},
+    "images": lambda e: {"shown": len(e.conversation.images)},
+    "limits": lambda e: e.limits,
+    "rewards": lambda e: e._rewards(),
+    "last": lambda e: {
+        "finish": e.finish.type if e.finish else "",
+        "tokens": e.turn_tokens,
+        "calls": len(e.calls),
+        "malformed": bool(e.malformed),
+        "text": e.text,
+    },
+    "feedback": lambda e: e.feedback,
+    "facts": lambda e: e.facts,
+    "task": lambda e: e.task.fields,
+}

@@ -1,0 +1,330 @@
+"""Drives one episode through its machine: action, record, event, transition.
+
+Invariants:
+- An action begins only when the record before it is durable, so a crash loses no finished turn.
+- Whatever goes wrong inside one episode becomes a `Failure` on it. `run` raises for cancellation alone.
+- Limits are checked before an action, in this order: `episode_seconds`; for `generate` then
+  `assistant_turns`, `images`, `episode_tokens`, the model's `context`; for `call_tools` then `tool_calls`; for
+  `ask_user` then `user_turns`. A final state's action is not limited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from engine.actions.base import Action, World
+from engine.episode import Episode
+from engine.errors import ContextOverflow, EngineError, ReplayError, WorldError
+from engine.store.codec import Written, write_record
+from schemas.journal import FailureRecord, JournalEntry, LimitRecord, Record
+from schemas.trajectory import Failure
+
+if TYPE_CHECKING:
+    from engine.actions.images import Settle
+    from engine.machine.compile import EpisodeMachine
+    from engine.rewards.rules import Rules
+
+log = structlog.get_logger(__name__)
+
+MOST_STEPS = 100_000
+"""No episode takes more steps: what a machine whose cycles no limit bounds is stopped by."""
+
+Append = Callable[[str, JournalEntry, Written], Awaitable[None]]
+"""Writes an entry down, given its record in columns; returns when it is durable."""
+Watch = Callable[[Episode, str, str], None]
+"""Told of each transition: the episode, where it stood, and the event."""
+
+
+class RestartNeededError(ReplayError):
+    """The episode cannot be taken up again where it stopped: it must begin anew."""
+
+
+class _Clock:
+    """An episode's time: ends the action that is waiting when it is over. One timer, however many actions there are.
+
+    with clock:
+        await action.perform(episode, world)    # TimeoutError, and `over`, where the time ended in here
+    """
+
+    __slots__ = ("_acting", "_before", "_loop", "_seconds", "_task", "_timer", "ends", "over")
+
+    def __init__(self, seconds: float, spent: float) -> None:
+        self._loop = loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._seconds = seconds
+        self._acting = False
+        self._before = 0
+        self.over = False
+        """It ended an action."""
+        self.ends = loop.time() + seconds - spent
+        """When it is over, by the loop's time."""
+        self._timer = loop.call_at(self.ends, self._strike)
+
+    def spent(self) -> float | None:
+        """Seconds that the episode has taken, once it has taken too many; None before."""
+        left = self.ends - self._loop.time()
+        return self._seconds - left if left <= 0 else None
+
+    def stop(self) -> None:
+        """The episode has ended."""
+        self._timer.cancel()
+
+    def _strike(self) -> None:
+        # Between actions the episode waits for its journal, and that is never broken off.
+        if self._acting and self._task is not None:
+            self.over = True
+            self._task.cancel()
+
+    def __enter__(self) -> None:
+        self._acting = True
+        self._before = 0 if self._task is None else self._task.cancelling()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._acting = False
+        # Cancelled from outside as well, the episode ends as it was told to.
+        if self.over and self._task is not None:
+            alone = self._task.uncancel() <= self._before
+            if alone and kind is asyncio.CancelledError:
+                raise TimeoutError from error
+
+
+class Executor:
+    """Drives episodes of one spec. Shared by all of them: it holds nothing of any one."""
+
+    def __init__(
+        self,
+        machine: EpisodeMachine,
+        actions: Mapping[str, Action],
+        rules: Rules,
+        *,
+        episode_seconds: float | None,
+        append: Append,
+        watch: Watch | None = None,
+        settle: Settle | None = None,
+    ) -> None:
+        self._machine = machine
+        self._actions = actions
+        self._rules = rules
+        self._seconds = episode_seconds
+        self._append = append
+        self._watch = watch
+        self._settle = settle
+
+    async def run(self, episode: Episode, world: World) -> None:
+        """Drive the episode to its end; its `failure` says what went wrong, if anything did."""
+        clock = None if self._seconds is None else _Clock(self._seconds, time.time() - episode.started)
+        try:
+            await self._steps(episode, world, clock)
+        finally:
+            if clock is not None:
+                clock.stop()
+
+    async def _steps(self, episode: Episode, world: World, clock: _Clock | None) -> None:
+        while True:
+            state = episode.state
+            final = state in self._machine.final
+            action = self._actions.get(state)
+            if action is None and final:
+                return
+            at = time.time()
+            began = time.perf_counter()
+            record = await self._perform(episode, action, world, None if final else clock)
+            if not await self._commit(episode, record, at, time.perf_counter() - began):
+                return
+
+    async def run_failed(self, episode: Episode, world: World, record: FailureRecord) -> None:
+        """An episode whose world could not be built: it fails where it stands, and goes on from there."""
+        if await self._commit(episode, record, time.time(), 0.0):
+            await self.run(episode, world)
+
+    async def _commit(self, episode: Episode, record: Record, at: float, seconds: float) -> bool:
+        """Feed a record and write it down; whether the episode goes on."""
+        state = episode.state
+        try:
+            written = write_record(record)
+        except EngineError as error:  # a world said what cannot be written down: nothing of it may count
+            record = FailureRecord(failure=failure_of(error, episode))
+            written = write_record(record)
+        event, dest = self.feed(episode, record)
+        entry = JournalEntry(
+            seq=episode.seq, state=state, event=event, dest=dest, record=record, at=at, seconds=seconds
+        )
+        episode.seq += 1
+        note_seconds(episode, entry)
+        await self._append(episode.id, entry, written)
+        return bool(dest)
+
+    async def _perform(self, episode: Episode, action: Action | None, world: World, clock: _Clock | None) -> Record:
+        """The record of this state: what the action brought back, or the limit or failure that forbade it."""
+        try:
+            if action is None:
+                raise WorldError(
+                    f"state `{episode.state}` has no action and is not final; give it one",
+                    blame="spec",
+                    kind="no_action",
+                )
+            if episode.seq >= MOST_STEPS:
+                raise WorldError(
+                    f"{MOST_STEPS} steps and no end: bound the machine's cycles by a limit",
+                    blame="spec",
+                    kind="unbounded",
+                )
+            if clock is None:
+                return await self._act(action, episode, world)
+            late = clock.spent()
+            if late is not None:
+                return LimitRecord(limit="episode_seconds", value=late)
+            reached = action.limit(episode)
+            if reached is not None:
+                return LimitRecord(limit=reached[0], value=reached[1])
+            try:
+                with clock:
+                    return await self._act(action, episode, world)
+            except TimeoutError:
+                if not clock.over:
+                    raise
+                return LimitRecord(limit="episode_seconds", value=self._seconds or 0.0)
+        except ContextOverflow:
+            return LimitRecord(limit="context", value=episode.conversation.length)
+        except EngineError as error:
+            return FailureRecord(failure=failure_of(error, episode))
+        except Exception as error:  # noqa: BLE001  (a fault of the engine must not end the other episodes)
+            return FailureRecord(failure=unexpected(error, episode))
+
+    async def _act(self, action: Action, episode: Episode, world: World) -> Record:
+        """What the action brings back, its images put away."""
+        record = await action.perform(episode, world)
+        return record if self._settle is None else await self._settle(episode, record)
+
+    def feed(self, episode: Episode, record: Record) -> tuple[str, str]:
+        """Apply a record and take its transition. Pure: the whole of a replay.
+
+        Returns:
+            (event, dest); the event is empty for a final state's own record, and dest where the episode ends.
+        """
+        state = episode.state
+        try:
+            event = self._apply(episode, record)
+            if episode.solved and episode.solved_turn is None:
+                episode.solved_turn = episode.turn
+            if not isinstance(record, LimitRecord | FailureRecord):
+                self._rules.apply(state, episode.ledger, episode.turn, episode.context)
+        except EngineError as error:
+            event = self._failed(episode, failure_of(error, episode))
+        except Exception as error:  # noqa: BLE001  (as above)
+            event = self._failed(episode, unexpected(error, episode))
+        if state in self._machine.final:
+            return "", ""
+        dest = self._next(episode, event)
+        if dest is None:
+            return event, ""
+        episode.move(event, dest)
+        if self._watch is not None:
+            self._watch(episode, state, event)
+        return event, dest
+
+    def _apply(self, episode: Episode, record: Record) -> str:
+        if isinstance(record, LimitRecord):
+            episode.limit = record.limit
+            return "limit"
+        if isinstance(record, FailureRecord):
+            return self._failed(episode, record.failure)
+        return self._actions[episode.state].apply(episode, record)
+
+    @staticmethod
+    def _failed(episode: Episode, failure: Failure) -> str:
+        if episode.failure is None:  # the first one is the cause; what follows from it is not
+            episode.failure = failure
+        return "failed"
+
+    def _next(self, episode: Episode, event: str) -> str | None:
+        """Where the event leads; None where nothing handles it, which is itself a failure."""
+        for attempt in dict.fromkeys((event, "failed")):
+            try:
+                return self._machine.next(episode.state, attempt, episode.context)
+            except EngineError as error:
+                self._failed(episode, failure_of(error, episode))
+        return None
+
+    async def restore(self, episode: Episode, world: World, journal: Sequence[JournalEntry]) -> None:
+        """Bring an episode to where its journal ends, calling again only what must be called again.
+
+        Raises:
+            RestartNeededError: something that was called cannot be called again, or answers otherwise now.
+            ReplayError: the journal does not lead where it says: the spec or the engine has changed.
+        """
+        for entry in journal:
+            action = self._actions.get(episode.state)
+            again = None
+            if action is not None and not isinstance(entry.record, LimitRecord | FailureRecord):
+                effects = action.effects(world, entry.record)
+                if effects == "external":
+                    raise RestartNeededError(f"{episode.id}: what was called in {entry.state} cannot be called again")
+                if effects == "replayable":
+                    again = await self._act(action, episode, world)
+            if again is not None and _told(again) != _told(entry.record):
+                raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) answers otherwise now")
+            self.follow(episode, entry)
+        if journal:
+            # The clock stands still between a crash and the resume.
+            episode.started = time.time() - (journal[-1].at + journal[-1].seconds - journal[0].at)
+
+    def follow(self, episode: Episode, entry: JournalEntry) -> None:
+        """Feed one journal entry, and hold it to where it says that it leads."""
+        if entry.seq != episode.seq or entry.state != episode.state:
+            raise ReplayError(
+                f"{episode.id}: the journal's step {entry.seq} is of {entry.state}; "
+                f"the episode is at step {episode.seq} in {episode.state}"
+            )
+        event, dest = self.feed(episode, entry.record)
+        if (event, dest) != (entry.event, entry.dest):
+            raise ReplayError(
+                f"{episode.id}: step {entry.seq} led from {entry.state} by `{entry.event}` to {entry.dest or 'the end'}; "
+                f"now it leads by `{event}` to {dest or 'the end'}"
+            )
+        episode.seq += 1
+        note_seconds(episode, entry)
+
+
+def note_seconds(episode: Episode, entry: JournalEntry) -> None:
+    """Add an entry's wall time to its state's."""
+    episode.seconds[entry.state] = episode.seconds.get(entry.state, 0.0) + entry.seconds
+
+
+def _told(record: Record) -> Any:
+    """What a record says, without how long it took to say."""
+    told = record.model_dump()
+    for result in told.get("results", ()):
+        result.pop("seconds", None)
+    return told
+
+
+def failure_of(error: EngineError, episode: Episode) -> Failure:
+    """A typed exception as the failure that it carries."""
+    return Failure(
+        kind=error.kind,
+        blame=error.blame,
+        message=str(error),
+        state=episode.state,
+        turn=episode.turn,
+        trace=getattr(error, "trace", None),
+    )
+
+
+def unexpected(error: BaseException, episode: Episode) -> Failure:
+    """An exception that nobody foresaw: the engine's own fault, told whole."""
+    log.error("unexpected error in an episode", episode=episode.id, state=episode.state, error=repr(error))
+    return Failure(
+        kind="engine_error",
+        blame="engine",
+        message=f"{type(error).__name__}: {error}",
+        state=episode.state,
+        turn=episode.turn,
+        trace="".join(traceback.format_exception(error)),
+    )

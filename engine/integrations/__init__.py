@@ -1,0 +1,1 @@
+"""What others have written, run here unchanged."""

@@ -1,0 +1,286 @@
+"""verl's interactions as simulated users: the same classes, the same YAML, the same rows.
+
+    user:
+      use: engine.integrations.verl:Interactions
+      effects: replayable
+      with: {config: interaction_config.yaml}
+
+An interaction is a class with `start_interaction`, `generate_response`, `calculate_score` and `finalize_interaction`; one
+object of it serves all episodes of a run, which it tells apart by `instance_id` (here the episode's id). Written from
+verl's documented interface (https://verl.readthedocs.io, "Interaction System"); nothing of verl need be installed.
+
+Differences that matter:
+- `finalize_interaction` is always called, also when the episode failed or ran out of something.
+- The score of a turn is a reward of the turn that earned it, named `interaction`, and really used.
+- What an interaction raises is the user's failure: the episode does not train, and no other is disturbed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+
+from engine.spec.entry import load_entry
+from schemas.environment import EpisodeView, Reset, Task, UserTurn
+from schemas.message import Message
+from schemas.reward import RewardEvent
+
+REWARD = "interaction"
+"""Name of the reward that a turn's score becomes."""
+PLACES = ("interaction_kwargs", "extra_info.interaction_kwargs")
+"""Where a row of verl's may have its interaction's arguments."""
+
+_shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, Any]] = weakref.WeakKeyDictionary()
+_import_lock = threading.Lock()
+
+
+class BaseInteraction:
+    """What `from verl.interactions.base import BaseInteraction` gives where verl is not installed."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.name: str = config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str | None:
+        """An episode begins."""
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """(whether to end, what is said, the turn's score, anything else)."""
+        raise NotImplementedError(f"{type(self).__name__} has no generate_response")
+
+    async def calculate_score(self, *args: Any, **kwargs: Any) -> float:
+        """The turn's score."""
+        return 0.0
+
+    async def finalize_interaction(self, *args: Any, **kwargs: Any) -> None:
+        """The episode is over."""
+
+
+class Interactions:
+    """A user that asks one of verl's interactions. One object an episode; the interaction itself is shared by the run.
+
+    Args:
+        config: verl's `interaction_config_path`: a YAML file with `interaction: [{name, class_name, config}]`. A relative
+            one is looked for beside the spec, then where the engine was started.
+        interaction: The same list, written into the spec.
+        kwargs: The task's field with the interaction's arguments, `name` among them; dotted. Left out:
+            `interaction_kwargs`, then `extra_info.interaction_kwargs`.
+        solved_at: Score from which a turn that ends the conversation counts as solved.
+    """
+
+    def __init__(
+        self,
+        config: str | None = None,
+        interaction: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: str | None = None,
+        solved_at: float = 1.0,
+    ) -> None:
+        if (config is None) == (interaction is None):
+            raise ValueError("give `config` (verl's interaction YAML) or `interaction` (its list), not both")
+        declared = _read(_find(config)) if config is not None else tuple(dict(item) for item in interaction or ())
+        self._declared = {name_of(item): item for item in declared}
+        if len(self._declared) != len(declared):
+            raise ValueError("two interactions have the same name; give each its own `name`")
+        if not declared:
+            raise ValueError("there is no interaction: write `interaction: [{name: …, class_name: …, config: {…}}]`")
+        self._places = (kwargs,) if kwargs is not None else PLACES
+        self._solved_at = solved_at
+        self._begun: tuple[Any, str] | None = None
+        """The interaction and the episode's id in it, once it was told of the episode."""
+        self._kwargs: dict[str, Any] = {}
+
+    async def respond(self, view: EpisodeView) -> UserTurn:
+        """What the interaction says to the newest reply."""
+        if self._begun is None:
+            await self._begin(view)
+        assert self._begun is not None
+        interaction, instance = self._begun
+        messages = [as_chat(message) for message in view.messages]
+        told = await _awaited(interaction.generate_response(instance, messages, **self._kwargs))
+        if not isinstance(told, tuple | list) or len(told) != 4:
+            raise TypeError(
+                f"{type(interaction).__name__}.generate_response must return (terminate, text, score, extra), not {told!r}"
+            )
+        terminate, text, score, extra = told
+        if score is None:
+            score = await _awaited(_called(interaction.calculate_score, instance, self._kwargs))
+        return self._turn(bool(terminate), text, score, extra or {}, type(interaction).__name__)
+
+    def _turn(self, terminate: bool, text: Any, score: Any, extra: Mapping[str, Any], who: str) -> UserTurn:
+        value = None if score is None else float(score)
+        cause = f"{who} at the end" if terminate else who
+        return UserTurn(
+            content=text or "",
+            satisfied=terminate,
+            solved=terminate and value is not None and value >= self._solved_at,
+            rewards=[] if value is None else [RewardEvent(turn="last", name=REWARD, value=value, cause=cause)],
+            facts=dict(extra),
+        )
+
+    async def _begin(self, view: EpisodeView) -> None:
+        """Choose the task's interaction, and tell it that the episode begins."""
+        self._kwargs = self._of(view.task)
+        item = self._chosen(view.task)
+        interaction = _instance(item)
+        self._begun = (interaction, view.episode_id)  # from here on it is finalized, even where starting fails
+        given = await _awaited(interaction.start_interaction(view.episode_id, **self._kwargs))
+        if isinstance(given, str) and given:
+            self._begun = (interaction, given)
+
+    def _of(self, task: Task) -> dict[str, Any]:
+        """The arguments of the task's interaction."""
+        for place in self._places:
+            value: Any = task.fields
+            for key in place.split("."):
+                value = value.get(key) if isinstance(value, Mapping) else None
+            if isinstance(value, Mapping):
+                return {str(key): item for key, item in value.items() if item is not None or key == "name"}
+        return {}
+
+    def _chosen(self, task: Task) -> Mapping[str, Any]:
+        name = self._kwargs.get("name")
+        if name is None and len(self._declared) == 1:
+            return next(iter(self._declared.values()))
+        if name not in self._declared:
+            known = ", ".join(self._declared)
+            raise ValueError(
+                f"task {task.id!r} names the interaction {name!r} (`{self._places[0]}.name`); the YAML has {known}"
+            )
+        return self._declared[name]
+
+    async def close(self) -> None:
+        """`finalize_interaction`, for every episode that the interaction was told of."""
+        if self._begun is not None:
+            interaction, instance = self._begun
+            self._begun = None
+            await _awaited(_called(interaction.finalize_interaction, instance, self._kwargs))
+
+
+class Prompt:
+    """An environment that begins with a row's own messages, as verl's data has them.
+
+    Args:
+        field: The task's field with the messages: `[{role, content}, …]`.
+    """
+
+    def __init__(self, field: str = "prompt") -> None:
+        self._field = field
+
+    def reset(self, task: Task, seed: int) -> Reset:
+        """The row's messages."""
+        rows = task.fields.get(self._field)
+        if not isinstance(rows, list | tuple) or not rows:
+            raise ValueError(f"task {task.id!r}: the field {self._field!r} must be a list of messages")
+        return Reset(messages=[Message(role=row["role"], content=row["content"]) for row in rows])
+
+
+def as_chat(message: Message) -> dict[str, Any]:
+    """A message as verl's interactions are given it: role and content."""
+    content: Any = (
+        message.content if isinstance(message.content, str) else [part.model_dump() for part in message.content]
+    )
+    return {"role": message.role, "content": content}
+
+
+def name_of(item: Mapping[str, Any]) -> str:
+    """An interaction's name: its own, or its class's as verl makes it (`Gsm8kInteraction` -> `gsm8k`)."""
+    if "class_name" not in item:
+        raise ValueError(f"an interaction needs `class_name`: {dict(item)!r}")
+    plain = str(item["class_name"]).replace(":", ".").rpartition(".")[2]
+    return str(item.get("name") or plain.removesuffix("Interaction").lower())
+
+
+def _find(config: str) -> Path:
+    """The YAML file; the spec's folder is on the import path."""
+    named = Path(config).expanduser()
+    places = [named] if named.is_absolute() else [*(Path(folder) / named for folder in sys.path), Path.cwd() / named]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"the interaction file `{config}` is neither beside the spec nor in {Path.cwd()}")
+    return found
+
+
+def _read(path: Path) -> tuple[dict[str, Any], ...]:
+    return _parsed(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _parsed(path: Path, changed: int) -> tuple[dict[str, Any], ...]:
+    """The file's list, read once for all episodes."""
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    listed = data.get("interaction") if isinstance(data, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+        raise ValueError(f"{path}: write `interaction: [{{name: …, class_name: …, config: {{…}}}}]`")
+    return tuple(listed)
+
+
+def _instance(item: Mapping[str, Any]) -> Any:
+    """The run's one object of an interaction: made once in each event loop."""
+    made = _shared.setdefault(asyncio.get_running_loop(), {})
+    key = orjson.dumps(item, option=orjson.OPT_SORT_KEYS, default=str)
+    if key not in made:
+        config = {**(item.get("config") or {}), "name": name_of(item)}
+        made[key] = interaction_class(str(item["class_name"]))(config=config)
+    return made[key]
+
+
+def interaction_class(name: str) -> Any:
+    """`package.module.Class`, as verl writes it, or `package.module:Class`.
+
+    Raises:
+        EntryError: it cannot be imported.
+    """
+    module, _, attribute = name.replace(":", ".").rpartition(".")
+    with _import_lock, _verl_stands_in():
+        return load_entry(f"{module}:{attribute}", None)
+
+
+@contextmanager
+def _verl_stands_in() -> Iterator[None]:
+    """Where verl is not installed: its `verl.interactions.base`, for as long as an interaction is imported."""
+    if "verl" in sys.modules or find_spec("verl") is not None:
+        yield
+        return
+    modules = {name: types.ModuleType(name) for name in ("verl", "verl.interactions", "verl.interactions.base")}
+    modules["verl"].__path__ = []
+    modules["verl.interactions"].__path__ = []
+    vars(modules["verl.interactions.base"])["BaseInteraction"] = BaseInteraction
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            sys.modules.pop(name, None)
+
+
+def _called(method: Any, instance: str, kwargs: Mapping[str, Any]) -> Any:
+    """A method that may take the instance, or (as in verl's own base class) nothing."""
+    try:
+        inspect.signature(method).bind(instance, **kwargs)
+    except TypeError:
+        try:
+            inspect.signature(method).bind(instance)
+        except TypeError:
+            return method()
+        return method(instance)
+    return method(instance, **kwargs)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

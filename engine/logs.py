@@ -1,0 +1,82 @@
+"""Logs: for people on a terminal, JSON lines otherwise; always on stderr, so that stdout stays the command's answer.
+
+The engine logs through structlog. What libraries say through the standard library's logging comes out in the same
+form, from warnings on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any, TextIO, cast
+
+import structlog
+
+LEVEL_VARIABLE = "EPISODE_ENGINE_LOG"
+"""Environment variable that sets the level: debug, info, warning, error."""
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class _Stderr:
+    """Whatever `sys.stderr` is when something is written: a live display may have taken its place."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def _json(event: Any, **_: Any) -> str:
+    import orjson
+
+    return orjson.dumps(event, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+def configure_logging(level: str | None = None, *, json: bool | None = None) -> None:
+    """Set logging up for this process. Doing it again replaces what was set up.
+
+    Args:
+        level: `debug`, `info`, `warning` or `error`; when left out, what the variable EPISODE_ENGINE_LOG says, else
+            `info`.
+        json: One JSON object a line, or text for people; when left out, JSON exactly where stderr is no terminal.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    name = (level or os.environ.get(LEVEL_VARIABLE) or "info").lower()
+    if name not in _LEVELS:
+        raise ValueError(f"log level {name!r} is none of {', '.join(_LEVELS)}")
+    terminal = sys.stderr.isatty()
+    as_json = not terminal if json is None else json
+
+    shared: list[structlog.types.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
+    ]
+    ending: list[structlog.types.Processor]
+    if as_json:
+        ending = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_json)]
+    else:
+        ending = [structlog.dev.ConsoleRenderer(colors=terminal and "NO_COLOR" not in os.environ)]
+
+    stream = cast(TextIO, _Stderr())
+    structlog.configure(
+        processors=[*shared, *ending],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[name]),
+        logger_factory=structlog.PrintLoggerFactory(stream),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *ending],
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(max(_LEVELS[name], logging.WARNING))

@@ -1,0 +1,1 @@
+"""A spec's machine: presets, guards, one shared `transitions.Machine`, pictures."""

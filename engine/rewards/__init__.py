@@ -1,0 +1,1 @@
+"""The ledger of rewards, the rules that move them, and credit assignment."""

@@ -1,0 +1,67 @@
+"""`bilevel_gae`: GAE over turns first, then over the tokens inside each turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.rewards.credit.base import Member, Values
+from engine.rewards.credit.turn_ppo import gae
+from schemas.episode import BilevelGaeCredit
+
+
+def bilevel_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[Values]:
+    """The upper level of VAGEN's bi-level GAE (arXiv 2510.16907, section 3.4): an advantage for each turn.
+
+        delta_t = r_t + gamma * V_t+1 - V_t,    V after the last turn = 0
+        A_t     = delta_t + gamma * lam * A_t+1
+
+    V_t is the critic's value at the last sampled token of turn t. Where turns end is said by the caller: a turn that
+    earned nothing is a turn like any other. (Read off the non-zero rewards, it would melt into the next.)
+
+    Raises:
+        LedgerError: there are no values, or not one for each sampled token.
+    """
+    return [_turns(spec, member)[0] for member in group]
+
+
+def bilevel_token_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[list[Values]]:
+    """Both levels: an advantage for each sampled token, turn by turn.
+
+        A_t,last = A_t                                                          of the upper level
+        delta_t,i = token_gamma * V_t,i+1 - V_t,i
+        A_t,i     = delta_t,i + token_gamma * token_lam * A_t,i+1               for the tokens before it
+
+    A KL penalty per token, which the paper adds to delta_t,i, is the trainer's affair.
+
+    Raises:
+        LedgerError: as in `bilevel_gae`.
+    """
+    found: list[list[Values]] = []
+    for member in group:
+        upper, by_turn = _turns(spec, member)
+        found.append([_tokens(spec, values, last) for values, last in zip(by_turn, upper.tolist(), strict=True)])
+    return found
+
+
+def _turns(spec: BilevelGaeCredit, member: Member) -> tuple[Values, list[Values]]:
+    """The advantage of each turn, and the values of its tokens."""
+    values, slices = member.valued(spec.method)
+    ends = np.zeros(len(slices))
+    following = 0.0
+    for turn in range(len(slices) - 1, -1, -1):
+        place = slices[turn]
+        if place.stop > place.start:  # a turn of which nothing was sampled is worth what follows it
+            following = float(values[place.stop - 1])
+        ends[turn] = following
+    return gae(member.ledger.totals, ends, spec.gamma, spec.lam), [values[place] for place in slices]
+
+
+def _tokens(spec: BilevelGaeCredit, values: Values, last: float) -> Values:
+    advantages = np.zeros(len(values))
+    advantages[-1:] = last
+    for token in range(len(values) - 2, -1, -1):
+        delta = spec.token_gamma * values[token + 1] - values[token]
+        advantages[token] = delta + spec.token_gamma * spec.token_lam * advantages[token + 1]
+    return advantages

@@ -1,0 +1,29 @@
+"""`score`: an attempt earns extra for being better than the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.rewards.credit.base import Member, Values, compare_turns, returns_to_go, shaped
+from schemas.episode import ScoreCredit
+
+
+def score(spec: ScoreCredit, group: Sequence[Member]) -> list[Values]:
+    """SCoRe's reward shaping (arXiv 2409.12917, section 5.2), for any number of attempts.
+
+        r'_k = r_k + alpha * (r_k - r_k-1),    r'_1 = r_1
+
+    then the return from each turn on (`gamma`) against the group's at the same turn, as in `turn_return`. In the paper
+    there are two attempts, and the bonus alpha * (r(y_2) - r(y_1)) is the second's. Every turn is an attempt.
+    """
+    rewards = shaped(group, spec.reward, lambda chosen, _: bonus(chosen, spec.alpha))
+    return compare_turns(spec, [returns_to_go(row, spec.gamma) for row in rewards])
+
+
+def bonus(rewards: Values, alpha: float) -> Values:
+    """r' of [turns]."""
+    better = np.zeros(len(rewards))
+    better[1:] = rewards[1:] - rewards[:-1]
+    return rewards + alpha * better

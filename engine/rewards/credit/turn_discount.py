@@ -1,0 +1,42 @@
+"""`turn_discount`: rewards that are worth less to the turns before them, in the three forms in use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.rewards.credit.base import Member, Values, compare_episodes, compare_turns, returns_to_go
+from schemas.episode import TurnDiscountCredit
+
+
+def turn_discount(spec: TurnDiscountCredit, group: Sequence[Member]) -> list[Values]:
+    """Discounting by turns, then the comparison with the group (`baseline: none, scale: none` leaves the numbers).
+
+        sum:       R_t = r_t + gamma * R_t+1
+        max:       R_t = max over k >= t of gamma^(k - t) * r_k
+        attempts:  R   = gamma^(T - 1) * (r_1 + … + r_T)    for every turn of an episode of T turns
+
+    `sum` is what AReaL's `apply_reward_discount` does to the turns of a conversation (arXiv 2505.24298's code): counted
+    from the end, turn t has gamma^(t - 1) of the final reward, so that with gamma 0.9 a final 10 after three turns is
+    8.1, 9, 10. `max` is the other one that Kevin compares it with (arXiv 2507.11948, section 3.2): a turn is worth the
+    best that came of it. `attempts` is AReaL's multi-turn workflow: the reward of an episode that was right at the t-th
+    attempt is r * gamma^(t - 1), for all its turns.
+
+    An episode counts once; one that is over counts with 0 in the baseline of later turns.
+    """
+    ledgers = [member.ledger for member in group]
+    if spec.form == "attempts":
+        scores = [ledger.total * spec.gamma ** max(ledger.turns - 1, 0) for ledger in ledgers]
+        advantages = compare_episodes(spec, scores)
+        return [np.full(ledger.turns, value) for ledger, value in zip(ledgers, advantages, strict=True)]
+    discount = returns_to_go if spec.form == "sum" else best_to_come
+    return compare_turns(spec, [discount(ledger.totals, spec.gamma) for ledger in ledgers])
+
+
+def best_to_come(rewards: Values, gamma: float) -> Values:
+    """R_t = max(r_t, gamma * R_t+1), of shape [turns] as the rewards."""
+    best = np.array(rewards, np.float64)
+    for turn in range(len(best) - 2, -1, -1):
+        best[turn] = max(best[turn], gamma * best[turn + 1])
+    return best

@@ -1,0 +1,312 @@
+"""The ledger of one episode: append-only rewards of its turns, and who moved what, when and why.
+
+Invariants:
+- Nothing is ever changed or taken back; what a turn holds is the fold of its postings.
+- A transfer is written as pairs of postings, -x and +x of the very same x, and the fold sums without rounding, so
+  the sum over turns is the same before and after, whatever is transferred.
+- An event is carried out wholly or not at all.
+- Addresses are resolved when the event is written: `last` is the newest turn of that moment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import LedgerError
+from engine.rewards.address import resolve_address
+from schemas.reward import Posting, RewardEvent
+
+if TYPE_CHECKING:
+    from schemas.trajectory import Blame
+
+REWARD = "reward"
+"""The name of a reward that was given none."""
+
+LARGEST = 1e300
+"""No turn may hold more, and no event write more: sums stay finite."""
+
+_BLAME: Mapping[str, Blame] = {"environment": "environment", "user": "user", "tool": "tool", "score": "environment"}
+
+
+def blame_of(source: str) -> Blame:
+    """Whose fault an event that cannot be carried out is, by its `source`: the spec's, unless a world wrote it."""
+    return _BLAME.get(source.partition(":")[0], "spec")
+
+
+class _Account:
+    """What one turn holds under one name: an exact sum, rounded only when it is read.
+
+    The partials are Shewchuk's non-overlapping floats (Discrete & Computational Geometry 18, 1997, fig. 7), which is
+    what `math.fsum` keeps: their sum is the exact one, so the order of postings does not matter.
+    """
+
+    __slots__ = ("held", "partials")
+
+    def __init__(self, partials: Sequence[float] = (0.0,)) -> None:
+        self.partials = list(partials)
+        self.held = math.fsum(partials)
+
+    def plus(self, delta: float) -> _Account:
+        """The account after one more posting."""
+        partials = []
+        for partial in self.partials:
+            high, low = (delta, partial) if abs(delta) >= abs(partial) else (partial, delta)
+            delta = high + low
+            rest = low - (delta - high)
+            if rest:
+                partials.append(rest)
+        if delta or not partials:
+            partials.append(delta)
+        return _Account(partials)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One arithmetic step, before it is written."""
+
+    turn: int
+    name: str
+    value: float
+    """What is added; for `set`, what the turn holds afterwards."""
+
+
+@dataclass(frozen=True, eq=False)
+class SealedLedger:
+    """A ledger that is over: what credit assignment works on."""
+
+    turns: int
+    """Assistant turns of the episode."""
+    names: tuple[str, ...]
+    """Rewards that any turn holds, in the order in which they were first written."""
+    matrix: Mapping[str, npt.NDArray[np.float64]]
+    """Name -> what each turn holds of it, shape [turns], read-only."""
+    totals: npt.NDArray[np.float64]
+    """What each turn holds, all names summed, shape [turns], read-only."""
+    postings: tuple[Posting, ...]
+    """Every step that led here."""
+
+    @property
+    def total(self) -> float:
+        """The episode's reward: all turns, all names."""
+        return math.fsum(self.totals)
+
+    @classmethod
+    def from_postings(cls, postings: Iterable[Posting], turns: int) -> SealedLedger:
+        """Fold stored postings again.
+
+        The sum of the deltas since the last `set` of a (turn, name), which starts it anew at its `after`.
+
+        Raises:
+            LedgerError: a posting is of a turn that the episode does not have.
+        """
+        ledger = Ledger()
+        for posting in postings:
+            ledger.restore(posting)
+        return ledger.seal(turns)
+
+
+class Ledger:
+    """The rewards of one episode, while it goes on.
+
+    ledger = Ledger()
+    ledger.post(RewardEvent(turn="last", value=1.0, cause="right answer", source="user"), at_turn=2)
+    ledger.post(RewardEvent(turn="last", op="transfer", to="previous", share=0.3), at_turn=2)
+    ledger.totals(3)                                        # [0.0, 0.3, 0.7]
+    """
+
+    __slots__ = ("_accounts", "_postings", "_sealed", "_totals")
+
+    def __init__(self) -> None:
+        self._accounts: dict[int, dict[str, _Account]] = {}
+        self._totals: dict[int, float] = {}
+        self._postings: list[Posting] = []
+        self._sealed = False
+
+    @property
+    def postings(self) -> Sequence[Posting]:
+        """Every step so far, oldest first."""
+        return tuple(self._postings)
+
+    def post(self, event: RewardEvent, at_turn: int) -> list[Posting]:
+        """Carry an event out.
+
+        Args:
+            event: What to add, set or transfer.
+            at_turn: The newest assistant turn, from 0.
+
+        Returns:
+            What was written: one posting for each turn and name that was touched; for a transfer, a pair for each
+            payer, receiver and name (another pair where a share of 1 is no single float).
+
+        Raises:
+            LedgerError: it cannot be carried out; the ledger is as it was. Blamed on who wrote it.
+        """
+        try:
+            if self._sealed:
+                raise LedgerError(
+                    "the ledger is sealed: the episode is over. Write rewards before or in the final state"
+                )
+            changes = self._transfers(event, at_turn) if event.op == "transfer" else self._writes(event, at_turn)
+            return self._write(changes, event, at_turn)
+        except LedgerError as error:
+            who = event.source or "a reward event"
+            raise LedgerError(f"{who}: {error}", blame=blame_of(event.source)) from None
+
+    def _writes(self, event: RewardEvent, at_turn: int) -> list[_Change]:
+        """`add` and `set`."""
+        name = REWARD if event.name is None else event.name
+        assert event.value is not None  # RewardEvent holds to it
+        turns = resolve_address(event.turn, at_turn, event.discount)
+        return [_Change(turn, name, event.value * weight) for turn, weight in turns]
+
+    def _transfers(self, event: RewardEvent, at_turn: int) -> list[_Change]:
+        """`transfer`: from each payer to each receiver, in pairs that sum to zero."""
+        assert event.to is not None  # RewardEvent holds to it
+        payers = resolve_address(event.turn, at_turn, event.discount)
+        receivers = resolve_address(event.to, at_turn, event.discount)
+        if [turn for turn, _ in payers] == [turn for turn, _ in receivers] and len(payers) == 1:
+            turn = payers[0][0]
+            raise LedgerError(f"a transfer from turn {turn} to itself (`{event.turn}` to `{event.to}`); name two turns")
+        whole = math.fsum(weight for _, weight in receivers)
+        changes: list[_Change] = []
+        for payer, name, amount in self._payments(event, payers):
+            for receiver, weight in receivers:
+                if receiver != payer:  # what a turn would pay to itself stays where it is
+                    part = amount * (weight / whole)
+                    changes += [_Change(payer, name, 0.0 - part), _Change(receiver, name, part)]
+        return changes
+
+    def _payments(self, event: RewardEvent, payers: list[tuple[int, float]]) -> list[tuple[int, str, float]]:
+        """What each payer gives up: (turn, name, amount).
+
+        With `share`, that part of what it holds of each name; with `value`, the amount, below zero if need be.
+        """
+        payments: list[tuple[int, str, float]] = []
+        for turn, weight in payers:
+            held = self._accounts.get(turn, {})
+            if event.share is None:
+                assert event.value is not None  # RewardEvent holds to it
+                if event.name is None and len(held) > 1:
+                    raise LedgerError(
+                        f"a transfer of {event.value} without a `name`, and turn {turn} holds {_listed(held)}; say which"
+                    )
+                names = held if event.name is None else {event.name: None} if self._ever(event.name, payers) else {}
+                payments += [(turn, name, event.value * weight) for name in names]
+                continue
+            share = event.share if event.turn == "all" else event.share * weight
+            if share > 1.0:
+                raise LedgerError(f"`share` {event.share} times its discount is {share}: more than turn {turn} holds")
+            names_held = [event.name] if event.name in held else held if event.name is None else []
+            for name in names_held:
+                # All of it is all of it: the exact sum, whose rounded value would leave dust behind.
+                amounts = held[name].partials if share == 1.0 else [share * held[name].held]
+                payments += [(turn, name, amount) for amount in amounts]
+        if not payments:
+            who = f"turn {payers[0][0]}" if len(payers) == 1 else "no turn"
+            verb = "has never held" if len(payers) == 1 else "has ever held"
+            others = {name: None for turn, _ in payers for name in self._accounts.get(turn, {})}
+            what = "a reward" if event.name is None else f"`{event.name}`"
+            there = f"; it holds {_listed(others)}" if others else ""
+            raise LedgerError(f"{who} {verb} {what}{there}. Add to it before it pays, or transfer another")
+        return payments
+
+    def _ever(self, name: str, payers: list[tuple[int, float]]) -> bool:
+        return any(name in self._accounts.get(turn, {}) for turn, _ in payers)
+
+    def _write(self, changes: list[_Change], event: RewardEvent, at_turn: int) -> list[Posting]:
+        """Write all of an event's steps, or none."""
+        after: dict[tuple[int, str], _Account] = {}
+        postings: list[Posting] = []
+        for change in changes:
+            key = (change.turn, change.name)
+            before = after.get(key) or self._accounts.get(change.turn, {}).get(change.name) or _Account()
+            if not abs(change.value) <= LARGEST or not abs(before.held + change.value) <= LARGEST:
+                raise LedgerError(f"{change.value} on top of {before.held} is beyond {LARGEST}; check the value")
+            # A set starts the sum anew: it is exactly what was asked for, however its delta was rounded.
+            account = _Account([change.value]) if event.op == "set" else before.plus(change.value)
+            after[key] = account
+            postings.append(
+                Posting(
+                    seq=len(self._postings) + len(postings),
+                    turn=change.turn,
+                    name=change.name,
+                    delta=change.value - before.held if event.op == "set" else change.value,
+                    after=account.held,
+                    at_turn=at_turn,
+                    op=event.op,
+                    cause=event.cause,
+                    source=event.source,
+                )
+            )
+        for (turn, name), account in after.items():
+            self._put(turn, name, account)
+        self._postings += postings
+        return postings
+
+    def _put(self, turn: int, name: str, account: _Account) -> None:
+        accounts = self._accounts.setdefault(turn, {})
+        accounts[name] = account
+        self._totals[turn] = math.fsum(each.held for each in accounts.values())
+
+    def restore(self, posting: Posting) -> None:
+        """Write down again a step that another ledger took."""
+        before = self._accounts.get(posting.turn, {}).get(posting.name) or _Account()
+        account = _Account([posting.after]) if posting.op == "set" else before.plus(posting.delta)
+        self._put(posting.turn, posting.name, account)
+        self._postings.append(posting)
+
+    def _held(self, turn: int, name: str) -> float:
+        account = self._accounts.get(turn, {}).get(name)
+        return account.held if account else 0.0
+
+    def turn(self, turn: int) -> dict[str, float]:
+        """What a turn holds, by name, in the order in which the names were first written."""
+        return {name: account.held for name, account in self._accounts.get(turn, {}).items()}
+
+    def totals(self, turns: int) -> list[float]:
+        """What each of the first so many turns holds, all names summed."""
+        if not self._totals:
+            return [0.0] * turns
+        return [self._totals.get(turn, 0.0) for turn in range(turns)]
+
+    def by_name(self) -> dict[str, float]:
+        """The sum over turns of each name, in the order in which the names were first written."""
+        return {
+            name: math.fsum(accounts[name].held for accounts in self._accounts.values() if name in accounts)
+            for name in self._names()
+        }
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(posting.name for posting in self._postings))
+
+    def seal(self, turns: int) -> SealedLedger:
+        """Close the ledger: nothing can be posted any more.
+
+        Args:
+            turns: Assistant turns that the episode took.
+
+        Raises:
+            LedgerError: a turn beyond them holds a reward.
+        """
+        beyond = [turn for turn in self._accounts if turn >= turns]
+        if beyond:
+            raise LedgerError(f"turn {min(beyond)} holds a reward, but the episode took {turns} turns", blame="engine")
+        self._sealed = True
+        matrix = {name: _frozen([self._held(turn, name) for turn in range(turns)]) for name in self._names()}
+        return SealedLedger(turns, self._names(), matrix, _frozen(self.totals(turns)), tuple(self._postings))
+
+
+def _frozen(values: Sequence[float]) -> npt.NDArray[np.float64]:
+    array = np.array(values, dtype=np.float64)
+    array.flags.writeable = False
+    return array
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

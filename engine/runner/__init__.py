@@ -1,0 +1,1 @@
+"""Drives many episodes: concurrency, groups, resume, counts."""

@@ -1,0 +1,195 @@
+"""Replay: rebuild finished episodes from their journals, and compare them with what was stored, byte for byte.
+
+No model and no world is asked: only the journal's records are fed to the machine. What differs is told exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.actions.base import Services, World
+from engine.actions.registry import build_actions
+from engine.actions.workers import Workers
+from engine.actions.world import WorldBuilder
+from engine.backends.replay import ReplayBackend
+from engine.episode import Episode, limit_variables
+from engine.errors import EngineError, ReplayError
+from engine.executor import Executor
+from engine.machine.compile import EpisodeMachine
+from engine.machine.presets import resolve_machine
+from engine.rewards.rules import compile_rules
+from engine.store.images import stored_images
+from engine.tokens.conversation import Conversation
+from schemas.trajectory import EpisodeScore, Failure
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+    from engine.store.codec import Written
+    from engine.store.store import RunStore
+    from engine.tokens.format import ChatFormat
+    from schemas.environment import Task
+    from schemas.journal import JournalEntry
+    from schemas.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One episode, replayed."""
+
+    episode_id: str
+    tokens: int
+    """Tokens of all its branches."""
+    difference: str | None
+    """The first difference from what was stored; None when there is none."""
+
+
+async def _no_append(episode_id: str, entry: JournalEntry, written: Written) -> None:
+    raise AssertionError("a replay writes nothing")
+
+
+class Replayer:
+    """Rebuilds the episodes of one run."""
+
+    def __init__(self, loaded: LoadedSpec, format: ChatFormat, store: RunStore) -> None:
+        spec = loaded.spec
+        self._spec = spec
+        self._format = format
+        self._store = store
+        if format.vision is not None:
+            format.vision.bank.read_from(stored_images(store))
+        self._exact = spec.backend.kind != "openai"
+        self._workers = Workers(4)
+        services = Services(
+            spec=spec,
+            format=format,
+            backend=ReplayBackend(trainable=self._exact),
+            workers=self._workers,
+            slots=asyncio.Semaphore(1),
+        )
+        resolved = resolve_machine(spec.machine)
+        machine = EpisodeMachine(resolved)
+        self._initial = machine.initial
+        self._worlds = WorldBuilder(services, loaded.base)
+        self._offers_tools = self._worlds.shared_toolbox is None
+        self._limits = limit_variables(spec.limits)
+        self._executor = Executor(
+            machine,
+            build_actions(resolved.states, services, loaded.base),
+            compile_rules(spec.rewards.reassign),
+            episode_seconds=None,
+            append=_no_append,
+        )
+
+    async def rebuild(self, task: Task, sample: int, journal: list[JournalEntry], upto: int | None = None) -> Episode:
+        """Feed a journal to a fresh episode.
+
+        Args:
+            task: The episode's task.
+            sample: Its index in the group.
+            journal: Its entries, from the first.
+            upto: Feed only so many of them.
+
+        Raises:
+            ReplayError: the journal does not lead where it says.
+        """
+        # The tools that an environment offers are part of the prompt, so its object is needed to know them.
+        world = await self._worlds.open(task) if self._offers_tools else World(toolbox=self._worlds.shared_toolbox)
+        try:
+            schemas = world.toolbox.schemas if world.toolbox else []
+            conversation = Conversation(self._format, schemas, self._spec.model.history)
+            episode = Episode(task, sample, self._spec.rollout.seed, conversation, self._initial, self._limits)
+            for entry in journal[:upto]:
+                self._executor.follow(episode, entry)
+            return episode
+        finally:
+            await self._worlds.close(world)
+
+    async def rescore(self, stored: Trajectory, task: Task) -> EpisodeScore:
+        """Feed a finished episode's journal again, and say what this spec's rules make of it.
+
+        Tokens and words stay as they are: they do not depend on rewards. Where the rules cannot be carried out, or
+        would have led elsewhere than the journal leads, the score holds the failure that says so, and no rewards.
+        """
+        try:
+            journal = self._store.journal(stored.episode_id)
+            episode = await self._begin(task, stored.sample_index)
+            elsewhere = self._follow_all(episode, journal)
+            if elsewhere is not None:
+                return _unscored(stored, episode.failure or elsewhere)
+            if episode.failure is not None and episode.failure != stored.outcome.failure:
+                return _unscored(stored, episode.failure)
+            again = episode.trajectory(stored.run_id, exact=self._exact)
+        except EngineError as error:
+            return _unscored(stored, Failure(kind=error.kind, blame=error.blame, message=str(error)))
+        return EpisodeScore(
+            outcome=again.outcome,
+            rewards=[turn.rewards for turn in again.turns],
+            anchors=[turn.anchor for turn in again.turns],
+            postings=again.postings,
+        )
+
+    async def _begin(self, task: Task, sample: int) -> Episode:
+        """A fresh episode, before its first step."""
+        return await self.rebuild(task, sample, [])
+
+    def _follow_all(self, episode: Episode, journal: Sequence[JournalEntry]) -> Failure | None:
+        """Feed a whole journal; where it leads elsewhere than it says, the failure that tells so."""
+        for entry in journal:
+            try:
+                self._executor.follow(episode, entry)
+            except ReplayError as error:
+                return Failure(
+                    kind="other_path", blame="spec", message=str(error), state=entry.state, turn=episode.turn
+                )
+        return None
+
+    async def check(self, stored: Trajectory, task: Task) -> Replayed:
+        """Replay one finished episode and compare."""
+        tokens = sum(len(branch.input_ids) for branch in stored.branches)
+        try:
+            episode = await self.rebuild(task, stored.sample_index, self._store.journal(stored.episode_id))
+            again = episode.trajectory(stored.run_id, exact=self._exact)
+        except EngineError as error:
+            return Replayed(stored.episode_id, tokens, f"{type(error).__name__}: {error}")
+        return Replayed(stored.episode_id, tokens, first_difference(again, stored))
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._workers.close()
+
+
+def _unscored(stored: Trajectory, failure: Failure) -> EpisodeScore:
+    """No rewards, and why."""
+    outcome = stored.outcome.model_copy(update={"failure": failure, "trainable": False, "reward": 0.0, "rewards": {}})
+    return EpisodeScore(outcome=outcome, rewards=[{} for _ in stored.turns], anchors=[None for _ in stored.turns])
+
+
+def _pairs(left: Any, right: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
+        for key in left:
+            yield from _pairs(left[key], right[key], f"{path}.{key}" if path else str(key))
+    elif isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
+        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+            yield from _pairs(a, b, f"{path}[{index}]")
+    else:
+        yield path, left, right
+
+
+def first_difference(left: Trajectory, right: Trajectory) -> str | None:
+    """Where two trajectories differ first, in words; None when they are the same, arrays to the bit."""
+    for path, a, b in _pairs(left.model_dump(), right.model_dump(), ""):
+        if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+            if a.dtype == b.dtype and a.tobytes() == b.tobytes():
+                continue
+            if a.shape != b.shape:
+                return f"{path}: {len(a)} entries now, {len(b)} stored"
+            at = int(np.flatnonzero(a.view(np.int32) != b.view(np.int32))[0])
+            return f"{path}[{at}]: {a[at]} now, {b[at]} stored"
+        if a != b:
+            return f"{path}: {a!r} now, {b!r} stored"
+    return None

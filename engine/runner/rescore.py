@@ -1,0 +1,139 @@
+"""Rescore: what other rules and another credit make of stored episodes, without a model.
+
+Invariant: only the section `rewards` of the new spec is used, and what the run's own rules came to stays as it is. A
+spec that differs where that would have made other episodes of these is refused with every place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import StoreError
+from engine.runner.replay import Replayer
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+    from engine.store.store import RunStore
+    from engine.tokens.format import ChatFormat
+    from schemas.episode import EpisodeSpec
+    from schemas.trajectory import EpisodeScore, Trajectory
+
+MATTERS = ("model", "prompt", "environment", "tools", "user", "users", "machine", "limits", "recover")
+"""Sections that decide what was said and done. Of the others nothing is used: how it was sampled, where, how often."""
+
+
+@dataclass(slots=True)
+class Rescored:
+    """What came of it."""
+
+    label: str
+    episodes: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    """Episodes that these rules make nothing of, by the failure's kind."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """One of them, in words, by kind."""
+    changed: int = 0
+    """Episodes of which some turn holds something else than before."""
+    before: float = 0.0
+    """The sum of the episodes' rewards by the run's own rules; `after` by these."""
+    after: float = 0.0
+
+    def add(self, stored: Trajectory, score: EpisodeScore) -> None:
+        """Count one episode."""
+        self.episodes += 1
+        self.before += stored.outcome.reward
+        self.after += score.outcome.reward
+        self.changed += [turn.rewards for turn in stored.turns] != score.rewards
+        failure = score.outcome.failure
+        if failure is not None and failure != stored.outcome.failure:
+            self.failures[failure.kind] += 1
+            self.examples.setdefault(failure.kind, f"{stored.episode_id}: {failure.message}")
+
+
+def differences(old: EpisodeSpec, new: EpisodeSpec) -> list[str]:
+    """Where the new spec would have made other episodes, in words."""
+    found: list[str] = []
+    for name in MATTERS:
+        if hasattr(old, name):
+            found += _differences(_plain(getattr(old, name)), _plain(getattr(new, name)), name)
+    found += _differences(_plain(old.rewards.scorer), _plain(new.rewards.scorer), "rewards.scorer")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json", by_alias=True)
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _differences(old: Any, new: Any, path: str) -> Iterator[str]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in dict.fromkeys([*old, *new]):
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(one, other, f"{path}[{index}]")
+    elif old != new:
+        yield f"{path}: {_short(old)} in the run, {_short(new)} in the spec"
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def under(old: LoadedSpec, new: LoadedSpec) -> LoadedSpec:
+    """The run's spec with the rewards of another.
+
+    Raises:
+        StoreError: the other would have made other episodes; each place is named.
+    """
+    places = differences(old.spec, new.spec)
+    if places:
+        more = [f"… and {len(places) - 8} more"] if len(places) > 8 else []
+        listed = "\n  ".join([*places[:8], *more])
+        raise StoreError(
+            f"{new.path}: with this spec the episodes would have been others. Only `rewards.reassign`, "
+            f"`rewards.credit` and `rewards.placement` may differ (what a scorer said is in the journal):\n  {listed}"
+        )
+    return replace(old, spec=old.spec.model_copy(update={"rewards": new.spec.rewards}))
+
+
+async def rescore(
+    store: RunStore, new: LoadedSpec, format: ChatFormat, label: str, *, replace_label: bool = False
+) -> Rescored:
+    """Score every finished episode of a run by another spec's rewards, and keep the result under a label.
+
+    Args:
+        store: The run, open for writing.
+        new: The other spec, checked.
+        format: The run's chat format.
+        label: The score's name.
+        replace_label: Take the place of an earlier score of that name.
+
+    Returns:
+        What came of it. A rule that cannot be carried out on an episode, or that would have led it elsewhere, is a
+        typed failure of that episode's score.
+
+    Raises:
+        StoreError: the spec would have made other episodes, or there is a score of that name.
+    """
+    loaded = under(store.header.loaded_spec(), new)
+    if not replace_label and label in {head.label for head in store.scores()}:
+        raise StoreError(f"there is a score `{label}` already; give this one another --label, or --replace that one")
+    result = Rescored(label)
+    scores: dict[str, EpisodeScore] = {}
+    replayer = Replayer(loaded, format, store)
+    try:
+        for stored in store.trajectories():
+            score = await replayer.rescore(stored, store.task(stored.task_id))
+            scores[stored.episode_id] = score
+            result.add(stored, score)
+    finally:
+        replayer.close()
+    rewards = loaded.spec.rewards.model_dump(mode="json", by_alias=True)
+    await store.put_score(label, rewards, scores, spec_path=str(new.path), replace=replace_label)
+    return result

@@ -1,0 +1,260 @@
+"""Drives many episodes: a bounded number alive, each on its own, all written down.
+
+Invariants:
+- One episode's failure, whatever it is, stops no other. Only the store's failure stops the run: what cannot
+  be written down must not be sampled.
+- A generation slot is held while a generation is asked for, and at no other time (`actions/generate.py`).
+- Cancelling leaves everything that was finished in the store; `resume` does the rest and nothing twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from engine.actions.base import Services, World
+from engine.actions.images import ImageDesk
+from engine.actions.registry import build_actions
+from engine.actions.voice import Cast
+from engine.actions.workers import Workers
+from engine.actions.world import WorldBuilder
+from engine.episode import Episode, limit_variables
+from engine.errors import EngineError, StoreError
+from engine.executor import Executor, RestartNeededError, failure_of
+from engine.machine.compile import EpisodeMachine
+from engine.machine.presets import resolve_machine
+from engine.rewards.rules import compile_rules
+from engine.runner.stats import Live, Summary
+from engine.store.images import stored_images
+from engine.store.store import episode_id_of
+from engine.tokens.conversation import Conversation
+from schemas.journal import FailureRecord, JournalEntry
+
+if TYPE_CHECKING:
+    from engine.backends.base import Backend
+    from engine.spec.load import LoadedSpec
+    from engine.store.store import RunStore
+    from engine.tokens.format import ChatFormat
+    from schemas.environment import Task
+    from schemas.trajectory import Trajectory
+
+log = structlog.get_logger(__name__)
+
+WORKER_THREADS = 64
+"""Most threads for synchronous tools, users and environments."""
+
+
+FINISHING = 64
+"""Most trajectories that are whole in memory at once, waiting to be written: each is several times its episode's size."""
+
+
+@dataclass(slots=True)
+class RunResult:
+    """What came of a run."""
+
+    summary: Summary
+    interrupted: bool = False
+    """It was cancelled: some episodes are not done."""
+    faults: list[str] = field(default_factory=list)
+    """Episodes that could not be finished through a fault of the engine's own."""
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Collect garbage seldom while many episodes are alive.
+
+    An episode's objects are freed by their reference counts; what the cyclic collector does meanwhile is walk the
+    live ones, at a cost that grows with their number.
+    """
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+class Runner:
+    """Runs the episodes of one spec into one store.
+
+    Args:
+        loaded: The spec.
+        tasks: Every task of the run, in order.
+        format: The chat format, shared by all episodes.
+        backend: Started already; the caller closes it.
+        store: Open for writing; the caller closes it.
+        fork: For a run that forks another: the journal that an episode begins with, by its id.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedSpec,
+        tasks: Sequence[Task],
+        format: ChatFormat,
+        backend: Backend,
+        store: RunStore,
+        fork: Callable[[str], list[JournalEntry]] | None = None,
+    ) -> None:
+        spec = loaded.spec
+        self._fork = fork
+        self.spec = spec
+        self.tasks = tasks
+        self.summary = Summary()
+        self.live = Live(total=len(tasks) * spec.rollout.samples_per_task)
+        self._format = format
+        self._backend = backend
+        self._store = store
+        self._workers = Workers(WORKER_THREADS)
+        self._finishing = asyncio.Semaphore(FINISHING)
+        self._services = Services(
+            spec=spec,
+            format=format,
+            backend=backend,
+            workers=self._workers,
+            slots=asyncio.Semaphore(spec.rollout.concurrency),
+        )
+        self.cast = Cast(loaded, format, backend, self._services.slots)
+        self._services.cast = self.cast
+        resolved = resolve_machine(spec.machine)
+        self._machine = EpisodeMachine(resolved)
+        self._worlds = WorldBuilder(self._services, loaded.base)
+        self._limits = limit_variables(spec.limits)
+        self._executor = Executor(
+            self._machine,
+            build_actions(resolved.states, self._services, loaded.base),
+            compile_rules(spec.rewards.reassign),
+            episode_seconds=spec.limits.episode_seconds,
+            append=store.append,
+            watch=self.live.watch,
+            settle=ImageDesk(format, store, stored_images(store)).settle,
+        )
+        self._faults: list[str] = []
+        self.cast_stats: dict[str, Any] = {}
+        """After the run: what the backends of models beside the policy counted."""
+
+    async def run(self, *, stop: asyncio.Event | None = None) -> RunResult:
+        """Run what the store does not hold finished. `stop`, once set, ends it cleanly and early.
+
+        Raises:
+            EngineError: a model that plays a user or judges cannot be had.
+            StoreError: what happens can no longer be written down.
+        """
+        await self.cast.start()
+        try:
+            return await self._run(stop)
+        finally:
+            self.cast_stats = self.cast.stats()
+            await self.cast.close()
+
+    async def _run(self, stop: asyncio.Event | None) -> RunResult:
+        await self._store.plan(self.tasks, self.spec.rollout.samples_per_task)
+        work = self._work(self._store.finished())
+        alive = self.spec.rollout.live_episodes or 2 * self.spec.rollout.concurrency
+        crew = [
+            asyncio.create_task(self._drain(work), name=f"crew-{n}") for n in range(min(alive, self.live.total or 1))
+        ]
+        watcher = asyncio.create_task(self._stop_on(stop, crew)) if stop is not None else None
+        try:
+            with _rare_collections():
+                finished = await asyncio.gather(*crew, return_exceptions=True)
+        except asyncio.CancelledError:
+            for member in crew:
+                member.cancel()
+            await asyncio.gather(*crew, return_exceptions=True)
+            raise
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+            self._workers.close()
+        for fault in finished:
+            if isinstance(fault, BaseException) and not isinstance(fault, asyncio.CancelledError):
+                raise fault
+        interrupted = stop is not None and stop.is_set() and self.summary.episodes < self.live.total
+        return RunResult(self.summary, interrupted, self._faults)
+
+    @staticmethod
+    async def _stop_on(stop: asyncio.Event, crew: list[asyncio.Task[None]]) -> None:
+        await stop.wait()
+        for member in crew:
+            member.cancel()
+
+    def _work(self, done: set[str]) -> Iterator[tuple[Task, int]]:
+        """What is to be done, a group's samples side by side; finished episodes are only counted."""
+        for trajectory in self._store.trajectories():
+            self.summary.add(trajectory)
+        return (
+            (task, sample)
+            for task in self.tasks
+            for sample in range(self.spec.rollout.samples_per_task)
+            if episode_id_of(task.id, sample) not in done
+        )
+
+    async def _drain(self, work: Iterator[tuple[Task, int]]) -> None:
+        for task, sample in work:
+            try:
+                trajectory = await self._one(task, sample)
+            except StoreError:
+                raise
+            except Exception as error:
+                log.exception("an episode could not be finished", episode=episode_id_of(task.id, sample))
+                self._faults.append(f"{episode_id_of(task.id, sample)}: {type(error).__name__}: {error}")
+            else:
+                self.summary.add(trajectory)
+
+    async def _one(self, task: Task, sample: int) -> Trajectory:
+        journal = await self._store.begin(task, sample)
+        if self._fork is not None and not journal:
+            return await self._attempt(task, sample, [], self._fork(episode_id_of(task.id, sample)))
+        try:
+            return await self._attempt(task, sample, journal)
+        except RestartNeededError as error:
+            log.warning("episode begins anew", reason=str(error))
+            await self._store.restart(episode_id_of(task.id, sample))
+            return await self._attempt(task, sample, [])
+
+    async def _attempt(
+        self, task: Task, sample: int, journal: Sequence[JournalEntry], forked: Sequence[JournalEntry] = ()
+    ) -> Trajectory:
+        """Drive one episode to its end, from where its journal (or, in a fork, the other run's) stops."""
+        try:
+            world = await self._worlds.open(task)
+            broken = None
+        except EngineError as error:
+            if journal or forked:
+                raise RestartNeededError(f"its worlds can no longer be built: {error}") from error
+            world, broken = World(), error
+        episode = self._episode(task, sample, world)
+        self.live.enter(episode.state)
+        try:
+            if broken is None:
+                await self._executor.restore(episode, world, journal or forked)
+                for entry in forked:
+                    await self._store.append(episode.id, entry)
+                await self._executor.run(episode, world)
+            else:
+                await self._executor.run_failed(episode, world, FailureRecord(failure=failure_of(broken, episode)))
+            async with self._finishing:
+                trajectory = episode.trajectory(self._store.run_id, exact=self._backend.trainable)
+                await self._store.finish(trajectory)
+            return trajectory
+        finally:
+            self.live.leave(episode.state)
+            await self._worlds.close(world)
+            release: Callable[[str], None] | None = getattr(self._backend, "release", None)
+            if release is not None:
+                release(episode.id)
+            self.cast.release(episode.id)
+
+    def _episode(self, task: Task, sample: int, world: World) -> Episode:
+        schemas = world.toolbox.schemas if world.toolbox else []
+        conversation = Conversation(self._format, schemas, self.spec.model.history)
+        rollout = self.spec.rollout
+        return Episode(task, sample, rollout.seed, conversation, self._machine.initial, self._limits, salt=rollout.salt)

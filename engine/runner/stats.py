@@ -1,0 +1,114 @@
+"""What a run amounts to: counted as it goes, and summed up at the end.
+
+`Live` watches episodes that are under way; `Summary` adds up finished trajectories and needs nothing else, so
+a stored run can be summed up again at any time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from engine.actions.events import ACTION_EVENTS
+from engine.episode import Episode
+from schemas.trajectory import Outcome, Trajectory
+
+_GENERATE = frozenset(ACTION_EVENTS["generate"])
+
+
+def label(outcome: Outcome) -> str:
+    """One word or two for how an episode ended."""
+    if outcome.failure is not None:
+        return f"failed: {outcome.failure.kind} ({outcome.failure.blame})"
+    if outcome.limit is not None:
+        return f"limit: {outcome.limit}"
+    if outcome.solved:
+        return "solved"
+    return outcome.event
+
+
+@dataclass(slots=True)
+class Live:
+    """Counters of a run under way."""
+
+    total: int
+    """Episodes that the run is to have."""
+    states: Counter[str] = field(default_factory=Counter)
+    """Episodes in each state now."""
+    tokens: int = 0
+    """Tokens sampled since the run (or its resume) began."""
+    began: float = field(default_factory=time.perf_counter)
+
+    def enter(self, state: str) -> None:
+        """An episode begins in `state`."""
+        self.states[state] += 1
+
+    def watch(self, episode: Episode, source: str, event: str) -> None:
+        """An episode took a transition; it stands in its new state already."""
+        self.states[source] -= 1
+        self.states[episode.state] += 1
+        if event in _GENERATE:
+            self.tokens += episode.turn_tokens
+
+    def leave(self, state: str) -> None:
+        """An episode is done, or was given up."""
+        self.states[state] -= 1
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Sampled tokens per second of wall time so far."""
+        return self.tokens / max(time.perf_counter() - self.began, 1e-9)
+
+
+@dataclass(slots=True)
+class Summary:
+    """What finished episodes add up to."""
+
+    episodes: int = 0
+    trainable: int = 0
+    solved: int = 0
+    reward: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    transitions: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    turn_rewards: list[list[float]] = field(default_factory=list)
+    """For each turn: the sum of its rewards, and how many episodes reached it."""
+    names: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Wall time by state, summed over episodes."""
+    queue_seconds: float = 0.0
+    """Part of it that generations spent waiting inside the backend."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    branches: int = 0
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Count one finished episode."""
+        outcome = trajectory.outcome
+        self.episodes += 1
+        self.trainable += outcome.trainable
+        self.solved += outcome.solved
+        self.reward += outcome.reward
+        self.outcomes[label(outcome)] += 1
+        self.transitions.update(trajectory.path)
+        self.branches += len(trajectory.branches)
+        for turn in trajectory.turns:
+            if turn.index == len(self.turn_rewards):
+                self.turn_rewards.append([0.0, 0.0])
+            row = self.turn_rewards[turn.index]
+            row[0] += sum(turn.rewards.values())
+            row[1] += 1
+            self.queue_seconds += turn.queue_seconds
+            self.prompt_tokens += turn.prompt_tokens
+            self.cached_tokens += turn.cached_tokens
+        for name, value in outcome.rewards.items():
+            self.names[name] += value
+        self.counts.update(trajectory.counts)
+        for state, seconds in trajectory.seconds.items():
+            self.seconds[state] += seconds
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean over episodes of the sum of an episode's rewards; 0 before the first."""
+        return self.reward / self.episodes if self.episodes else 0.0

@@ -1,0 +1,236 @@
+"""The scenarios of a spec: where they are, and whether they fit it.
+
+Invariant: a scenario that asks for what its spec does not have is refused before it is played, with file, line and
+column, like a mistake in a spec.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import SpecError
+from engine.spec.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
+from engine.spec.load import load_document, load_spec
+from engine.spec.tasks import Row, load_tasks, task_of
+from schemas.scenario import Scenario, ScenarioFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from engine.machine.presets import ResolvedMachine
+    from engine.spec.load import Document, LoadedSpec
+    from schemas.environment import Task
+
+SUFFIX = ".scenarios"
+ENDINGS = (".yaml", ".yml")
+_BACKEND = "backend={kind: scripted, replies: []}"
+"""Whatever the spec's own backend is, nothing of it is needed."""
+_SCRIPTABLE = "step"
+
+
+def scenarios_of(spec: Path) -> Path | None:
+    """The file of a spec's scenarios: `task.scenarios.yaml` beside `task.yaml`."""
+    beside = (spec.with_name(f"{spec.stem}{SUFFIX}{ending}") for ending in ENDINGS)
+    return next((path for path in beside if path.is_file()), None)
+
+
+def spec_of(path: Path) -> Path:
+    """The spec that is meant: the file itself or, for a file of scenarios, the spec beside it."""
+    if path.suffix not in ENDINGS or not path.stem.endswith(SUFFIX):
+        return path
+    stem = path.stem.removesuffix(SUFFIX)
+    beside = [path.with_name(f"{stem}{ending}") for ending in ENDINGS]
+    return next((file for file in beside if file.is_file()), beside[0])
+
+
+@dataclass(frozen=True)
+class ScenarioSet:
+    """A file of scenarios, read."""
+
+    path: Path
+    file: ScenarioFile
+    document: Document
+
+    def origin(self, index: int, *rest: str | int) -> Origin | None:
+        """Where a scenario, or a part of it, is written."""
+        return self.document.origin(("scenarios", index, *rest))
+
+
+def load_scenarios(path: Path) -> ScenarioSet:
+    """Read a file of scenarios.
+
+    Raises:
+        SpecError: with every mistake in it.
+    """
+    file, document = load_document(path, ScenarioFile)
+    return ScenarioSet(path, file, document)
+
+
+class Stages:
+    """The spec as each scenario wants it: loaded once for each different `set`."""
+
+    def __init__(self, spec: Path, given: Sequence[str] = ()) -> None:
+        self._spec = spec
+        self._given = list(given)
+        self._loaded: dict[tuple[str, ...], LoadedSpec] = {}
+        self._tasks: dict[int, list[Task]] = {}
+
+    def base(self) -> LoadedSpec:
+        """The spec as it is written, but for what was given to all. Raises: SpecError."""
+        return load_spec(self._spec, self._given)
+
+    def loaded(self, scenarios: ScenarioSet, index: int) -> LoadedSpec:
+        """The spec as one scenario wants it, with a scripted backend.
+
+        Paths that a scenario sets are relative to its file, which is beside the spec.
+
+        Raises:
+            SpecError: a value of `set` does not fit; at its place in the file of scenarios.
+        """
+        places = _overrides(scenarios, index)
+        overrides = (*self._given, *places, _BACKEND)
+        if overrides not in self._loaded:
+            try:
+                loaded = load_spec(self._spec, overrides)
+            except SpecError as error:
+                problems = [replace(item, origin=_placed(item.origin, places)) for item in error.diagnostics]
+                raise SpecError(problems) from error
+            origins = {path: _placed(origin, places) or origin for path, origin in loaded.origins.items()}
+            self._loaded[overrides] = replace(loaded, origins=origins)
+        return self._loaded[overrides]
+
+    def task(self, loaded: LoadedSpec, scenarios: ScenarioSet, index: int) -> Task:
+        """The task that a scenario is about.
+
+        Raises:
+            SpecError: there is no such task, or the row cannot be one.
+        """
+        wanted = scenarios.file.scenarios[index].task
+        place = scenarios.origin(index, "task")
+        if isinstance(wanted, dict):
+            return task_of(Row(1, wanted, place), 0, loaded.spec.tasks, loaded)
+        tasks = self._tasks.get(id(loaded))
+        if tasks is None:
+            tasks = self._tasks[id(loaded)] = load_tasks(loaded)
+        if wanted is None:
+            return tasks[0]
+        found = next((task for task in tasks if task.id == wanted), None)
+        if found is None:
+            fix = _near(wanted, [task.id for task in tasks])
+            raise SpecError([_problem("unknown-task", f"the spec has no task `{wanted}`", fix, place)])
+        return found
+
+
+def _overrides(scenarios: ScenarioSet, index: int) -> dict[str, Origin | None]:
+    """What a scenario sets, as `--set` takes it, and where each is written; the file's own first."""
+    common = {key: (value, scenarios.document.origin(("set", key))) for key, value in scenarios.file.set.items()}
+    own = scenarios.file.scenarios[index].set
+    here = {key: (value, scenarios.origin(index, "set", key)) for key, value in own.items()}
+    return {
+        f"{key}={json.dumps(value, ensure_ascii=False)}": place
+        for key, (value, place) in [*common.items(), *here.items()]
+    }
+
+
+def _placed(origin: Origin | None, places: dict[str, Origin | None]) -> Origin | None:
+    """Where a scenario wrote what came in as `--set`; any other place as it is."""
+    if origin is None or origin.file != SET_FILE:
+        return origin
+    return places.get(origin.via.removeprefix(f"{SET_FILE} ")) or origin
+
+
+def check_scenario(loaded: LoadedSpec, machine: ResolvedMachine, scenarios: ScenarioSet, index: int) -> None:
+    """Whether a scenario fits its spec.
+
+    Raises:
+        SpecError: with everything that does not.
+    """
+    problems = [
+        Diagnostic(f"scenario.{rule}", "error", message, fix, scenarios.origin(index, *path), ("scenarios", index))
+        for rule, message, fix, path in _misfits(loaded, machine, scenarios.file.scenarios[index])
+    ]
+    if problems:
+        raise SpecError(problems)
+
+
+_Misfit = tuple[str, str, str | None, DataPath]
+
+
+def _misfits(loaded: LoadedSpec, machine: ResolvedMachine, scenario: Scenario) -> Iterator[_Misfit]:
+    spec = loaded.spec
+    if scenario.user and not spec.people:
+        yield "no-user", "the user answers here, but the spec has none", "give it a `user`", ("user",)
+    environment = scenario.environment
+    if (environment.reset or environment.score) and spec.environment is None:
+        yield "no-environment", "the environment answers here, but the spec has none", None, ("environment",)
+    if scenario.tools and not spec.tools and spec.environment is None:
+        yield "no-tools", "tools answer here, but the spec has none", None, ("tools",)
+    for state in scenario.steps:
+        yield from _step_misfit(machine, state)
+    if scenario.out_of_time is not None:
+        yield from _time_misfit(loaded, machine, scenario.out_of_time.state)
+    for position, name in enumerate(scenario.expect.states or []):
+        yield from _unknown_state(machine, name, ("expect", "states", position))
+
+
+def _step_misfit(machine: ResolvedMachine, state: str) -> Iterator[_Misfit]:
+    yield from _unknown_state(machine, state, ("steps", state))
+    known = machine.states.get(state)
+    if known is not None and known.action != _SCRIPTABLE and ":" not in (known.action or ""):
+        does = f"`{known.action}`" if known.action else "nothing"
+        yield (
+            "no-step",
+            f"{state} does {does}; `steps` are for `step` and for actions of the spec's own",
+            None,
+            ("steps", state),
+        )
+
+
+def _time_misfit(loaded: LoadedSpec, machine: ResolvedMachine, state: str) -> Iterator[_Misfit]:
+    yield from _unknown_state(machine, state, ("out_of_time",))
+    known = machine.states.get(state)
+    if known is not None and (known.final or known.action is None):
+        yield "no-limit", f"no limit is checked in {state}", "name a state with an action", ("out_of_time",)
+    if loaded.spec.limits.episode_seconds is None:
+        yield "no-limit", "the spec has no `limits.episode_seconds`", None, ("out_of_time",)
+
+
+def _unknown_state(machine: ResolvedMachine, name: str, path: DataPath) -> Iterator[_Misfit]:
+    if name not in machine.states:
+        yield "unknown-state", f"there is no state `{name}`", _near(name, machine.states), path
+
+
+def check_tools(offered: Sequence[str], scenarios: ScenarioSet, index: int) -> None:
+    """Whether the tools that a scenario answers for are there: known only once an episode's objects are.
+
+    Raises:
+        SpecError: with every one that is not.
+    """
+    problems = [
+        _problem(
+            "unknown-tool",
+            f"there is no tool `{result.tool}`",
+            _near(result.tool, offered),
+            scenarios.origin(index, "tools", position, "tool"),
+        )
+        for position, result in enumerate(scenarios.file.scenarios[index].tools)
+        if result.tool not in offered
+    ]
+    if problems:
+        raise SpecError(problems)
+
+
+def _problem(rule: str, message: str, fix: str | None, place: Origin | None) -> Diagnostic:
+    return Diagnostic(f"scenario.{rule}", "error", message, fix, place)
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = get_close_matches(name, names, n=1, cutoff=0.5)
+    shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+    return f"did you mean `{near[0]}`?" if near else f"known: {shown or 'none'}"

@@ -1,0 +1,159 @@
+"""Every scenario of a spec, played and compared; and what the machine has that none of them takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import structlog
+
+from engine.actions.workers import Workers
+from engine.errors import EngineError, SpecError
+from engine.scenarios.compare import Difference, compare
+from engine.scenarios.coverage import Coverage, Edge, coverage_of
+from engine.scenarios.load import Stages, load_scenarios, scenarios_of
+from engine.scenarios.play import THREADS, Played, play
+from engine.spec.diagnostic import Diagnostic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.scenarios.load import ScenarioSet
+    from engine.spec.diagnostic import Origin
+    from engine.tokens.format import ChatFormat
+    from schemas.episode import ModelSpec
+    from schemas.trajectory import Failure
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ScenarioResult:
+    """What came of one scenario."""
+
+    name: str
+    origin: Origin | None
+    """Where it is written."""
+    differences: list[Difference] = field(default_factory=list)
+    problems: list[Diagnostic] = field(default_factory=list)
+    """Why it could not be played."""
+    failure: Failure | None = None
+    """How its episode failed, expected or not."""
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """It was played, and nothing differs."""
+        return not self.differences and not self.problems
+
+
+@dataclass(frozen=True)
+class SuiteResult:
+    """What came of one spec."""
+
+    spec: Path
+    scenarios: Path | None
+    """The file of scenarios; None where there is none."""
+    results: list[ScenarioResult] = field(default_factory=list)
+    coverage: Coverage | None = None
+    """None where the spec cannot be read."""
+    problems: list[Diagnostic] = field(default_factory=list)
+    """Why the spec, or its scenarios, cannot be read."""
+
+    @property
+    def invalid(self) -> bool:
+        """Something could not be played at all."""
+        return bool(self.problems) or any(result.problems for result in self.results)
+
+    @property
+    def differs(self) -> bool:
+        """Some scenario came out otherwise."""
+        return any(result.differences for result in self.results)
+
+
+class Formats:
+    """Chat formats, each loaded once however many specs and scenarios name its model."""
+
+    def __init__(self, load: Callable[[ModelSpec, Path], ChatFormat] | None = None) -> None:
+        if load is None:
+            from engine.tokens.format import load_format
+
+            load = load_format
+        self._load = load
+        self._known: dict[tuple[bytes, Path], ChatFormat] = {}
+
+    def of(self, model: ModelSpec, base: Path) -> ChatFormat:
+        """The format of a spec's model.
+
+        Raises:
+            EngineError: it cannot be had.
+        """
+        key = (orjson.dumps(model.model_dump(mode="json")), base)
+        if key not in self._known:
+            self._known[key] = self._load(model, base)
+        return self._known[key]
+
+
+def run_suite(spec: Path, formats: Formats, overrides: Sequence[str] = (), only: str | None = None) -> SuiteResult:
+    """Play every scenario of a spec.
+
+    Args:
+        spec: The spec's file; its scenarios are beside it.
+        formats: Shared by all specs of a run.
+        overrides: As `--set` takes them; a scenario's own `set` comes after.
+        only: Play only scenarios whose name contains this. Coverage is then that of these.
+    """
+    path = scenarios_of(spec)
+    stages = Stages(spec, overrides)
+    try:
+        loaded = stages.base()
+        if path is None:
+            return SuiteResult(spec, None, coverage=coverage_of(loaded, []))
+        scenarios = load_scenarios(path)
+    except SpecError as error:
+        return SuiteResult(spec, path, problems=list(error.diagnostics))
+    wanted = [index for index, one in enumerate(scenarios.file.scenarios) if only is None or only in one.name]
+    results, taken = asyncio.run(_play_all(stages, scenarios, wanted, formats))
+    return SuiteResult(spec, path, results, coverage_of(loaded, taken))
+
+
+async def _play_all(
+    stages: Stages, scenarios: ScenarioSet, wanted: Sequence[int], formats: Formats
+) -> tuple[list[ScenarioResult], list[Edge]]:
+    workers = Workers(THREADS)
+    results: list[ScenarioResult] = []
+    taken: list[Edge] = []
+    try:
+        for index in wanted:
+            result, edges = await _one(stages, scenarios, index, formats, workers)
+            results.append(result)
+            taken += edges
+    finally:
+        workers.close()
+    return results, taken
+
+
+async def _one(
+    stages: Stages, scenarios: ScenarioSet, index: int, formats: Formats, workers: Workers
+) -> tuple[ScenarioResult, list[Edge]]:
+    scenario = scenarios.file.scenarios[index]
+    told: dict[str, Any] = {"name": scenario.name, "origin": scenarios.origin(index)}
+    began = time.perf_counter()
+    try:
+        loaded = stages.loaded(scenarios, index)
+        form = formats.of(loaded.spec.model, loaded.base)
+        played: Played = await play(stages, scenarios, index, form, workers)
+    except SpecError as error:
+        return ScenarioResult(**told, problems=list(error.diagnostics)), []
+    except EngineError as error:
+        problem = Diagnostic("scenario.cannot-play", "error", str(error), None, told["origin"], ("scenarios", index))
+        return ScenarioResult(**told, problems=[problem]), []
+    differences = compare(scenario.expect, played)
+    seconds = time.perf_counter() - began
+    failure = played.trajectory.outcome.failure
+    return ScenarioResult(**told, differences=differences, failure=failure, seconds=seconds), played.taken

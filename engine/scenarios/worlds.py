@@ -1,0 +1,238 @@
+"""Worlds that answer as a scenario says, and otherwise as they are.
+
+Invariant: a scripted answer takes the place of a world's own code and of nothing else. Deadlines, checks of what is
+returned, the validation of a call's arguments, rewards and facts are the engine's, as in a run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from pydantic import BaseModel
+
+from engine.actions.custom import StepAction
+from engine.actions.toolbox import BoundTool, Toolbox
+from engine.actions.workers import is_async
+from engine.errors import WorldError
+from schemas.environment import Reset, Step, ToolReply, UserTurn
+
+if TYPE_CHECKING:
+    from engine.actions.base import Action, World
+    from engine.actions.workers import Workers
+    from engine.episode import Episode
+    from schemas.journal import Record
+    from schemas.scenario import OutOfTime, Scenario, ScriptedFault, ScriptedResult, ScriptedStep
+    from schemas.trajectory import Blame
+
+
+class Nonsense:
+    """What no world may return, and JSON cannot hold."""
+
+
+def _faulted(fault: ScriptedFault, blame: Blame, what: str) -> Any:
+    """Fail as the scenario says."""
+    if fault.timeout:
+        raise WorldError(
+            f"{what} did not answer within its deadline: the scenario says so", blame=blame, kind=f"{blame}_timeout"
+        )
+    if fault.error is not None:
+        raise RuntimeError(fault.error)
+    return Nonsense()
+
+
+class ScriptedUser:
+    """A user whose answers are written down; the real one gives the others."""
+
+    def __init__(self, real: Any, answers: Sequence[Any]) -> None:
+        self._real = real
+        self._answers = iter(answers)
+
+    @property
+    def respond(self) -> Callable[..., Any]:
+        """What is called for the next answer: a property, so that a real user may be `async` and a scripted one not."""
+        answer = next(self._answers, None)
+        if answer is None:
+            real: Callable[..., Any] = self._real.respond
+            return real
+        return partial(self._say, answer)
+
+    @staticmethod
+    def _say(answer: Any, view: Any) -> Any:
+        return _faulted(answer, "user", "the user") if answer.faulty else _as(UserTurn, answer)
+
+
+class ScriptedEnvironment:
+    """An environment of which some answers are written down."""
+
+    def __init__(self, real: Any, reset: Any, score: Any) -> None:
+        self._real = real
+        if reset is not None:
+            self.reset = partial(self._answer, reset)
+        if score is not None:
+            self.score = partial(self._answer, score)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    @staticmethod
+    def _answer(answer: Any, *_: Any) -> Any:
+        if answer.faulty:
+            return _faulted(answer, "environment", "the environment")
+        return _as(Reset, answer) if hasattr(answer, "messages") else list(answer.rewards)
+
+
+class ScriptedTools:
+    """The answers of a scenario's tools, each serving as many calls as it says."""
+
+    def __init__(self, results: Sequence[ScriptedResult], workers: Workers) -> None:
+        self._results = list(results)
+        self._workers = workers
+        self._served: Counter[int] = Counter()
+
+    def bind(self, tools: Mapping[str, BoundTool]) -> Toolbox:
+        """The same tools, with the same schemas: those that are named here are asked here first."""
+        named = {result.tool for result in self._results}
+        bound = [self._bound(tool) if tool.shape.name in named else tool for tool in tools.values()]
+        return Toolbox(bound, self._workers)
+
+    def _bound(self, tool: BoundTool) -> BoundTool:
+        return BoundTool(_ToolDoor(self, tool, self._workers), tool.shape, tool.seconds, tool.effects)
+
+    def take(self, name: str, arguments: Mapping[str, Any]) -> ScriptedResult | None:
+        """The first answer that fits a call; None where the real tool is to be asked."""
+        for index, result in enumerate(self._results):
+            spent = result.times is not None and self._served[index] >= result.times
+            if result.tool == name and not spent and _fits(result.arguments, arguments):
+                self._served[index] += 1
+                return result
+        return None
+
+
+class _ToolDoor:
+    """Stands where a tool's function stood."""
+
+    def __init__(self, script: ScriptedTools, tool: BoundTool, workers: Workers) -> None:
+        self._script = script
+        self._tool = tool
+        self._workers = workers
+
+    async def __call__(self, **arguments: Any) -> Any:
+        shown = {name: value for name, value in arguments.items() if name != self._tool.shape.view}
+        answer = self._script.take(self._tool.shape.name, shown)
+        if answer is None:
+            return await self._real(arguments)
+        if answer.faulty:
+            return _faulted(answer, "tool", f"tool `{answer.tool}`")
+        if answer.rewards or answer.facts:
+            content = answer.result if isinstance(answer.result, str) else _json(answer.result)
+            return ToolReply(content=content, rewards=answer.rewards, facts=answer.facts)
+        return answer.result
+
+    async def _real(self, arguments: dict[str, Any]) -> Any:
+        call = partial(self._tool.function, **arguments)
+        return await (call() if is_async(call) else self._workers.submit(call))
+
+
+def _fits(wanted: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> bool:
+    if wanted is None:
+        return True
+    return all(name in arguments and _plain(arguments[name]) == value for name, value in wanted.items())
+
+
+def _plain(value: Any) -> Any:
+    """An argument as JSON has it: validation may have made an object of it."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    try:
+        return orjson.loads(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
+    except TypeError:
+        return value
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value).decode()
+
+
+def _as(model: Any, answer: Any) -> Any:
+    """A scripted answer as the contract that a world returns."""
+    return model(**{name: getattr(answer, name) for name in model.model_fields})
+
+
+class ScriptedStepAction(StepAction):
+    """`step`, or an action of the spec's own, with some of its answers written down."""
+
+    def __init__(self, real: StepAction, answers: Sequence[ScriptedStep | None]) -> None:
+        super().__init__(real._services, real.events)
+        self._real = real
+        self._what = real._what
+        self._blame = real._blame
+        self._seconds = real._seconds
+        self._effects = real._effects
+        self._answers = iter(answers)
+
+    def _target(self, world: World) -> Callable[..., Any]:
+        answer = next(self._answers, None)
+        return self._real._target(world) if answer is None else partial(self._say, answer)
+
+    def _say(self, answer: ScriptedStep, view: Any) -> Any:
+        return _faulted(answer, self._blame, self._what) if answer.faulty else _as(Step, answer)
+
+
+class OutOfTimeAction:
+    """An action that the episode has no time left for, at one visit."""
+
+    def __init__(self, real: Action, visit: int, seconds: float) -> None:
+        self._real = real
+        self._left = visit
+        self._seconds = seconds
+        self.events = real.events
+
+    def limit(self, episode: Episode) -> tuple[str, float] | None:
+        """`episode_seconds` at that visit, before every other limit; else the action's own."""
+        self._left -= 1
+        return ("episode_seconds", self._seconds) if self._left == 0 else self._real.limit(episode)
+
+    async def perform(self, episode: Episode, world: World) -> Record:
+        """The action's own."""
+        return await self._real.perform(episode, world)
+
+    def apply(self, episode: Episode, record: Any) -> str:
+        """The action's own."""
+        return self._real.apply(episode, record)
+
+    def effects(self, *arguments: Any) -> str:
+        """The action's own."""
+        return self._real.effects(*arguments)
+
+
+def script_world(world: World, scenario: Scenario, workers: Workers) -> None:
+    """Put a scenario's answers before an episode's objects. They are closed as ever."""
+    if scenario.user:
+        world.user = ScriptedUser(world.user, scenario.user)
+    reset, score = scenario.environment.reset, scenario.environment.score
+    if reset is not None or score is not None:
+        world.environment = ScriptedEnvironment(world.environment, reset, score)
+    if scenario.tools and world.toolbox is not None:
+        world.toolbox = ScriptedTools(scenario.tools, workers).bind(world.toolbox.tools)
+
+
+def script_actions(
+    actions: Mapping[str, Action], scenario: Scenario, episode_seconds: float | None
+) -> dict[str, Action]:
+    """A scenario's own actions: those that it answers for, and the one that time runs out at."""
+    changed = dict(actions)
+    for state, answers in scenario.steps.items():
+        real = changed[state]
+        assert isinstance(real, StepAction)  # `play.problems_of` holds to it
+        changed[state] = ScriptedStepAction(real, answers)
+    if (late := scenario.out_of_time) is not None:
+        changed[late.state] = _late(changed[late.state], late, episode_seconds)
+    return changed
+
+
+def _late(real: Action, late: OutOfTime, seconds: float | None) -> Action:
+    return OutOfTimeAction(real, late.visit, seconds or 0.0)

@@ -1,0 +1,139 @@
+"""Entry points: `package.module:Name` -> the thing itself.
+
+Modules are looked for among the standard library first, then in the spec's folder, the folder that the engine
+was started in, and what is installed: a file beside the spec can never stand in for a module of Python's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError
+
+_INSTALLED = ("site-packages", "dist-packages")
+_ADDED: set[str] = set()
+"""Folders that were put on the import path here."""
+
+
+class EntryError(EngineError):
+    """An entry point that cannot be had; the message says what failed and names what is near."""
+
+    kind = "entry_error"
+    blame = "spec"
+
+
+def load_entry(use: str, base: Path | None) -> Any:
+    """Import what `use` names.
+
+    Args:
+        use: `package.module:Name`; the name may be dotted (`Class.method`).
+        base: The spec's folder, which is put on the import path, as is the current folder.
+
+    Raises:
+        EntryError: it is not of that form, the module cannot be imported, or it has no such name.
+    """
+    module_name, colon, attribute = use.partition(":")
+    parts = attribute.split(".")
+    if not colon or not all(part.isidentifier() for part in [*module_name.split("."), *parts]):
+        raise EntryError(f"`{use}` is no entry point; write `package.module:Name`")
+    _extend_path(base)
+    _forget_namesake(module_name, base)
+    target = _import(module_name, use)
+    for index, part in enumerate(parts):
+        try:
+            target = getattr(target, part)
+        except AttributeError:
+            owner = ".".join([module_name, *parts[:index]])
+            raise EntryError(f"`{owner}` has no `{part}`{_nearest(part, dir(target))}") from None
+        except Exception as error:  # a module may load its parts lazily, and that may fail
+            raise EntryError(f"`{part}` of `{module_name}` failed{_where(error)}: {_words(error)}") from error
+    return target
+
+
+def _extend_path(base: Path | None) -> None:
+    """Put the spec's folder and the current one before what is installed, behind the standard library."""
+    folders = list(dict.fromkeys(str(folder.resolve()) for folder in (base, Path()) if folder is not None))
+    folders = [folder for folder in folders if folder in _ADDED or folder not in sys.path]
+    kept = [entry for entry in sys.path if entry not in folders]
+    at = next((i for i, entry in enumerate(kept) if entry in _ADDED or entry.endswith(_INSTALLED)), len(kept))
+    wanted = [*kept[:at], *folders, *kept[at:]]
+    if wanted != sys.path:
+        sys.path[:] = wanted
+        _ADDED.update(folders)
+        importlib.invalidate_caches()
+
+
+def _forget_namesake(module_name: str, base: Path | None) -> None:
+    """Drop a module that another spec's folder gave, where this spec's folder has its own of that name."""
+    top = module_name.partition(".")[0]
+    module = sys.modules.get(top)
+    if module is None or base is None or not _ADDED:
+        return
+    own = base.resolve()
+    if not (own / f"{top}.py").is_file() and not (own / top).is_dir():
+        return
+    file = module.__file__ if getattr(module, "__file__", None) else None
+    place = Path(file) if file else Path(next(iter(getattr(module, "__path__", [""]))))
+    folder = place.parent.parent if place.name == "__init__.py" else place.parent
+    if str(folder) in _ADDED and folder != own:
+        for name in [name for name in sys.modules if name == top or name.startswith(f"{top}.")]:
+            del sys.modules[name]
+
+
+def _import(module_name: str, use: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            raise EntryError(_not_found(missing, use)) from None
+        raise EntryError(f"`{module_name}` needs the module `{missing}`, which is not installed") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a module of the user's own raises, SystemExit too
+        raise EntryError(f"importing `{module_name}` failed{_where(error)}: {_words(error)}") from error
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _where(error: BaseException) -> str:
+    """The innermost file and line of a traceback that is not the import machinery."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" at {error.filename}:{error.lineno}"
+    place = ""
+    trace = error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith("<frozen") and name not in (__file__, importlib.__file__):
+            place = f" at {name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def _not_found(missing: str, use: str) -> str:
+    parent, _, leaf = missing.rpartition(".")
+    if not parent:
+        names = [info.name for info in pkgutil.iter_modules() if not info.name.startswith("_")]
+        return f"`{use}`: there is no module `{missing}`{_nearest(missing, names, list_all=False)}"
+    paths = getattr(sys.modules.get(parent), "__path__", None)
+    if paths is None:
+        return f"`{use}`: `{parent}` is a module, not a package, so it has no `{leaf}`; write `{parent}:Name`"
+    names = [info.name for info in pkgutil.iter_modules(paths)]
+    return f"`{use}`: the package `{parent}` has no module `{leaf}`{_nearest(leaf, names)}"
+
+
+def _nearest(name: str, known: list[str], *, list_all: bool = True) -> str:
+    public = [item for item in known if not item.startswith("_")]
+    near = get_close_matches(name, public, n=1)
+    if near:
+        return f"; did you mean `{near[0]}`?"
+    if list_all and 0 < len(public) <= 12:
+        return f"; it has {', '.join(public)}"
+    return ""

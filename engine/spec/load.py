@@ -1,0 +1,256 @@
+"""A spec file -> a validated EpisodeSpec that knows where each of its values was written.
+
+    loaded = load_spec("specs/quickstart.yaml", ["limits.user_turns=2"])
+    loaded.spec.limits.user_turns                    # 2
+    loaded.origin(("model", "path"))                 # Origin("specs/quickstart.yaml", 5, 9)
+    loaded.resolve("data/rows.jsonl", ("tasks", "path"))
+
+What a spec may say beside EpisodeSpec's own keys: `extends: base.yaml` (or a list, later ones win) puts other
+files beneath this one, where mappings are merged and anything else is replaced; `${NAME}` and
+`${NAME:default}` inside values are environment variables, `$${` a literal `${`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from engine.errors import SpecError
+from engine.spec.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
+from engine.spec.problems import diagnose
+from engine.spec.resolve import Resolver
+from engine.spec.tree import Node, Scalar, split_lines
+from engine.spec.tree import Sequence as SequenceNode
+from schemas.episode import EpisodeSpec
+
+Model = TypeVar("Model", bound=BaseModel)
+
+UNREADABLE = frozenset({"spec.unreadable", "yaml.syntax"})
+"""Rules that mean: this could not be read at all."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain data, and where each part of it was written."""
+
+    data: Any
+    origins: Mapping[DataPath, Origin]
+    """Of every value, by its path."""
+    key_origins: Mapping[DataPath, Origin]
+    """Of every key, by the path of its value."""
+    rereads: Mapping[DataPath, str] = field(default_factory=dict)
+    """Text of the values that may be read as strings too."""
+
+    def origin(self, path: Sequence[str | int], *, key: bool = False) -> Origin | None:
+        """Where a value (or its key) was written; of what is not there, the nearest that contains it."""
+        place = tuple(path)
+        if key and place in self.key_origins:
+            return self.key_origins[place]
+        while place not in self.origins:
+            if not place:
+                return None
+            place = place[:-1]
+        return self.origins[place]
+
+
+@dataclass(frozen=True)
+class LoadedSpec:
+    """A valid spec."""
+
+    spec: EpisodeSpec
+    data: dict[str, Any]
+    """The resolved document, as plain data: without `extends`, variables filled in."""
+    origins: Mapping[DataPath, Origin]
+    """Of every value, by its path in `data`."""
+    path: Path
+    """The spec's file, absolute."""
+    key_origins: Mapping[DataPath, Origin] = field(default_factory=dict)
+    """Of every key, by the path of its value."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Text of every file that was read, by `Origin.file`."""
+
+    @property
+    def base(self) -> Path:
+        """The spec's folder."""
+        return self.path.parent
+
+    def resolve(self, relative: str | Path, path: Sequence[str | int] | None = None) -> Path:
+        """A file that the spec names, as an absolute path.
+
+        A relative one is relative to the file that it is written in. Give the value's `path` in the spec, so that
+        a base file's paths stay relative to the base file, and those of `--set` to the current folder (where the
+        shell completes them); without it, the spec's folder is meant. `~` is the home folder.
+        """
+        named = Path(relative)
+        if str(relative).startswith("~"):
+            try:
+                named = named.expanduser()
+            except RuntimeError:
+                named = Path(relative)
+        origin = self.origin(path) if path is not None else None
+        if origin is None or origin.file not in self.sources:
+            return Path.cwd() / named if origin and origin.file == SET_FILE else self.base / named
+        own = origin.file == next(iter(self.sources))
+        return self.base / named if own else Path.cwd() / Path(origin.file).parent / named
+
+    def origin(self, path: Sequence[str | int], *, key: bool = False) -> Origin:
+        """Where a value (or its key) was written; of what was left out, the nearest that would contain it."""
+        found = Document(self.data, self.origins, self.key_origins).origin(path, key=key)
+        return found or Origin(str(self.path), 1, 1)
+
+    def inside(self, path: Sequence[str | int], offset: int) -> Origin:
+        """Where the character at `offset` of a string value was written.
+
+        Exact for plain, quoted and block scalars; an escape inside double quotes moves it by the escape's length.
+        """
+        start = self.origin(path)
+        value: Any = self.data
+        for key in path:
+            value = value[key]
+        lines = [start.via.partition(" ")[2]] if start.file == SET_FILE else self._lines.get(start.file)
+        if not isinstance(value, str) or lines is None:
+            return start
+        return _inside(value, offset, lines, start)
+
+    @cached_property
+    def _lines(self) -> dict[str, list[str]]:
+        return {file: split_lines(text) for file, text in self.sources.items()}
+
+
+def _inside(value: str, offset: int, lines: list[str], start: Origin) -> Origin:
+    """Walk the source beside the value; blanks and breaks of one match any of the other."""
+    row, column = start.line - 1, start.column - 1
+    if row < len(lines) and lines[row][column : column + 1] in ("|", ">"):
+        row, column = row + 1, 0
+    elif row < len(lines) and lines[row][column : column + 1] in ("'", '"'):
+        column += 1
+    for character in value[: offset + 1].rstrip() if offset < len(value) else value:
+        if character.isspace():
+            continue
+        while row < len(lines):
+            found = lines[row].find(character, column)
+            if found >= 0 and not lines[row][column:found].strip():
+                column = found
+                break
+            if found < 0 and lines[row][column:].strip():
+                return start  # the source says something else: a variable, an escape
+            if found >= 0:
+                return start
+            row, column = row + 1, 0
+        if row >= len(lines):
+            return start
+        column += 1
+    at_end = offset >= len(value)
+    return Origin(start.file, row + 1, column + (1 if at_end else 0) or 1, start.via)
+
+
+def flatten(tree: Node) -> Document:
+    """A tree -> plain data and the places of its parts."""
+    origins: dict[DataPath, Origin] = {}
+    key_origins: dict[DataPath, Origin] = {}
+    rereads: dict[DataPath, str] = {}
+
+    def visit(node: Node, path: DataPath) -> Any:
+        origins[path] = node.origin
+        if isinstance(node, Scalar):
+            if node.reread and not isinstance(node.value, str):
+                rereads[path] = node.text
+            return node.value
+        if isinstance(node, SequenceNode):
+            return [visit(item, (*path, index)) for index, item in enumerate(node.items)]
+        for key, origin in node.keys.items():
+            key_origins[(*path, key)] = origin
+        return {key: visit(value, (*path, key)) for key, value in node.entries.items()}
+
+    data = visit(tree, ())
+    return Document(data, origins, key_origins, rereads)
+
+
+def validate(document: Document, model: type[Model]) -> tuple[Model | None, list[Diagnostic]]:
+    """Check a document against a contract, strictly: `"5"` is no number and `yes` no boolean.
+
+    Where a string is wanted and `${ENV}` or `--set` gave something that reads as a number, its text is taken.
+    """
+    try:
+        return model.model_validate(document.data, strict=True, by_alias=True, by_name=False), []
+    except ValidationError as error:
+        problems, as_text = diagnose(error, model, document)
+    if not as_text:
+        return None, problems
+    for path in as_text:
+        owner = document.data
+        for key in path[:-1]:
+            owner = owner[key]
+        owner[path[-1]] = document.rereads[path]
+    rest = {path: text for path, text in document.rereads.items() if path not in as_text}
+    return validate(Document(document.data, document.origins, document.key_origins, rest), model)
+
+
+def read_spec(path: str | Path, overrides: Sequence[str] = ()) -> tuple[LoadedSpec | None, list[Diagnostic]]:
+    """Read a spec and say everything that is wrong with its form.
+
+    Args:
+        path: The YAML file.
+        overrides: `a.b=value` each, as `--set` takes them; the value is YAML, `tools.0.timeout=5s` reaches into lists.
+
+    Returns:
+        The spec, or None where it is not valid, and the diagnostics. Rules in `UNREADABLE` mean that the file
+        could not be read as YAML.
+    """
+    resolver = Resolver()
+    tree = resolver.resolve(path, overrides)
+    if tree is None:
+        return None, resolver.problems
+    document = flatten(tree)
+    spec, problems = validate(document, EpisodeSpec)
+    problems = [*resolver.problems, *problems]
+    if spec is None or any(problem.severity == "error" for problem in problems):
+        return None, problems
+    full = Path(path).absolute()
+    loaded = LoadedSpec(spec, document.data, document.origins, full, document.key_origins, resolver.sources)
+    return loaded, problems
+
+
+def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> LoadedSpec:
+    """Read a spec.
+
+    Raises:
+        SpecError: with every diagnostic.
+    """
+    loaded, problems = read_spec(path, overrides)
+    if loaded is None:
+        raise SpecError(problems)
+    return loaded
+
+
+def load_document(path: str | Path, model: type[Model]) -> tuple[Model, Document]:
+    """Read any other YAML file (scripts, scenarios) by the same rules, against a contract of its own.
+
+    Raises:
+        SpecError: with every diagnostic.
+    """
+    resolver = Resolver()
+    tree = resolver.resolve(path)
+    document = flatten(tree) if tree is not None else None
+    value, problems = validate(document, model) if document is not None else (None, [])
+    problems = [*resolver.problems, *problems]
+    if value is None or document is None or problems:
+        raise SpecError(problems)
+    return value, document
+
+
+__all__ = [
+    "UNREADABLE",
+    "Document",
+    "LoadedSpec",
+    "flatten",
+    "load_document",
+    "load_spec",
+    "read_spec",
+    "validate",
+]

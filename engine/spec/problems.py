@@ -1,0 +1,337 @@
+"""Pydantic's errors -> diagnostics: position, stable rule, plain words, and the fix."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ValidationError
+
+from engine.spec.diagnostic import DataPath, Diagnostic, show_path
+from engine.spec.places import (
+    Spot,
+    bare,
+    branches,
+    discriminator_of,
+    fields_by_key,
+    homes,
+    is_model,
+    literals,
+    locate,
+    tagged,
+)
+from schemas.base import Seconds
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+    from engine.spec.load import Document
+
+_BOUNDS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+_TYPES = frozenset(
+    (
+        *("string_type", "int_type", "int_from_float", "float_type", "bool_type", "list_type", "dict_type"),
+        *("model_type", "tuple_type", "model_attributes_type", "int_parsing", "float_parsing", "bool_parsing"),
+    )
+)
+_YES = frozenset({"yes", "on", "y", "True", "TRUE"})
+_NO = frozenset({"no", "off", "n", "False", "FALSE"})
+_MISSING: Any = object()
+
+MOST = 200
+"""Errors that are explained; of the others only the number is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """One of Pydantic's errors, placed."""
+
+    kind: str
+    spot: Spot
+    context: Mapping[str, Any]
+    words: str
+
+
+def diagnose(
+    error: ValidationError, model: type[BaseModel], document: Document
+) -> tuple[list[Diagnostic], list[DataPath]]:
+    """Every error of a validation as a diagnostic, in the order of the document.
+
+    Returns also the paths of values that failed only because they were read as numbers or booleans where a
+    string is wanted, and whose text is known: the caller may take the text and try again.
+    """
+    grouped: dict[DataPath, list[_Fault]] = {}
+    errors = error.errors(include_url=False)
+    for item in errors[:MOST]:
+        fault = _fault(model, item)
+        grouped.setdefault(fault.spot.path, []).append(fault)
+    as_text = [
+        path
+        for path, faults in grouped.items()
+        if path in document.rereads and any(fault.kind == "string_type" for fault in faults)
+    ]
+    found = [_explain(model, faults, document) for path, faults in grouped.items() if not _superseded(path, grouped)]
+    found.sort(key=lambda item: (item.origin.file, item.origin.line, item.origin.column) if item.origin else ("", 0, 0))
+    if len(errors) > MOST:
+        more = f"and {len(errors) - MOST:,} more errors of form"
+        found.append(Diagnostic("spec.more", "error", more, "correct these first", document.origin(())))
+    return found, as_text
+
+
+def _fault(model: type[BaseModel], item: ErrorDetails) -> _Fault:
+    spot = locate(model, item["loc"])
+    return _Fault(item["type"], spot, item.get("ctx") or {}, item["msg"].removeprefix("Value error, "))
+
+
+def _superseded(path: DataPath, grouped: Mapping[DataPath, list[_Fault]]) -> bool:
+    """Of a union's branches, the one that got further says more: the others are left out."""
+    if not all(fault.spot.branch for fault in grouped[path]):
+        return False
+    return any(len(other) > len(path) and other[: len(path)] == path for other in grouped)
+
+
+def _explain(model: type[BaseModel], faults: list[_Fault], document: Document) -> Diagnostic:
+    first = faults[0]
+    if first.kind == "extra_forbidden":
+        return _unknown_key(model, first, document)
+    if first.kind == "missing":
+        return _missing_key(first, document)
+    if first.kind in ("union_tag_not_found", "union_tag_invalid"):
+        return _tag(model, first, document)
+    if first.kind in ("value_error", "assertion_error"):
+        return _value_error(first, document)
+    return _wrong(faults, document)
+
+
+def _unknown_key(model: type[BaseModel], fault: _Fault, document: Document) -> Diagnostic:
+    path, owner = fault.spot.path, fault.spot.owner
+    key, known = str(path[-1]), fields_by_key(owner) if owner else {}
+    names = [*known, "extends"] if owner is model and len(path) == 1 else list(known)
+    near = get_close_matches(key.replace("-", "_"), names, n=1, cutoff=0.6)
+    elsewhere = [place for place in homes(model).get(key, []) if place != ".".join(map(str, path[:-1]))]
+    highest = min((place.count(".") for place in elsewhere), default=0)
+    elsewhere = [place for place in elsewhere if place.count(".") == highest]  # not each part's own sampling, say
+    if near:
+        fix = f"did you mean `{near[0]}`?"
+    elif elsewhere:
+        fix = f"`{key}` belongs under {' or '.join(f'`{place}`' for place in elsewhere[:3])}"
+    else:
+        fix = f"known here: {', '.join(names)}"
+    place = show_path(path[:-1])
+    message = f"`{key}` is no key of {'the spec' if len(path) == 1 else f'`{place}`'}"
+    return Diagnostic("spec.unknown-key", "error", message, fix, document.origin(path, key=True), path)
+
+
+def _missing_key(fault: _Fault, document: Document) -> Diagnostic:
+    path, owner = fault.spot.path, fault.spot.owner
+    key = str(path[-1])
+    info = fields_by_key(owner).get(key) if owner else None
+    summary = (info.description or "").partition("\n")[0].strip() if info else ""
+    fix = f"add `{key}: …`" + (f" ({summary.rstrip('.')})" if summary else "")
+    holder = "the spec" if len(path) == 1 else f"`{show_path(path[:-1])}`"
+    origin = document.origin(path[:-1], key=True)
+    return Diagnostic("spec.missing-key", "error", f"{holder} needs `{key}`", fix, origin, path)
+
+
+def _tag(model: type[BaseModel], fault: _Fault, document: Document) -> Diagnostic:
+    path = fault.spot.path
+    key = str(fault.context["discriminator"]).strip("'")
+    tags = list(tagged(fault.spot.wanted, key)) or [
+        tag.strip(" '") for tag in str(fault.context.get("expected_tags", "")).split(",")
+    ]
+    listed = ", ".join(tags)
+    if fault.kind == "union_tag_not_found":
+        origin = document.origin(path, key=True)
+        return Diagnostic(
+            "spec.missing-key",
+            "error",
+            f"`{show_path(path)}` needs `{key}`",
+            f"add `{key}: …`, one of {listed}",
+            origin,
+            (*path, key),
+        )
+    place = (*path, key)
+    value = str(fault.context["tag"])
+    message = f"`{show_path(place)}` must be one of {listed}; it is {_show(_value(document, place))}"
+    return Diagnostic("spec.bad-value", "error", message, _nearest(value, tags), document.origin(place), place)
+
+
+def _value_error(fault: _Fault, document: Document) -> Diagnostic:
+    """A rule of the contract's own. Its words name keys in backticks: the first that is there gives the position."""
+    path = fault.spot.path
+    value = _value(document, path)
+    if isinstance(value, dict):
+        named = [word.partition(":")[0] for word in fault.words.split("`")[1::2]]
+        present = next((word for word in named if word in value), None)
+        at = (*path, present) if present else path
+        origin = document.origin(at, key=True)
+    else:
+        at, origin = path, document.origin(path)
+    words, _, fix = fault.words.partition("; ")
+    return Diagnostic(
+        "spec.bad-value", "error", f"`{show_path(path)}`: {words}" if path else words, fix or None, origin, at
+    )
+
+
+def _wrong(faults: list[_Fault], document: Document) -> Diagnostic:
+    path = faults[0].spot.path
+    value = _value(document, path)
+    only_types = all(fault.kind in _TYPES for fault in faults)
+    expected = list(dict.fromkeys(_expected(fault) for fault in faults))
+    options = [option for fault in faults if fault.kind == "literal_error" for option in literals(fault.spot.wanted)]
+    rule = "spec.wrong-type" if only_types else "spec.bad-value"
+    shown = f"`{show_path(path)}`" if path else "the spec"
+    if faults[0].spot.key:
+        shown = f"the key {shown}"
+    message = f"{shown} must be {', or '.join(expected)}; it is {_show(value)}"
+    fix = _nearest(str(value), options) if options and isinstance(value, str) else None
+    fix = fix or _type_fix(faults, value, str(path[-1]) if path else "")
+    return Diagnostic(rule, "error", message, fix, document.origin(path, key=faults[0].spot.key), path)
+
+
+def _expected(fault: _Fault) -> str:
+    """What would have been right, in words that follow `must be`."""
+    context = fault.context
+    if fault.kind in _BOUNDS:
+        name, words = _BOUNDS[fault.kind]
+        return f"{words} {_number(context[name])}"
+    if fault.kind == "literal_error":
+        options = literals(fault.spot.wanted)
+        return options[0] if len(options) == 1 else f"one of {', '.join(options)}"
+    if fault.kind == "finite_number":
+        return "a finite number"
+    if fault.kind == "string_pattern_mismatch":
+        return f"text that matches {context['pattern']}"
+    if fault.kind == "string_too_short":
+        return "text that is not empty"
+    if fault.kind == "too_short":
+        return f"a list of at least {context['min_length']}"
+    if fault.kind in _TYPES:
+        return _type_words(fault)
+    return f"valid ({fault.words[:1].lower()}{fault.words[1:]})"
+
+
+def _type_words(fault: _Fault) -> str:
+    fallback = {
+        "string": "a string",
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "list": "a list",
+    }
+    words = describe(fault.spot.wanted)
+    return words or fallback.get(fault.kind.partition("_")[0], "a mapping")
+
+
+def describe(annotation: Any, *, plural: bool = False) -> str:
+    """A type in words: `a list of strings`."""
+    if annotation == Seconds:
+        return "durations" if plural else "a duration"
+    simple = {
+        str: ("a string", "strings"),
+        int: ("a whole number", "whole numbers"),
+        float: ("a number", "numbers"),
+        bool: ("true or false", "booleans"),
+        dict: ("a mapping", "mappings"),
+        list: ("a list", "lists"),
+        Any: ("anything", "anything"),
+    }
+    members = branches(annotation)
+    if len(members) > 1:
+        if all(is_model(bare(member)) for member in members):
+            return "mappings" if plural else "a mapping"
+        return " or ".join(dict.fromkeys(describe(member, plural=plural) for member in members))
+    inner = bare(annotation)
+    if inner in simple:
+        return simple[inner][plural]
+    origin, args = typing.get_origin(inner), typing.get_args(inner)
+    if origin is list:
+        return f"{'lists' if plural else 'a list'} of {describe(args[0], plural=True)}"
+    if origin is dict or is_model(inner):
+        return "mappings" if plural else "a mapping"
+    if origin is typing.Literal:
+        return " or ".join(map(str, args))
+    return ""
+
+
+def _type_fix(faults: Iterable[_Fault], value: Any, key: str) -> str | None:
+    for fault in faults:
+        fix = next((words for words in _type_fixes(fault, value, key) if words), None)
+        if fix:
+            return fix
+    return None
+
+
+def _type_fixes(fault: _Fault, value: Any, key: str) -> Iterator[str | None]:
+    kind = fault.kind.partition("_")[0]
+    if kind == "bool" and isinstance(value, str):
+        yield "write true" if value.lower() in _YES else "write false" if value.lower() in _NO else None
+    if kind == "int" and isinstance(value, float) and value.is_integer():
+        yield f"write {int(value)}"
+    if kind in ("int", "float") and isinstance(value, str) and _is_number(value):
+        yield f"write {value.strip()} without quotes"
+    if kind == "string" and isinstance(value, bool | int | float):
+        yield f'quote it: "{_show(value)}"'
+    if kind == "list" and value is not None and not isinstance(value, dict | list):
+        yield f"write it as a list: [{_show(value).strip('`')}]"
+    if kind == "model" and isinstance(value, str) and is_model(bare(fault.spot.wanted)):
+        fields = fields_by_key(bare(fault.spot.wanted))
+        main = next((name for name, info in fields.items() if info.is_required() and info.annotation is str), None)
+        main = main or ("use" if "use" in fields else None)  # a user or scorer may be a model instead
+        prefix = f"{key}: " if key and not key.isdigit() else ""
+        yield f"write `{prefix}{{{main}: {value}}}`" if main else None
+    if kind == "model" and fault.spot.wanted is not None:
+        discriminator = discriminator_of(fault.spot.wanted, None)
+        yield f"write a mapping with `{discriminator}`" if discriminator else None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _nearest(value: str, options: list[str]) -> str | None:
+    near = get_close_matches(value, options, n=1, cutoff=0.5)
+    return f"did you mean `{near[0]}`?" if near else None
+
+
+def _value(document: Document, path: DataPath) -> Any:
+    value = document.data
+    for key in path:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return _MISSING
+    return value
+
+
+def _number(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _show(value: Any) -> str:
+    """A value as it would be written, kept short."""
+    if value is _MISSING:
+        return "missing"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    text = str(value)
+    shown = text if len(text) <= 60 else f"{text[:57]}…"
+    return f"`{shown}`" if isinstance(value, str) else shown

@@ -1,0 +1,295 @@
+"""Rows -> tasks, whatever they come from.
+
+Invariant: a task that comes out has an id that no other has and every field of `tasks.map`; the first row that
+cannot become one is named by its number and, where it stands in a file, by its line. Rows are read one by one
+and no further than `tasks.limit`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import SpecError
+from engine.spec.diagnostic import DataPath, Diagnostic, Origin
+from engine.spec.entry import EntryError, load_entry
+from schemas.environment import Task
+from schemas.episode import TasksSpec
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+
+TASKS: DataPath = ("tasks",)
+
+MOST_COUNTED = 1_000_000
+"""Rows of a function that are counted: some never end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a source, and where it stands."""
+
+    number: int
+    """From 1, as `row 3` in messages."""
+    fields: Any
+    origin: Origin | None
+    """Its line in a file, where it has one."""
+
+
+def load_tasks(loaded: LoadedSpec) -> list[Task]:
+    """Every task of a spec, in the order of its source.
+
+    Raises:
+        SpecError: the source cannot be read, a row is not a mapping, lacks a mapped field or its id, or two rows
+            share an id. Only the first bad row is reported.
+    """
+    spec = loaded.spec.tasks
+    tasks: list[Task] = []
+    seen: dict[str, int] = {}
+    for index, row in enumerate(rows_of(loaded, spec.limit)):
+        task = task_of(row, index, spec, loaded)
+        if task.id in seen:
+            raise _fault(
+                loaded,
+                "tasks.duplicate-id",
+                f"rows {seen[task.id]} and {row.number} share the id `{task.id}`",
+                "name a field of unique values under `tasks.id`, or leave it out",
+                row.origin or loaded.origin((*TASKS, "id")),
+            )
+        seen[task.id] = row.number
+        tasks.append(task)
+    if not tasks:
+        raise _fault(loaded, "tasks.empty", "the task source has no rows", None, loaded.origin(TASKS, key=True))
+    return tasks
+
+
+def count_tasks(loaded: LoadedSpec) -> int | None:
+    """How many tasks a spec has; for a data set on the hub, no more is said than `tasks.limit`.
+
+    Raises:
+        SpecError: the source is not there, or its function fails.
+    """
+    spec = loaded.spec.tasks
+    found: int | None = None
+    if spec.source == "inline":
+        found = len(spec.rows or [])
+    elif spec.source == "jsonl":
+        with task_file(loaded).open("rb") as stream:
+            found = sum(1 for line in stream if line.strip())
+    elif spec.source == "parquet":
+        found = _parquet_rows(task_file(loaded))
+    elif spec.source == "python":
+        found = sum(1 for _ in rows_of(loaded, spec.limit or MOST_COUNTED + 1))
+        found = found if found <= MOST_COUNTED else None
+    if found is None:
+        return spec.limit
+    return found if spec.limit is None else min(found, spec.limit)
+
+
+def _parquet_rows(path: Path) -> int | None:
+    """By the files' own footers."""
+    import pyarrow
+    import pyarrow.parquet
+
+    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    try:
+        return sum(int(pyarrow.parquet.read_metadata(file).num_rows) for file in files)
+    except (OSError, pyarrow.ArrowException):
+        return None
+
+
+def task_of(row: Row, index: int, spec: TasksSpec, loaded: LoadedSpec) -> Task:
+    """A row as a task.
+
+    Raises:
+        SpecError: it cannot be one.
+    """
+    where = f"row {row.number}"
+    if not isinstance(row.fields, Mapping) or not all(isinstance(key, str) for key in row.fields):
+        kind = type(row.fields).__name__
+        fault = f"{where} is no mapping of names to values, but {kind}"
+        raise _fault(loaded, "tasks.bad-row", fault, None, row.origin or loaded.origin(TASKS))
+    fields = dict(row.fields)
+    for name, source in spec.map.items():
+        if source not in fields:
+            fault, fix = f"{where} has no field `{source}`", _near(source, fields)
+            raise _fault(loaded, "tasks.missing-field", fault, fix, row.origin or loaded.origin((*TASKS, "map", name)))
+    mapped = {name: fields[source] for name, source in spec.map.items()} if spec.map else fields
+    user = _user(row, fields, spec, loaded) if spec.user is not None else None
+    return Task(id=_id(row, index, fields, spec, loaded), index=index, fields=mapped, user=user)
+
+
+def _user(row: Row, fields: Mapping[str, Any], spec: TasksSpec, loaded: LoadedSpec) -> str:
+    """The name in the field that `tasks.user` names: one of `users`."""
+    at = row.origin or loaded.origin((*TASKS, "user"))
+    if spec.user not in fields:
+        fault = f"row {row.number} has no field `{spec.user}`, which `tasks.user` names"
+        raise _fault(loaded, "tasks.missing-field", fault, _near(str(spec.user), fields), at)
+    name = fields[str(spec.user)]
+    known = loaded.spec.users
+    if not isinstance(name, str) or name not in known:
+        near = get_close_matches(str(name), list(known), n=1)
+        fix = f"did you mean `{near[0]}`?" if near else f"`users` has {', '.join(known)}"
+        raise _fault(loaded, "tasks.unknown-user", f"row {row.number}: there is no user {name!r}", fix, at)
+    return name
+
+
+def _id(row: Row, index: int, fields: Mapping[str, Any], spec: TasksSpec, loaded: LoadedSpec) -> str:
+    if spec.id is None:
+        return str(index)
+    at = row.origin or loaded.origin((*TASKS, "id"))
+    if spec.id not in fields:
+        fault = f"row {row.number} has no field `{spec.id}`, which `tasks.id` names"
+        raise _fault(loaded, "tasks.missing-field", fault, _near(spec.id, fields), at)
+    value = fields[spec.id]
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        fault = f"row {row.number}: the id `{spec.id}` must be text or a whole number; it is {value!r}"
+        raise _fault(loaded, "tasks.bad-row", fault, None, at)
+    return str(value)
+
+
+def rows_of(loaded: LoadedSpec, limit: int | None = None) -> Iterator[Row]:
+    """The source's rows, read as they are asked for.
+
+    Raises:
+        SpecError: the source, or a row of it, cannot be read.
+    """
+    rows = _SOURCES[loaded.spec.tasks.source](loaded, limit)
+    return rows if limit is None else islice(rows, limit)
+
+
+def _inline(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
+    for index, fields in enumerate(loaded.spec.tasks.rows or []):
+        yield Row(index + 1, fields, loaded.origin((*TASKS, "rows", index)))
+
+
+def task_file(loaded: LoadedSpec) -> Path:
+    """The file that `tasks.path` names.
+
+    Raises:
+        SpecError: it is not there.
+    """
+    named = loaded.spec.tasks.path or ""
+    path = loaded.resolve(named, (*TASKS, "path"))
+    if path.exists():
+        return path
+    near: list[str] = []
+    if path.parent.is_dir():
+        near = get_close_matches(path.name, [item.name for item in path.parent.iterdir()], n=1)
+    fix = f"did you mean `{Path(named).parent / near[0]}`?" if near else f"looked for {path}"
+    raise _fault(
+        loaded, "tasks.no-file", f"the task file `{named}` does not exist", fix, loaded.origin((*TASKS, "path"))
+    )
+
+
+def _jsonl(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
+    path = task_file(loaded)
+    number = 0
+    try:
+        with path.open("rb") as stream:
+            for line, data in enumerate(stream, start=1):
+                if not data.strip():
+                    continue
+                number += 1
+                yield Row(number, _json(data, number, Origin(str(path), line, 1), loaded), Origin(str(path), line, 1))
+    except OSError as error:
+        fault = f"the task file `{path}` cannot be read: {error.strerror}"
+        raise _fault(loaded, "tasks.no-file", fault, None, loaded.origin((*TASKS, "path"))) from error
+
+
+def _json(data: bytes, number: int, origin: Origin, loaded: LoadedSpec) -> Any:
+    try:
+        return json.loads(data.decode("utf-8-sig" if origin.line == 1 else "utf-8").rstrip())
+    except UnicodeDecodeError as error:
+        raise _fault(
+            loaded, "tasks.bad-row", f"row {number} is not UTF-8 (byte {error.start})", None, origin
+        ) from error
+    except json.JSONDecodeError as error:
+        at = Origin(origin.file, origin.line, error.colno)
+        raise _fault(loaded, "tasks.bad-row", f"row {number} is no JSON: {error.msg}", None, at) from error
+    except (ValueError, RecursionError) as error:
+        raise _fault(loaded, "tasks.bad-row", f"row {number} is no usable JSON: {error}", None, origin) from error
+
+
+def _parquet(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = task_file(loaded)
+    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    number = 0
+    for file in files:
+        try:
+            with pyarrow.parquet.ParquetFile(file) as table:
+                for batch in table.iter_batches(batch_size=min(limit or 1024, 1024)):
+                    for fields in batch.to_pylist():
+                        number += 1
+                        yield Row(number, fields, None)
+        except (OSError, pyarrow.ArrowException) as error:
+            fault = f"`{file}` cannot be read as Parquet: {error}"
+            raise _fault(loaded, "tasks.bad-file", fault, None, loaded.origin((*TASKS, "path"))) from error
+
+
+def _hub(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
+    spec = loaded.spec.tasks
+    at = loaded.origin((*TASKS, "path"))
+    try:
+        import datasets
+    except ImportError as error:
+        fix = "pip install 'episode-engine[hub]'"
+        raise _fault(loaded, "tasks.hub", "`source: hub` needs the package `datasets`", fix, at) from error
+    named = str(spec.path)
+    local = loaded.resolve(named, (*TASKS, "path"))
+    number = 0
+    try:
+        table = datasets.load_dataset(
+            str(local) if local.exists() else named, spec.name, split=spec.split, streaming=limit is not None
+        )
+        for fields in table:
+            number += 1
+            yield Row(number, fields, None)
+    except Exception as error:  # the library raises whatever its transports raise
+        fault = f"row {number + 1} of the data set `{named}` (split `{spec.split}`) cannot be had: {type(error).__name__}: {error}"
+        raise _fault(loaded, "tasks.hub", fault, "check `path`, `name` and `split`", at) from error
+
+
+def _python(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
+    spec = loaded.spec.tasks
+    use = str(spec.use)
+    at = loaded.origin((*TASKS, "use"))
+    try:
+        source = load_entry(use, loaded.base)
+    except EntryError as error:
+        raise _fault(loaded, "world.import", str(error), None, at) from error
+    number = 0
+    try:
+        rows: Iterable[Any] = source(**spec.with_)
+        for fields in rows:
+            number += 1
+            yield Row(number, fields, None)
+    except Exception as error:  # whatever the user's own code raises
+        fault = f"`{use}` failed at row {number + 1}: {type(error).__name__}: {error}"
+        raise _fault(loaded, "tasks.python", fault, None, at) from error
+
+
+_SOURCES: dict[str, Callable[[LoadedSpec, int | None], Iterator[Row]]] = {
+    "inline": _inline,
+    "jsonl": _jsonl,
+    "parquet": _parquet,
+    "hub": _hub,
+    "python": _python,
+}
+
+
+def _near(name: str, fields: Mapping[str, Any]) -> str:
+    near = get_close_matches(name, list(fields), n=1)
+    return f"did you mean `{near[0]}`?" if near else f"its fields: {', '.join(fields) or 'none'}"
+
+
+def _fault(loaded: LoadedSpec, rule: str, message: str, fix: str | None, origin: Origin | None) -> SpecError:
+    return SpecError([Diagnostic(rule, "error", message, fix, origin or loaded.origin(TASKS), TASKS)])

@@ -1,0 +1,114 @@
+"""`{{field}}` in prompts.
+
+Invariant: every field that a template names is filled, or an error says which one is missing. A literal
+`{{` is written as `\\{{`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import EngineError
+from schemas.message import ContentPart, TextPart
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from schemas.episode import Words
+
+_FIELD = re.compile(r"(\\?)\{\{(.*?)\}\}", re.DOTALL)
+_REFERENCES = ("sha256:", "data:", "file:", "http:", "https:")
+"""Image references that are no paths."""
+
+
+class TemplateError(EngineError):
+    """A template names a field that is not there."""
+
+    kind = "template_error"
+    blame = "spec"
+
+
+def fields_of(template: str) -> list[str]:
+    """The fields that a template names, each once, in order of first use."""
+    names = (match[2].strip() for match in _FIELD.finditer(template) if not match[1])
+    return list(dict.fromkeys(names))
+
+
+def fill(template: str, fields: Mapping[str, Any]) -> str:
+    """The template with every `{{field}}` replaced by its value.
+
+    Strings go in as they are, anything else as JSON. `{{a.b}}` is the key `b` of the mapping `a`, unless a
+    field is itself called `a.b`.
+
+    Raises:
+        TemplateError: a field is not there; the nearest one that is there is named.
+    """
+    return _FIELD.sub(lambda match: _value(match, fields), template)
+
+
+def texts_of(words: Words) -> list[tuple[tuple[str | int, ...], str]]:
+    """The templates in `words`, each with its path below it."""
+    if isinstance(words, str):
+        return [((), words)]
+    return [
+        ((index, "text"), part.text) if isinstance(part, TextPart) else ((index, "image"), part.image)
+        for index, part in enumerate(words)
+    ]
+
+
+def fill_words(words: Words, fields: Mapping[str, Any], base: Path) -> list[ContentPart]:
+    """What is said, as message parts: every `{{field}}` filled, an image's relative path taken from `base`.
+
+    Raises:
+        TemplateError: a field is not there.
+    """
+    if isinstance(words, str):
+        return [TextPart(text=fill(words, fields))]
+    return [
+        part.model_copy(update={"text": fill(part.text, fields)})
+        if isinstance(part, TextPart)
+        else part.model_copy(update={"image": image_reference(fill(part.image, fields), base)})
+        for part in words
+    ]
+
+
+def image_reference(reference: str, base: Path) -> str:
+    """An image's reference with a relative path made absolute."""
+    return reference if is_reference(reference) else str(base / reference)
+
+
+def is_reference(image: str) -> bool:
+    """Whether an image is named by a digest or a URI, and not by a path."""
+    return image.startswith(_REFERENCES)
+
+
+def has_field(name: str, fields: Mapping[str, Any]) -> bool:
+    """Whether `{{name}}` can be filled from these fields."""
+    return _find(name, fields)[0]
+
+
+def _find(name: str, fields: Mapping[str, Any]) -> tuple[bool, Any]:
+    if name in fields:
+        return True, fields[name]
+    value: Any = fields
+    for key in name.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return False, None
+        value = value[key]
+    return True, value
+
+
+def _value(match: re.Match[str], fields: Mapping[str, Any]) -> str:
+    if match[1]:
+        return match[0][1:]
+    name = match[2].strip()
+    found, value = _find(name, fields)
+    if not found:
+        near = get_close_matches(name, list(fields), n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"fields: {', '.join(map(str, fields)) or 'none'}"
+        raise TemplateError(f"the template names `{{{{{name}}}}}`, which is no field here; {hint}")
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,325 @@
+"""YAML text -> a tree of nodes that know where they were written.
+
+The tree is built from the parser's events, without recursion, so depth, size and aliases are bounded while
+reading. Every problem is a `Diagnostic`; nothing here raises on bad input. Trees are never changed once
+built: what edits one copies the nodes on the way.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from engine.spec.diagnostic import Diagnostic, Origin
+from engine.spec.scalars import ScalarValue, read_scalar
+
+MAX_DEPTH = 64
+"""Deepest nesting of mappings and lists."""
+MAX_NODES = 200_000
+"""Most nodes of one document, each use of an alias counted in full."""
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_CORE = "tag:yaml.org,2002:"
+_COLLECTION_TAGS = {"mapping": f"{_CORE}map", "list": f"{_CORE}seq"}
+_BREAKS = re.compile("\r\n|[\r\n\x85\u2028\u2029]")
+
+
+@dataclass(slots=True)
+class Scalar:
+    """A single value."""
+
+    value: ScalarValue
+    origin: Origin
+    text: str
+    """As it was written, without quotes."""
+    typed: bool = True
+    """False where the text must stay a string (`!!str`, block scalars)."""
+    reread: bool = False
+    """The value came from `${ENV}` or `--set` as text: where a string is wanted, `text` serves."""
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A list."""
+
+    origin: Origin
+    items: list[Node] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Mapping:
+    """A mapping: its keys are strings, in the order in which they were written."""
+
+    origin: Origin
+    entries: dict[str, Node] = field(default_factory=dict)
+    keys: dict[str, Origin] = field(default_factory=dict)
+    """Where each key was written."""
+
+
+Node = Scalar | Sequence | Mapping
+
+
+@dataclass(slots=True)
+class Place:
+    """Turns the parser's marks into origins."""
+
+    file: str
+    via: str = ""
+    shift: int = 0
+    """Added to columns of the first line: a value inside a longer argument."""
+
+    def __call__(self, mark: Any) -> Origin:
+        """The origin of a mark."""
+        column = mark.column + 1 + (self.shift if mark.line == 0 else 0)
+        return Origin(self.file, mark.line + 1, column, self.via)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A collection whose end has not come yet."""
+
+    node: Mapping | Sequence
+    anchor: str | None
+    size_before: int
+    height: int = 1
+    """Levels from here down."""
+    keyed: bool = False
+    """For a mapping: a key was read, its value comes next."""
+    key: str | None = None
+    """That key; None where it was refused."""
+
+
+def split_lines(text: str) -> list[str]:
+    """Lines as the parser counts them."""
+    return _BREAKS.split(text)
+
+
+def parse(text: str, place: Place) -> tuple[Node | None, list[Diagnostic]]:
+    """Read one YAML document.
+
+    Returns the tree, or None where the text is no YAML at all (or empty), and every problem that was met:
+    rules `yaml.*`, of which `yaml.syntax` means that reading stopped.
+    """
+    builder = _Builder(place)
+    try:
+        loader = _LOADER(text)
+    except (yaml.YAMLError, UnicodeError) as error:
+        return None, [_unreadable(error, text, place)]
+    try:
+        while loader.check_event() and not builder.stopped:
+            builder.take(loader.get_event())
+    except (yaml.YAMLError, UnicodeError) as error:
+        builder.problems.append(_unreadable(error, text, place))
+        return None, builder.problems
+    finally:
+        loader.dispose()
+    return (None if builder.stopped else builder.root), builder.problems
+
+
+class _Builder:
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.root: Node | None = None
+        self.problems: list[Diagnostic] = []
+        self.stopped = False
+        self.documents = 0
+        self.nodes = 0
+        self.stack: list[_Open] = []
+        self.anchors: dict[str, tuple[Node, int, int]] = {}
+        """Anchor -> the node, its size in nodes and its height in levels."""
+
+    def problem(self, rule: str, message: str, fix: str | None, at: Origin, *, stop: bool = False) -> None:
+        self.problems.append(Diagnostic(rule, "error", message, fix, at))
+        self.stopped = self.stopped or stop
+
+    def take(self, event: Any) -> None:
+        """Take the parser's next event."""
+        if isinstance(event, yaml.ScalarEvent):
+            self._scalar(event)
+        elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
+            self._begin(event)
+        elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
+            self._end()
+        elif isinstance(event, yaml.AliasEvent):
+            self._alias(event)
+        elif isinstance(event, yaml.DocumentStartEvent):
+            self.documents += 1
+            if self.documents > 1:
+                self.problem(
+                    "yaml.documents",
+                    "a second document begins here",
+                    "keep one document in a file",
+                    self.place(event.start_mark),
+                    stop=True,
+                )
+
+    def _begin(self, event: Any) -> None:
+        origin = self.place(event.start_mark)
+        is_mapping = isinstance(event, yaml.MappingStartEvent)
+        self._collection_tag(event.tag, "mapping" if is_mapping else "list", origin)
+        if self._too_deep(1, origin):
+            return
+        node: Mapping | Sequence = Mapping(origin) if is_mapping else Sequence(origin)
+        self._count(1, origin)
+        self.stack.append(_Open(node, event.anchor, self.nodes - 1))
+        if event.anchor:
+            self.anchors.pop(event.anchor, None)
+
+    def _end(self) -> None:
+        done = self.stack.pop()
+        if done.anchor:
+            self.anchors[done.anchor] = (done.node, self.nodes - done.size_before, done.height)
+        self._put(done.node, done.height)
+
+    def _too_deep(self, levels: int, origin: Origin) -> bool:
+        if len(self.stack) + levels <= MAX_DEPTH:
+            return False
+        self.problem("yaml.depth", f"nested more than {MAX_DEPTH} deep", "flatten it", origin, stop=True)
+        return True
+
+    def _scalar(self, event: Any) -> None:
+        origin = self.place(event.start_mark)
+        self._count(1, origin)
+        node = self._read(event, origin)
+        if event.anchor:
+            self.anchors[event.anchor] = (node, 1, 0)
+        self._put(node, 0, plain_key=event.implicit[0] and not event.style)
+
+    def _alias(self, event: Any) -> None:
+        origin = self.place(event.start_mark)
+        known = self.anchors.get(event.anchor)
+        if known is None:
+            inside = any(item.anchor == event.anchor for item in self.stack)
+            words = "stands inside what it names" if inside else "names nothing above it"
+            fix = "write the value out" if inside else f"mark a value with `&{event.anchor}` first"
+            self.problem("yaml.alias", f"the alias `*{event.anchor}` {words}", fix, origin)
+            self._count(1, origin)
+            self._put(Scalar(None, origin, ""), 0)
+            return
+        node, size, height = known
+        self._count(size, origin)
+        if not self._too_deep(height, origin):
+            self._put(node, height)
+
+    def _count(self, nodes: int, origin: Origin) -> None:
+        self.nodes += nodes
+        if self.nodes > MAX_NODES and not self.stopped:
+            self.problem(
+                "yaml.size",
+                f"more than {MAX_NODES:,} values, aliases written out",
+                "keep rows in a file of their own (`source: jsonl`), and do not nest aliases",
+                origin,
+                stop=True,
+            )
+
+    def _put(self, node: Node, height: int, *, plain_key: bool = True) -> None:
+        if not self.stack:
+            self.root = node
+            return
+        parent = self.stack[-1]
+        parent.height = max(parent.height, height + 1)
+        if isinstance(parent.node, Sequence):
+            parent.node.items.append(node)
+        elif not parent.keyed:
+            parent.key, parent.keyed = self._key(node, parent.node, plain_key), True
+        else:
+            if parent.key is not None:
+                parent.node.entries[parent.key] = node
+            parent.key, parent.keyed = None, False
+
+    def _key(self, node: Node, mapping: Mapping, plain: bool) -> str | None:
+        """The key that a node stands for; None where it was refused, which is reported."""
+        if not isinstance(node, Scalar):
+            kind = "mapping" if isinstance(node, Mapping) else "list"
+            self.problem("yaml.key", f"a {kind} cannot be a key", "write a name", node.origin)
+        elif not isinstance(node.value, str):
+            fix = f'quote it: "{node.text}"' if node.text else "write a name before the colon"
+            self.problem("yaml.key", f"the key `{node.text}` is no string", fix, node.origin)
+        elif node.value == "<<" and plain:
+            fix = "write the keys out, or put them in a file of their own and name it under `extends:`"
+            self.problem("yaml.merge-key", "merge keys (`<<`) are not supported", fix, node.origin)
+        elif node.value in mapping.keys:
+            first = mapping.keys[node.value]
+            message = f"the key `{node.value}` is written twice, first in line {first.line}"
+            self.problem("yaml.duplicate-key", message, "remove one of them", node.origin)
+        else:
+            mapping.keys[node.value] = node.origin
+            return node.value
+        return None
+
+    def _collection_tag(self, tag: str | None, kind: str, origin: Origin) -> None:
+        if tag not in (None, "!", _COLLECTION_TAGS[kind]):
+            self.problem("yaml.tag", f"the tag `{_show_tag(tag)}` is not known on a {kind}", "remove the tag", origin)
+
+    def _read(self, event: Any, origin: Origin) -> Scalar:
+        text: str = event.value
+        tag: str | None = event.tag
+        block = event.style in ("|", ">")
+        if tag is None:
+            plain = event.implicit[0]
+            return Scalar(read_scalar(text) if plain else text, origin, text, typed=not block)
+        if tag in ("!", f"{_CORE}str"):
+            return Scalar(text, origin, text, typed=False)
+        wanted: dict[str, tuple[type, ...]] = {
+            "int": (int,),
+            "float": (float, int),
+            "bool": (bool,),
+            "null": (type(None),),
+        }
+        name = tag.removeprefix(_CORE)
+        if name not in wanted:
+            self.problem("yaml.tag", f"the tag `{_show_tag(tag)}` is not known", "remove the tag", origin)
+            return Scalar(text, origin, text)
+        value = read_scalar(text)
+        if not isinstance(value, wanted[name]) or (isinstance(value, bool) and name != "bool"):
+            self.problem("yaml.tag", f"`{text}` is no !!{name}", "correct the value or remove the tag", origin)
+        elif name == "float" and isinstance(value, int):
+            value = _as_float(value)
+        return Scalar(value, origin, text)
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+
+
+def _show_tag(tag: str | None) -> str:
+    return (tag or "").replace(_CORE, "!!")
+
+
+def _unreadable(error: yaml.YAMLError | UnicodeError, text: str, place: Place) -> Diagnostic:
+    """The parser's own error, with its position and, where one is known, a fix."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        words = error.problem or error.context or "this is no YAML"
+        if error.context and error.problem:
+            words = f"{error.context}: {error.problem}"
+        origin = place(mark) if mark else Origin(place.file, 1, 1, place.via)
+        return Diagnostic("yaml.syntax", "error", words, _syntax_fix(words, text, origin.line), origin)
+    if isinstance(error, yaml.reader.ReaderError):
+        code = error.character if isinstance(error.character, int) else ord(str(error.character)[:1] or "\0")
+        before = text.encode("utf-8", "replace")[: error.position].decode("utf-8", "ignore")
+        words, fix = f"the character U+{code:04X} may not stand in YAML", 'remove it, or write it as "\\u…"'
+        lines = split_lines(before)
+        origin = Origin(place.file, len(lines), len(lines[-1]) + 1 + (place.shift if len(lines) == 1 else 0), place.via)
+        return Diagnostic("yaml.syntax", "error", words, fix, origin)
+    return Diagnostic(
+        "yaml.syntax", "error", f"this is no text: {error}", "write UTF-8", Origin(place.file, 1, 1, place.via)
+    )
+
+
+def _syntax_fix(words: str, text: str, line: int) -> str | None:
+    lines = split_lines(text)
+    near = "\n".join(lines[max(0, line - 2) : line])
+    if "${" in near and ("flow" in words or "'}'" in words or "mapping values" in words):
+        return 'inside {…} or […] quote it: "${NAME:default}"'
+    if "\\t" in words or (0 < line <= len(lines) and lines[line - 1].lstrip(" ").startswith("\t")):
+        return "indent with spaces, not tabs"
+    if "mapping values are not allowed" in words:
+        return "quote the value if it contains `: `, or check the indentation"
+    return None

@@ -1,0 +1,238 @@
+"""Stored episodes -> training rows, one a branch.
+
+    for row in export_rows(store): ...                    # dicts, arrays as numpy
+    write_jsonl(export_rows(store), Path("rows.jsonl"))
+
+A row's columns:
+
+    run_id, task_id, episode_id     strings
+    sample_index, branch            numbers, from 0
+    seed                            the episode's
+    trainable                       bool: every id is known, the episode's end is not a world's fault, and something
+                                    in this branch was sampled
+    input_ids, loss_mask, turn_ids, weight_versions    int32 [tokens]
+    logprobs                        float32 [tokens], the sampler's
+    token_rewards                   float32 [tokens]: a turn's reward on its last sampled token, or spread over its
+                                    sampled tokens, as the spec's `rewards.placement` says; 0.0 elsewhere
+    advantages                      float32 [tokens]: the turn's advantage on each of its sampled tokens (with
+                                    `bilevel_gae` the token's own), 0.0 elsewhere; None where the row is not trainable
+    turn_rewards                    float64 [turns]: of every turn of the episode, whichever branch it is in
+    outcome                         the episode's `Outcome`
+    messages                        the whole conversation
+    images                          of this branch, in order: {image: digest, start, end: its tokens, grid}
+
+With a `vision`, a row of a branch that has images carries what a forward pass takes of them beside `input_ids`, under
+the names of the model's family: `pixel_values` and `image_grid_thw` for Qwen-VL. `loader.py` makes batches of rows.
+
+Invariants:
+- The five arrays of a branch are handed on as they were stored. Rewards and advantages are computed anew from
+  the sealed ledger: another credit method needs no new run.
+- A group is the trainable finished episodes of one task; only they are each other's baseline.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.errors import LedgerError, StoreError
+from engine.rewards.credit import Member, Values, Where, credit_tokens, place
+from engine.rewards.ledger import SealedLedger
+from schemas.episode import CreditSpec, RewardsSpec
+from schemas.message import Message
+
+if TYPE_CHECKING:
+    from engine.store.reader import RunReader
+    from engine.tokens.vision import Vision
+    from schemas.trajectory import Branch, Trajectory
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How rows are made of a run."""
+
+    credit: CreditSpec
+    placement: Where
+    base: Path | None
+    """The spec's folder, for a credit method by entry point."""
+    values: Mapping[str, Sequence[Sequence[float]]]
+    """A critic's values, where there are some."""
+    vision: Vision | None
+    """Makes tensors of images, where rows are to carry them."""
+    evaluation: bool
+    """No row trains."""
+
+
+def export_rows(
+    store: RunReader,
+    *,
+    credit: CreditSpec | None = None,
+    trainable_only: bool = False,
+    score: str | None = None,
+    values: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    vision: Vision | None = None,
+) -> Iterator[Row]:
+    """The training rows of every finished episode, in the order of tasks, samples and branches.
+
+    One task's episodes are in memory at a time. Of an evaluation (`engine eval`) no row is trainable.
+
+    Args:
+        store: The run; it may still be going on.
+        credit: How turn rewards become advantages; the run's own spec (or the score's) says when left out.
+        trainable_only: Leave out rows that are not trainable.
+        score: Rewards by other rules, as `engine rescore` kept them under this name.
+        values: A critic's values, for methods that need them: episode id -> for each turn, one for each sampled token.
+        vision: The model's images (`vision_of(store)`, or a run's own `format.vision`): rows then carry their tensors.
+
+    Raises:
+        StoreError: the run has no such score.
+        LedgerError: the credit method needs what is not there.
+    """
+    rewards = RewardsSpec.model_validate(store.score(score).rewards if score else store.header.rewards)
+    base = Path(store.header.spec_path).parent if store.header.spec_path else None
+    plan = Plan(credit or rewards.credit, rewards.placement, base, values or {}, vision, store.header.evaluation)
+    for _, group in groupby(store.trajectories(score), key=lambda trajectory: trajectory.task_id):
+        yield from _group_rows(list(group), plan, trainable_only)
+
+
+def credit_of(store: RunReader, score: str | None = None) -> CreditSpec:
+    """How the run's spec, or the one that it was scored by under this name, turns rewards into advantages."""
+    return RewardsSpec.model_validate(store.score(score).rewards if score else store.header.rewards).credit
+
+
+def member_of(trajectory: Trajectory, values: Sequence[Sequence[float]] | None = None) -> Member:
+    """A finished episode as a member of its group.
+
+    Raises:
+        LedgerError: there are not as many values as sampled tokens in some turn.
+    """
+    turns = trajectory.turns
+    sizes = [turn.end - turn.start for turn in turns]
+    if values is not None and [len(row) for row in values] != sizes:
+        raise LedgerError(
+            f"{trajectory.episode_id}: values for turns of {[len(row) for row in values]} tokens; they have {sizes}"
+        )
+    return Member(
+        SealedLedger.from_postings(trajectory.postings, len(turns)),
+        keys=[turn.anchor for turn in turns],
+        values=None if values is None else np.array([value for row in values for value in row], np.float64),
+        ends=list(accumulate(sizes)),
+    )
+
+
+def _group_rows(group: list[Trajectory], plan: Plan, trainable_only: bool) -> Iterator[Row]:
+    members = [member_of(trajectory, plan.values.get(trajectory.episode_id)) for trajectory in group]
+    chosen = [
+        number
+        for number, trajectory in enumerate(group)
+        if trajectory.outcome.trainable and trajectory.turns and not plan.evaluation
+    ]
+    found = credit_tokens(plan.credit, [members[number] for number in chosen], base=plan.base)
+    advantages = dict(zip(chosen, found, strict=True))
+    for number, (trajectory, member) in enumerate(zip(group, members, strict=True)):
+        shared = _shared(trajectory, member.ledger)
+        for branch in trajectory.branches:
+            row = _row(shared, branch, plan.placement, advantages.get(number))
+            if plan.vision is not None and branch.images:
+                row |= plan.vision.tensors([[image.image for image in branch.images]])
+            if row["trainable"] or not trainable_only:
+                yield row
+
+
+def _shared(trajectory: Trajectory, ledger: SealedLedger) -> Row:
+    return {
+        "run_id": trajectory.run_id,
+        "task_id": trajectory.task_id,
+        "episode_id": trajectory.episode_id,
+        "sample_index": trajectory.sample_index,
+        "seed": trajectory.seed,
+        "turn_rewards": np.array(ledger.totals, np.float64),
+        "outcome": trajectory.outcome.model_dump(mode="json"),
+        "messages": [message_row(message) for message in trajectory.messages],
+    }
+
+
+def _row(shared: Row, branch: Branch, placement: Where, advantages: list[Values] | None) -> Row:
+    trainable = advantages is not None and bool(branch.loss_mask.any())
+    return {
+        "run_id": shared["run_id"],
+        "task_id": shared["task_id"],
+        "episode_id": shared["episode_id"],
+        "sample_index": shared["sample_index"],
+        "branch": branch.index,
+        "seed": shared["seed"],
+        "trainable": trainable,
+        "input_ids": branch.input_ids,
+        "loss_mask": branch.loss_mask,
+        "logprobs": branch.logprobs,
+        "weight_versions": branch.weight_versions,
+        "turn_ids": branch.turn_ids,
+        "token_rewards": place(branch, shared["turn_rewards"], placement),
+        "advantages": _on_tokens(branch, advantages) if trainable and advantages is not None else None,
+        "turn_rewards": shared["turn_rewards"],
+        "outcome": shared["outcome"],
+        "messages": shared["messages"],
+        "images": [image.model_dump(mode="json") for image in branch.images],
+    }
+
+
+def _on_tokens(branch: Branch, advantages: list[Values]) -> np.ndarray:
+    """Each turn's advantages on its sampled tokens, in order, as a policy gradient wants it. float32 [tokens]."""
+    placed = np.zeros(len(branch.input_ids), np.float32)
+    sampled = branch.loss_mask == 1
+    for turn in np.unique(branch.turn_ids[sampled]):
+        placed[sampled & (branch.turn_ids == turn)] = advantages[turn]
+    return placed
+
+
+def message_row(message: Message) -> Row:
+    """A message as JSON: role and content always, the rest where there is any."""
+    plain = message.model_dump(mode="json", exclude_none=True)
+    return {key: value for key, value in plain.items() if value or key in ("role", "content")}
+
+
+def write_jsonl(rows: Iterable[Row], path: Path) -> int:
+    """Write rows as JSON lines, one at a time; returns how many.
+
+    Numbers are written with the fewest digits that give the same float back. JSON has no NaN and no infinities: they
+    become null. The file appears under its name only when it is complete.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    import orjson
+
+    count = 0
+    with whole_file(path) as draft, draft.open("wb") as file:
+        for row in rows:
+            file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
+            count += 1
+    return count
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A place to write `path` at; it takes the name when the block ends well, and is removed when not.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield draft
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error}") from error

@@ -1,0 +1,61 @@
+"""Which run is meant by the word on the command line."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from difflib import get_close_matches
+from pathlib import Path
+
+from engine.errors import StoreError
+from engine.store import database
+
+
+def list_runs(out: Path | str = "runs") -> list[Path]:
+    """Folders of the runs under `out`, by name."""
+    try:
+        return sorted(entry for entry in Path(out).iterdir() if (entry / database.FILE).is_file())
+    except OSError:
+        return []
+
+
+def find_run(run: Path | str, out: Path | str = "runs") -> Path:
+    """The folder of a run.
+
+    Args:
+        run: A run's folder or its run.db, a run id, the beginning of exactly one, or `latest`.
+        out: The folder that runs are stored under.
+
+    Raises:
+        StoreError: no run is meant, or several are.
+    """
+    path = Path(run)
+    if path.name == database.FILE and path.is_file():
+        return path.parent
+    if (path / database.FILE).is_file():
+        return path
+    runs = list_runs(out)
+    if not runs:
+        raise StoreError(f"no run `{run}`: there are no runs in {out}; `engine run SPEC` makes one")
+    if str(run) == "latest":
+        return max(runs, key=_created)
+    by_id = {folder.name: folder for folder in runs}
+    if str(run) in by_id:
+        return by_id[str(run)]
+    meant = [name for name in by_id if str(run) and name.startswith(str(run))]
+    if len(meant) == 1:
+        return by_id[meant[0]]
+    if meant:
+        shown = ", ".join(meant[:5]) + (", …" if len(meant) > 5 else "")
+        raise StoreError(f"`{run}` is the beginning of {len(meant)} runs in {out}: {shown}; give more of it")
+    near = get_close_matches(str(run), [*by_id, "latest"], 1, 0.4)
+    hint = f"; did you mean `{near[0]}`?" if near else "; give a run's folder, its id, or `latest`"
+    raise StoreError(f"no run `{run}` in {out}{hint}")
+
+
+def _created(folder: Path) -> float:
+    try:
+        with closing(database.connect_reader(folder / database.FILE)) as connection:
+            return float(connection.execute("SELECT created FROM run").fetchone()[0])
+    except (StoreError, sqlite3.Error):  # of another version, or broken: it is not the latest that can be used
+        return float("-inf")

@@ -1,0 +1,163 @@
+"""What a run was made from: enough to say why it came out as it did, and to resume it.
+
+Invariant: it is written once, before the first episode, and never changed.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+import engine
+from schemas.base import Contract
+
+if TYPE_CHECKING:
+    from engine.spec.diagnostic import Origin
+    from engine.spec.load import LoadedSpec
+
+_PACKAGES = (
+    "common-expression-language",
+    "numpy",
+    "orjson",
+    "pydantic",
+    "renderers",
+    "sglang",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "transitions",
+)
+"""Packages whose version may change what a run comes to."""
+
+
+class RunHeader(Contract):
+    """The head of a run.
+
+    RunHeader.of(load_spec("specs/quickstart.yaml"), overrides=["limits.user_turns=2"])
+    """
+
+    run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Its folder's name: `<name>-<YYYYmmdd>-<HHMMSS>-<4 hex>`, in UTC, so that runs of one name sort by time."""
+    name: str
+    """The spec's name."""
+    created: float
+    """Unix time."""
+    engine_version: str
+    packages: dict[str, str] = Field(default_factory=dict)
+    """Versions of the packages that may change what a run comes to, and of Python."""
+    seeds: dict[str, int] = Field(default_factory=dict)
+    """`rollout`: every episode's and every turn's seed derives from it."""
+    spec: dict[str, Any]
+    """The resolved spec, every default filled in: `EpisodeSpec.model_validate` reads it back."""
+    spec_path: str = ""
+    """The spec's file: what relative paths in it are relative to."""
+    sources: dict[str, str] = Field(default_factory=dict)
+    """Text of every spec file that was read, as written, by its path."""
+    overrides: list[str] = Field(default_factory=list)
+    """What `--set` was given, in order."""
+    data: dict[str, Any] = Field(default_factory=dict)
+    """The resolved document: what was written, without the defaults."""
+    origins: list[tuple[list[str | int], str, int, int, str]] = Field(default_factory=list)
+    """Where each value of `data` was written: path, file, line, column, and `via` (an override, a variable)."""
+    limit: int | None = None
+    """Only the first so many tasks, where the command line said so."""
+    evaluation: bool = False
+    """The run measures: none of its rows train."""
+
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedSpec,
+        *,
+        overrides: Sequence[str] = (),
+        limit: int | None = None,
+        run_id: str | None = None,
+        evaluation: bool = False,
+    ) -> RunHeader:
+        """The header of a new run of a spec; `run_id` is made up from the spec's name when left out."""
+        spec = loaded.spec
+        now = time.time()
+        return cls(
+            run_id=run_id or new_run_id(spec.name, now),
+            name=spec.name,
+            created=now,
+            engine_version=engine.__version__,
+            packages=package_versions(),
+            seeds={"rollout": spec.rollout.seed},
+            spec=spec.model_dump(mode="json", by_alias=True),
+            spec_path=str(loaded.path),
+            sources={_absolute(file): text for file, text in loaded.sources.items()},
+            overrides=list(overrides),
+            data=loaded.data,
+            origins=[_place(path, origin, loaded.sources) for path, origin in loaded.origins.items()],
+            limit=limit,
+            evaluation=evaluation,
+        )
+
+    @property
+    def rewards(self) -> dict[str, Any]:
+        """The spec's section `rewards`. Runs of older engines say `gamma` of every credit: `outcome` never read it."""
+        rewards: dict[str, Any] = dict(self.spec.get("rewards") or {})
+        credit = rewards.get("credit")
+        if credit and credit.get("method", "outcome") == "outcome":
+            rewards["credit"] = {"method": "outcome", **{key: credit[key] for key in credit if key != "gamma"}}
+        return rewards
+
+    def loaded_spec(self) -> LoadedSpec:
+        """The spec that the run was made from, as it was loaded then: its file may have changed since.
+
+        Relative paths in it are relative to its file's place, and those of `--set` to the current folder.
+        """
+        from engine.spec.diagnostic import Origin
+        from engine.spec.load import LoadedSpec
+        from schemas.episode import EpisodeSpec
+
+        return LoadedSpec(
+            spec=EpisodeSpec.model_validate({**self.spec, "rewards": self.rewards}),
+            data=self.data,
+            origins={tuple(path): Origin(file, line, column, via) for path, file, line, column, via in self.origins},
+            path=Path(self.spec_path),
+            sources=self.sources,
+        )
+
+
+def _absolute(file: str) -> str:
+    return str(Path(file).absolute())
+
+
+def _place(
+    path: Sequence[str | int], origin: Origin, sources: Mapping[str, str]
+) -> tuple[list[str | int], str, int, int, str]:
+    file = _absolute(origin.file) if origin.file in sources else origin.file
+    return list(path), file, origin.line, origin.column, origin.via
+
+
+def new_run_id(name: str, now: float | None = None) -> str:
+    """A fresh run id: `<name>-<YYYYmmdd>-<HHMMSS>-<4 hex>`, in UTC."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}-{stamp}-{secrets.token_hex(2)}"
+
+
+@cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    found = [("python", platform.python_version())]
+    for package in _PACKAGES:
+        try:
+            found.append((package, version(package)))
+        except PackageNotFoundError:
+            continue
+    return tuple(found)
+
+
+def package_versions() -> dict[str, str]:
+    """Python's version and those of the installed packages that matter, by name."""
+    return dict(_versions())

@@ -1,0 +1,71 @@
+"""Images by content: the same picture is stored once, under the digest of its bytes.
+
+Invariant: a stored image's bytes are those that were put, never re-encoded.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from hashlib import sha256
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.errors import StoreError
+from engine.tokens.images import Source
+
+if TYPE_CHECKING:
+    from engine.store.reader import RunReader
+
+
+class StoredImage(NamedTuple):
+    """An encoded image."""
+
+    digest: str
+    """`sha256:<hex>` of `data`."""
+    mime: str
+    width: int
+    height: int
+    data: bytes
+    """The file's bytes."""
+
+
+def image_digest(data: bytes) -> str:
+    """`sha256:<hex>` of an image's bytes."""
+    return f"sha256:{sha256(data).hexdigest()}"
+
+
+def measure(data: bytes, mime: str | None = None) -> StoredImage:
+    """Read an image's media type and size from its head; the pixels are not decoded.
+
+    Raises:
+        StoreError: the bytes are no image that Pillow knows, or claim more pixels than it finds safe.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data)) as image:
+                width, height = image.size
+                kind = mime or Image.MIME.get(image.format or "", "application/octet-stream")
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise StoreError(f"an image of {len(data)} bytes is not stored: {error}") from error
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        raise StoreError(
+            f"{len(data)} bytes are no image: {error}; give the bytes of a PNG, JPEG or WebP file"
+        ) from error
+    return StoredImage(image_digest(data), kind, width, height, data)
+
+
+def stored_images(store: RunReader) -> Callable[[str], Source | None]:
+    """Images of a run store, by digest."""
+
+    def fetch(digest: str) -> Source | None:
+        try:
+            found = store.image(digest)
+        except StoreError:
+            return None
+        return Source(found.data, found.mime)
+
+    return fetch

@@ -1,0 +1,311 @@
+"""Reading a run: in brief, episode by episode, or as a stream, while it is written or afterwards.
+
+Invariant: each method reads one snapshot of its own and holds no connection afterwards, so a reader neither sees
+an episode half-finished nor keeps the writer's WAL from being reset.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pydantic_core import from_json
+
+from engine.errors import StoreError
+from engine.store import codec, database
+from engine.store.header import RunHeader
+from engine.store.images import StoredImage, image_digest
+from engine.store.lock import is_held
+from engine.store.scores import ScoreHead, read_heads, read_score, require
+from schemas.environment import Task
+from schemas.journal import JournalEntry
+from schemas.trajectory import Branch, Trajectory
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+
+RunStatus = Literal["running", "stopped", "interrupted", "done"]
+"""`running`: a writer has it open; `stopped`: its writer died; `interrupted` and `done` are said on closing."""
+
+_ENTRY = "seq, state, event, dest, kind, payload, tokens, at, seconds"
+_BRANCH = "branch, reason, tokens, spans, input_ids, logprobs, weight_versions"
+_POSTING = "seq, turn, name, delta, after, at_turn, op, cause, source"
+_EPISODE = (
+    "number, id, task_id, task_index, sample_index, seed, status, attempt, state, event, "
+    '"limit", failure, blame, solved, trainable, reward, turns, tokens, started, ended'
+)
+_SCORED = "SELECT e.id, s.score FROM scored s JOIN episodes e ON e.number = s.episode WHERE s.label = ?"
+_PAGE = 64
+"""Trajectories read at a time: a long read would keep the writer's WAL from being reset."""
+
+
+class EpisodeRow(NamedTuple):
+    """One episode of the run, in brief. What follows `attempt` is None until it is done (or has begun)."""
+
+    number: int
+    id: str
+    task_id: str
+    task_index: int
+    sample_index: int
+    seed: int | None
+    status: Literal["pending", "running", "done"]
+    attempt: int
+    """From 0; one more for each time that it had to begin anew."""
+    state: str | None
+    event: str | None
+    limit: str | None
+    failure: str | None
+    """The failure's kind."""
+    blame: str | None
+    solved: bool | None
+    trainable: bool | None
+    reward: float | None
+    turns: int | None
+    tokens: int | None
+    """Sampled tokens."""
+    started: float | None
+    ended: float | None
+
+
+class RunReader:
+    """What can be asked of a run. `RunStore` is one too."""
+
+    def __init__(self, folder: Path, header: RunHeader) -> None:
+        self.folder = folder
+        self.header = header
+        self._path = folder / database.FILE
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return self.header.run_id
+
+    def loaded_spec(self) -> LoadedSpec:
+        """The spec that the run was made from, as it was loaded then."""
+        return self.header.loaded_spec()
+
+    @property
+    def status(self) -> RunStatus:
+        """How the run stands."""
+        with self._reader() as connection:
+            said: RunStatus = connection.execute("SELECT status FROM run").fetchone()[0]
+        if said == "running" and not is_held(self.folder):
+            return "stopped"
+        return said
+
+    def finished(self) -> set[str]:
+        """Ids of the episodes that are done."""
+        with self._reader() as connection:
+            return {row[0] for row in connection.execute("SELECT id FROM episodes WHERE status = 'done'")}
+
+    def episodes(self, score: str | None = None) -> list[EpisodeRow]:
+        """Every episode in brief, in the order of tasks and samples; with `score`, as the rules of that name see it.
+
+        Raises:
+            StoreError: the run has no such score.
+        """
+        query = f"SELECT {_EPISODE} FROM episodes ORDER BY task_index, sample_index, number"
+        with self._reader() as connection:
+            rows = [_episode(row) for row in connection.execute(query)]
+            if score is None:
+                return rows
+            require(connection, score, self.run_id)
+            texts = dict(connection.execute(_SCORED, (score,)))
+        return [_rescored(row, texts[row.id]) for row in rows if row.id in texts]
+
+    def episode(self, episode_id: str) -> EpisodeRow:
+        """One episode in brief.
+
+        Raises:
+            StoreError: the run has none of that id.
+        """
+        with self._reader() as connection:
+            return self._row(connection, episode_id)
+
+    def task(self, task_id: str) -> Task:
+        """A task that an episode was begun or planned for.
+
+        Raises:
+            StoreError: the run has none of that id.
+        """
+        with self._reader() as connection:
+            row = connection.execute("SELECT position, fields FROM tasks WHERE id = ?", (task_id,)).fetchone()
+        if row is None:
+            raise StoreError(f"{self.run_id} has no task `{task_id}`")
+        return Task(id=task_id, index=row[0], fields=from_json(row[1]))
+
+    def journal(self, episode_id: str, attempt: int | None = None) -> list[JournalEntry]:
+        """An episode's journal: of its newest attempt, or of the one named.
+
+        Raises:
+            StoreError: the run has no such episode.
+        """
+        with self._reader() as connection:
+            row = self._row(connection, episode_id)
+            rows = journal_rows(connection, row.number, row.attempt if attempt is None else attempt)
+        return [codec.read_entry(entry) for entry in rows]
+
+    def standing(self) -> dict[str, str]:
+        """Where each episode that is under way stands: its state after its newest journal entry, by id."""
+        query = (
+            "SELECT e.id, (SELECT dest FROM journal j WHERE j.episode = e.number AND j.attempt = e.attempt "
+            "ORDER BY seq DESC LIMIT 1) FROM episodes e WHERE status = 'running'"
+        )
+        with self._reader() as connection:
+            return {episode: state or "" for episode, state in connection.execute(query)}
+
+    def scores(self) -> list[ScoreHead]:
+        """What the run was scored by besides its own rules, oldest first."""
+        with self._reader() as connection:
+            return read_heads(connection)
+
+    def score(self, label: str) -> ScoreHead:
+        """What a score of the run is by.
+
+        Raises:
+            StoreError: the run has none of that name.
+        """
+        with self._reader() as connection:
+            return require(connection, label, self.run_id)
+
+    def trajectory(self, episode_id: str, score: str | None = None) -> Trajectory:
+        """A finished episode; with `score`, as the rules of that name see it.
+
+        Raises:
+            StoreError: the run has no such episode, or it is not done; or it has no such score.
+        """
+        with self._reader() as connection:
+            row = self._row(connection, episode_id)
+            if row.status != "done":
+                raise StoreError(f"{episode_id} is {row.status}: it has no trajectory yet")
+            text = connection.execute(
+                "SELECT trajectory FROM trajectories WHERE episode = ?", (row.number,)
+            ).fetchone()[0]
+            found = _trajectory(connection, row.number, text)
+            if score is None:
+                return found
+            require(connection, score, self.run_id)
+            scored = connection.execute(_SCORED + " AND s.episode = ?", (score, row.number)).fetchone()
+            if scored is None:
+                raise StoreError(f"{episode_id} was not done when the run was scored as `{score}`")
+            return read_score(scored[1]).over(found)
+
+    def trajectories(self, score: str | None = None) -> Iterator[Trajectory]:
+        """Every finished episode, in the order of tasks and samples, a few in memory at a time.
+
+        With `score`, as the rules of that name see them: those that were done when the run was scored.
+
+        Raises:
+            StoreError: the run has no such score.
+        """
+        if score is None:
+            yield from self._trajectories()
+            return
+        with self._reader() as connection:
+            require(connection, score, self.run_id)
+            texts = dict(connection.execute(_SCORED, (score,)))
+        for trajectory in self._trajectories():
+            if trajectory.episode_id in texts:
+                yield read_score(texts[trajectory.episode_id]).over(trajectory)
+
+    def _trajectories(self) -> Iterator[Trajectory]:
+        query = (
+            "SELECT e.task_index, e.sample_index, e.number, t.trajectory "
+            "FROM episodes e JOIN trajectories t ON t.episode = e.number "
+            "WHERE (e.task_index, e.sample_index, e.number) > (?, ?, ?) "
+            f"ORDER BY e.task_index, e.sample_index, e.number LIMIT {_PAGE}"
+        )
+        last: tuple[int, int, int] = (-1, -1, -1)
+        while True:
+            with self._reader() as connection:
+                rows = connection.execute(query, last).fetchall()
+                page = [_trajectory(connection, number, text) for _, _, number, text in rows]
+            yield from page
+            if len(rows) < _PAGE:
+                return
+            last = rows[-1][:3]
+
+    def image_digests(self) -> list[str]:
+        """Names of the run's images, in the order in which they came."""
+        with self._reader() as connection:
+            return [row[0] for row in connection.execute("SELECT digest FROM images ORDER BY rowid")]
+
+    def image(self, digest: str) -> StoredImage:
+        """A stored image, by `sha256:<hex>`.
+
+        Raises:
+            StoreError: the run has none of that digest, or its bytes are not what was written.
+        """
+        with self._reader() as connection:
+            row = connection.execute(
+                "SELECT digest, mime, width, height, bytes FROM images WHERE digest = ?", (digest,)
+            ).fetchone()
+        if row is None:
+            raise StoreError(f"{self.run_id} has no image {digest}")
+        image = StoredImage(*row)
+        if image_digest(image.data) != digest:
+            raise StoreError(f"{self._path}: the image {digest} is damaged")
+        return image
+
+    def _row(self, connection: sqlite3.Connection, episode_id: str) -> EpisodeRow:
+        row = connection.execute(f"SELECT {_EPISODE} FROM episodes WHERE id = ?", (episode_id,)).fetchone()
+        if row is None:
+            raise StoreError(f"{self.run_id} has no episode `{episode_id}`; `engine show {self.run_id}` lists them")
+        return _episode(row)
+
+    @contextmanager
+    def _reader(self) -> Iterator[sqlite3.Connection]:
+        with closing(database.connect_reader(self._path)) as connection, reading(self._path):
+            connection.execute("BEGIN")  # one snapshot for everything that is read under it
+            yield connection
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """SQLite's errors as StoreError, with the file's name."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: {error}") from error
+
+
+def _episode(row: tuple[Any, ...]) -> EpisodeRow:
+    found = EpisodeRow(*row)
+    return found._replace(
+        solved=None if found.solved is None else bool(found.solved),
+        trainable=None if found.trainable is None else bool(found.trainable),
+    )
+
+
+def _rescored(row: EpisodeRow, text: str) -> EpisodeRow:
+    outcome = read_score(text).outcome
+    failure = outcome.failure
+    return row._replace(
+        failure=failure.kind if failure else None,
+        blame=failure.blame if failure else None,
+        solved=outcome.solved,
+        trainable=outcome.trainable,
+        reward=outcome.reward,
+    )
+
+
+def journal_rows(connection: sqlite3.Connection, number: int, attempt: int) -> list[Any]:
+    """The rows of one attempt's journal, in order, for `codec.read_entry`."""
+    return connection.execute(
+        f"SELECT {_ENTRY} FROM journal WHERE episode = ? AND attempt = ? ORDER BY seq", (number, attempt)
+    ).fetchall()
+
+
+def _trajectory(connection: sqlite3.Connection, number: int, text: str) -> Trajectory:
+    branches: list[Branch] = [
+        codec.read_branch(row)
+        for row in connection.execute(f"SELECT {_BRANCH} FROM branches WHERE episode = ? ORDER BY branch", (number,))
+    ]
+    postings = [
+        codec.read_posting(row)
+        for row in connection.execute(f"SELECT {_POSTING} FROM postings WHERE episode = ? ORDER BY seq", (number,))
+    ]
+    return codec.read_trajectory(text, branches, postings)

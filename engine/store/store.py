@@ -1,0 +1,443 @@
+"""The run store: everything that a run was, is and came to, in one SQLite file.
+
+    store = RunStore.create(Path("runs"), RunHeader.of(loaded))
+    journal = await store.begin(task, sample_index)       # empty, or what a broken-off run had got to
+    await store.append(episode_id, entry)                 # returns when a crash can no longer lose it
+    await store.finish(trajectory)
+    store.close()
+
+    with RunStore.open(find_run("latest"), readonly=True) as store:
+        for trajectory in store.trajectories(): ...
+
+Invariants:
+- One writer to a run; readers in any number, in any process, while it writes.
+- A journal has no gaps: entries of an attempt are numbered from 0, each durable before the next is taken.
+- An episode that is done is whole: outcome, trajectory, branches and postings are of one commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import structlog
+
+import engine
+from engine.errors import StoreError
+from engine.store import codec, database
+from engine.store.find import find_run
+from engine.store.header import RunHeader, package_versions
+from engine.store.images import measure
+from engine.store.lock import RunLock
+from engine.store.reader import EpisodeRow, RunReader, journal_rows, reading
+from engine.store.scores import write_score
+from engine.store.writer import Track, Writer
+from schemas.environment import Task
+from schemas.journal import JournalEntry
+from schemas.message import ImagePart
+from schemas.trajectory import EpisodeScore, Trajectory
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+
+__all__ = ["EpisodeRow", "RunStore", "episode_id_of", "find_run"]
+
+log = structlog.get_logger(__name__)
+
+
+def episode_id_of(task_id: str, sample_index: int) -> str:
+    """The episode's name inside its run."""
+    return f"{task_id}/{sample_index}"
+
+
+class RunStore(RunReader):
+    """One run. Make it with `create` or `open`; `close` it, or use it as a context manager."""
+
+    def __init__(self, folder: Path, header: RunHeader, lock: RunLock | None, writer: Writer | None) -> None:
+        super().__init__(folder, header)
+        self._lock = lock
+        self._writer = writer
+        self._closed = False
+        self._tracks: dict[str, Track] = {}
+        self._beginning: set[str] = set()
+        self._images: set[str] = set()
+
+    @classmethod
+    def create(cls, folder: Path | str, header: RunHeader) -> RunStore:
+        """Begin a new run in `folder / header.run_id`.
+
+        Raises:
+            StoreError: that folder exists, or cannot be written.
+        """
+        own = Path(folder) / header.run_id
+        try:
+            own.mkdir(parents=True)
+        except FileExistsError:
+            raise StoreError(f"{own} exists already; resume it, or give the new run another id") from None
+        except OSError as error:
+            raise StoreError(f"cannot make the run's folder {own}: {error}") from error
+        # Under its own name only once it is complete, so that a crash leaves no half-made run.
+        draft = own / f"{database.FILE}.new"
+        database.create_tables(draft)
+        with closing(database.connect_writer(draft)) as connection:
+            row = (1, header.run_id, header.name, header.created, header.engine_version, "running")
+            connection.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, codec.json_text(header)))
+        draft.rename(own / database.FILE)
+        return cls.open(own)
+
+    @classmethod
+    def open(cls, folder: Path | str, readonly: bool = False) -> RunStore:
+        """Open the run in `folder`.
+
+        Raises:
+            StoreError: there is none, it is of another version, or (for writing) another writer has it open.
+        """
+        folder = Path(folder)
+        path = folder / database.FILE
+        with closing(database.connect_reader(path)) as connection, reading(path):
+            header = RunHeader.model_validate_json(connection.execute("SELECT header FROM run").fetchone()[0])
+        if readonly:
+            return cls(folder, header, None, None)
+        lock = RunLock(folder)
+        try:
+            connection = database.connect_writer(path)
+            opening = (time.time(), os.getpid(), engine.__version__, codec.json_of(package_versions()))
+            with reading(path):
+                connection.execute("INSERT INTO openings VALUES (?, ?, ?, ?)", opening)
+                connection.execute("UPDATE run SET status = 'running'")
+            return cls(folder, header, lock, Writer(connection, str(path)))
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def create_run(
+        cls, out: Path | str, loaded: LoadedSpec, *, overrides: Sequence[str] = (), limit: int | None = None
+    ) -> RunStore:
+        """Begin a new run of a spec under the folder `out`. `overrides` and `limit` are what the command line said.
+
+        Raises:
+            StoreError: the folder cannot be written.
+        """
+        return cls.create(out, RunHeader.of(loaded, overrides=overrides, limit=limit))
+
+    @property
+    def readonly(self) -> bool:
+        """Whether this store was opened for reading alone."""
+        return self._writer is None
+
+    # --- writing ---
+
+    async def plan(self, tasks: Sequence[Task], samples_per_task: int) -> None:
+        """Write down episodes that are to come, as pending; those that are there already stay as they are."""
+        rows = [(task.id, task.index, codec.json_of(task.fields)) for task in tasks]
+        episodes = [
+            (episode_id_of(task.id, sample), task.id, task.index, sample)
+            for task in tasks
+            for sample in range(samples_per_task)
+        ]
+
+        def job(connection: sqlite3.Connection) -> None:
+            connection.executemany("INSERT OR IGNORE INTO tasks VALUES (?, ?, ?)", rows)
+            connection.executemany(
+                "INSERT OR IGNORE INTO episodes (id, task_id, task_index, sample_index, status) "
+                "VALUES (?, ?, ?, ?, 'pending')",
+                episodes,
+            )
+
+        await self._writing().do(job)
+
+    async def begin(self, task: Task, sample_index: int, *, seed: int | None = None) -> list[JournalEntry]:
+        """Begin an episode, or take up one that was broken off.
+
+        Returns:
+            The journal of its attempt so far: empty for a new one.
+
+        Raises:
+            StoreError: it is done, it is open already, or its task is not the one that the run began with.
+        """
+        writer = self._writing()
+        episode_id = episode_id_of(task.id, sample_index)
+        if episode_id in self._tracks or episode_id in self._beginning:
+            raise StoreError(f"{episode_id} is under way already")
+        fields = codec.json_of(task.fields)
+
+        def job(connection: sqlite3.Connection) -> tuple[int, int, list[Any]]:
+            _same_task(connection, task, fields)
+            found = connection.execute(
+                "SELECT number, attempt, status, started FROM episodes WHERE id = ?", (episode_id,)
+            ).fetchone()
+            if found is None:
+                number = connection.execute(
+                    "INSERT INTO episodes (id, task_id, task_index, sample_index, seed, status, started) "
+                    "VALUES (?, ?, ?, ?, ?, 'running', ?)",
+                    (episode_id, task.id, task.index, sample_index, seed, time.time()),
+                ).lastrowid
+                assert number is not None
+                return number, 0, []
+            number, attempt, status, started = found
+            if status == "done":
+                raise StoreError(f"{episode_id} is done; it is not run again")
+            connection.execute(
+                "UPDATE episodes SET status = 'running', started = ?, seed = coalesce(?, seed) WHERE number = ?",
+                (started or time.time(), seed, number),
+            )
+            return number, attempt, journal_rows(connection, number, attempt)
+
+        self._beginning.add(episode_id)
+        try:
+            number, attempt, rows = await writer.do(job)
+        finally:
+            self._beginning.discard(episode_id)
+        journal = [codec.read_entry(row) for row in rows]
+        self._tracks[episode_id] = Track(number, attempt, len(journal))
+        return journal
+
+    async def append(self, episode_id: str, entry: JournalEntry, written: codec.Written | None = None) -> None:
+        """Write a journal entry; returns once it is committed: from then on no crash of the process loses it.
+
+        Args:
+            episode_id: The episode, begun.
+            entry: Its next entry.
+            written: The entry's record in columns, where the caller has made them already.
+
+        Raises:
+            StoreError: the entry is not the episode's next, the episode was not begun, or the write failed. After a
+                failed write the episode takes no more.
+            WorldError: it holds something that JSON cannot say.
+        """
+        writer = self._writing()
+        track = self._tracks.get(episode_id)
+        if track is None or track.broken is not None or entry.seq != track.next or track.closing:
+            raise self._refusal(episode_id, track, entry.seq)
+        kind, payload, tokens = written or codec.write_record(entry.record)
+        row = (
+            track.number,
+            track.attempt,
+            entry.seq,
+            entry.state,
+            entry.event,
+            entry.dest,
+            kind,
+            payload,
+            tokens,
+            entry.at,
+            entry.seconds,
+        )
+        track.next += 1
+        await writer.append(track, row, len(payload) + (len(tokens) if tokens else 0))
+
+    async def restart(self, episode_id: str) -> None:
+        """Begin an episode anew: a new attempt with an empty journal. The old one stays, under its attempt."""
+        track = self._track(episode_id)
+
+        def job(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                "UPDATE episodes SET attempt = ?, started = ? WHERE number = ?",
+                (track.attempt + 1, time.time(), track.number),
+            )
+
+        with self._giving_up(episode_id, track):
+            await self._writing().do(job, track)
+        self._tracks[episode_id] = Track(track.number, track.attempt + 1, 0)
+
+    async def finish(self, trajectory: Trajectory) -> None:
+        """Write how an episode ended: outcome, trajectory, branches, postings and its being done, or none of them.
+
+        Raises:
+            StoreError: the episode was not begun, part of its journal is missing, or the write failed.
+            WorldError: it holds something that JSON cannot say.
+        """
+        track = self._track(trajectory.episode_id)
+        written = codec.write_trajectory(trajectory)
+        entries = track.next
+
+        def job(connection: sqlite3.Connection) -> None:
+            _finish(connection, track, entries, trajectory, written)
+
+        size = len(written.trajectory) + sum(12 * branch[2] for branch in written.branches)
+        with self._giving_up(trajectory.episode_id, track):
+            await self._writing().do(job, track, size)
+        del self._tracks[trajectory.episode_id]
+
+    async def put_image(self, data: bytes, mime: str | None = None) -> ImagePart:
+        """Keep an encoded image, once however often it is put.
+
+        Args:
+            data: The file's bytes (PNG, JPEG, …).
+            mime: Its media type; read from the bytes when left out.
+
+        Returns:
+            A content part that refers to it by digest.
+
+        Raises:
+            StoreError: the bytes are no image.
+        """
+        image = measure(data, mime)
+        if image.digest not in self._images:
+
+            def job(connection: sqlite3.Connection) -> None:
+                connection.execute("INSERT OR IGNORE INTO images VALUES (?, ?, ?, ?, ?)", image)
+
+            await self._writing().do(job, size=len(data))
+            self._images.add(image.digest)
+        return ImagePart(image=image.digest, mime=image.mime, width=image.width, height=image.height)
+
+    async def put_images_of(self, other: RunReader) -> None:
+        """Keep another run's images too: what a fork of it shares refers to them.
+
+        Raises:
+            StoreError: one of them is damaged, or the write failed.
+        """
+        for digest in other.image_digests():
+            await self.put_image(other.image(digest).data)
+
+    async def put_score(
+        self,
+        label: str,
+        rewards: Mapping[str, Any],
+        scores: Mapping[str, EpisodeScore],
+        *,
+        spec_path: str = "",
+        replace: bool = False,
+    ) -> None:
+        """Keep what other rules make of finished episodes, beside what their own made of them.
+
+        Args:
+            label: Its name.
+            rewards: The section `rewards` that they were scored by.
+            scores: By episode id.
+            spec_path: Where that section was written.
+            replace: Take the place of an earlier score of that name.
+
+        Raises:
+            StoreError: there is a score of that name already, or the write failed.
+        """
+        texts = {episode: codec.json_text(score) for episode, score in scores.items()}
+
+        def job(connection: sqlite3.Connection) -> None:
+            write_score(connection, label, rewards, spec_path, texts, replace=replace)
+
+        await self._writing().do(job, size=sum(map(len, texts.values())))
+
+    def close(self, status: Literal["interrupted", "done"] | None = None) -> None:
+        """Write what is under way and let go of the run. Doing it twice is harmless.
+
+        Args:
+            status: How the run stands now that its runner has ended; left out, `done` where every episode that was
+                planned or begun is done, else `interrupted`.
+        """
+        if self._writer is None or self._lock is None or self._closed:
+            return
+        self._closed = True
+        try:
+            self._writer.close()
+            with closing(database.connect_writer(self._path)) as connection, reading(self._path):
+                connection.execute(
+                    "UPDATE run SET status = coalesce(?, (SELECT CASE count(*) WHEN 0 THEN 'done' ELSE 'interrupted' END "
+                    "FROM episodes WHERE status != 'done'))",
+                    (status,),
+                )
+        except StoreError as error:  # what the run was is written; only that it was left in order is not
+            log.warning("the run's status could not be written", run=self.run_id, error=str(error))
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> RunStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _writing(self) -> Writer:
+        if self._writer is None:
+            raise StoreError(f"{self.folder} was opened for reading; open it without `readonly` to write")
+        return self._writer
+
+    def _track(self, episode_id: str) -> Track:
+        self._writing()
+        track = self._tracks.get(episode_id)
+        if track is None or track.broken is not None or track.closing:
+            raise self._refusal(episode_id, track)
+        return track
+
+    @contextmanager
+    def _giving_up(self, episode_id: str, track: Track) -> Iterator[None]:
+        """While the last write of a track is under way: it takes no other, and if cancelled it is unknown what stands."""
+        track.closing = True
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._tracks.pop(episode_id, None)
+            raise
+        finally:
+            track.closing = False
+
+    @staticmethod
+    def _refusal(episode_id: str, track: Track | None, seq: int = 0) -> StoreError:
+        if track is None:
+            return StoreError(f"{episode_id} is not under way: begin it first")
+        if track.broken is not None:
+            return StoreError(f"{episode_id} takes no more entries: {track.broken}")
+        if track.closing:
+            return StoreError(f"{episode_id} is being finished or begun anew")
+        return StoreError(f"{episode_id}: entry {seq} was given where {track.next} comes next")
+
+
+def _same_task(connection: sqlite3.Connection, task: Task, fields: str) -> None:
+    known = connection.execute("SELECT position, fields FROM tasks WHERE id = ?", (task.id,)).fetchone()
+    if known is None:
+        connection.execute("INSERT INTO tasks VALUES (?, ?, ?)", (task.id, task.index, fields))
+    elif known != (task.index, fields):
+        raise StoreError(
+            f"task `{task.id}` is not what it was when this run began: its row or its position has changed. "
+            "Resume with the tasks that the run began with, or begin a new run"
+        )
+
+
+def _finish(
+    connection: sqlite3.Connection,
+    track: Track,
+    entries: int,
+    trajectory: Trajectory,
+    written: codec.WrittenTrajectory,
+) -> None:
+    number = track.number
+    held = connection.execute(
+        "SELECT count(*) FROM journal WHERE episode = ? AND attempt = ?", (number, track.attempt)
+    ).fetchone()[0]
+    if held != entries:
+        raise StoreError(f"{trajectory.episode_id}: {held} of {entries} journal entries are written; it cannot be done")
+    connection.execute("INSERT INTO trajectories VALUES (?, ?, ?)", (number, track.attempt, written.trajectory))
+    database.insert(connection, "branches", [(number, *row) for row in written.branches])
+    database.insert(connection, "postings", [(number, *row) for row in written.postings])
+    outcome = trajectory.outcome
+    failure = outcome.failure
+    connection.execute(
+        "UPDATE episodes SET status = 'done', seed = ?, state = ?, event = ?, \"limit\" = ?, failure = ?, blame = ?, "
+        "solved = ?, trainable = ?, reward = ?, turns = ?, tokens = ?, ended = ? WHERE number = ?",
+        (
+            trajectory.seed,
+            outcome.state,
+            outcome.event,
+            outcome.limit,
+            failure.kind if failure else None,
+            failure.blame if failure else None,
+            outcome.solved,
+            outcome.trainable,
+            outcome.reward,
+            len(trajectory.turns),
+            sum(turn.end - turn.start for turn in trajectory.turns),
+            time.time(),
+            number,
+        ),
+    )

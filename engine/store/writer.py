@@ -1,0 +1,312 @@
+"""One thread that writes: group commits, and everybody who waited is woken at once.
+
+Invariants:
+- A future resolves only after the commit that holds its write, and every future resolves: with the result, or
+  with a StoreError.
+- Everything handed over while a commit was under way is the next commit. An event loop hands over once an
+  iteration and is woken once a commit, however many of its tasks wait.
+- One write that fails (a duplicate, say) fails alone: its batch is taken back and each write tried by itself.
+  After a failed write nothing more of that episode is written, so a journal never has a gap.
+- What waits to be written is bounded: a loop with more than `BOUND` bytes under way makes its writers wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import structlog
+
+from engine.errors import EngineError, StoreError
+from engine.store.database import insert
+
+log = structlog.get_logger(__name__)
+
+BOUND = 64 * 2**20
+"""Bytes that one event loop may have under way."""
+_BATCH = 1024
+"""Most writes in one commit."""
+_OVERHEAD = 512
+"""What a write weighs beside its payload."""
+
+
+class Track:
+    """Where one episode's journal stands."""
+
+    __slots__ = ("attempt", "broken", "closing", "next", "number")
+
+    def __init__(self, number: int, attempt: int, next_seq: int) -> None:
+        self.number = number
+        self.attempt = attempt
+        self.next = next_seq
+        self.broken: StoreError | None = None
+        """Set by the writer once a write of this episode failed."""
+        self.closing = False
+        """Its last write is under way."""
+
+
+class Write:
+    """One write: a journal row, or a function of the connection."""
+
+    __slots__ = ("error", "future", "job", "result", "row", "track", "weight")
+
+    def __init__(
+        self,
+        future: asyncio.Future[Any],
+        weight: int,
+        row: tuple[Any, ...] | None,
+        job: Callable[[sqlite3.Connection], Any] | None,
+        track: Track | None,
+    ) -> None:
+        self.future = future
+        self.weight = weight
+        self.row = row
+        self.job = job
+        self.track = track
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+class _Lane:
+    """One event loop's side. Touched from that loop's thread alone, except where noted."""
+
+    __slots__ = ("_queue", "_weight", "fresh", "loop", "parked")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, queue: SimpleQueue[tuple[_Lane, list[Write]] | None]) -> None:
+        self.loop = loop
+        self.fresh: list[Write] = []
+        self.parked: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._queue = queue
+        self._weight = 0
+
+    def take_room(self, weight: int) -> bool:
+        """Whether there was room for a write of this weight; it is taken then."""
+        if self.parked or self._weight > BOUND:
+            return False
+        self._weight += weight
+        return True
+
+    async def wait_for_room(self, weight: int) -> None:
+        """Wait until there is room and take it, first come first served."""
+        turn: asyncio.Future[None] = self.loop.create_future()
+        self.parked.append((turn, weight))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # room was taken already
+                self._weight -= weight
+                self._admit()
+            raise
+
+    def put(self, write: Write) -> None:
+        """Hand over a write for which room was taken."""
+        if not self.fresh:
+            self.loop.call_soon(self.hand_over)
+        self.fresh.append(write)
+
+    def hand_over(self) -> None:
+        """Give the writer what this iteration of the loop brought. (`close` calls it too.)"""
+        if self.fresh:
+            fresh, self.fresh = self.fresh, []
+            self._queue.put((self, fresh))
+
+    def settle(self, writes: list[Write]) -> None:
+        """Wake everybody who waited for a commit."""
+        for write in writes:
+            self._weight -= write.weight
+            future = write.future
+            if future.done():
+                continue  # cancelled: the write stands all the same
+            if write.error is None:
+                future.set_result(write.result)
+            else:
+                future.set_exception(write.error)
+        self._admit()
+
+    def _admit(self) -> None:
+        while self.parked and self._weight <= BOUND:
+            turn, weight = self.parked.popleft()
+            if not turn.done():
+                self._weight += weight
+                turn.set_result(None)
+
+
+class Writer:
+    """Owns the writing connection. `close` drains what was handed over.
+
+    Args:
+        connection: Open for writing, in autocommit mode.
+        name: Of the file, for messages.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, name: str) -> None:
+        self._connection = connection
+        self._name = name
+        self._queue: SimpleQueue[tuple[_Lane, list[Write]] | None] = SimpleQueue()
+        self._lanes: dict[asyncio.AbstractEventLoop, _Lane] = {}
+        self._closed = False
+        self._dead: StoreError | None = None
+        self._thread = threading.Thread(target=self._work, name="run-store", daemon=True)
+        self._thread.start()
+
+    async def append(self, track: Track, row: tuple[Any, ...], size: int) -> None:
+        """Write a journal row; returns when it is committed. `size` is its payload's, in bytes."""
+        lane = self._lane()
+        weight = size + _OVERHEAD
+        if not lane.take_room(weight):
+            try:
+                await lane.wait_for_room(weight)
+            except asyncio.CancelledError:
+                track.next -= 1  # nothing was handed over
+                raise
+        future: asyncio.Future[Any] = lane.loop.create_future()
+        lane.put(Write(future, weight, row, None, track))
+        await future
+
+    async def do(self, job: Callable[[sqlite3.Connection], Any], track: Track | None = None, size: int = 0) -> Any:
+        """Run a function of the connection inside a commit; returns its result when it is committed.
+
+        A commit that fails is taken back and tried again write by write, so the function may run twice.
+        """
+        lane = self._lane()
+        weight = size + _OVERHEAD
+        if not lane.take_room(weight):
+            await lane.wait_for_room(weight)
+        future: asyncio.Future[Any] = lane.loop.create_future()
+        lane.put(Write(future, weight, None, job, track))
+        return await future
+
+    def _lane(self) -> _Lane:
+        if self._closed or self._dead is not None:
+            raise self._dead or StoreError(f"{self._name} is closed")
+        loop = asyncio.get_running_loop()
+        lane = self._lanes.get(loop)
+        if lane is None:
+            lane = self._lanes[loop] = _Lane(loop, self._queue)
+        return lane
+
+    def close(self) -> None:
+        """Write what was handed over, then close the connection. Doing it twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        for lane in list(self._lanes.values()):
+            lane.hand_over()
+        self._queue.put(None)
+        self._thread.join()
+        # Parked writers would wait for a commit that never comes.
+        for lane in list(self._lanes.values()):
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
+                lane.loop.call_soon_threadsafe(_turn_away, lane, StoreError(f"{self._name} is closed"))
+        self._connection.close()
+
+    # --- the thread ---
+
+    def _work(self) -> None:
+        stopping = False
+        while not stopping:
+            by_lane: dict[_Lane, list[Write]] = {}
+            count = 0
+            handed = self._queue.get()
+            with contextlib.suppress(Empty):
+                while handed is not None:
+                    lane, writes = handed
+                    by_lane.setdefault(lane, []).extend(writes)
+                    count += len(writes)
+                    if count >= _BATCH:
+                        break
+                    handed = self._queue.get_nowait()
+            stopping = handed is None
+            if by_lane:
+                self._serve(by_lane)
+
+    def _serve(self, by_lane: dict[_Lane, list[Write]]) -> None:
+        writes = [write for group in by_lane.values() for write in group]
+        try:
+            if self._dead is not None:
+                raise self._dead
+            self._commit_all(writes)
+        except BaseException as error:  # noqa: BLE001  (nobody may wait for ever, whatever broke here)
+            dead = self._failure(error)
+            for write in writes:
+                write.error = write.error or dead
+            if self._dead is None:
+                self._dead = dead
+                log.error("the run store's writer failed", store=self._name, error=repr(error))
+        for lane, group in by_lane.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
+                lane.loop.call_soon_threadsafe(lane.settle, group)
+
+    def _commit_all(self, writes: list[Write]) -> None:
+        try:
+            self._commit(writes)
+        except Exception as error:  # noqa: BLE001  (told to whoever waits)
+            self._take_back()
+            if len(writes) == 1:
+                self._refuse(writes[0], error)
+                return
+            for write in writes:
+                try:
+                    self._commit([write])
+                except Exception as own:  # noqa: BLE001  (as above)
+                    self._take_back()
+                    self._refuse(write, own)
+
+    def _commit(self, writes: list[Write]) -> None:
+        rows = []
+        jobs = []
+        for write in writes:
+            if write.track is not None and write.track.broken is not None:
+                raise write.track.broken
+            if write.row is not None:
+                rows.append(write.row)
+            else:
+                jobs.append(write)
+        connection = self._connection
+        connection.execute("BEGIN IMMEDIATE")
+        # Rows first: a function that depends on a row (`finish`) was handed over after it.
+        if rows:
+            insert(connection, "journal", rows)
+        for write in jobs:
+            assert write.job is not None
+            write.result = write.job(connection)
+        connection.execute("COMMIT")
+
+    def _take_back(self) -> None:
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
+
+    def _refuse(self, write: Write, error: BaseException) -> None:
+        failure = error if isinstance(error, EngineError) else self._failure(error)
+        write.error = failure
+        if write.track is not None and isinstance(failure, StoreError):
+            write.track.broken = failure
+
+    def _failure(self, error: BaseException) -> StoreError:
+        if isinstance(error, StoreError):
+            return error
+        told = StoreError(f"cannot write {self._name}: {error or type(error).__name__}{_advice(error)}")
+        told.__cause__ = error
+        return told
+
+
+def _advice(error: BaseException) -> str:
+    text = str(error)
+    if "full" in text or "disk I/O" in text:
+        return "; make room on the disk and resume the run"
+    if "UNIQUE" in text:
+        return "; the same step was written twice"
+    return ""
+
+
+def _turn_away(lane: _Lane, error: StoreError) -> None:
+    while lane.parked:
+        turn, _ = lane.parked.popleft()
+        if not turn.done():
+            turn.set_exception(error)

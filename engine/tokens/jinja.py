@@ -1,0 +1,99 @@
+"""Chat templates compiled as transformers compiles them, without importing it.
+
+Invariant: a template writes here, character for character, what `apply_chat_template` writes: the same sandbox, the
+same white space, the same filters and functions. The tests hold the two together on every template that they know.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+
+class _Generation(Extension):
+    """`{% generation %}`: trainers mark the assistant's words with it. What it holds is written as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The block, as a call that gives back what it holds."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _said(caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Dict:
+    """`dict` for templates: callable, and no way to the type itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """As `dict.fromkeys`."""
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """`namespace` for templates: no attribute that begins with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, rest = args[0], args[1:]  # so that a template may write `namespace(self=…)`
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _refuse_private(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a chat template may not set {name!r} on a namespace; rename it")
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Plain JSON: jinja2's own filter would escape what HTML knows."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+@lru_cache(maxsize=64)
+def compile_template(source: str) -> Template:
+    """A chat template, ready to be rendered.
+
+    Raises:
+        jinja2.TemplateSyntaxError: it is none.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(
+        {"raise_exception": _raise, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
+    )
+    return environment.from_string(source)

@@ -1,0 +1,76 @@
+"""From a spec's `model` to a chat format: where the files are, and what they say about sizes and stop tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.errors import RenderError
+from engine.tokens.families import family_format
+from engine.tokens.format import ChatFormat
+from engine.tokens.plain import read_plain
+from engine.tokens.template import TemplateFormat
+from engine.tokens.tokenizer import FastTokenizer
+from engine.tokens.vision import load_vision
+from engine.tokens.vision_families import FAMILIES
+from schemas.episode import ModelSpec
+
+
+def load(model: ModelSpec, base: Path) -> ChatFormat:
+    """See `engine.tokens.format.load_format`."""
+    folder = _folder(model.path, model.revision, base)
+    source = folder if model.tokenizer is None else _folder(model.tokenizer, None, base)
+    tokenizer = _load_tokenizer(source, model, base)
+    config = _json(folder / "config.json")
+    settings = config.get("text_config", {}) | config
+    fast = FastTokenizer(tokenizer)
+    size = int(settings.get("vocab_size") or fast.size)
+    limit = settings.get("max_position_embeddings") or getattr(tokenizer, "model_max_length", None)
+    context = model.context or (int(limit) if limit and limit < 1 << 24 else None)
+    ends = _json(folder / "generation_config.json").get("eos_token_id")
+    eos = [int(id_) for id_ in ([ends] if isinstance(ends, int) else ends or [])]
+    vision = load_vision(folder, config, fast, model)
+    found: ChatFormat | None = None
+    if model.renderer != "template":
+        found = family_format(fast, model, base, vocab_size=size, context=context, sees=vision is not None)
+    if found is None:
+        found = TemplateFormat(fast, model, base, vocab_size=size, context=context, eos=eos)
+    found.vision = vision
+    if vision is None and config.get("vision_config"):
+        found.blind = f"this model sees, but not as one of {', '.join(FAMILIES)} does, whose images are known here"
+    return found
+
+
+def _folder(path: str, revision: str | None, base: Path) -> Path:
+    if (base / path).is_dir():
+        return base / path
+    from engine.tokens.catalogue import resolve_model
+
+    return resolve_model(path, revision)
+
+
+def _load_tokenizer(source: Path, model: ModelSpec, base: Path) -> Any:
+    tokenizer = read_plain(source) or _ask_transformers(source)
+    if model.chat_template is not None:
+        try:
+            tokenizer.chat_template = (base / model.chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise RenderError(f"model.chat_template: {model.chat_template} cannot be read: {error}") from error
+    return tokenizer
+
+
+def _ask_transformers(source: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise RenderError(f"model: no tokenizer can be loaded from {source}: {error}") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,309 @@
+"""What is proved about a bridge before it is used, and what is assumed.
+
+A bridge goes on after a reply without rendering the conversation again: next prompt = tape + closing + bridge. That is
+right exactly when the template, shown the whole conversation, (1) writes everything up to the reply as it did
+before, (2) shows the reply itself, and (3) writes after it something that depends on the new messages alone. For a
+conversation of n messages and new messages N, `prove` renders *probes*, messages of the same kinds in the same
+order whose contents are unique marks, in two styles, and checks
+
+  1. text: render(before the reply) is a prefix of render(all with N): nothing said earlier is shown differently;
+  2. text: each of the reply's own marks (content, reasoning, arguments) is in what follows, ahead of N's, and a reply
+     that has no reasoning gets none, nor anything else but calls where it makes them, the end of a reasoning block that the
+     prompt opened, and white space;
+  3. tokens: the ids of render(all with N) end with the ids of the bridge, which hold all of N and were made from a
+     stand-in for the reply and N alone, and which begin at an added token (text is cut there before it is tokenised, so
+     no merge crosses).
+
+(1) and (2) failing means that the template rewrites history; (3) failing means that there is no bridge.
+
+What is assumed, and no more: a template reads a message's role, whether it has reasoning (or has it in its content,
+between its markers), whether it calls none, one or several tools, whether it holds images and one of them comes first, and whether
+its content is blank or wrapped as a tool's response; for the rest, contents are copied, trimmed at most. And the verdict for a sequence of kinds is that of
+its *signature*: the kinds before the first reply, which kind ever followed which, the kinds since the newest user
+message, and the new ones. Verdicts are kept per signature, so a proof costs O(conversation) once for a signature and
+process, and a turn costs O(new messages).
+
+A reply with reasoning markers in odd places (several of them, unclosed, not at its beginning), of those that the
+template's source names, is outside of this: from then on the conversation is rendered whole at each turn, and goes on
+only where that begins with the tape, id for id.
+
+The reply's sampled tokens are kept as they are, canonical or not: white space that a template would trim, or arguments
+that it would serialise otherwise, stay as the model wrote them. That is the contract of a bridge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from engine.errors import RenderError
+
+View = dict[str, Any]
+"""A message as chat templates read it."""
+
+SYSTEM, USER, TOOL, ASSISTANT = range(4)
+_ROLES = {"system": SYSTEM, "user": USER, "tool": TOOL}
+REASONS, MARKED, ODD, CALLS, BLANK = 1, 2, 3, 4, 12
+"""What is added to ASSISTANT: reasoning (1), or reasoning inside the content between its markers (2), or markers
+elsewhere (3); one call (4) or several (8); blank content (12)."""
+WRAPPED, WRAPPED_LOOSELY, BLANK_SYSTEM = 27, 28, 29
+"""A user message that is a tool's response by its tags, alone or amid white space: templates of Qwen's look for them. A
+blank message that is not the model's: this and its role."""
+PICTURED = 32
+"""A message with images that is not the model's: this, its role, and 3 where an image comes first, or 6 where there is
+no text at all. Some templates look at the first part. All kinds are below 41."""
+_KINDS = 41
+
+MARKERS = ("<think>", "</think>", "<|channel", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>")
+"""What templates look for inside a reply's content to find its reasoning."""
+_WRAP = ("<tool_response>", "</tool_response>")
+_OPEN = re.compile(r"<think>\s*\Z")
+STYLES: tuple[Callable[[str], str], ...] = (str, lambda mark: f"First 12 things.\n\n  then {mark}")
+
+_THOUGHTS = ("<think>", "[THINK]", "<seed:think>")
+"""What a template may put ahead of a reply that had no reasoning."""
+
+TOOL_NAME = "probe_tool"
+
+
+def mark(index: int) -> str:
+    """Text that occurs in no template and in no other message: the content of probe `index`."""
+    return f"Qz{index}vKxProbe"
+
+
+def _why(index: int) -> str:
+    return f"Why {mark(index)}w"
+
+
+def kind_of(view: View, markers: Sequence[str] = ()) -> int:
+    """The kind of a message, in [0, 41): what a template is assumed to look at.
+
+    Args:
+        view: The message.
+        markers: Those of MARKERS that the template knows of.
+    """
+    role, content = view["role"], view["content"]
+    own = _ROLES.get(role, ASSISTANT)
+    if isinstance(content, list) and own < ASSISTANT and any(part["type"] == "image" for part in content):
+        if all(part["type"] == "image" for part in content):
+            return PICTURED + 6 + own
+        return PICTURED + (3 if content[0]["type"] == "image" else 0) + own
+    text = content if isinstance(content, str) else "x"
+    bare = text.strip()
+    if role != "assistant":
+        if role == "user" and bare.startswith(_WRAP[0]) and bare.endswith(_WRAP[1]):
+            return WRAPPED if bare == text else WRAPPED_LOOSELY
+        return _ROLES[role] if bare else BLANK_SYSTEM + _ROLES[role]
+    kind = ASSISTANT + CALLS * min(len(view.get("tool_calls", ())), 2)
+    if any(marker in text for marker in markers):
+        kind += ODD if view.get("reasoning_content") or not _is_marked(bare) else MARKED
+    elif view.get("reasoning_content"):
+        kind += REASONS
+    return kind if bare else kind + BLANK
+
+
+def is_odd(kind: int) -> bool:
+    """Whether this is a reply with markers in odd places."""
+    return ASSISTANT <= kind < WRAPPED and (kind - ASSISTANT) % CALLS == ODD
+
+
+def _is_marked(text: str) -> bool:
+    """Whether a reply is reasoning between its markers and then something else, in the one form that is not odd."""
+    reasoning, _, rest = text.removeprefix(MARKERS[0]).partition(MARKERS[1])
+    odd = any(marker in part for part in (reasoning, rest) for marker in MARKERS)
+    return text.startswith(MARKERS[0]) and bool(reasoning.strip()) and bool(rest.strip()) and not odd
+
+
+class Trail:
+    """The kinds of a conversation's messages, and the signature that a verdict is kept under. O(1) a message."""
+
+    __slots__ = ("_head", "_pairs", "_since", "kinds", "odd")
+
+    def __init__(self) -> None:
+        self.kinds = bytearray()
+        self.odd = False
+        """A reply has reasoning markers where a template may read them in ways of its own."""
+        self._head: bytes | None = None
+        self._pairs = 0
+        self._since = 0
+
+    def add(self, kind: int) -> None:
+        """One more message."""
+        if kind >= ASSISTANT and self._head is None:
+            self._head = bytes(self.kinds)
+        if self.kinds:
+            self._pairs |= 1 << (self.kinds[-1] * _KINDS + kind)
+        self._since = 1 << kind if kind == USER else self._since | 1 << kind
+        self.odd = self.odd or is_odd(kind)
+        self.kinds.append(kind)
+
+    def signature(self, new: bytes) -> tuple[bytes | None, int, int, int, bytes]:
+        """What the verdict on `new` after these messages is kept under."""
+        return self._head, self._pairs, self._since, self.kinds[-1], new
+
+
+class Verdict(NamedTuple):
+    """What was found out about one signature."""
+
+    bridged: bool
+    """(3) holds: there is a bridge, and it depends on the new messages alone."""
+    rewrites: bool
+    """(1) or (2) fails: the template would show what was said differently."""
+    with_tools: bool = False
+    """The bridge is made with the tools in view."""
+    why: str = ""
+    """What failed."""
+
+
+class Extension(NamedTuple):
+    """What follows a reply: its closing tokens where it has none, and the bridge."""
+
+    closing: list[int]
+    bridge: list[int]
+
+
+class Provable(Protocol):
+    """What a chat format offers to a proof."""
+
+    free_markup: bool
+    """Replies carry the family's own markup around their content; the model samples it."""
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """Texts of the tokens that end a reply."""
+        ...
+
+    def render_views(self, views: Sequence[View], tools: list[View] | None) -> list[int]: ...
+
+    def extension(
+        self, reply: View, new: Sequence[View], tools: list[View] | None, last: int | None
+    ) -> Extension | None: ...
+
+    def check(self, before: list[int], reply: list[int], new: Sequence[View], tools: list[View] | None) -> str: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def probe(kind: int, index: int, style: Callable[[str], str]) -> View:
+    """A message of one kind whose every part carries the mark of `index`."""
+    content = style(mark(index))
+    if kind >= PICTURED:
+        form, role = divmod(kind - PICTURED, 3)
+        parts = [{"type": "text", "text": content}, {"type": "image"}]
+        return {**probe(role, index, style), "content": (parts, parts[::-1], parts[1:])[form]}
+    if kind in (WRAPPED, WRAPPED_LOOSELY):
+        wrapped = f"{_WRAP[0]}\n{content}\n{_WRAP[1]}"
+        return {"role": "user", "content": wrapped if kind == WRAPPED else f"\n{wrapped} "}
+    if kind >= BLANK_SYSTEM:
+        kind, content = kind - BLANK_SYSTEM, ""
+    if kind == SYSTEM:
+        return {"role": "system", "content": content}
+    if kind == USER:
+        return {"role": "user", "content": content}
+    if kind == TOOL:
+        return {"role": "tool", "content": content, "name": TOOL_NAME, "tool_call_id": f"call_0_{index}"}
+    blank, flags = divmod(kind - ASSISTANT, BLANK)
+    calls, reasons = divmod(flags, CALLS)
+    view: View = {"role": "assistant", "content": "" if blank else content}
+    if reasons == REASONS:
+        view["reasoning_content"] = _why(index)
+    elif reasons == MARKED:
+        view["content"] = f"<think>\n{_why(index)}\n</think>\n\n{content}"
+    if calls:
+        view["tool_calls"] = [probe_call(index, number) for number in range(calls)]
+    return view
+
+
+def has_mark(view: View) -> bool:
+    """Whether a probe's content carries its mark."""
+    content = view["content"]
+    return bool(content) and (isinstance(content, str) or any(part["type"] == "text" for part in content))
+
+
+def probe_call(index: int, number: int, name: str = TOOL_NAME, id_: str | None = None) -> View:
+    """A tool call whose argument carries the mark of `index`."""
+    return {
+        "type": "function",
+        "id": id_ or f"call_{index}_{number}",
+        "function": {"name": name, "arguments": {"x": f"{mark(index)}n{number}"}},
+    }
+
+
+def prove(form: Provable, kinds: bytes, new: bytes, tools: list[View] | None) -> Verdict:
+    """The verdict on going on with messages of the kinds `new` after those of `kinds`, whose last is the reply."""
+    attempts = (None,) if not tools else (None, tools)
+    verdict = Verdict(False, False, why="nothing to prove")
+    for shown in attempts:
+        verdict = _prove_all(form, kinds, new, tools, shown)
+        if verdict.bridged:
+            return verdict
+    return verdict
+
+
+def _prove_all(form: Provable, kinds: bytes, new: bytes, tools: list[View] | None, shown: list[View] | None) -> Verdict:
+    rewrites, why = False, ""
+    for style in STYLES:
+        try:
+            verdict = _prove_one(form, kinds, new, tools, shown, style)
+        except RenderError as error:
+            return Verdict(False, False, why=str(error))
+        if not verdict.bridged:
+            return verdict
+        rewrites, why = rewrites or verdict.rewrites, why or verdict.why
+    return Verdict(True, rewrites, bool(shown), why)
+
+
+def _prove_one(
+    form: Provable,
+    kinds: bytes,
+    new: bytes,
+    tools: list[View] | None,
+    shown: list[View] | None,
+    style: Callable[[str], str],
+) -> Verdict:
+    at = len(kinds) - 1
+    views = [probe(kind, index, style) for index, kind in enumerate(kinds + new)]
+    reply = views[at]
+    extension = form.extension(reply, views[at + 1 :], shown, None)
+    if extension is None:
+        return Verdict(False, False, why="these messages have no continuation apart from the conversation")
+    before = form.render_views(views[:at], tools)
+    after = form.render_views(views, tools)
+    cut = len(after) - len(extension.bridge)
+    if cut < 0 or after[cut:] != extension.bridge:
+        return Verdict(False, False, why="what the template writes after a reply depends on more than the new messages")
+    said, coming = form.decode(after[:cut]), form.decode(after[cut:])
+    for index in range(at + 1, len(views)):
+        if mark(index) in said or (has_mark(views[index]) and mark(index) not in coming):
+            return Verdict(
+                False, False, why=f"the template does not show a message of role `{views[index]['role']}` here"
+            )
+    if after[: len(before)] == before and (
+        problem := form.check(before, after[len(before) : cut], views[at + 1 :], shown)
+    ):
+        return Verdict(False, False, why=problem)
+    earlier = form.decode(before)
+    if not said.startswith(earlier):
+        return Verdict(True, True, why="the template shows what was said before the reply differently")
+    return _judge_reply(form, reply, at, earlier, said[len(earlier) :])
+
+
+def _judge_reply(form: Provable, reply: View, at: int, earlier: str, region: str) -> Verdict:
+    """(2): is the reply itself shown, and nothing put around it?"""
+    reasoning, _, content = reply["content"].rpartition("</think>\n\n")
+    marked = reply.get("reasoning_content") or reasoning.removeprefix("<think>\n").rstrip("\n")
+    parts = [text for text in (marked, content) if text]
+    parts += [call["function"]["arguments"]["x"] for call in reply.get("tool_calls", ())]
+    if any(part.strip() not in region for part in parts):
+        return Verdict(True, True, why="the template leaves out a part of the reply, its reasoning most likely")
+    rest = region
+    for text in (*parts, *form.stops):
+        rest = rest.replace(text.strip(), "", 1)
+    rest = rest.strip()
+    if _OPEN.search(earlier):
+        rest = rest.removeprefix(MARKERS[1]).strip()
+    thoughts = any(marker in rest for marker in _THOUGHTS)
+    if not marked and rest and (thoughts or not (form.free_markup or "tool_calls" in reply)):
+        return Verdict(True, True, why=f"the template writes {rest!r} around a reply")
+    return Verdict(True, False)

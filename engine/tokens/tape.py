@@ -1,0 +1,288 @@
+"""One append-only tape of tokens in typed spans; a training row is derived from it, never kept beside it.
+
+Invariant: `append` is the only door, and it lets in only what keeps these true.
+
+- The first span is the `prompt`, and there is no other.
+- Sampled tokens are in `generated` spans and nowhere else; each of them has its log-probability, its weight
+  version and its assistant turn, and turns only grow.
+- Placeholders of images stand inside of images and nowhere else, as many as each image has; nobody samples one.
+- A written token is never changed. A view that `ids` gave stays right however the tape grows.
+
+What is kept is one int32 buffer of ids, one float32 buffer of the sampled tokens' log-probs, and a few integers a
+span: about 4 bytes a token and 4 more where it was sampled.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.tokens.images import Picture
+from schemas.generation import VersionSpan
+from schemas.trajectory import Branch, ImageSpan, Span, SpanKind
+
+IntVector = npt.NDArray[np.int32]
+FloatVector = npt.NDArray[np.float32]
+
+_KINDS: tuple[SpanKind, ...] = ("prompt", "generated", "bridge", "closing")
+_CODE = {kind: code for code, kind in enumerate(_KINDS)}
+_PROMPT, _GENERATED, _BRIDGE, _CLOSING = range(4)
+_FIELDS = 4
+"""Integers of one span's record: kind, start, end, turn."""
+_SLACK = 32
+"""Spare tokens beyond the quarter by which a buffer grows."""
+
+
+class _Run(NamedTuple):
+    """Tokens [start, end) of the tape were sampled with weights `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+def largest(ids: IntVector) -> int:
+    """The largest id, where a negative one counts as larger than any vocabulary; -1 where there are none.
+
+    One pass checks both ends: read as unsigned, a negative id is 2**31 at least.
+    """
+    return int(np.maximum.reduce(ids.view(np.uint32))) if len(ids) else -1
+
+
+def _grown(buffer: np.ndarray, used: int, more: int) -> np.ndarray:
+    """`buffer` with room for `more` elements after the first `used`: itself, or a copy a quarter larger."""
+    if used + more <= len(buffer):
+        return buffer
+    room = used + more
+    larger = np.empty(room + room // 4 + _SLACK, buffer.dtype)
+    larger[:used] = buffer[:used]
+    return larger
+
+
+class Tape:
+    """An append-only tape.
+
+        tape = Tape(vocab_size=1000)
+        tape.append("prompt", [1, 2, 3])
+        tape.append("generated", [4, 5], turn=0, logprobs=[-0.1, -0.2])
+        tape.append("closing", [6])
+        tape.append("bridge", [7, 8])
+        tape.branch(0, "").loss_mask            # array([0, 0, 0, 1, 1, 0, 0, 0])
+
+    Args:
+        vocab_size: Ids must be below it; None checks only that they are not negative.
+        placeholder: The id that images are made of; None for a model that sees nothing.
+    """
+
+    __slots__ = (
+        "_ids",
+        "_length",
+        "_logprobs",
+        "_placeholder",
+        "_sampled",
+        "_spans",
+        "_turn",
+        "_versions",
+        "_view",
+        "_vocab",
+        "images",
+    )
+
+    def __init__(self, vocab_size: int | None = None, placeholder: int | None = None) -> None:
+        self._vocab = vocab_size if vocab_size is not None else 1 << 31
+        self._placeholder = placeholder
+        self.images: list[tuple[Picture, int]] = []
+        """Its images in order, and where each begins."""
+        self._ids: IntVector = np.empty(0, np.int32)
+        self._length = 0
+        self._view: IntVector | None = None
+        """What `ids` gave since the last append."""
+        self._logprobs: FloatVector = np.empty(0, np.float32)
+        self._sampled = 0
+        self._spans = array("i")
+        self._versions: list[_Run] = []
+        self._turn = -1
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def ids(self) -> IntVector:
+        """Every id so far: a read-only view, int32 [tokens], in constant time."""
+        if self._view is None:
+            self._view = self._ids[: self._length]
+            self._view.flags.writeable = False
+        return self._view
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens were sampled."""
+        return self._sampled
+
+    @property
+    def spans(self) -> list[Span]:
+        """The spans, in order; they cover the tape without a gap."""
+        return [Span(kind=_KINDS[kind], start=start, end=end, turn=turn) for kind, start, end, turn in self._records()]
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether an assistant turn is on this tape, be it empty."""
+        return self._turn >= 0
+
+    def append(
+        self,
+        kind: SpanKind,
+        ids: Sequence[int] | IntVector,
+        *,
+        turn: int = -1,
+        logprobs: Sequence[float] | FloatVector | None = None,
+        versions: Iterable[VersionSpan] = (),
+        images: Sequence[tuple[Picture, int]] = (),
+    ) -> tuple[int, int]:
+        """Write one span and answer where it lies: (start, end).
+
+        Args:
+            kind: What the tokens are.
+            ids: Their ids, [tokens]. Only a `generated` span may be empty and still leave a record.
+            turn: For `generated`: the assistant turn, from 0, above every earlier one.
+            logprobs: For `generated`: one for each id.
+            versions: For `generated`: weight versions that cover [0, tokens); none means version 0.
+            images: The images among `ids`, in order, and where in them each begins.
+
+        Raises:
+            ValueError: The span would break one of the tape's invariants. Nothing was written.
+        """
+        tokens = np.asarray(ids, dtype=np.int32)
+        count = len(tokens)
+        code = _CODE[kind]
+        self._admit(code, tokens, turn)
+        if self._placeholder is not None or images:
+            self._admit_images(tokens, images)
+        start, end = self._length, self._length + count
+        if code == _GENERATED:
+            self._admit_sampled(count, turn, logprobs)
+            runs = [_Run(run.version, start + run.start, start + run.end) for run in versions]
+            if runs and (runs[0].start != start or runs[-1].end != end):
+                raise ValueError(
+                    f"weight versions cover [{runs[0].start - start}, {runs[-1].end - start}) of {count} tokens"
+                )
+            self._keep_sampled(count, logprobs, runs or [_Run(0, start, end)])
+            self._turn = turn
+        elif not count:
+            return start, end
+        self._ids = _grown(self._ids, start, count)
+        self._ids[start:end] = tokens
+        self._length = end
+        self._view = None
+        self._spans.extend((code, start, end, turn))
+        self.images.extend((picture, start + at) for picture, at in images)
+        return start, end
+
+    def branch(self, index: int, reason: str) -> Branch:
+        """The training row that this tape is: everything derived from its spans.
+
+        Args:
+            index: Its number in the trajectory.
+            reason: Why it was begun; empty for the first.
+        """
+        n = self._length
+        mask = np.zeros(n, np.int32)
+        logprobs = np.zeros(n, np.float32)
+        versions = np.full(n, -1, np.int32)
+        turns = np.full(n, -1, np.int32)
+        taken = 0
+        for kind, start, end, turn in self._records():
+            if kind == _GENERATED:
+                mask[start:end] = 1
+                logprobs[start:end] = self._logprobs[taken : taken + end - start]
+                turns[start:end] = turn
+                taken += end - start
+        for run in self._versions:
+            versions[run.start : run.end] = run.version
+        return Branch(
+            index=index,
+            reason=reason,
+            spans=self.spans,
+            input_ids=self._ids[:n].copy(),
+            loss_mask=mask,
+            logprobs=logprobs,
+            weight_versions=versions,
+            turn_ids=turns,
+            images=[
+                ImageSpan(image=picture.digest, start=start, end=start + len(picture.ids), grid=list(picture.grid))
+                for picture, start in self.images
+            ],
+        )
+
+    def _records(self) -> Iterable[tuple[int, int, int, int]]:
+        record = iter(self._spans)
+        return zip(record, record, record, record, strict=True)
+
+    def _admit(self, code: int, tokens: IntVector, turn: int) -> None:
+        if tokens.ndim != 1:
+            raise ValueError(f"ids are a flat list, not of shape {tokens.shape}")
+        if largest(tokens) >= self._vocab:
+            raise ValueError(f"ids must lie in [0, {self._vocab}); found {int(tokens.min())} to {int(tokens.max())}")
+        last = self._spans[-_FIELDS] if self._spans else None
+        if (code == _PROMPT) != (last is None):
+            raise ValueError("a tape begins with its one prompt span")
+        if code == _PROMPT and not len(tokens):
+            raise ValueError("the prompt is empty")
+        if code == _CLOSING and last == _PROMPT:
+            raise ValueError("a closing span closes a turn; there is none yet")
+        if code != _GENERATED and turn != -1:
+            raise ValueError(f"a {_KINDS[code]} span belongs to no turn")
+
+    def _admit_images(self, tokens: IntVector, images: Sequence[tuple[Picture, int]]) -> None:
+        """Placeholders = images = grid rows: as many as the images have, each image whole and at its place."""
+        found = int(np.count_nonzero(tokens == self._placeholder)) if self._placeholder is not None else 0
+        wanted, end = 0, 0
+        for picture, at in images:
+            if at < end or not np.array_equal(tokens[at : at + len(picture.ids)], picture.ids):
+                raise ValueError(f"the tokens at {at} are not those of the image {picture.digest}")
+            end = at + len(picture.ids)
+            wanted += picture.placeholders
+        if found != wanted:
+            raise ValueError(f"{found} placeholders where {len(images)} images have {wanted}")
+
+    def _admit_sampled(self, count: int, turn: int, logprobs: Sequence[float] | FloatVector | None) -> None:
+        if turn <= self._turn:
+            raise ValueError(f"turn {turn} does not follow turn {self._turn}")
+        if self._spans[-_FIELDS] == _GENERATED:
+            raise ValueError("two turns need something between them")
+        if logprobs is None or len(logprobs) != count:
+            raise ValueError(
+                f"{count} sampled ids need as many log-probs, not {'none' if logprobs is None else len(logprobs)}"
+            )
+
+    def _keep_sampled(self, count: int, logprobs: Sequence[float] | FloatVector | None, runs: list[_Run]) -> None:
+        self._logprobs = _grown(self._logprobs, self._sampled, count)
+        self._logprobs[self._sampled : self._sampled + count] = logprobs
+        self._sampled += count
+        self._versions.extend(run for run in runs if run.end > run.start)
+
+
+def as_seen(branch: Branch) -> Branch:
+    """A branch up to its last sampled token: no model has seen a bridge that nothing was sampled after.
+
+    One that nothing was sampled on is left whole.
+    """
+    # The cut lies behind sampled tokens, which no image holds: never inside of one.
+    end = max((span.end for span in branch.spans if span.kind == "generated"), default=len(branch.input_ids))
+    if end == len(branch.input_ids):
+        return branch
+    return Branch(
+        index=branch.index,
+        reason=branch.reason,
+        spans=[span for span in branch.spans if span.end <= end],
+        input_ids=branch.input_ids[:end],
+        loss_mask=branch.loss_mask[:end],
+        logprobs=branch.logprobs[:end],
+        weight_versions=branch.weight_versions[:end],
+        turn_ids=branch.turn_ids[:end],
+        images=[image for image in branch.images if image.end <= end],
+    )

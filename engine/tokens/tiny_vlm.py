@@ -1,0 +1,193 @@
+"""A tiny but real Qwen2.5-VL, made on the spot: configuration, weights, tokenizer, chat template, image processor.
+
+Under half a million parameters of transformers' own classes, so that every part of a vision episode runs on a machine
+that can reach no hub. Its weights are random: what it says is noise, and exact to the token all the same.
+
+Invariant: the same seed gives the same files. Nothing is read but this file's own words.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 1024
+"""Most tokens of the tokenizer, special ones included; its few words make fewer."""
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+MARKUP = ("<tool_call>", "</tool_call>")
+"""Added tokens that are text to a reader, as in Qwen2.5."""
+
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Qwen2's: transformers gives a Qwen2 model this one, whatever tokenizer.json says."""
+
+_WORDS = (
+    "What colour is the square? And this one? Right. No. Answer in one word.",
+    "red green blue yellow purple orange The square is red. The colour is blue. It is green.",
+    "In the figure, find the value of x. Give a numeric answer, rounded to two decimal places if it is not an integer.",
+    "Find the measure of angle ABC in degrees. The answer is \\boxed{12}. \\frac{1}{2} \\sqrt{3} <answer>5</answer>",
+    "That is not right. Read the question again, check your steps, and answer again. 0123456789",
+    '{"name": "calc_score", "arguments": {"answer": "12"}} {"type": "function", "function": {"description": "", '
+    '"parameters": {"type": "object", "properties": {}, "required": []}}}',
+    "You are a helpful assistant. Call calc_score with your answer. Your tool call could not be read.",
+)
+
+CHAT_TEMPLATE = """\
+{%- macro said(content) -%}
+{%- if content is string -%}{{ content }}
+{%- else -%}{%- for part in content -%}
+{%- if part.type == 'image' or 'image' in part or 'image_url' in part -%}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif 'text' in part -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}{%- endif -%}
+{%- endmacro -%}
+{%- if messages[0].role == 'system' or tools -%}
+{{- '<|im_start|>system\\n' -}}
+{%- if messages[0].role == 'system' -%}{{ said(messages[0].content) }}{%- endif -%}
+{%- if tools -%}
+{{- '\\n\\n# Tools\\n' -}}
+{%- for tool in tools -%}{{ tool | tojson }}{{ '\\n' }}{%- endfor -%}
+{{- 'Call one so:\\n<tool_call>\\n{"name": "<name>", "arguments": {...}}\\n</tool_call>' -}}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{ '<|im_start|>user' }}{%- endif -%}
+{{- '\\n<tool_response>\\n' -}}{{ said(message.content) }}{{- '\\n</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{ '<|im_end|>\\n' }}{%- endif -%}
+{%- elif message.role != 'system' -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}{{ said(message.content) }}
+{%- for call in message.tool_calls or [] -%}
+{%- if not loop.first or message.content -%}{{ '\\n' }}{%- endif -%}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+
+
+def build(folder: Path, seed: int = 0, **text: Any) -> Path:
+    """Make the model's folder.
+
+    Args:
+        folder: Where to; it is made.
+        seed: Seeds the weights.
+        text: Changes to the language model's configuration.
+    """
+    import torch
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    from engine.tokens.catalogue import no_bars
+
+    folder.mkdir(parents=True, exist_ok=True)
+    ids, size = _tokenizer(folder)
+    _image_processor(folder)
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": size,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 8192,
+            "initializer_range": 0.2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "bos_token_id": ids["<|endoftext|>"],
+            "eos_token_id": ids["<|im_end|>"],
+            "pad_token_id": ids["<|endoftext|>"],
+            "tie_word_embeddings": True,
+        }
+        | text,
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 4,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.1,
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2_5_VLForConditionalGeneration(config)
+    with no_bars():
+        model.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]], "pad_token_id": ids["<|endoftext|>"]})
+    )
+    return folder
+
+
+def _tokenizer(folder: Path) -> tuple[dict[str, int], int]:
+    """Train a byte-level BPE tokenizer on a few words and save it: the special tokens' ids, and how many tokens."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(SPECIAL) - len(MARKUP),
+        min_frequency=1,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(_WORDS, trainer)
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKUP])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(SPECIAL[3:]),
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=8192,
+    )
+    fast.save_pretrained(folder)
+    vocabulary = tokenizer.get_vocab()
+    return {token: vocabulary[token] for token in SPECIAL}, len(vocabulary)
+
+
+def _image_processor(folder: Path) -> None:
+    """Qwen2-VL's image processor, in the file that both transformers and SGLang read."""
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "min_pixels": 4 * 28 * 28,
+        "max_pixels": 256 * 28 * 28,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -1,0 +1,230 @@
+"""Vision: how one model family's images become placeholder tokens, through its own processor of transformers.
+
+A chat template writes one *marker* for an image. The tape holds its *expansion*: as many placeholders as the vision
+tower gives features, and what the family puts around them. Both sides are made of added tokens at their edges, where
+text is cut before it is tokenised, so that exchanging one for the other inside ids is what the processor does in text.
+
+Invariants, checked whenever ids are appended and before every request:
+- there are as many markers as images, and as many placeholders as the images' grids say;
+- placeholders stand in image spans and nowhere else: text that spells one is refused, and the model may not sample one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from engine.errors import ImageError, RenderError
+from engine.tokens.images import ImageBank, Picture, Tensors, open_pixels
+
+if TYPE_CHECKING:
+    from engine.tokens.tape import IntVector
+    from engine.tokens.tokenizer import FastTokenizer
+    from schemas.episode import ModelSpec
+    from schemas.trajectory import Blame
+
+
+class Placed(NamedTuple):
+    """A picture, and where its tokens begin."""
+
+    picture: Picture
+    start: int
+
+
+class Family(Protocol):
+    """What differs between families: see vision_families.py."""
+
+    marker: str
+    """The token that a chat template writes for an image."""
+    placeholder: str
+    """The token that stands for one feature of the vision tower."""
+    forbidden: tuple[str, ...]
+    """Tokens that are the processor's alone: in nobody's text, and never sampled."""
+    names: tuple[str, ...]
+    """Names of the tensors that a forward pass takes."""
+
+    def processor(self, folder: Path, tokenizer: Any) -> Any:
+        """The model's processor, for images alone."""
+        ...
+
+    def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
+        """One image -> tensors, its expansion as text, its grid, and how many placeholders that grid means."""
+        ...
+
+    def stack(self, rows: Sequence[Sequence[Tensors]]) -> Tensors:
+        """The tensors of a batch, for each of its sequences' images in order."""
+        ...
+
+
+class Vision:
+    """One model's images. Made by `load_vision`; shared by all episodes."""
+
+    def __init__(self, family: Family, folder: Path, tokenizer: FastTokenizer, spec: ModelSpec) -> None:
+        self.family = family
+        self.most_images = spec.max_images
+        self.most_pixels = spec.max_image_pixels
+        self._folder = folder
+        self._tokenizer = tokenizer
+        added = tokenizer.added
+        missing = [token for token in (family.marker, family.placeholder) if token not in added]
+        if missing:
+            raise RenderError(f"the tokenizer has no token {missing[0]!r}, which its model's images are shown with")
+        self.marker_id = added[family.marker]
+        self.placeholder_id = added[family.placeholder]
+        self.forbidden = tuple(token for token in family.forbidden if token in added)
+        self.banned = sorted(added[token] for token in self.forbidden)
+        """Ids that must not be sampled."""
+        self._banned = np.array(self.banned, np.int32)
+        self.bank = ImageBank(self._process)
+
+    @cached_property
+    def processor(self) -> Any:
+        """The model's own processor (transformers), without its video part."""
+        try:
+            return self.family.processor(self._folder, self._tokenizer.real)
+        except (OSError, ValueError, ImportError, TypeError) as error:
+            raise RenderError(f"the image processor of {self._folder} cannot be loaded: {error}") from error
+
+    def _process(self, digest: str, data: bytes) -> tuple[Picture, Tensors]:
+        image = open_pixels(data)
+        try:
+            tensors, text, grid, wanted = self.family.process(self.processor, image)
+        except (ValueError, TypeError, ZeroDivisionError, OSError) as error:
+            raise ImageError(
+                f"the model's processor refuses an image of {image.size[0]} x {image.size[1]} pixels: {error}",
+                kind="image_refused",
+            ) from error
+        ids = np.asarray(self._tokenizer.encode(text), np.int32)
+        found = int(np.count_nonzero(ids == self.placeholder_id))
+        if found != wanted:
+            raise ImageError(
+                f"an image of grid {grid} stands for {wanted} placeholders; its tokens hold {found}",
+                kind="image_mismatch",
+                blame="engine",
+            )
+        ids.flags.writeable = False
+        return Picture(digest, ids, found, grid), tensors
+
+    # --- checks ---------------------------------------------------------------------------------------------
+
+    def check_text(self, text: str, blame: Blame = "environment") -> None:
+        """Refuse text that spells a token of the processor's.
+
+        Raises:
+            ImageError: Kind `image_placeholder`.
+        """
+        if "<" not in text:
+            return
+        for token in self.forbidden:
+            if token in text:
+                raise ImageError(
+                    f"a text holds {token!r}, which this model reads as an image: take it out, or show an image part",
+                    kind="image_placeholder",
+                    blame=blame,
+                )
+
+    def check_sampled(self, ids: IntVector) -> None:
+        """Refuse a reply that holds a token of the processor's.
+
+        Raises:
+            ImageError: Kind `sampled_placeholder`; the policy's own failure.
+        """
+        if len(ids) and (wrong := np.isin(ids, self._banned)).any():
+            at = int(np.flatnonzero(wrong)[0])
+            raise ImageError(
+                f"the model sampled {self._tokenizer.decode([int(ids[at])])!r} (id {int(ids[at])}), which stands for an "
+                "image that is not there",
+                kind="sampled_placeholder",
+                blame="policy",
+            )
+
+    def check_spans(self, ids: IntVector, placed: Sequence[Placed]) -> None:
+        """Hold ids to their images: placeholders are those of the pictures, at the pictures' places, and no others.
+
+        Raises:
+            ImageError: Kind `image_mismatch`.
+        """
+        wanted = sum(picture.placeholders for picture, _ in placed)
+        found = int(np.count_nonzero(ids == self.placeholder_id))
+        if found != wanted:
+            raise ImageError(
+                f"{found} placeholders for {len(placed)} images of {wanted}", kind="image_mismatch", blame="engine"
+            )
+        for picture, start in placed:
+            if not np.array_equal(ids[start : start + len(picture.ids)], picture.ids):
+                raise ImageError(
+                    f"the tokens at {start} are not those of {picture.digest}", kind="image_mismatch", blame="engine"
+                )
+
+    # --- markers and expansions -----------------------------------------------------------------------------
+
+    def expand(self, ids: Sequence[int] | IntVector, digests: Sequence[str]) -> tuple[IntVector, list[Placed]]:
+        """Exchange each marker for its image's tokens.
+
+        Raises:
+            ImageError: There are not as many markers as images (kind `image_mismatch`).
+        """
+        flat = np.asarray(ids, np.int32)
+        at = np.flatnonzero(flat == self.marker_id)
+        if len(at) != len(digests):
+            raise ImageError(
+                f"{len(digests)} images were shown, and the chat template wrote {len(at)} markers for them: a text "
+                f"spells {self.family.marker!r}, or the template does not show an image here",
+                kind="image_mismatch",
+                blame="policy" if len(at) > len(digests) else "spec",
+            )
+        if not len(at):
+            return flat, []
+        pieces, placed, done, length = [], [], 0, 0
+        for place, digest in zip(at.tolist(), digests, strict=True):
+            picture = self.bank.picture(digest)
+            pieces += [flat[done:place], picture.ids]
+            placed.append(Placed(picture, length + place - done))
+            length += place - done + len(picture.ids)
+            done = place + 1
+        return np.concatenate([*pieces, flat[done:]]), placed
+
+    def compact(self, ids: IntVector, spans: Sequence[tuple[int, int]]) -> IntVector:
+        """`expand`, back: one marker an image, as servers want it that expand for themselves."""
+        marker = np.array([self.marker_id], np.int32)
+        pieces, done = [], 0
+        for start, end in spans:
+            pieces += [ids[done:start], marker]
+            done = end
+        return np.concatenate([*pieces, ids[done:]])
+
+    # --- what a forward pass takes --------------------------------------------------------------------------
+
+    def tensors(self, rows: Sequence[Sequence[str]]) -> Tensors:
+        """The images of a batch of sequences, by digest and in order, as the model's forward pass takes them."""
+        found = [[self.bank.tensors(digest) for digest in digests] for digests in rows]
+        return self.family.stack(found) if any(found) else {}
+
+    def token_types(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        """`mm_token_type_ids`, by the processor's own code: 1 on placeholders."""
+        from transformers.processing_utils import ProcessorMixin
+
+        found: list[list[int]] = ProcessorMixin.create_mm_token_type_ids(self.processor, [list(row) for row in ids])
+        return found
+
+
+def load_vision(folder: Path, config: dict[str, Any], tokenizer: FastTokenizer, spec: ModelSpec) -> Vision | None:
+    """The vision of a model; None for one that sees nothing. Loads neither processor nor weights.
+
+    Args:
+        folder: The model's files.
+        config: Its config.json.
+        tokenizer: Its tokenizer.
+        spec: The spec's `model`.
+
+    Raises:
+        RenderError: It sees, but its tokenizer lacks the tokens for it.
+    """
+    from engine.tokens.vision_families import family_of
+
+    family = family_of(config)
+    return None if family is None else Vision(family, folder, tokenizer, spec)

@@ -1,0 +1,147 @@
+"""Vision families: Qwen2-VL's grid of patches, and Idefics3's tiles, each through its processor of transformers.
+
+Invariant: what an image becomes is what the model's own processor makes of it: its image processor's tensors, and the
+text of its `replace_image_token`. Only the video part is left out, which needs torchvision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.tokens.images import Tensors
+
+_QWEN = {
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
+}
+"""Model types with Qwen2-VL's scheme, and their processors."""
+_TILED = {"idefics3": "Idefics3Processor", "smolvlm": "SmolVLMProcessor"}
+"""Model types with Idefics3's scheme."""
+_MODULES = {"qwen3_vl_moe": "qwen3_vl"}
+FAMILIES = (*_QWEN, *_TILED)
+"""Model types whose images are known here."""
+
+
+def family_of(config: dict[str, Any]) -> QwenFamily | TiledFamily | None:
+    """The family of a model by its config.json; None where its images are not known."""
+    kind = str(config.get("model_type") or "")
+    if kind in _QWEN:
+        return QwenFamily(kind)
+    return TiledFamily(kind, config) if kind in _TILED else None
+
+
+def _image_processor(folder: Path) -> Any:
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+
+def _image_only(kind: str, name: str, begin: Callable[..., None]) -> Any:
+    """The processor class of a model type without its video part; `begin` is its `__init__`.
+
+    A processor's parts are those that its `__init__` names.
+    """
+    module = _MODULES.get(kind, kind)
+    base = getattr(import_module(f"transformers.models.{module}.processing_{module}"), name)
+    return type(f"ImageOnly{name}", (base,), {"__init__": begin})
+
+
+class QwenFamily:
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: a placeholder for each merge_size x merge_size square of patches."""
+
+    marker = placeholder = "<|image_pad|>"
+    forbidden: tuple[str, ...] = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    names: tuple[str, ...] = ("pixel_values", "image_grid_thw")
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def processor(self, folder: Path, tokenizer: Any) -> Any:
+        """See `Family.processor`."""
+
+        def begin(self: Any, image_processor: Any, tokenizer: Any) -> None:
+            whole: Any = super(type(self), self)
+            whole.__init__(image_processor, tokenizer, None)
+
+        return _image_only(self.kind, _QWEN[self.kind], begin)(_image_processor(folder), tokenizer)
+
+    def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
+        """See `Family.process`. Grid: (t, h, w) in patches; placeholders t * h * w / merge_size**2."""
+        found = processor.image_processor(images=[image], return_tensors="np")
+        grid = tuple(int(side) for side in found["image_grid_thw"][0])
+        merge = int(processor.image_processor.merge_size)
+        count = grid[0] * grid[1] * grid[2]
+        if len(found["image_grid_thw"]) != 1 or len(found["pixel_values"]) != count or count % merge**2:
+            raise ValueError(f"{len(found['pixel_values'])} patches for a grid of {grid}")
+        tensors = {name: np.ascontiguousarray(found[name]) for name in self.names}
+        return tensors, str(processor.replace_image_token(found, 0)), grid, count // merge**2
+
+    def stack(self, rows: Sequence[Sequence[Tensors]]) -> Tensors:
+        """pixel_values [patches of all images, values], image_grid_thw [images, 3]: sequence after sequence."""
+        images = [tensors for row in rows for tensors in row]
+        return {name: np.concatenate([tensors[name] for tensors in images]) for name in self.names}
+
+
+class TiledFamily:
+    """Idefics3 and SmolVLM: an image is cut into rows and columns of tiles, with the whole of it behind them."""
+
+    marker = placeholder = "<image>"
+    names: tuple[str, ...] = ("pixel_values", "pixel_attention_mask")
+
+    def __init__(self, kind: str, config: dict[str, Any]) -> None:
+        self.kind = kind
+        self.forbidden: tuple[str, ...] = ("<image>", "<fake_token_around_image>", "<global-img>", "<video>")
+        vision = config.get("vision_config") or {}
+        side = int(vision.get("image_size") or 512) // int(vision.get("patch_size") or 16)
+        self.slots = side**2 // int(config.get("scale_factor") or 2) ** 2
+        """Placeholders of one tile: (image_size / patch_size)**2 / scale_factor**2."""
+
+    def processor(self, folder: Path, tokenizer: Any) -> Any:
+        """See `Family.processor`."""
+        from transformers.processing_utils import ProcessorMixin
+
+        slots = self.slots
+
+        def begin(self: Any, image_processor: Any, tokenizer: Any) -> None:
+            # What Idefics3's and SmolVLM's set, each under its own names; SmolVLM's needs num2words for videos.
+            self.fake_image_token, self.image_token = "<fake_token_around_image>", "<image>"
+            self.global_image_token = self.global_image_tag = "<global-img>"
+            self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+            self.image_seq_len = slots
+            ProcessorMixin.__init__(self, image_processor, tokenizer)
+
+        return _image_only(self.kind, _TILED[self.kind], begin)(_image_processor(folder), tokenizer)
+
+    def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
+        """See `Family.process`. Grid: (rows, columns); (0, 0) where the image is one tile."""
+        found = processor.image_processor(images=[[image]], return_tensors="np", return_row_col_info=True)
+        grid = (int(found["rows"][0][0]), int(found["cols"][0][0]))
+        tiles = grid[0] * grid[1] + 1
+        if found["pixel_values"].shape[:2] != (1, tiles):
+            raise ValueError(f"tiles of shape {found['pixel_values'].shape} for a grid of {grid}")
+        tensors = {name: np.ascontiguousarray(found[name][0]) for name in self.names}
+        return tensors, processor.replace_image_token(found, 0), grid, tiles * self.slots
+
+    def stack(self, rows: Sequence[Sequence[Tensors]]) -> Tensors:
+        """pixel_values [sequences, tiles, 3, height, width], pixel_attention_mask likewise: zeros where there are fewer."""
+        joined = [
+            {name: np.concatenate([tensors[name] for tensors in row]) for name in self.names} if row else None
+            for row in rows
+        ]
+        some = next(row for row in joined if row is not None)
+        most = max(len(row["pixel_values"]) for row in joined if row is not None)
+        stacked = {}
+        for name in self.names:
+            whole = np.zeros((len(rows), most, *some[name].shape[1:]), some[name].dtype)
+            for index, row in enumerate(joined):
+                if row is not None:
+                    whole[index, : len(row[name])] = row[name]
+            stacked[name] = whole
+        return stacked

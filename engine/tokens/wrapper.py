@@ -1,0 +1,105 @@
+"""What a template puts around new messages, remembered as text, so that a bridge costs one pass of the tokenizer.
+
+Invariant: a wrapper gives what `ChatFormat.extension` gives. It is made from extensions of probes: contents must come
+back as copies (trimmed, where the template trims), and what is assembled for three styles of content, with
+white space, punctuation and quotes at their edges, must equal the extension id for id, through text and back. Only
+contents without `<` are put in: a template could look for tags, and then the extension itself is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from engine.tokens.proof import Extension, View, mark
+
+_PAD = "  First 12 things.\n\n then {mark} (é, \"q\" 'r' & {{x}} [y] \\ 100%) \n"
+_STYLES: tuple[Callable[[str], str], ...] = (
+    lambda mark: _PAD.replace("{mark}", mark),
+    str,
+    lambda mark: f"({mark}).",
+    lambda mark: f"\n{mark}\t",
+)
+_TRIMS: tuple[Callable[[str], str], ...] = (str, str.rstrip, str.lstrip, str.strip)
+_FIRST_MARK = 900
+"""Marks of a wrapper's probes are other ones than those of a proof."""
+
+
+class Wrappable(Protocol):
+    """What a chat format offers."""
+
+    def extension(
+        self, reply: View, new: Sequence[View], tools: list[View] | None, last: int | None
+    ) -> Extension | None: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Wrapper(NamedTuple):
+    """Text around contents: pieces[0] + content 0 + pieces[1] + …"""
+
+    pieces: tuple[str, ...]
+    trims: tuple[Callable[[str], str], ...]
+    closing: int
+    """How many of the first ids close the reply."""
+
+    def text(self, contents: Sequence[str]) -> str:
+        """The extension's text for these contents."""
+        parts = [self.pieces[0]]
+        for content, trim, piece in zip(contents, self.trims, self.pieces[1:], strict=True):
+            parts.append(trim(content))
+            parts.append(piece)
+        return "".join(parts)
+
+    def extension(self, form: Wrappable, contents: Sequence[str]) -> Extension:
+        """The extension for these contents, each of which `plain` must hold of."""
+        ids = form.encode(self.text(contents))
+        return Extension(ids[: self.closing], ids[self.closing :])
+
+
+def plain(view: View) -> bool:
+    """Whether a message's content may be put in a wrapper: text that is not blank and holds no tag."""
+    content = view["content"]
+    return isinstance(content, str) and "<" not in content and bool(content.strip())
+
+
+def make_wrapper(
+    form: Wrappable, reply: View, new: Sequence[View], tools: list[View] | None, last: int | None
+) -> Wrapper | None:
+    """The wrapper of messages like `new`, whatever their contents; None where the template does more than copy them."""
+    made: Wrapper | None = None
+    ids = {str(view["tool_call_id"]) for view in new if "tool_call_id" in view}
+    ids |= {call["id"] for call in reply.get("tool_calls", ())}
+    for style in _STYLES:
+        probes = [{**view, "content": style(mark(_FIRST_MARK + index))} for index, view in enumerate(new)]
+        contents = [view["content"] for view in probes]
+        found = form.extension(reply, probes, tools, last)
+        if found is None:
+            return None
+        whole = [*found.closing, *found.bridge]
+        if made is None:
+            made = _cut(form.decode(whole), contents, len(found.closing))
+        if made is None or any(id_ in piece for id_ in ids for piece in made.pieces):
+            return None
+        if form.encode(made.text(contents)) != whole:
+            return None
+    return made
+
+
+def _cut(text: str, contents: Sequence[str], closing: int) -> Wrapper | None:
+    """Cut the text of an extension at its contents."""
+    pieces: list[str] = []
+    trims: list[Callable[[str], str]] = []
+    for content in contents:
+        for trim in _TRIMS:
+            before, found, after = text.partition(trim(content))
+            if found:
+                break
+        else:
+            return None
+        pieces.append(before)
+        trims.append(trim)
+        text = after
+    return Wrapper((*pieces, text), tuple(trims), closing)

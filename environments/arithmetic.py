@@ -1,0 +1,118 @@
+"""Small number problems with a teacher: a world that a model of a hundred million parameters can live in.
+
+`problems` makes the tasks, `Arithmetic` asks the question, `Teacher` judges the reply and helps. The model is
+meant to hand the sum to a calculator and to say `The answer is N`.
+
+Invariant: a problem's text and answer are a pure function of (count, seed), and the answer is worked out from
+the same expression that the hint shows, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from environments.answers import STYLES, final_number
+from environments.tools.calculator import calculate, evaluate
+from schemas.environment import EpisodeView, Reset, Task, UserTurn
+from schemas.message import Message
+from schemas.reward import RewardEvent
+
+
+class _Shape(NamedTuple):
+    text: str
+    """Fields: {name}, {thing} and the numbers {a}, {b}, {c}."""
+    expression: str
+
+
+_SUMS = (
+    _Shape("What is {a} + {b} * {c}?", "{a} + {b} * {c}"),
+    _Shape("What is {a} * {b} - {c}?", "{a} * {b} - {c}"),
+    _Shape("What is {a} * {b} + {c}?", "{a} * {b} + {c}"),
+    _Shape("What is ({a} + {b}) * {c}?", "({a} + {b}) * {c}"),
+)
+_STORIES = (
+    _Shape("{name} has {a} {thing} and gets {b} more. How many {thing} are there?", "{a} + {b}"),
+    _Shape("{name} has {a} boxes with {b} {thing} in each. How many {thing} are there?", "{a} * {b}"),
+    _Shape(
+        "{name} has {a} boxes with {b} {thing} in each and {c} more. How many {thing} are there?", "{a} * {b} + {c}"
+    ),
+    _Shape("{name} has {a} bags of {b} {thing} and gives away {c}. How many {thing} are left?", "{a} * {b} - {c}"),
+)
+_NAMES = ("Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Gita", "Hugo")
+_THINGS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps")
+
+
+def problems(count: int = 32, seed: int = 0, stories: float = 0.5, largest: int = 19) -> Iterator[dict[str, Any]]:
+    """Rows with `id`, `question`, `expression` and `answer`, the same for the same arguments.
+
+    Args:
+        count: How many.
+        seed: Seeds the choice of shapes and numbers.
+        stories: The part, from 0 to 1, that are told as a story instead of as a sum.
+        largest: The largest number that a problem has, from 3; the third one is 9 at most.
+    """
+    rng = random.Random(f"arithmetic/{seed}")
+    for index in range(count):
+        shape = rng.choice(_STORIES if rng.random() < stories else _SUMS)
+        fields = {
+            "a": rng.randint(3, largest),
+            "b": rng.randint(3, largest),
+            "c": rng.randint(2, min(9, largest)),
+            "name": rng.choice(_NAMES),
+            "thing": rng.choice(_THINGS),
+        }
+        expression = shape.expression.format(**fields)
+        yield {
+            "id": f"sum-{seed}-{index:04d}",
+            "question": shape.text.format(**fields),
+            "expression": expression,
+            "answer": calculate(expression),
+        }
+
+
+class Arithmetic:
+    """Asks a task's question. The answer and the expression stay with the teacher."""
+
+    def reset(self, task: Task, seed: int) -> Reset:
+        """The question, as the user's first message."""
+        for field in ("question", "expression", "answer"):
+            if field not in task.fields:
+                raise ValueError(
+                    f"task {task.id!r} has no field {field!r}; `environments.arithmetic:problems` makes whole ones"
+                )
+        return Reset(messages=[Message(role="user", content=str(task.fields["question"]))])
+
+
+class Teacher:
+    """Judges each answer, and shows the sum where it is wrong or missing.
+
+    Args:
+        correct: Reward `correct` of the turn that gives the right answer.
+        unreadable: Reward `format` of a turn in which no answer can be found.
+        hints: How often the expression is shown; after that a mistake is only named.
+    """
+
+    def __init__(self, correct: float = 1.0, unreadable: float = -0.1, hints: int = 8) -> None:
+        self._correct = correct
+        self._unreadable = unreadable
+        self._hints = hints
+
+    def respond(self, view: EpisodeView) -> UserTurn:
+        """Satisfied with the right answer; help with any other. Reads the model's own words alone."""
+        expression = str(view.task.fields["expression"])
+        hint = f"What is {expression}?" if view.user_turn < self._hints else "Try again."
+        answer = final_number(view.reply, STYLES)
+        if answer is None:
+            return UserTurn(
+                content=f"I see no answer. {hint}",
+                rewards=[RewardEvent(name="format", value=self._unreadable, cause="no readable answer")],
+            )
+        if answer.value != evaluate(expression):
+            return UserTurn(content=f"That is wrong. {hint}")
+        return UserTurn(
+            satisfied=True,
+            solved=True,
+            rewards=[RewardEvent(name="correct", value=self._correct, cause="right answer")],
+        )

@@ -1,0 +1,236 @@
+r"""Geometry with pictures (Geometry3K), with two faces: a tool that scores answers, or a grader who asks again.
+
+`problems` makes the tasks, from the 301 problems that ship with the project or from a copy of the public data set.
+`Geo3k` asks, and `Grader` is a user who lets the model try again (AReaL's multi-turn workflow; the discount by turns
+is the spec's `rewards.credit`). `Geo3kTool` asks too, and offers the tool `calc_score`, which scores an answer in the
+turn that calls it and says whether it is right (slime's geo3k example); `Reminder` speaks where no tool was called.
+
+Source: Lu et al. 2021, "Inter-GPS: Interpretable Geometry Problem Solving with Formal Language and Symbolic
+Reasoning", arXiv:2105.04165.
+
+Invariant: only what the model wrote is graded, its reply or its call's argument, one answer a turn; the right answer
+is never shown to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator
+
+from environments.geo3k_data import problems as problems
+from environments.math_answers import Number, final_answer, need_math_verify, read_number, same_number
+from schemas.environment import EpisodeView, Reset, Task, ToolReply, UserTurn
+from schemas.message import ContentPart, Message, TextPart, image_part
+from schemas.reward import RewardEvent
+
+MARK = "<image>"
+"""Where a picture stands in a question, in the public layouts."""
+EXAMPLE = "\\boxed{12}"
+
+AnswerText = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
+"""An answer, for a tool's schema a string; models write numbers as well."""
+
+
+def gold_answer(task: Task) -> Number:
+    """The right answer of a task.
+
+    Raises:
+        ValueError: The task has none that is a number.
+    """
+    written = task.fields.get("answer")
+    value = None if written is None else read_number(str(written))
+    if value is None:
+        raise ValueError(f"task {task.id!r}: the answer {written!r} is no number, so nothing can be checked against it")
+    return value
+
+
+def is_right(answer: Number, task: Task) -> bool:
+    """Whether an answer is the task's, within its `tolerance` (relative; 0.01 where the task has none)."""
+    return same_number(answer, gold_answer(task), float(task.fields.get("tolerance", 0.01)))
+
+
+def ask(task: Task, instruction: str = "") -> list[ContentPart]:
+    """The question as text and picture parts: pictures where it has `<image>`, in front where it has none.
+
+    Raises:
+        ValueError: It has another number of marks than of pictures, or no question.
+    """
+    question = task.fields.get("question")
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"task {task.id!r} has no field 'question'; `environments.geo3k:problems` makes whole ones")
+    images = list(task.fields.get("images") or [])
+    pieces = question.split(MARK) if MARK in question else ["" for _ in images] + [question]
+    if len(pieces) != len(images) + 1:
+        raise ValueError(
+            f"task {task.id!r}: {len(pieces) - 1} places for pictures in its question, and {len(images)} pictures"
+        )
+    parts: list[ContentPart] = []
+    for index, piece in enumerate(pieces):
+        if piece.strip():
+            parts.append(TextPart(text=piece.strip()))
+        if index < len(images):
+            parts.append(image_part(images[index]))
+    if instruction:
+        parts.append(TextPart(text=f"\n{instruction}"))
+    return parts
+
+
+class Geo3k:
+    """Asks a task's question, with its picture.
+
+    Args:
+        instruction: Added after the question, on a line of its own.
+        correct: Reward `correct` for a right last answer that no user has judged (see `score`).
+    """
+
+    def __init__(self, instruction: str = "", correct: float = 1.0) -> None:
+        need_math_verify()
+        self._instruction = instruction
+        self._correct = correct
+
+    def reset(self, task: Task, seed: int) -> Reset:
+        """The picture and the question. The facts `solved` and `tries` are there from the start, for guards."""
+        gold_answer(task)  # a task that cannot be graded fails before it costs a token
+        message = Message(role="user", content=ask(task, self._instruction))
+        return Reset(messages=[message], facts={"solved": False, "tries": 0})
+
+    def score(self, view: EpisodeView) -> list[RewardEvent]:
+        """Grade the last answer where the machine ended without asking the user (`limits.user_turns` spent, say)."""
+        if view.facts.get("graded") == view.turn or view.finish != "stop" or view.calls or view.malformed:
+            return []
+        answer = _answer(view.reply)
+        if answer is None or not is_right(answer, view.task):
+            return []
+        return [RewardEvent(name="correct", value=self._correct, cause="right answer")]
+
+
+class Grader:
+    """A user who says whether the answer is right, and lets the model try again.
+
+    What a wrong answer is told is the spec's `recover.wrong`, where it has one, and `recover.no_answer` where there is
+    no answer; the words here are for specs without. Fields: `answer` (as it was written), `tries` (answers so far,
+    this one included), `question`, and `image`, the first picture.
+
+    Args:
+        correct: Reward `correct` of the turn that gives the right answer.
+        retry: Factor on `correct` for each wrong answer that came before. Leave it at 1 where the spec's credit
+            discounts by turns.
+    """
+
+    recover_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "wrong": ("answer", "tries", "question", "image"),
+        "no_answer": ("tries", "question", "image"),
+    }
+
+    def __init__(self, correct: float = 1.0, retry: float = 1.0) -> None:
+        need_math_verify()
+        self._correct = correct
+        self._retry = retry
+
+    def respond(self, view: EpisodeView) -> UserTurn:
+        """Judge the newest answer. It keeps no state: the same view is always judged alike."""
+        tries = int(view.facts.get("tries", 0))
+        written = final_answer(view.reply)
+        answer = None if written is None else read_number(written)
+        if answer is None or view.finish == "length":
+            cut = view.finish == "length"
+            return UserTurn(
+                content=f"{'Your reply was cut off. Be shorter, and end' if cut else 'I cannot find your answer. End'} "
+                f"with: {EXAMPLE}",
+                recover="no_answer",
+                fields=self._fields(view.task, tries),
+                facts={"graded": view.turn, "tries": tries},
+            )
+        facts: dict[str, Any] = {"graded": view.turn, "tries": tries + 1}
+        if is_right(answer, view.task):
+            value = self._correct * self._retry**tries
+            reward = RewardEvent(name="correct", value=value, cause="right answer")
+            return UserTurn(satisfied=True, solved=True, rewards=[reward], facts=facts | {"solved": True})
+        return UserTurn(
+            content=f"{answer.text} is not right. Read the question again, check your steps, and answer again.",
+            recover="wrong",
+            fields={"answer": answer.text} | self._fields(view.task, tries + 1),
+            facts=facts,
+        )
+
+    @staticmethod
+    def _fields(task: Task, tries: int) -> dict[str, Any]:
+        images = list(task.fields.get("images") or [""])
+        question = str(task.fields["question"]).replace(MARK, "").strip()
+        return {"tries": tries, "question": question, "image": image_part(images[0]).image}
+
+
+class Geo3kTool(Geo3k):
+    """Asks a task's question and offers `calc_score`, which scores an answer and says whether it is right.
+
+    A right answer sets the fact `solved`, so that a machine may end there: `conditions: facts.solved` on `results`.
+
+    Args:
+        instruction: Added after the question, on a line of its own.
+        correct: Reward `score` of a turn that hands in the right answer.
+        wrong: Reward `score` of a turn that hands in another.
+    """
+
+    def __init__(self, instruction: str = "", correct: float = 1.0, wrong: float = 0.0) -> None:
+        super().__init__(instruction, correct)
+        self._wrong = wrong
+
+    def tools(self) -> list[Callable[..., Any]]:
+        """The one tool."""
+        return [self.calc_score]
+
+    def calc_score(self, answer: AnswerText, view: EpisodeView) -> ToolReply:
+        """Check your answer to the problem. One answer a turn.
+
+        Args:
+            answer: One number, such as 12, 4.5 or 2\\sqrt{3}.
+        """
+        if sum(call.name == "calc_score" for call in view.calls) > 1:
+            raise ValueError("hand in one answer a turn; none of these was checked")
+        found = read_number(final_answer(answer) or answer)
+        if found is None:
+            raise ValueError(f"{answer!r} is no number that can be checked; write one, such as 12, 4.5 or 2\\sqrt{{3}}")
+        tries = int(view.facts.get("tries", 0)) + 1
+        if is_right(found, view.task):
+            return ToolReply(
+                content=f"Score {self._correct:g}: {found.text} is right.",
+                rewards=[RewardEvent(name="score", value=self._correct, cause="right answer")],
+                facts={"solved": True, "tries": tries},
+            )
+        return ToolReply(
+            content=f"Score {self._wrong:g}: {found.text} is not right. Reason in another way, and check the new answer.",
+            rewards=[RewardEvent(name="score", value=self._wrong, cause="wrong answer")],
+            facts={"tries": tries},
+        )
+
+    def score(self, view: EpisodeView) -> list[RewardEvent]:
+        """Nothing: the tool has scored every turn that handed an answer in."""
+        return []
+
+
+class Reminder:
+    """A user who speaks where the model handed in no answer, and asks it to.
+
+    The spec's `recover.no_answer` is said, where it has one. Fields: `tries` and `question`.
+    """
+
+    recover_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {"no_answer": ("tries", "question")}
+
+    def respond(self, view: EpisodeView) -> UserTurn:
+        """The reminder; never satisfied, since only the tool knows."""
+        cut = "Your reply was cut off. " if view.finish == "length" else ""
+        return UserTurn(
+            content=f"{cut}Call calc_score with your answer.",
+            recover="no_answer",
+            fields={
+                "tries": int(view.facts.get("tries", 0)),
+                "question": str(view.task.fields["question"]).replace(MARK, "").strip(),
+            },
+        )
+
+
+def _answer(reply: str) -> Number | None:
+    written = final_answer(reply)
+    return None if written is None else read_number(written)

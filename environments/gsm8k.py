@@ -1,0 +1,182 @@
+"""Grade-school word problems (GSM8K) with a grader who gives feedback.
+
+Tasks have `question` and `answer`; the answer is GSM8K's: a solution with `<<48/2=24>>` marks, then `#### 72`.
+Source: Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems", arXiv:2110.14168.
+
+Invariant: the right answer is never shown to the model: not by the environment, and not by a hint. Grading reads
+the model's own words alone (`view.reply`), so nothing that a tool or the user said can win a reward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal, NamedTuple, get_args
+
+from environments.answers import STYLES, Answer, Style, final_number, one_number
+from environments.tools.calculator import evaluate
+from schemas.environment import EpisodeView, Reset, Task, UserTurn
+from schemas.message import Message
+from schemas.reward import RewardEvent
+
+Hint = Literal["none", "direction", "step"]
+
+_CALCULATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
+_NUMERAL = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?|\.\d+")
+_FORMATS: dict[Style, str] = {
+    "hashes": "#### <number>",
+    "tags": "<answer><number></answer>",
+    "sentence": "The answer is <number>.",
+    "last_number": "<number>",
+}
+
+
+class Calculation(NamedTuple):
+    """One step of a reference solution."""
+
+    expression: str
+    result: str
+
+
+def gold_answer(task: Task) -> Fraction:
+    """The right answer of a task: what follows `####`, or the field `answer` itself where it is one number.
+
+    Raises:
+        ValueError: The task has no such answer.
+    """
+    written = task.fields.get("answer")
+    if written is None:
+        raise ValueError(f"task {task.id!r} has no field `answer`; name it in `tasks.map`")
+    value = one_number(str(written).rsplit("####", 1)[-1])
+    if value is None:
+        raise ValueError(f"task {task.id!r}: {written!r} ends with no number; GSM8K answers end with `#### 42`")
+    return value
+
+
+def calculations(task: Task) -> list[Calculation]:
+    """The marked steps of the reference solution, in order; empty where the answer is a bare number."""
+    found = _CALCULATION.findall(str(task.fields["answer"]))
+    return [Calculation(expression.strip(), result.strip()) for expression, result in found]
+
+
+class Gsm8k:
+    """Asks a task's question.
+
+    Args:
+        instruction: Added after the question, on a line of its own.
+        correct: Reward `correct` for a right last answer that no user has judged (see `score`).
+        styles: How an answer may be given; see `environments.answers.final_number`.
+    """
+
+    def __init__(self, instruction: str = "", correct: float = 1.0, styles: Sequence[Style] = STYLES) -> None:
+        self._instruction = instruction
+        self._correct = correct
+        self._styles = _known_styles(styles)
+
+    def reset(self, task: Task, seed: int) -> Reset:
+        """The question; the fact `steps` is how many steps the reference solution takes."""
+        gold_answer(task)  # a task that cannot be graded fails before it costs a token
+        question = str(task.fields["question"]).strip()
+        content = f"{question}\n{self._instruction}" if self._instruction else question
+        return Reset(messages=[Message(role="user", content=content)], facts={"steps": len(calculations(task))})
+
+    def score(self, view: EpisodeView) -> list[RewardEvent]:
+        """Grade the last answer where the machine ended without asking the user (`limits.user_turns` spent, say).
+
+        `Grader` leaves the fact `graded`, the newest turn that it has judged.
+        """
+        if view.facts.get("graded") == view.turn or view.finish != "stop" or view.calls or view.malformed:
+            return []
+        answer = final_number(view.reply, self._styles)
+        if answer is None or answer.value != gold_answer(view.task):
+            return []
+        return [RewardEvent(name="correct", value=self._correct, cause="right answer")]
+
+
+class Grader:
+    """A user who wants the right number, and helps towards it.
+
+    Args:
+        correct: Reward `correct` of the turn that gives the right answer.
+        retry: Factor on `correct` for each wrong answer that came before.
+        format: Reward `format` of the first turn whose answer can be read, right or wrong. Paid once, so
+            that repeating wrong answers earns nothing.
+        hint: What a wrong answer is told. `none`: that it is wrong; `direction`: that it is too high or too low;
+            `step`: the next step of the reference solution, never one that shows the right answer.
+        max_hints: How many wrong answers get a hint.
+        styles: How an answer may be given; see `environments.answers.final_number`.
+    """
+
+    def __init__(
+        self,
+        correct: float = 1.0,
+        retry: float = 1.0,
+        format: float = 0.1,
+        hint: Hint = "direction",
+        max_hints: int = 2,
+        styles: Sequence[Style] = STYLES,
+    ) -> None:
+        if hint not in get_args(Hint):
+            raise ValueError(f"hint {hint!r} is not known; write one of {', '.join(get_args(Hint))}")
+        if max_hints < 0:
+            raise ValueError(f"max_hints is {max_hints}; it counts from 0")
+        self._correct = correct
+        self._retry = retry
+        self._format = format
+        self._hint = hint
+        self._max_hints = max_hints
+        self._styles = _known_styles(styles)
+
+    def respond(self, view: EpisodeView) -> UserTurn:
+        """Judge the newest answer. It keeps no state: the same view is always judged alike."""
+        facts = {"graded": view.turn}
+        if view.finish == "length":
+            return UserTurn(content=f"Your reply was cut off. Be shorter, and end with: {self._example}", facts=facts)
+        answer = final_number(view.reply, self._styles)
+        if answer is None:
+            return UserTurn(content=f"I cannot find your answer. End with: {self._example}", facts=facts)
+        earlier = [found for reply in view.replies[:-1] if (found := final_number(reply, self._styles)) is not None]
+        rewards: list[RewardEvent] = []
+        if not earlier and self._format:
+            rewards.append(RewardEvent(name="format", value=self._format, cause=f"answer readable as {answer.style}"))
+        gold = gold_answer(view.task)
+        if answer.value == gold:
+            value = self._correct * self._retry ** len(earlier)
+            rewards.append(RewardEvent(name="correct", value=value, cause="right answer"))
+            return UserTurn(satisfied=True, solved=True, rewards=rewards, facts=facts)
+        words = f"{answer.text} is not right. {self._advice(view.task, answer, gold, len(earlier))}"
+        return UserTurn(content=words, rewards=rewards, facts=facts)
+
+    @property
+    def _example(self) -> str:
+        return _FORMATS[self._styles[0]]
+
+    def _advice(self, task: Task, answer: Answer, gold: Fraction, earlier: int) -> str:
+        """What is said after `42 is not right.`; `earlier` wrong answers came before."""
+        if earlier >= self._max_hints or self._hint == "none":
+            return "Try again."
+        if self._hint == "step":
+            steps = [step for step in calculations(task) if not _shows(step, gold)]
+            if earlier < len(steps):
+                step = steps[earlier]
+                return f"A step that helps: {step.expression} = {step.result}. Try again."
+        return f"It is too {'high' if answer.value > gold else 'low'}. Try again."
+
+
+def _shows(step: Calculation, gold: Fraction) -> bool:
+    """Whether a step gives the right answer away: by a number that it names, or by what it comes to."""
+    numbers = [one_number(numeral) for numeral in _NUMERAL.findall(f"{step.expression} {step.result}")]
+    if abs(gold) in numbers:
+        return True
+    try:
+        return evaluate(step.expression) == gold
+    except ValueError:
+        return False  # not plain arithmetic: its numbers were looked at above
+
+
+def _known_styles(styles: Sequence[Style]) -> tuple[Style, ...]:
+    unknown = [style for style in styles if style not in get_args(Style)]
+    if unknown or not styles:
+        raise ValueError(f"styles {list(styles)!r} must be some of {', '.join(get_args(Style))}")
+    return tuple(styles)

@@ -1,0 +1,183 @@
+"""Reading an answer that is a number, however it is written, and comparing it: with math-verify.
+
+Invariant: an answer is one finite real number, or it is none. A list, an interval, an equation between numbers, two
+candidates side by side are no answers, so nothing is won by naming several. What is read is bounded before it is
+parsed (length, kinds of signs, powers), so no answer takes long to check.
+
+`math-verify` is asked for by name: `pip install 'episode-engine[math]'`.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+LONGEST = 120
+"""Characters of an answer beyond which it is not read."""
+MOST_POWERS = 3
+"""Powers in one answer; each has a single digit, so the largest is of a few thousand digits."""
+
+_TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
+_BOXED = re.compile(r"\\boxed\s*\{")
+_SPACES = re.compile(r"\\[,;:! ]|\\q?quad|~|\s+")
+_WORDED = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf|rm)\s*\{([^{}]*)\}")
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\^\s*\\degree|\\degree|\\circ|°")
+_UNITS = re.compile(
+    r"\s*(?:(?:square|sq\.?|cubic)\s*)?\b(?:units?|degrees?|deg|mm|cm|km|m|millimeters?|centimeters?|meters?|kilometers?"
+    r"|in|inch(?:es)?|ft|feet|foot|yd|yards?|mi|miles?)\b\.?(?:\s*\^\s*\{?[23]\}?)?\s*\Z",
+    re.IGNORECASE,
+)
+_PLAIN = {"−": "-", "π": r"\pi ", "√": r"\sqrt ", "×": r"\times ", "·": r"\cdot ", "÷": "/", "≈": r"\approx "}
+_ROOT = re.compile(r"(?<![\\a-z])sqrt\s*\(([^()]*)\)")
+_WORD_PI = re.compile(r"(?<![\\a-z])pi(?![a-z])")
+_BARE_ROOT = re.compile(r"\\sqrt\s*(\d)(?!\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_SIDE_BY_SIDE = re.compile(r"[\d.]\s+[\d.]|\.\d*\.")
+_POWER = re.compile(
+    r"\^\s*(?:-?\d(?![\d.])|\{\s*-?\d\s*\}|\{\s*-?\d/\d\s*\}|\{\s*\\[dt]?frac\s*\{\s*\d\s*\}\s*\{\s*\d\s*\}\s*\})"
+)
+_ALLOWED = re.compile(r"(?:[\d\s.+\-*/(){}\[\]^]|\\(?:[dt]?frac|sqrt|pi|cdot|times|div|left|right)(?![a-z]))*")
+
+
+class Number(NamedTuple):
+    """An answer that was read."""
+
+    value: float
+    expression: Any
+    """The same for SymPy, exact."""
+    text: str
+    """As it was written."""
+
+
+class MissingExtra(ImportError):
+    """A package is needed that only an extra of the project installs."""
+
+
+def need_math_verify() -> None:
+    """Raises MissingExtra where math-verify is not installed."""
+    if find_spec("math_verify") is None:
+        raise MissingExtra(
+            "answers are checked by math-verify, which is not installed: pip install 'episode-engine[math]'"
+        )
+
+
+def final_answer(reply: str) -> str | None:
+    r"""What a reply gives as its answer: inside its last `\boxed{…}` or `<answer>…</answer>` that is closed."""
+    found = [(match.start(), match[1]) for match in _TAGS.finditer(reply)]
+    for match in _BOXED.finditer(reply):
+        inside = _braced(reply, match.end())
+        if inside is not None:
+            found.append((match.start(), inside))  # one inside of tags opens later than they do, so it is what counts
+    return max(found)[1].strip() if found else None
+
+
+def _braced(text: str, at: int) -> str | None:
+    """What stands between an opening brace and the one that closes it; None where none does."""
+    depth = 1
+    for index in range(at, min(len(text), at + LONGEST + 1)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        if depth == 0:
+            return text[at:index]
+    return None
+
+
+@lru_cache(maxsize=8192)
+def read_number(text: str) -> Number | None:
+    r"""The number that an answer comes to: `12`, `x = 5`, `\frac{8}{15}`, `2\sqrt{221}`, `53^\circ`, `1,200 cm`.
+
+    Of `x = 14.72 \approx 15`, what follows the last sign. Units and degree signs are left out.
+
+    Raises:
+        MissingExtra: math-verify is not installed.
+    """
+    latex = _tidy(text)
+    if latex is None:
+        return None
+    expression = _parse(latex)
+    if expression is None or not getattr(expression, "is_number", False):
+        return None
+    try:
+        value = complex(expression.evalf(30))
+    except (TypeError, ValueError, ArithmeticError):
+        return None  # a set, a relation, infinity
+    if abs(value.imag) > 1e-12 or value.real != value.real or abs(value.real) > 1e15:
+        return None
+    return Number(value.real, expression, text.strip())
+
+
+def same_number(answer: Number, gold: Number, tolerance: float = 0.0) -> bool:
+    """Whether an answer is right.
+
+    Args:
+        answer: What was said.
+        gold: The right answer.
+        tolerance: Relative: 0.01 accepts 1 % off, as for answers that were rounded to two decimals. 0 asks
+            math-verify, for which six decimals are exact.
+    """
+    off = abs(answer.value - gold.value)
+    if tolerance > 0:
+        return off <= tolerance * abs(gold.value) + 1e-9
+    if off > 1e-5 * max(1.0, abs(gold.value)):
+        return False
+    from math_verify import verify
+
+    return bool(verify(gold.expression, answer.expression, float_rounding=6, timeout_seconds=None))
+
+
+def _tidy(text: str) -> str | None:
+    """An answer as LaTeX that is safe to parse; None where it is too long, or holds more than a number."""
+    if len(text) > LONGEST:
+        return None
+    for sign, latex in _PLAIN.items():
+        text = text.replace(sign, latex)
+    text = (
+        text.strip()
+        .replace("\\$", "$")
+        .strip("$")
+        .removeprefix("\\(")
+        .removesuffix("\\)")
+        .replace("\\!", "")
+        .replace("{,}", ",")
+    )
+    text = re.split(r"\\approx|=", text)[-1]
+    text = _SPACES.sub(" ", _DEGREES.sub(" ", _WORDED.sub(r" \1", text))).strip().rstrip(".")
+    text = _UNITS.sub("", text)
+    text = _WORD_PI.sub(r"\\pi ", _ROOT.sub(r"\\sqrt{\1}", text))
+    text = _BARE_ROOT.sub(r"\\sqrt{\1}", text)
+    text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text).strip()
+    if not re.search(r"\d|\\pi", text) or _SIDE_BY_SIDE.search(text) or not _ALLOWED.fullmatch(text):
+        return None
+    if text.count("^") != len(_POWER.findall(text)) or text.count("^") > MOST_POWERS or "**" in text:
+        return None
+    return text
+
+
+_parsing = threading.Lock()
+"""The parser's tables are shared and fill up as it meets grammar: one thread at a time."""
+
+
+def _parse(latex: str) -> Any:
+    """The one SymPy expression that math-verify reads; None where it reads none."""
+    need_math_verify()
+    import logging
+
+    from math_verify import LatexExtractionConfig, parse
+
+    with _parsing:
+        # It bounds its time with signals, which only a main thread has; here what may be parsed is bounded instead.
+        log = logging.getLogger("math_verify")
+        level = log.level
+        log.setLevel(logging.ERROR)
+        try:
+            found = parse(
+                f"\\boxed{{{latex}}}",
+                extraction_config=[LatexExtractionConfig()],
+                fallback_mode="no_extraction",
+                parsing_timeout=None,
+            )
+        finally:
+            log.setLevel(level)
+    return found[0] if len(found) == 1 else None

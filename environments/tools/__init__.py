@@ -1,0 +1,1 @@
+"""Tools that specs may name: one file a tool."""

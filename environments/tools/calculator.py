@@ -1,0 +1,278 @@
+"""A calculator for a model: exact, and unable to hang or to run code.
+
+Invariant: every value is a `Fraction`, and no operation begins whose result could pass `MAX_BITS`; so an
+answer is never rounded unseen, and hostile input (`9**9**9`) is refused before it costs anything.
+
+The text is cut into tokens and its grammar is checked here, with messages that a model can act on. Only
+then is it given to `ast`, with every number replaced by a name, and the tree is walked. Nothing is evaluated
+by Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from decimal import Context, Decimal
+from fractions import Fraction
+from typing import NamedTuple, NoReturn
+
+MAX_LENGTH = 400
+"""Characters of one expression."""
+MAX_NESTING = 40
+"""Parentheses inside each other, and signs in a row."""
+MAX_BITS = 3300
+"""Bits of a numerator or denominator: a little under 1,000 decimal digits."""
+MAX_DECIMALS = 30
+"""Digits after the point up to which a decimal is shown in full."""
+
+_EXAMPLE = "3 * (4 + 5)"
+
+_TOKEN = re.compile(
+    r"""\s*(?:
+      (?P<number>[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9,]) | [0-9]+(?:\.[0-9]*)? | \.[0-9]+)
+    | (?P<operator>\*\*|//|[-+*/%()])
+    | (?P<word>[^\W\d_]+)
+    | (?P<other>\S)
+    )""",
+    re.VERBOSE,
+)
+
+_SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "$": " ", "€": " ", "£": " "})
+"""Signs that mean an operator, or that may stand before an amount. One character each, so that positions hold."""
+
+_BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+class _Token(NamedTuple):
+    kind: str
+    """`number`, `operator` or `percent`."""
+    text: str
+    column: int
+    """From 1."""
+
+
+def calculate(expression: str) -> str:
+    """Work out an arithmetic expression exactly.
+
+    Args:
+        expression: Numbers with + - * / // % ** and parentheses, such as 3 * (4 + 5) or 15% * 80.
+
+    Returns:
+        The value as a whole number or decimal. One that no short decimal can hold is rounded to ten
+        digits and followed by the exact fraction: `3.333333333 (exactly 10/3)`.
+
+    Raises:
+        ValueError: The expression cannot be read or worked out; the message says what to write.
+    """
+    return show(evaluate(expression))
+
+
+def evaluate(expression: str) -> Fraction:
+    """The exact value of `expression`. Raises ValueError as `calculate` does."""
+    tokens = _tokens(expression)
+    _check_grammar(tokens)
+    source, values = _to_python(tokens)
+    return _walk(ast.parse(source, mode="eval").body, values)
+
+
+def show(value: Fraction) -> str:
+    """`value` as `calculate` writes it."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    decimals = _decimals(value.denominator)
+    if decimals is not None and decimals <= MAX_DECIMALS:
+        scaled = abs(value.numerator) * 10**decimals // value.denominator
+        digits = str(scaled).rjust(decimals + 1, "0")
+        return f"{'-' if value < 0 else ''}{digits[:-decimals]}.{digits[-decimals:]}"
+    # A private context: the result does not hang on whatever context this thread has set.
+    context = Context(prec=10, Emax=999_999, Emin=-999_999)
+    rounded = context.divide(Decimal(value.numerator), Decimal(value.denominator))
+    exact = str(value)
+    return f"{rounded} (exactly {exact})" if len(exact) <= 40 else f"about {rounded}"
+
+
+def _decimals(denominator: int) -> int | None:
+    """How many digits after the point a fraction in lowest terms needs; None if no number of them is enough."""
+    twos = (denominator & -denominator).bit_length() - 1
+    rest = denominator >> twos
+    fives = 0
+    while rest % 5 == 0:
+        rest //= 5
+        fives += 1
+    return max(twos, fives) if rest == 1 else None
+
+
+def _tokens(expression: str) -> list[_Token]:
+    if len(expression) > MAX_LENGTH:
+        raise ValueError(
+            f"The expression has {len(expression)} characters, and at most {MAX_LENGTH} are read. Work it out in several calls."
+        )
+    text = expression.translate(_SPELLINGS).rstrip()
+    tokens: list[_Token] = []
+    position = 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:  # unreachable: `other` takes any character that is not a space
+            raise AssertionError(text[position:])
+        kind, found = str(match.lastgroup), match.group(str(match.lastgroup))
+        column = match.start(kind) + 1
+        if kind in ("word", "other"):
+            _refuse(kind, found, column)
+        tokens.append(_Token(kind, found, column))
+        position = match.end()
+    if not tokens:
+        raise ValueError(f"The expression is empty. Write one such as {_EXAMPLE}.")
+    return _mark_percents(tokens)
+
+
+def _mark_percents(tokens: list[_Token]) -> list[_Token]:
+    """A `%` is a remainder where an operand follows (`17 % 5`), and a percent sign elsewhere (`15% * 80`)."""
+    marked = []
+    for index, token in enumerate(tokens):
+        following = tokens[index + 1] if index + 1 < len(tokens) else None
+        takes_operand = following is not None and (following.kind == "number" or following.text == "(")
+        percent = token.text == "%" and not takes_operand
+        marked.append(_Token("percent", "%", token.column) if percent else token)
+    return marked
+
+
+def _refuse(kind: str, found: str, column: int) -> NoReturn:
+    if found == "=":
+        fix = f"Write only what is to be worked out, such as {_EXAMPLE}, without an equals sign."
+    elif found == "^":
+        fix = "Write a power with **, such as 2 ** 3."
+    elif found == ",":
+        fix = "Write a large number as 1,000 or 1000, and a decimal with a point, such as 2.5."
+    elif found in ("[", "]", "{", "}"):
+        fix = "Group with round parentheses ( )."
+    elif found.lower() == "x":
+        fix = "Multiply with *, such as 3 * 4."
+    elif kind == "word":
+        fix = f"Write numbers and + - * / // % ** ( ) only, such as {_EXAMPLE}: no words, names or functions."
+    else:
+        fix = f"Write numbers and + - * / // % ** ( ) only, such as {_EXAMPLE}."
+    raise ValueError(f"{found!r} at character {column} cannot be read. {fix}")
+
+
+def _check_grammar(tokens: list[_Token]) -> None:
+    """Refuse whatever `ast` could not parse, or could only parse at a cost, in words that help."""
+    wants_operand, opened, signs = True, 0, 0
+    last: _Token | None = None
+    for token in tokens:
+        sign = wants_operand and token.text in ("+", "-")
+        signs = signs + 1 if sign else 0
+        if signs > MAX_NESTING:
+            raise ValueError(
+                f"There are more than {MAX_NESTING} signs in a row at character {token.column}. Write one."
+            )
+        if token.text == "(":
+            if not wants_operand:
+                raise ValueError(
+                    f"An operator is missing before '(' at character {token.column}. Write 2 * (3 + 4), not 2(3 + 4)."
+                )
+            opened += 1
+            if opened > MAX_NESTING:
+                raise ValueError(
+                    f"More than {MAX_NESTING} parentheses are open at character {token.column}. Use several calls."
+                )
+        elif token.text == ")":
+            if wants_operand and last is not None:
+                raise ValueError(
+                    f"A number is missing before ')' at character {token.column}. Write one such as (4 + 5)."
+                )
+            if opened == 0:
+                raise ValueError(f"')' at character {token.column} closes nothing. Take it out, or open it with '('.")
+            opened -= 1
+        elif token.kind == "number":
+            if not wants_operand:
+                raise ValueError(
+                    f"An operator is missing before {token.text!r} at character {token.column}. Write one such as 3 + 4."
+                )
+            wants_operand = False
+        elif token.kind == "percent":
+            if last is None or last.kind != "number":
+                raise ValueError(
+                    f"'%' at character {token.column} has no number before it. Write 15% or (3 + 4) / 100."
+                )
+        elif not sign:
+            if wants_operand:
+                raise ValueError(
+                    f"A number is missing before {token.text!r} at character {token.column}. Write one such as 3 * 4."
+                )
+            wants_operand = True
+        last = token
+    if wants_operand:
+        raise ValueError(f"The expression ends too early: a number is missing after {tokens[-1].text!r}.")
+    if opened:
+        raise ValueError(
+            f"{opened} parenthesis is not closed. Add ')'."
+            if opened == 1
+            else f"{opened} parentheses are not closed. Add ')'."
+        )
+
+
+def _to_python(tokens: list[_Token]) -> tuple[str, dict[str, Fraction]]:
+    """The expression with each number as a name, and what the names hold: `ast` would round a decimal."""
+    source: list[str] = []
+    values: dict[str, Fraction] = {}
+    for token in tokens:
+        if token.kind == "number":
+            name = f"n{len(values)}"
+            values[name] = Fraction(token.text.replace(",", ""))
+            source.append(name)
+        elif token.kind == "percent":
+            values[source[-1]] /= 100
+        else:
+            source.append(token.text)
+    return " ".join(source), values
+
+
+def _walk(node: ast.expr, values: Mapping[str, Fraction]) -> Fraction:
+    if isinstance(node, ast.Name):
+        return values[node.id]
+    if isinstance(node, ast.UnaryOp):
+        value = _walk(node.operand, values)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp):
+        left, right = _walk(node.left, values), _walk(node.right, values)
+        if isinstance(node.op, ast.Pow):
+            return _power(left, right)
+        if right == 0 and isinstance(node.op, ast.Div | ast.FloorDiv | ast.Mod):
+            raise ValueError("The expression divides by zero. Check the part after the division sign.")
+        return _bounded(Fraction(_BINARY[type(node.op)](left, right)))
+    raise AssertionError(ast.dump(node))  # unreachable: the grammar lets nothing else through
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1:
+        raise ValueError(f"The exponent {show(exponent)} is not a whole number. Write one such as 3 ** 2.")
+    if base == 0 and exponent < 0:
+        raise ValueError("The expression divides by zero: 0 to a negative power.")
+    if base in (0, 1, -1):  # of any size the exponent is harmless here, and Fraction would still loop over its bits
+        return Fraction(1) if exponent % 2 == 0 and (base or exponent == 0) else base
+    if abs(exponent) * _bits(base) > 2 * MAX_BITS:  # a lower bound of the result's size is about half of this
+        _too_large()
+    return _bounded(base ** int(exponent))
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if _bits(value) > MAX_BITS:
+        _too_large()
+    return value
+
+
+def _too_large() -> NoReturn:
+    raise ValueError("The result has about 1,000 digits or more. Work with smaller numbers.")

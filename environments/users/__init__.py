@@ -1,0 +1,1 @@
+"""Simulated users that ship with the engine. See docs/users.md."""

@@ -1,0 +1,1 @@
+"""The contracts: Pydantic models, no I/O, no torch, nothing of the engine."""

@@ -1,0 +1,95 @@
+"""What every contract shares: strict, frozen Pydantic models.
+
+Invariant: a contract never accepts a key that it does not name, and a value that
+has passed one boundary is never changed behind the other side's back.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+
+
+class Contract(BaseModel):
+    """Base of every model that crosses a boundary: unknown keys refused, frozen."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        arbitrary_types_allowed=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # NaN inside free-form facts stays NaN; null would be another value
+        protected_namespaces=(),
+        populate_by_name=True,
+    )
+
+
+_SECONDS = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h)\s*$")
+_UNIT = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_seconds(value: Any) -> Any:
+    """`"500ms"`, `"5s"`, `"2m"`, `"1h"` or a plain number of seconds -> seconds."""
+    if isinstance(value, str):
+        match = _SECONDS.match(value)
+        if match is None:
+            raise ValueError(f"{value!r} is no duration; write 500ms, 5s, 2m, 1h or seconds")
+        return float(match.group(1)) * _UNIT[match.group(2)]
+    return value
+
+
+Seconds = Annotated[
+    float,
+    BeforeValidator(parse_seconds),
+    Field(gt=0),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "exclusiveMinimum": 0},
+                {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*(ms|s|m|h)\s*$"},
+            ],
+            "description": "A duration: a number of seconds, or 500ms, 5s, 2m, 1h.",
+        }
+    ),
+]
+"""A duration in seconds; `5s`, `500ms`, `2m` and `1h` are accepted too."""
+
+
+def _int32(value: Any) -> Any:
+    array = np.ascontiguousarray(value, dtype=np.int32)
+    if array.ndim != 1:
+        raise ValueError(f"token ids are a flat list, not of shape {array.shape}")
+    return array
+
+
+def _float32(value: Any) -> Any:
+    array = np.ascontiguousarray(value, dtype=np.float32)
+    if array.ndim != 1:
+        raise ValueError(f"log-probs are a flat list, not of shape {array.shape}")
+    return array
+
+
+_AS_LIST = PlainSerializer(lambda array: array.tolist(), when_used="json")
+
+IntArray = Annotated[
+    np.ndarray,
+    BeforeValidator(_int32),
+    _AS_LIST,
+    WithJsonSchema({"type": "array", "items": {"type": "integer"}}),
+]
+"""int32 array of shape [tokens]."""
+
+FloatArray = Annotated[
+    np.ndarray,
+    BeforeValidator(_float32),
+    _AS_LIST,
+    WithJsonSchema({"type": "array", "items": {"type": "number"}}),
+]
+"""float32 array of shape [tokens]."""
+
+Json = Any
+"""A JSON value: null, bool, int, float, str, list or dict of these."""

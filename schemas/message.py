@@ -1,0 +1,141 @@
+"""Messages: what is said in an episode, by whom, and the tools that are called."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from io import BytesIO
+from os import PathLike, fspath
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from schemas.base import Contract
+from schemas.reward import RewardEvent
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class TextPart(Contract):
+    """A run of text inside a message's content."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ImagePart(Contract):
+    """An image inside a message's content, by reference: pixels live in the run store."""
+
+    type: Literal["image"] = "image"
+    image: str
+    """`sha256:<hex>` once it is in the run store; before that a path, `file://` or `data:` URI."""
+    mime: str | None = None
+    """Media type such as `image/png`, where it is known."""
+    width: int | None = Field(default=None, gt=0)
+    """Pixels across, where it is known."""
+    height: int | None = Field(default=None, gt=0)
+    """Pixels down, where it is known."""
+
+
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+_MAGIC = (
+    (b"\x89PNG\r\n\x1a\n", "image/png"),
+    (b"\xff\xd8\xff", "image/jpeg"),
+    (b"GIF8", "image/gif"),
+    (b"BM", "image/bmp"),
+    (b"RIFF", "image/webp"),
+)
+
+
+def image_part(image: Any) -> ImagePart:
+    """An image, in whatever form a world has it, as a part of a message.
+
+        image_part(Image.new("RGB", (64, 64)))   # a PIL image: encoded as PNG, so nothing is lost
+        image_part(data)                          # the bytes of a PNG, JPEG, WebP, … file, as they are
+        image_part(Path("square.png"))            # a path, which is read when the message is said
+        image_part("sha256:…")                    # a reference: also a path, a `file://` or a `data:` URI
+
+    Raises:
+        TypeError: It is none of these.
+    """
+    if isinstance(image, ImagePart):
+        return image
+    if isinstance(image, str):
+        return ImagePart(image=image)
+    if isinstance(image, PathLike):
+        return ImagePart(image=fspath(image))
+    if isinstance(image, bytes | bytearray | memoryview):
+        data = bytes(image)
+        mime = next((mime for magic, mime in _MAGIC if data.startswith(magic)), "application/octet-stream")
+        return ImagePart(image=f"data:{mime};base64,{b64encode(data).decode()}")
+    if callable(getattr(image, "save", None)):
+        buffer = BytesIO()
+        image.save(buffer, format="PNG")
+        return image_part(buffer.getvalue())
+    raise TypeError(f"a {type(image).__name__} is no image; give a PIL image, a file's bytes, a path or a data: URI")
+
+
+class ToolCall(Contract):
+    """One call of a tool, as the model asked for it."""
+
+    id: str
+    """Unique inside the episode: `call_<turn>_<index>`."""
+    name: str
+    """The tool's name, as the model wrote it."""
+    arguments: dict[str, Any]
+    """Arguments by name, parsed but not yet validated against the tool's schema."""
+
+
+class MalformedCall(Contract):
+    """An attempt at a tool call that could not be read."""
+
+    raw: str
+    """The text of the attempt, as the model wrote it."""
+    problem: str
+    """What is wrong, in words that the model can act on."""
+
+
+class ToolResult(Contract):
+    """What came of one tool call. A failed call has a result too: none is dropped."""
+
+    call_id: str
+    name: str
+    content: str | list[ContentPart]
+    """What the model is shown."""
+    error: Literal["timeout", "invalid_arguments", "unknown_tool", "raised", "limit", "malformed"] | None = None
+    """Why the call failed; None when it did not."""
+    rewards: list[RewardEvent] = Field(default_factory=list)
+    """Reward events that the tool wrote, addressed to assistant turns."""
+    facts: dict[str, Any] = Field(default_factory=dict)
+    """What guards may read as `facts.<name>`; later values replace earlier ones."""
+    seconds: float = 0.0
+    """Wall time of the call."""
+
+
+class Message(Contract):
+    """One message of a conversation."""
+
+    role: Role
+    content: str | list[ContentPart] = ""
+    reasoning: str | None = None
+    """The model's reasoning, where its template keeps it apart from the content."""
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    """Calls that this assistant message makes, in order."""
+    tool_call_id: str | None = None
+    """For role `tool`: the call that this answers."""
+    name: str | None = None
+    """For role `tool`: the tool's name."""
+
+    @property
+    def text(self) -> str:
+        """The content's text parts, joined; images contribute nothing."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content if isinstance(part, TextPart))
+
+    @property
+    def images(self) -> list[ImagePart]:
+        """The content's images, in order."""
+        if isinstance(self.content, str):
+            return []
+        return [part for part in self.content if isinstance(part, ImagePart)]

@@ -1,0 +1,167 @@
+"""What a run hands on: outcomes, turns, and branches that are exact to the token."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from schemas.base import Contract, FloatArray, IntArray
+from schemas.generation import FinishReason
+from schemas.message import Message
+from schemas.reward import Posting
+
+Blame = Literal["policy", "tool", "user", "environment", "backend", "spec", "engine"]
+"""Whose fault a failure is. Only the policy's own failures train it."""
+
+
+class Failure(Contract):
+    """Why an episode could not go on: a value, never a crash."""
+
+    kind: str
+    """A stable name, such as `tool_timeout`, `user_error`, `context_overflow`, `guard_error`."""
+    blame: Blame
+    message: str
+    """What happened and what to do about it."""
+    state: str = ""
+    turn: int = -1
+    trace: str | None = None
+    """The traceback of what a world raised, where there is one."""
+
+
+class Outcome(Contract):
+    """How an episode ended."""
+
+    state: str
+    """The final state."""
+    event: str
+    """The event that led there."""
+    limit: str | None = None
+    """The limit that ended it, where one did."""
+    failure: Failure | None = None
+    solved: bool = False
+    """A user or the environment called the task solved."""
+    solved_turn: int | None = None
+    """The newest assistant turn when it was first called so, from 0."""
+    trainable: bool = True
+    """False where the failure is not the policy's, or where ids are not known."""
+    reward: float = 0.0
+    """Sum over turns and names."""
+    rewards: dict[str, float] = Field(default_factory=dict)
+    """Sum over turns, by name."""
+
+
+class Turn(Contract):
+    """One assistant turn."""
+
+    index: int
+    branch: int
+    """The branch that holds this turn's sampled tokens."""
+    start: int
+    """Its first sampled token in that branch."""
+    end: int
+    """One past its last sampled token."""
+    finish: FinishReason
+    event: str
+    """What it led to: tool_calls, answered, truncated, malformed, aborted."""
+    rewards: dict[str, float] = Field(default_factory=dict)
+    anchor: str | None = None
+    """The state that it began in, where the spec's credit asks for it: equal only for equal ones, empty for one that
+    nobody told."""
+    seconds: float = 0.0
+    queue_seconds: float = 0.0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+
+
+SpanKind = Literal["prompt", "generated", "bridge", "closing"]
+
+
+class Span(Contract):
+    """A run of tokens on a tape."""
+
+    kind: SpanKind
+    start: int
+    end: int
+    turn: int = -1
+    """For `generated`: the assistant turn, from 0."""
+
+
+class ImageSpan(Contract):
+    """Where one image stands in a branch: tokens [start, end) are its placeholders and what its family puts around them."""
+
+    image: str
+    """`sha256:<hex>`, as in the run store."""
+    start: int
+    end: int
+    grid: list[int]
+    """What the family's processor made of it: (t, h, w) in patches for Qwen-VL, (rows, columns) of tiles for Idefics3."""
+
+
+class Branch(Contract):
+    """One exact sequence that a model saw and sampled from: one training row.
+
+    The four arrays are of one length. They are derived from the tape's spans.
+    """
+
+    index: int
+    reason: str = ""
+    """Why it was begun; empty for the first."""
+    spans: list[Span]
+    input_ids: IntArray
+    loss_mask: IntArray
+    """1 exactly on tokens that the model sampled."""
+    logprobs: FloatArray
+    """The sampler's; 0.0 where the mask is 0."""
+    weight_versions: IntArray
+    """-1 where the mask is 0."""
+    turn_ids: IntArray
+    """Assistant turn from 0 on sampled tokens; -1 elsewhere."""
+    images: list[ImageSpan] = Field(default_factory=list)
+    """Exactly the images that this branch holds, in order."""
+
+
+class Trajectory(Contract):
+    """A finished episode."""
+
+    run_id: str
+    episode_id: str
+    task_id: str
+    sample_index: int
+    seed: int
+    history: Literal["branch", "keep"]
+    """What was done where the template rewrites history."""
+    outcome: Outcome
+    messages: list[Message]
+    turns: list[Turn]
+    branches: list[Branch]
+    postings: list[Posting] = Field(default_factory=list)
+    """The sealed ledger."""
+    facts: dict[str, Any] = Field(default_factory=dict)
+    path: list[tuple[str, str, str]] = Field(default_factory=list)
+    """The transitions taken: (source, event, dest)."""
+    counts: dict[str, int] = Field(default_factory=dict)
+    """tool_calls, tool_errors, user_turns, user_tokens (of a model that plays the user, where there are any), sampled_tokens, context_tokens, images."""
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """Wall time by state."""
+
+
+class EpisodeScore(Contract):
+    """What other rules make of a finished episode: kept beside what its own rules made of it."""
+
+    outcome: Outcome
+    """With a failure where these rules cannot be carried out, or would have led elsewhere."""
+    rewards: list[dict[str, float]]
+    """What each turn holds, by name."""
+    anchors: list[str | None] = Field(default_factory=list)
+    """`Turn.anchor` of each turn."""
+    postings: list[Posting] = Field(default_factory=list)
+    """The sealed ledger."""
+
+    def over(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory as these rules see it: the same tokens and words, other rewards."""
+        turns = [
+            turn.model_copy(update={"rewards": rewards, "anchor": anchor})
+            for turn, rewards, anchor in zip(trajectory.turns, self.rewards, self.anchors, strict=True)
+        ]
+        return trajectory.model_copy(update={"outcome": self.outcome, "turns": turns, "postings": self.postings})

@@ -1,0 +1,152 @@
+"""Calls into other people's code: threads, deadlines, and what hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+
+from engine.actions.workers import Workers, call_world
+from engine.errors import WorldError
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[Workers]:
+    pool = Workers(2)
+    yield pool
+    pool.close()
+
+
+async def ask(workers: Workers, function, *args, seconds=5.0):
+    return await call_world(workers, function, *args, seconds=seconds, blame="tool", what="tool `t`")
+
+
+async def test_plain_functions_run_in_another_thread(workers: Workers) -> None:
+    assert await ask(workers, threading.get_ident) != threading.get_ident()
+
+
+async def test_async_functions_run_in_the_loops_thread(workers: Workers) -> None:
+    async def where() -> int:
+        return threading.get_ident()
+
+    assert await ask(workers, where) == threading.get_ident()
+
+
+async def test_objects_with_an_async_call_are_awaited(workers: Workers) -> None:
+    class Tool:
+        async def __call__(self, n: int) -> int:
+            return n + 1
+
+    assert await ask(workers, Tool(), 3) == 4
+    assert await ask(workers, partial(Tool(), n=3)) == 4
+
+
+async def test_keyword_arguments_reach_the_function(workers: Workers) -> None:
+    def subtract(seconds: int, what: int) -> int:
+        return seconds - what
+
+    assert await ask(workers, partial(subtract, what=2, seconds=10)) == 8
+
+
+async def test_hung_threads_are_replaced_and_hold_no_slot(workers: Workers) -> None:
+    release = threading.Event()
+    for _ in range(5):  # more than the pool's two threads
+        with pytest.raises(WorldError) as caught:
+            await ask(workers, release.wait, seconds=0.02)
+        assert (caught.value.kind, caught.value.blame) == ("tool_timeout", "tool")
+    assert await ask(workers, lambda: "still alive") == "still alive"
+    release.set()
+
+
+async def test_a_coroutine_that_swallows_cancellation_is_left_behind(workers: Workers) -> None:
+    over = asyncio.Event()
+
+    async def stubborn() -> None:
+        while not over.is_set():
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+
+    began = time.perf_counter()
+    with pytest.raises(WorldError) as caught:
+        await ask(workers, stubborn, seconds=0.05)
+    assert caught.value.kind == "tool_timeout"
+    assert time.perf_counter() - began < 5
+    over.set()
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyError("k"), StopIteration(3), SystemExit(2)])
+async def test_what_is_raised_becomes_a_typed_error(workers: Workers, error: BaseException) -> None:
+    def raises() -> None:
+        raise error
+
+    with pytest.raises(WorldError) as caught:
+        await ask(workers, raises)
+    assert (caught.value.kind, caught.value.blame) == ("tool_error", "tool")
+    assert "tool `t` raised" in str(caught.value)
+    assert "raises" in (caught.value.trace or "") or isinstance(error, StopIteration)
+
+
+async def test_sys_exit_in_a_coroutine_ends_nothing_else(workers: Workers) -> None:
+    async def leave() -> None:
+        sys.exit(3)
+
+    with pytest.raises(WorldError):
+        await ask(workers, leave)
+    assert await ask(workers, lambda: 1) == 1
+
+
+async def test_cancelling_the_caller_cancels_the_call(workers: Workers) -> None:
+    cancelled = asyncio.Event()
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    task = asyncio.create_task(ask(workers, waits, seconds=60))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.wait_for(cancelled.wait(), 5)
+
+
+async def test_no_more_threads_than_allowed_run_at_once() -> None:
+    pool = Workers(3)
+    lock = threading.Lock()
+    running, most = 0, 0
+
+    def work() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.01)
+        with lock:
+            running -= 1
+
+    await asyncio.gather(*(ask(pool, work) for _ in range(30)))
+    assert most == 3
+    pool.close()
+
+
+async def test_a_call_given_up_while_queued_never_runs() -> None:
+    pool = Workers(1)
+    block, ran = threading.Event(), []
+    first = asyncio.create_task(ask(pool, block.wait))
+    await asyncio.sleep(0.02)
+    with pytest.raises(WorldError):
+        await ask(pool, ran.append, 1, seconds=0.02)
+    block.set()
+    await first
+    assert await ask(pool, lambda: list(ran)) == []
+    pool.close()

@@ -1,0 +1,255 @@
+"""The HTTP client, against servers that answer byte for byte what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.backends.sglang.http import ChunkedBody, HttpClient, HttpFailure, HttpReply, MalformedReply
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
+
+
+class Raw:
+    """A server that reads one request at a time and writes the next of `answers`; an empty one closes the connection."""
+
+    def __init__(self, answers: list[list[bytes]]) -> None:
+        self.answers = answers
+        self.connections = 0
+        self.requests: list[bytes] = []
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
+                self.requests.append(head + await reader.readexactly(length))
+                pieces = self.answers.pop(0)
+                if not pieces:
+                    writer.close()
+                    return
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+
+@asynccontextmanager
+async def serving(*answers: list[bytes]) -> AsyncIterator[tuple[Raw, HttpClient]]:
+    raw = Raw(list(answers))
+    server = await asyncio.start_server(raw.handle, "127.0.0.1", 0)
+    client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/base/", headers={"X-Key": "k"})
+    try:
+        yield raw, client
+    finally:
+        await client.close()
+        server.close()
+
+
+OK = [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"]
+
+
+async def test_a_request_is_sent_whole_with_its_headers() -> None:
+    async with serving(OK) as (raw, client):
+        assert await client.request("POST", "/generate", b"[1,", b"2]") == HttpReply(200, b"ok")
+        port = client.url.rpartition(":")[2].partition("/")[0]
+    assert raw.requests == [
+        f"POST /base/generate HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\nX-Key: k\r\n"
+        "Content-Length: 5\r\n\r\n[1,2]".encode()
+    ]
+
+
+async def test_a_connection_is_used_again() -> None:
+    async with serving(OK, OK, OK) as (raw, client):
+        for _ in range(3):
+            assert (await client.request("GET", "/")).body == b"ok"
+        assert (raw.connections, client.opened) == (1, 1)
+
+
+async def test_concurrent_requests_have_a_connection_each() -> None:
+    async with serving(OK, OK, OK) as (raw, client):
+        replies = await asyncio.gather(*(client.request("GET", "/") for _ in range(3)))
+        assert replies == [HttpReply(200, b"ok")] * 3
+        assert raw.connections == 3
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"HTTP/1.1 200 OK\r\nContent-", b"Length: 5\r\n\r", b"\nhe", b"llo"],
+        [b"HTTP/1.1 200 OK\r\ntransfer-encoding:  Chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"],
+        [b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhel", b"lo", b""],
+        [b"HTTP/1.0 200 OK\r\n\r\nhello", b""],
+        [b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"],
+        [b"HTTP/1.1 200\r\nContent-Length: 5\r\nContent-Length: 5\r\n\r\nhello"],
+    ],
+)
+async def test_every_way_of_ending_a_body_is_read(pieces: list[bytes]) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for piece in pieces:
+            if not piece:
+                writer.close()
+                return
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.005)
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    assert await client.request("GET", "/") == HttpReply(200, b"hello")
+    await client.close()
+    server.close()
+
+
+async def test_no_content_has_no_body() -> None:
+    async with serving([b"HTTP/1.1 204 No Content\r\n\r\n"], OK) as (raw, client):
+        assert await client.request("GET", "/") == HttpReply(204, b"")
+        assert (await client.request("GET", "/")).body == b"ok"
+        assert raw.connections == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: five\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno header\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhello\r\n",
+        b"X" * 70000,
+    ],
+)
+async def test_what_is_no_http_is_a_failure_and_ends_the_connection(answer: bytes) -> None:
+    async with serving([answer], OK) as (raw, client):
+        with pytest.raises(MalformedReply):
+            await client.request("GET", "/")
+        assert (await client.request("GET", "/")).body == b"ok"
+        assert raw.connections == 2
+
+
+async def test_bytes_after_a_reply_never_reach_the_next_request() -> None:
+    surplus = [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil"]
+    async with serving(surplus, OK) as (raw, client):
+        assert (await client.request("GET", "/")).body == b"ok"
+        assert (await client.request("GET", "/")).body == b"ok"
+        assert raw.connections == 2
+
+
+async def test_a_connection_that_was_closed_while_idle_is_replaced_without_an_error() -> None:
+    async with serving(OK, [], OK) as (raw, client):
+        await client.request("GET", "/")
+        assert (await client.request("GET", "/")).body == b"ok"  # the server drops the second request unanswered
+        assert (raw.connections, len(raw.requests)) == (2, 3)
+
+
+async def test_a_fresh_connection_that_breaks_is_a_failure() -> None:
+    async with serving([]) as (_, client):
+        with pytest.raises(HttpFailure, match="before a reply came") as caught:
+            await client.request("GET", "/")
+        assert (caught.value.answered, caught.value.reused) == (False, False)
+
+
+async def test_a_connection_that_breaks_inside_a_body_is_a_failure_and_not_sent_again() -> None:
+    half = [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf"]
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(half[0])
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    with pytest.raises(HttpFailure, match="in the middle of a reply") as caught:
+        await client.request("GET", "/")
+    assert caught.value.answered
+    assert client.opened == 1
+    await client.close()
+    server.close()
+
+
+async def test_nobody_listening_is_a_failure_that_names_the_server() -> None:
+    client = HttpClient("http://127.0.0.1:9")
+    with pytest.raises(HttpFailure, match=r"http://127\.0\.0\.1:9 cannot be reached"):
+        await client.request("GET", "/")
+
+
+async def test_a_cancelled_request_gives_its_connection_up() -> None:
+    async with serving(OK, [b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nla"], OK) as (raw, client):
+        await client.request("GET", "/")
+        task = asyncio.create_task(client.request("GET", "/late"))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await client.request("GET", "/")).body == b"ok"
+        assert raw.connections == 2
+
+
+async def test_closing_fails_what_is_in_flight() -> None:
+    async with serving([b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nla"]) as (_, client):
+        task = asyncio.create_task(client.request("GET", "/"))
+        await asyncio.sleep(0.05)
+        await client.close()
+        with pytest.raises(HttpFailure, match="the client was closed"):
+            await task
+
+
+@pytest.mark.parametrize("url", ["localhost:30000", "ftp://host", "http://", "http://host/?a=b", "http://host:port"])
+def test_a_url_that_is_no_servers_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=r"http|[Pp]ort"):
+        HttpClient(url)
+
+
+def test_a_header_cannot_smuggle_in_another() -> None:
+    with pytest.raises(ValueError, match="line break"):
+        HttpClient("http://host", headers={"Authorization": "Bearer a\r\nX: y"})
+
+
+@given(
+    chunks=st.lists(st.binary(min_size=1, max_size=40), max_size=6),
+    cuts=st.lists(st.integers(0, 400), max_size=12),
+    extension=st.sampled_from([b"", b";a=b", b" "]),
+    trailer=st.sampled_from([b"", b"X-T: 1\r\n"]),
+    rest=st.binary(max_size=8),
+)
+def test_a_chunked_body_is_read_wherever_it_is_cut(
+    chunks: list[bytes], cuts: list[int], extension: bytes, trailer: bytes, rest: bytes
+) -> None:
+    data = (
+        b"".join(b"%x%b\r\n%b\r\n" % (len(chunk), extension, chunk) for chunk in chunks) + b"0\r\n" + trailer + b"\r\n"
+    )
+    body = ChunkedBody()
+    edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    pieces = [data[a:b] for a, b in itertools.pairwise(edges)]
+    for piece in pieces[:-1]:
+        assert body.feed(piece) is None
+    assert body.feed(pieces[-1] + rest) == rest
+    assert bytes(body.data) == b"".join(chunks)
+
+
+@given(st.binary(max_size=300), st.integers(1, 50))
+def test_no_bytes_make_a_chunked_body_raise_anything_but_malformed(data: bytes, size: int) -> None:
+    body = ChunkedBody()
+    try:
+        for at in range(0, len(data), size):
+            if body.feed(data[at : at + size]) is not None:
+                break
+    except MalformedReply:
+        pass

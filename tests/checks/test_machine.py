@@ -1,0 +1,234 @@
+"""The machine's graph is checked before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.checks import check_spec
+from engine.checks.context import CheckContext
+from engine.spec.load import LoadedSpec, load_spec
+
+HEAD = """\
+spec: episode/v1
+name: demo
+model: {path: m}
+tasks: {source: inline, rows: [{q: a}]}
+prompt: [{role: user, content: "{{q}}"}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def load(lines: str) -> LoadedSpec:
+    Path("s.yaml").write_text(HEAD + lines)
+    return load_spec("s.yaml")
+
+
+def found(lines: str) -> list[str]:
+    return [str(item).removeprefix("s.yaml:") for item in check_spec(load(lines)) if item.severity != "info"]
+
+
+OWN = """\
+machine:
+  initial: A
+  states:
+    A: {action: generate}
+    B: {action: call_tools}
+    Z: {final: true}
+  transitions:
+    - {trigger: [answered, truncated, malformed, aborted], source: A, dest: Z}
+    - {trigger: tool_calls, source: A, dest: B}
+    - {trigger: results, source: B, dest: A}
+    - {trigger: [limit, failed], source: "*", dest: Z}
+tools: [{use: "textwrap:indent"}]
+"""
+
+
+def test_a_machine_of_ones_own_that_is_whole() -> None:
+    assert [line for line in found(OWN) if "[machine." in line] == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problems"),
+    [
+        (
+            "initial: A",
+            "initial: C",
+            ["7:12: error[machine.unknown-state] there is no state `C`; known: A, B, Z"],
+        ),
+        (
+            "source: B, dest: A",
+            "source: [B, BB], dest: AA",
+            [
+                "15:38: error[machine.unknown-state] there is no state `BB`; did you mean `B`?",
+                "15:49: error[machine.unknown-state] there is no state `AA`; did you mean `A`?",
+            ],
+        ),
+        (
+            "B: {action: call_tools}",
+            "B: {action: call_tool}",
+            [
+                "10:17: error[machine.unknown-action] there is no action `call_tool`; did you mean `call_tools`? "
+                "(one of your own is `package.module:name`)",
+                "15:17: error[machine.unknown-event] `B` never emits the event `results`; known: failed, limit",
+            ],
+        ),
+        (
+            "B: {action: call_tools}",
+            "B: {}",
+            [
+                "10:5: error[machine.no-action] nothing is done in `B`, so nothing can lead out of it; "
+                "give it an `action`, or make it `final: true`",
+                "15:17: error[machine.unknown-event] `B` never emits the event `results`; known: failed, limit",
+            ],
+        ),
+        (
+            "trigger: results",
+            "trigger: result",
+            [
+                "10:5: error[machine.unhandled-event] `B` (call_tools) may end with `results`, which leads nowhere; "
+                "add `{trigger: results, source: B, dest: …}`",
+                "15:17: error[machine.unknown-event] `B` never emits the event `result`; did you mean `results`?",
+            ],
+        ),
+        (
+            "[limit, failed], source",
+            "[limit, faild], source",
+            [
+                "9:5: error[machine.unhandled-event] `A` (generate) may end with `failed`, which leads nowhere; "
+                "add `{trigger: failed, source: A, dest: …}`",
+                "10:5: error[machine.unhandled-event] `B` (call_tools) may end with `failed`, which leads nowhere; "
+                "add `{trigger: failed, source: B, dest: …}`",
+                "16:25: error[machine.unknown-event] no state emits the event `faild`; did you mean `failed`?",
+            ],
+        ),
+        (
+            "source: A, dest: B}",
+            "source: A, dest: A}",
+            ["10:5: error[machine.unreachable] nothing leads to `B`; lead a transition to it, or remove it"],
+        ),
+        (
+            "source: A, dest: B}",
+            'source: A, dest: B, conditions: "tools.calls < 3"}',
+            [
+                "14:61: error[machine.no-default] `tool_calls` in `A` leads nowhere when no condition holds; "
+                "add `{trigger: tool_calls, source: A, dest: …}` without conditions, behind them"
+            ],
+        ),
+        (
+            "Z: {final: true}",
+            "Z: {action: reset}",
+            [
+                "6:1: error[machine.done-unreachable] the machine has no final state; mark one with `final: true`",
+                "11:5: error[machine.unhandled-event] `Z` (reset) may end with `ready`, which leads nowhere; "
+                "add `{trigger: ready, source: Z, dest: …}`",
+            ],
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_machine(old: str, new: str, problems: list[str]) -> None:
+    assert OWN.count(old) == 1
+    assert [line for line in found(OWN.replace(old, new)) if "[machine." in line] == problems
+
+
+def test_a_state_that_leads_round_for_ever_is_found() -> None:
+    loop = OWN.replace('source: "*", dest: Z', "source: A, dest: Z").replace(
+        "    - {trigger: results, source: B, dest: A}\n",
+        "    - {trigger: [results, limit, failed], source: B, dest: B}\n",
+    )
+    assert [line for line in found(loop) if "[machine." in line] == [
+        "10:5: error[machine.done-unreachable] no end can be reached from `B`; lead a transition from it to `Z`"
+    ]
+
+
+def test_a_presets_defaults_stand_behind_ones_own_conditions() -> None:
+    lines = (
+        "machine:\n  preset: single_turn\n  transitions:\n"
+        '    - {trigger: answered, source: GENERATING, dest: GENERATING, conditions: "turns.assistant < 2"}\n'
+    )
+    assert found(lines) == []
+
+
+def test_a_state_that_is_added_to_a_preset_and_not_reached() -> None:
+    lines = "machine:\n  preset: single_turn\n  states:\n    EXTRA: {action: call_tools}\n"
+    assert found(lines) == [
+        "9:5: error[machine.unhandled-event] `EXTRA` (call_tools) may end with `results`, which leads nowhere; "
+        "add `{trigger: results, source: EXTRA, dest: …}`",
+        "9:5: error[machine.unreachable] nothing leads to `EXTRA`; lead a transition to it, or remove it",
+    ]
+
+
+def test_a_reward_rule_at_a_state_that_is_not_there() -> None:
+    lines = "machine: single_turn\nrewards:\n  reassign:\n    - {at: GENERATNG, op: add, value: 1.0}\n"
+    assert found(lines) == [
+        "9:12: error[rules.unknown-state] there is no state `GENERATNG`; did you mean `GENERATING`?"
+    ]
+
+
+@pytest.mark.parametrize("preset", ["single_turn", "tools", "tools_and_user", "retry_with_feedback"])
+def test_every_preset_is_whole(preset: str) -> None:
+    problems = check_spec(load(f"machine: {preset}\n"))
+    assert {item.rule for item in problems if item.severity != "info"} <= {"world.no-user", "world.no-tools"}
+
+
+# ---- reachability, against a walk that tries every event
+
+STATES = ["A", "B", "C", "D"]
+ACTIONS = {"reset": ["ready"], "call_tools": ["results"], "ask_user": ["feedback", "satisfied"]}
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> str:
+    states = {name: draw(st.sampled_from([*ACTIONS, "final"])) for name in STATES}
+    lines = ["machine:", "  initial: A", "  states:"]
+    for name, action in states.items():
+        lines.append(f"    {name}: " + ("{final: true}" if action == "final" else f"{{action: {action}}}"))
+    lines.append("  transitions:")
+    lines.append('    - {trigger: [limit, failed], source: "*", dest: ' + draw(st.sampled_from(STATES)) + "}")
+    events = ["ready", "results", "feedback", "satisfied"]
+    for _ in range(draw(st.integers(0, 6))):
+        trigger, source, dest = (
+            draw(st.sampled_from(events)),
+            draw(st.sampled_from(STATES)),
+            draw(st.sampled_from(STATES)),
+        )
+        lines.append(f"    - {{trigger: {trigger}, source: {source}, dest: {dest}}}")
+    return "\n".join(lines) + "\n"
+
+
+def walk(ctx: CheckContext, start: str) -> set[str]:
+    """States that are met by trying every event that can happen, over and over."""
+    met = {start}
+    while True:
+        new = {
+            edge.dest
+            for state in met
+            if not ctx.states[state].final
+            for event in [*ACTIONS[str(ctx.states[state].action)], "limit", "failed"]
+            for edge in ctx.machine.leaving(state, event)[:1]
+        }
+        if new <= met:
+            return met
+        met |= new
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(machines())
+def test_reachability_agrees_with_walking(machine: str) -> None:
+    loaded = load(machine)
+    ctx = CheckContext(loaded)
+    problems = check_spec(loaded)
+    met = walk(ctx, "A")
+    unreachable = {item.path[-1] for item in problems if item.rule == "machine.unreachable"}
+    assert unreachable == set(STATES) - met
+    final = {name for name in STATES if ctx.states[name].final}
+    stuck = {item.path[-1] for item in problems if item.rule == "machine.done-unreachable"}
+    endless = {name for name in met - final if not walk(ctx, name) & final}
+    assert stuck == (endless if final else {"machine"})

@@ -1,0 +1,161 @@
+"""The rules as a whole: stable ids, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.checks import all_rules, check_spec
+from engine.spec.load import read_spec
+
+
+def test_ids_are_stable() -> None:
+    assert sorted((item.id, item.severity) for item in all_rules()) == [
+        ("guard.constant", "warning"),
+        ("guard.not-boolean", "error"),
+        ("guard.parse", "error"),
+        ("guard.unknown-name", "error"),
+        ("guard.wrong-type", "error"),
+        ("limits.contradiction", "error"),
+        ("limits.never-binds", "info"),
+        ("limits.no-deadline", "info"),
+        ("limits.no-time", "warning"),
+        ("limits.prompt-too-long", "error"),
+        ("machine.cycle-by-time", "warning"),
+        ("machine.done-unreachable", "error"),
+        ("machine.duplicate-transition", "warning"),
+        ("machine.final-exits", "error"),
+        ("machine.no-action", "error"),
+        ("machine.no-default", "error"),
+        ("machine.overlap", "warning"),
+        ("machine.shadowed", "error"),
+        ("machine.unbounded-cycle", "error"),
+        ("machine.unhandled-event", "error"),
+        ("machine.unknown-action", "error"),
+        ("machine.unknown-event", "error"),
+        ("machine.unknown-state", "error"),
+        ("machine.unreachable", "error"),
+        ("machine.user-after-user", "warning"),
+        ("model.context", "warning"),
+        ("model.images", "error"),
+        ("model.no-tool-role", "error"),
+        ("model.no-tools", "warning"),
+        ("model.not-at-hand", "info"),
+        ("model.rewrites-history", "info"),
+        ("model.stop-in-token", "warning"),
+        ("model.template", "error"),
+        ("played.free-verdict", "warning"),
+        ("played.no-file", "error"),
+        ("played.unknown-field", "error"),
+        ("played.user-never-ends", "warning"),
+        ("prompt.empty", "error"),
+        ("prompt.unknown-field", "error"),
+        ("recover.unused", "warning"),
+        ("rewards.credit-group", "info"),
+        ("rewards.credit-needs", "warning"),
+        ("rewards.no-such-turn", "error"),
+        ("rewards.turn-may-miss", "warning"),
+        ("rewards.unknown-name", "info"),
+        ("rewards.unpayable", "error"),
+        ("rules.unknown-state", "error"),
+        ("spec.no-file", "error"),
+        ("tasks.row", "error"),
+        ("tasks.unreadable", "error"),
+        ("world.action", "error"),
+        ("world.import", "error"),
+        ("world.no-tools", "warning"),
+        ("world.no-user", "error"),
+        ("world.protocol", "error"),
+        ("world.tool-name", "error"),
+        ("world.tool-schema", "info"),
+    ]
+
+
+def test_findings_come_in_the_order_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("s.yaml").write_text(
+        "rewards: {reassign: [{at: X, op: add, value: 1, when: turns}]}\n"
+        "spec: episode/v1\nname: demo\nmodel: {path: m}\nuser: {use: 'no_such_module_here:U'}\n"
+        "machine: single_turn\ntasks: {source: jsonl, path: none}\nprompt: [{role: user, content: hi}]\n"
+    )
+    loaded, _ = read_spec("s.yaml")
+    assert loaded is not None
+    assert [
+        (item.origin.line, item.rule) for item in check_spec(loaded) if item.origin and item.severity != "info"
+    ] == [
+        (1, "rules.unknown-state"),
+        (1, "guard.not-boolean"),
+        (5, "world.import"),
+        (7, "tasks.unreadable"),
+    ]
+
+
+names = st.sampled_from(["PENDING", "GENERATING", "DONE", "A", "B", "", "*", "é"])
+events = st.sampled_from(["ready", "answered", "limit", "failed", "x", ""])
+actions = st.sampled_from(
+    ["reset", "generate", "ask_user", "step", "score", "nope", "json:loads", "json:nope", ":", "a:b:c"]
+)
+uses = st.sampled_from(
+    ["json:loads", "json:JSONDecoder", "json:nope", "nope:x", "textwrap:dedent", "x", "os:environ", "enum:Enum"]
+)
+guards = st.none() | st.sampled_from(["true", "turns.user < 3", "nope", "(", ""])
+states = st.fixed_dictionaries({}, optional={"action": actions, "final": st.booleans(), "with": st.just({"x": 1})})
+transitions = st.fixed_dictionaries(
+    {"trigger": events | st.lists(events, max_size=3), "source": names | st.lists(names, max_size=3), "dest": names},
+    optional={"conditions": guards},
+)
+machines = st.fixed_dictionaries(
+    {"initial": names, "states": st.dictionaries(names, states, min_size=1, max_size=4)},
+    optional={"preset": st.sampled_from(["tools", "single_turn"]), "transitions": st.lists(transitions, max_size=5)},
+)
+entries = st.fixed_dictionaries(
+    {"use": uses}, optional={"with": st.dictionaries(st.sampled_from(["x", "s", "text"]), st.integers(), max_size=2)}
+)
+prompts = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.just("user"), "content": st.sampled_from(["{{q}}", "{{", "{{}}", "{{a.b}}", "x"])}
+    ),
+    max_size=2,
+)
+specs = st.fixed_dictionaries(
+    {
+        "spec": st.just("episode/v1"),
+        "name": st.just("demo"),
+        "model": st.just({"path": "m"}),
+        "tasks": st.sampled_from(
+            [
+                {"source": "inline", "rows": [{"q": 1}, {}]},
+                {"source": "jsonl", "path": ""},
+                {"source": "python", "use": "json:loads"},
+            ]
+        ),
+        "machine": machines,
+    },
+    optional={
+        "environment": entries,
+        "user": entries,
+        "tools": st.lists(entries, max_size=2),
+        "prompt": prompts,
+        "rewards": st.fixed_dictionaries({}, optional={"scorer": entries}),
+    },
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(specs)
+def test_no_spec_raises(tmp_path: Path, document: dict[str, Any]) -> None:
+    file = tmp_path / "fuzz.yaml"
+    file.write_text(json.dumps(document))
+    loaded, problems = read_spec(file)
+    if loaded is None:
+        assert problems
+        return
+    known = {item.id for item in all_rules()}
+    for problem in check_spec(loaded):
+        assert problem.rule in known
+        assert problem.origin is not None

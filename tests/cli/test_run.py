@@ -1,0 +1,206 @@
+"""`engine run` as a user meets it: a process that prints, stores, is interrupted, is killed, and goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.store import RunStore, list_runs
+
+WORLDS = Path(__file__).parent.parent / "runner"
+ADD = {"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
+
+
+def write_spec(folder: Path, tokenizer: Path, *, tasks: int, delay: float = 0.0, log: Path | None = None) -> Path:
+    spec: dict[str, Any] = {
+        "spec": "episode/v1",
+        "name": "cli",
+        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
+        "backend": {"kind": "scripted", "replies": [ADD, "It is 41.", "It is 42."], "latency": delay},
+        "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(tasks)], "id": "id"},
+        "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
+        "tools": [{"use": "worlds_for_tests:add"}],
+        "user": {"use": "worlds_for_tests:Critic", "with": {"log": str(log)} if log else {}},
+        "rollout": {"live_episodes": 4},
+    }
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    return path
+
+
+def engine(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
+    env = os.environ | {"PYTHONPATH": str(WORLDS), "COLUMNS": "200"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "engine.cli.main", *map(str, arguments)],
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+def test_a_run_prints_its_summary_and_where_it_is(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks=3)
+    code, out, err = finish(engine("run", spec, cwd=tmp_path))
+    assert code == 0, err
+    (folder,) = list_runs(tmp_path / "runs")
+    lines = out.splitlines()
+    assert "3/3 episodes" in out
+    assert "3 episodes · 3 rows · 3 trainable · mean reward 0.900 (correct +1.000, reward -0.100)" in lines
+    assert f"Run: runs/{folder.name}" in lines
+    for source, event, dest, taken in [
+        ("GENERATING", "tool_calls", "AWAITING_TOOL", 3),
+        ("AWAITING_USER_FEEDBACK", "feedback", "GENERATING", 3),
+        ("AWAITING_USER_FEEDBACK", "satisfied", "DONE", 3),
+        ("GENERATING", "answered", "AWAITING_USER_FEEDBACK", 6),
+    ]:
+        row = next(line for line in lines if f" {source} " in line and f" {event} " in line)
+        assert [cell.strip() for cell in row.strip("│").split("│")] == [source, event, dest, str(taken)]
+
+
+def test_limit_and_set_are_kept_in_the_run(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks=3)
+    code, _, err = finish(
+        engine("run", spec, "--limit", "2", "--set", "rollout.seed=5", "--out", tmp_path / "elsewhere", cwd=tmp_path)
+    )
+    assert code == 0, err
+    (folder,) = list_runs(tmp_path / "elsewhere")
+    store = RunStore.open(folder, readonly=True)
+    assert sorted(store.finished()) == ["t0/0", "t1/0"]
+    assert store.header.seeds == {"rollout": 5}
+    assert store.header.overrides == ["rollout.seed=5", "tasks.limit=2"]
+
+
+def test_an_invalid_spec_runs_nothing(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks=1)
+    spec.write_text(spec.read_text() + "limitz: {}\n")
+    code, _, err = finish(engine("run", spec, cwd=tmp_path))
+    assert code == 1
+    line = spec.read_text().splitlines().index("limitz: {}") + 1
+    assert f"spec.yaml:{line}:1: error[spec.unknown-key]" in err
+    assert "`limits`" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_resume_refuses_changes(tmp_path: Path) -> None:
+    code, _, err = finish(engine("run", "--resume", "latest", "--limit", "2", cwd=tmp_path))
+    assert code == 1
+    assert "--resume finishes a run as it was begun; leave out SPEC, --set and --limit" in err
+
+
+def test_ctrl_c_ends_cleanly_and_resume_finishes(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks=40, delay=0.05)
+    process = engine("run", spec, cwd=tmp_path)
+    _wait_for_finished(tmp_path, 4)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert code == 130, err
+    (folder,) = list_runs(tmp_path / "runs")
+    assert f"Interrupted. To finish it: engine run --resume runs/{folder.name}" in out.replace("\n", " ")
+    store = RunStore.open(folder, readonly=True)
+    done = store.finished()
+    assert 4 <= len(done) < 40
+    assert store.status == "interrupted"
+    before = {key: store.trajectory(key).model_dump_json() for key in done}
+    code, _, err = finish(engine("run", "--resume", folder, cwd=tmp_path))
+    assert code == 0, err
+    assert len(store.finished()) == 40
+    assert store.status == "done"
+    assert {key: store.trajectory(key).model_dump_json() for key in done} == before
+
+
+def _wait_for_finished(folder: Path, count: int, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for run in list_runs(folder / "runs"):
+            if len(RunStore.open(run, readonly=True).finished()) >= count:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"no {count} episodes were finished within {seconds} s")
+
+
+def _kill_and_finish(tmp_path: Path, tokenizer: Path, kills: int, rng: random.Random) -> None:
+    log = tmp_path / "asked.log"
+    spec = write_spec(tmp_path, tokenizer, tasks=24, delay=0.03, log=log)
+    process = engine("run", spec, cwd=tmp_path)
+    _wait_for_finished(tmp_path, 1)
+    (folder,) = list_runs(tmp_path / "runs")
+    for _ in range(kills):
+        time.sleep(rng.uniform(0.0, 0.25))
+        process.kill()
+        process.communicate()
+        told = [tuple(line.split(" ", 2)) for line in log.read_text().splitlines()]
+        store = RunStore.open(folder, readonly=True)
+        journals = {key: store.journal(key) for key in {episode for episode, _, _ in told}}
+        for episode, turn, reply in told:
+            # The user was asked about this turn, so the turn was finished: its tokens are in the journal.
+            replies = [entry for entry in journals[episode] if entry.record.kind == "generation"]
+            assert len(replies) > int(turn), f"{episode}: turn {turn} ({reply}) is lost"
+        process = engine("run", "--resume", folder, cwd=tmp_path)
+    code, _, err = finish(process)
+    assert code == 0, err
+    store = RunStore.open(folder, readonly=True)
+    assert len(store.finished()) == 24
+    for trajectory in store.trajectories():
+        assert [step[1] for step in trajectory.path] == [
+            "ready", "tool_calls", "results", "answered", "feedback", "answered", "satisfied",
+        ]  # fmt: skip
+        assert [turn.rewards for turn in trajectory.turns] == [{}, {"reward": -0.1}, {"correct": 1.0}]
+    asked = log.read_text().splitlines()
+    assert len(asked) - len(set(asked)) <= 4 * kills  # only what was under way when it was killed is asked again
+    code, out, _ = finish(engine("replay", folder, cwd=tmp_path))
+    assert code == 0
+    assert "24 the same to the byte" in out
+
+
+def test_kill_9_loses_no_finished_turn(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    _kill_and_finish(tmp_path, tiny_tokenizer_dir, kills=2, rng=random.Random(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_kill_9_many_times_loses_no_finished_turn(tmp_path: Path, tiny_tokenizer_dir: Path, seed: int) -> None:
+    _kill_and_finish(tmp_path, tiny_tokenizer_dir, kills=6, rng=random.Random(seed))
+
+
+def test_help_teaches(tmp_path: Path) -> None:
+    code, out, _ = finish(engine("--help", cwd=tmp_path))
+    assert code == 0
+    for command in ("new", "validate", "graph", "run", "show", "export", "replay", "schema", "models"):
+        assert f" {command} " in out
+
+
+def test_a_fork_keeps_what_came_before_its_turn(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks=3)
+    code, _, err = finish(engine("run", spec, "--quiet", cwd=tmp_path))
+    assert code == 0, err
+    (first,) = list_runs(tmp_path / "runs")
+    code, _, err = finish(engine("replay", first.name, "--from-turn", "1", "--salt", "5", cwd=tmp_path))
+    assert code == 0, err
+    (second,) = [folder for folder in list_runs(tmp_path / "runs") if folder != first]
+    old, new = RunStore.open(first, readonly=True), RunStore.open(second, readonly=True)
+    assert new.header.spec["rollout"]["salt"] == 5
+    assert len(new.finished()) == 3
+    for key in new.finished():
+        before, after = old.journal(key), new.journal(key)
+        kept = 3  # reset, turn 0, its tool; then turn 1 begins
+        assert [entry.model_dump_json() for entry in after[:kept]] == [
+            entry.model_dump_json() for entry in before[:kept]
+        ]
+        assert after[kept].at > before[-1].at
+        assert [step[1] for step in new.trajectory(key).path] == [step[1] for step in old.trajectory(key).path]

@@ -1,0 +1,212 @@
+"""`engine validate` prints every finding with its place, and exits with 0, 1 or 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from engine.cli.validate import find_specs, validate
+
+MODEL = {"config.json": "{}", "tokenizer_config.json": '{"chat_template": "{{ tools }}{{ messages }}"}'}
+"""Files of a model, so that nothing has to be left unchecked."""
+GOOD = """\
+spec: episode/v1
+name: demo
+model: {path: m}
+machine: single_turn
+tasks: {source: inline, rows: [{question: a}]}
+prompt: [{role: user, content: "{{question}}"}]
+"""
+BAD = GOOD + "limits: {usr_turns: 2}\n"
+
+app = typer.Typer()
+app.command("validate")(validate)
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m").mkdir()
+    for name, text in MODEL.items():
+        (Path("m") / name).write_text(text)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_a_valid_spec_exits_with_0() -> None:
+    Path("s.yaml").write_text(GOOD)
+    assert run("s.yaml") == (0, "1 spec valid\n")
+
+
+def test_an_invalid_spec_exits_with_1_and_shows_line_and_caret() -> None:
+    Path("s.yaml").write_text(BAD)
+    assert run("s.yaml") == (
+        1,
+        "s.yaml:7:10: error[spec.unknown-key] `usr_turns` is no key of `limits`\n"
+        "     7 | limits: {usr_turns: 2}\n"
+        "       |          ^^^^^^^^^\n"
+        "        fix: did you mean `user_turns`?\n"
+        "1 spec, 1 invalid: 1 error\n",
+    )
+
+
+def test_what_cannot_be_read_exits_with_2() -> None:
+    Path("s.yaml").write_text(BAD)
+    status, output = run("s.yaml", "missing/no.yaml")
+    assert status == 2
+    assert output.splitlines()[-2:] == [
+        "missing/no.yaml:1:1: error[spec.unreadable] `missing/no.yaml` cannot be read: No such file or directory",
+        "2 specs, 2 invalid: 2 errors",
+    ]
+    Path("t.yaml").write_text("a: [1\n")
+    assert run("t.yaml") == (
+        2,
+        "t.yaml:2:1: error[yaml.syntax] while parsing a flow sequence: did not find expected ',' or ']'\n"
+        "1 spec, 1 invalid: 1 error\n",
+    )
+
+
+def test_a_warning_does_not_make_a_spec_invalid() -> None:
+    Path("s.yaml").write_text(GOOD.replace("single_turn", "tools"))
+    status, output = run("s.yaml")
+    assert status == 0
+    assert output.splitlines() == [
+        "s.yaml:4:1: warning[world.no-tools] `AWAITING_TOOL` calls tools, and the spec offers none",
+        "     4 | machine: tools",
+        "       | ^^^^^^^",
+        "        fix: add `tools: [{use: …}]`, or take a machine without them (`machine: retry_with_feedback` or `single_turn`)",
+        "1 spec valid: 1 warning",
+    ]
+
+
+def test_an_override_is_shown_with_its_caret() -> None:
+    Path("s.yaml").write_text(GOOD)
+    assert run("s.yaml", "--set", "limits.user_turns=two", "--set", "name=ok") == (
+        1,
+        "--set limits.user_turns=two: error[spec.wrong-type] `limits.user_turns` must be a whole number; it is `two`\n"
+        "       | --set limits.user_turns=two\n"
+        "       |                         ^^^\n"
+        "1 spec, 1 invalid: 1 error\n",
+    )
+
+
+def test_a_caret_stands_right_behind_wide_characters_and_tabs() -> None:
+    Path("s.yaml").write_text(GOOD + 'limits: {"日本": 1,\tx: 2}\n')
+    _, output = run("s.yaml")
+    lines = output.splitlines()
+    assert lines[lines.index('     7 | limits: {"日本": 1,\tx: 2}') + 1] == "       |          ^^^^^^"
+    assert f"       | {' ' * 19}\t^" in lines
+
+
+def test_an_error_in_a_base_shows_the_bases_line() -> None:
+    Path("lib").mkdir()
+    Path("lib/base.yaml").write_text(BAD)
+    Path("s.yaml").write_text("extends: lib/base.yaml\n")
+    status, output = run("s.yaml")
+    assert status == 1
+    assert output.splitlines()[:2] == [
+        "lib/base.yaml:7:10 (extends lib/base.yaml): error[spec.unknown-key] `usr_turns` is no key of `limits`",
+        "     7 | limits: {usr_turns: 2}",
+    ]
+
+
+def test_json() -> None:
+    Path("s.yaml").write_text(BAD)
+    Path("t.yaml").write_text(GOOD)
+    status, output = run("s.yaml", "t.yaml", "--format", "json")
+    assert status == 1
+    assert json.loads(output) == {
+        "valid": False,
+        "specs": [
+            {
+                "file": "s.yaml",
+                "valid": False,
+                "readable": True,
+                "diagnostics": [
+                    {
+                        "rule": "spec.unknown-key",
+                        "severity": "error",
+                        "message": "`usr_turns` is no key of `limits`",
+                        "fix": "did you mean `user_turns`?",
+                        "path": ["limits", "usr_turns"],
+                        "file": "s.yaml",
+                        "line": 7,
+                        "column": 10,
+                        "via": "",
+                    }
+                ],
+                "worst_case": None,
+            },
+            {"file": "t.yaml", "valid": True, "readable": True, "diagnostics": [], "worst_case": None},
+        ],
+    }
+
+
+def test_what_a_module_prints_does_not_mix_with_the_findings() -> None:
+    Path("prints_at_import.py").write_text("print('hello')\n\ndef tool(x: int) -> int:\n    'Say it.'\n    return x\n")
+    Path("s.yaml").write_text(GOOD + "tools: [{use: 'prints_at_import:tool', timeout: 5s}]\n")
+    result = CliRunner().invoke(app, ["s.yaml", "--format", "json"])
+    assert json.loads(result.stdout) == {
+        "valid": True,
+        "specs": [{"file": "s.yaml", "valid": True, "readable": True, "diagnostics": [], "worst_case": None}],
+    }
+    assert result.stderr == "hello\n"
+
+
+def test_a_folder_means_every_spec_under_it() -> None:
+    for name in ("a/one.yaml", "a/deep/two.yml", "a/.hidden/three.yaml"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(GOOD)
+    Path("a/replies.yaml").write_text("replies: [hi]\n")
+    Path("a/child.yaml").write_text("extends: one.yaml\n")
+    assert [str(path) for path in find_specs([Path("a"), Path("a/one.yaml")])] == [
+        "a/child.yaml",
+        "a/deep/two.yml",
+        "a/one.yaml",
+    ]
+    assert run("a") == (0, "3 specs valid\n")
+
+
+def test_a_folder_without_specs_exits_with_2() -> None:
+    Path("empty").mkdir()
+    assert run("empty") == (2, "no specs under empty\n")
+
+
+def test_it_imports_no_torch_and_no_transformers() -> None:
+    Path("s.yaml").write_text(
+        GOOD.replace(
+            "single_turn",
+            "{preset: tools, transitions: [{trigger: answered, source: GENERATING, "
+            "dest: GENERATING, conditions: turns.assistant < 2}]}",
+        )
+        + "tools: [{use: 'textwrap:dedent', name: d, timeout: 5s}]\n"
+    )
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom engine.cli.validate import examine\n"
+        "print([str(d) for d in examine(Path('s.yaml')).diagnostics])\n"
+        "print(sorted({'torch', 'transformers', 'renderers', 'pyarrow', 'datasets'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == [
+        "['s.yaml:7:15: error[world.protocol] tool `d`: give parameter `text` a type; the model is shown it']",
+        "[]",
+    ]
+
+
+def test_a_hundred_specs_are_quick(record_property: pytest.TestReport) -> None:
+    for index in range(100):
+        Path(f"s{index}.yaml").write_text(GOOD.replace("demo", f"demo{index}"))
+    began = time.perf_counter()
+    assert run(".") == (0, "100 specs valid\n")
+    record_property("seconds", time.perf_counter() - began)  # type: ignore[operator]

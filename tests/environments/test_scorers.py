@@ -1,0 +1,83 @@
+"""The math-verify scorer: equal answers are equal however they are written, and no answer stops the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from environments.scorers import CHECKER, AnswerChecker, check_answer, math_verify
+from schemas.environment import EpisodeView, Task
+from schemas.reward import RewardEvent
+
+pytest.importorskip("math_verify")
+
+View = Callable[..., EpisodeView]
+HALF = Task(id="h", index=0, fields={"question": "Half?", "answer": r"\frac{1}{2}"})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    CHECKER.close()
+
+
+@pytest.mark.parametrize(
+    ("gold", "reply", "right", "found"),
+    [
+        ("1/2", r"so \boxed{\frac{1}{2}}", True, r"\frac{1}{2} is right"),
+        ("1/2", "The answer is 0.5", True, "0.5 is right"),
+        ("48 + 24\n#### 1,200", "It is $1200$", True, "1200 is right"),
+        ("72", "I said 71, but <answer>72</answer>", True, "72 is right"),
+        (r"(1,2]", r"$(1,2]$", True, "(1,2] is right"),
+        (r"(1,2]", r"$(1,2)$", False, "(1,2) is wrong"),
+        ("x=3", r"\boxed{3}", True, "3 is right"),
+        ("72", "I think 71", False, "71 is wrong"),
+        ("72", "no", False, "no answer found"),
+    ],
+)
+def test_answers_are_compared_as_mathematics(gold: str, reply: str, right: bool, found: str) -> None:
+    assert check_answer(gold, reply) == (right, found)
+
+
+def test_an_answer_that_takes_for_ever_is_wrong_and_the_next_is_checked() -> None:
+    checker = AnswerChecker(most=1)
+    began = time.monotonic()
+    assert checker.check("5", "$9^{9^{9^9}}$", seconds=0.5) is None
+    assert checker.check("5", "$5$") == {"answer": "5", "right": True}
+    assert time.monotonic() - began < 60
+    checker.close()
+
+
+def test_a_right_answer_that_cannot_be_read_is_the_tasks_fault() -> None:
+    with pytest.raises(ValueError, match="cannot be read as mathematics"):
+        check_answer("", "5")
+
+
+def test_the_last_reply_is_graded_or_each(view: View) -> None:
+    seen = view(HALF, r"\boxed{1/3}", r"\boxed{0.5}")
+    right = RewardEvent(turn=1, name="correct", value=1.0, cause=r"\frac{1}{2} is right")
+    assert math_verify(seen) == [right]
+    assert math_verify(seen, turns="each") == [right]
+    each = math_verify(seen, turns="each", wrong=-1.0, name="math")
+    assert [(event.turn, event.name, event.value) for event in each] == [(0, "math", -1.0), (1, "math", 1.0)]
+
+
+def test_what_others_said_is_not_graded(view: View) -> None:
+    assert math_verify(view(Task(id="t", index=0, fields={"answer": "72"}), "I do not know.")) == []
+
+
+def test_a_task_needs_the_field(view: View) -> None:
+    with pytest.raises(ValueError, match="has no field 'gold'"):
+        math_verify(view(HALF, "1"), answer="gold")
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_spec(name: str, *_: Any) -> None:
+        assert name == "math_verify"
+
+    monkeypatch.setattr("environments.scorers.find_spec", no_spec)
+    with pytest.raises(RuntimeError, match=r"pip install 'episode-engine\[math\]'"):
+        check_answer("1", "1")

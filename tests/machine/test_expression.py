@@ -1,0 +1,160 @@
+"""The parser reads what the library takes for CEL, and knows where each part stands."""
+
+from __future__ import annotations
+
+import cel
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.machine.expression import (
+    Call,
+    Comprehension,
+    Constant,
+    ExpressionError,
+    Index,
+    ListOf,
+    MapOf,
+    Name,
+    Operation,
+    Select,
+    parse,
+)
+
+
+def said(text: str) -> list[str]:
+    """Every node as it is written, outermost first."""
+    return [text[node.start : node.end] for node in parse(text).walk()]
+
+
+def test_operators_bind_as_cel_says() -> None:
+    assert said("a || b && !c == d + e * f") == [
+        "a || b && !c == d + e * f",
+        "a",
+        "b && !c == d + e * f",
+        "b",
+        "!c == d + e * f",
+        "!c",
+        "c",
+        "d + e * f",
+        "d",
+        "e * f",
+        "e",
+        "f",
+    ]
+
+
+def test_arithmetic_groups_from_the_left_and_the_conditional_from_the_right() -> None:
+    assert said("a - b - c")[1] == "a - b"
+    assert said("a ? b : c ? d : e")[-4:] == ["c ? d : e", "c", "d", "e"]
+    assert said("(a ? b : c) ? d : e")[1] == "a ? b : c"
+
+
+def test_chains_of_and_and_or_are_one_node() -> None:
+    tree = parse("a && b && c && d")
+    assert isinstance(tree, Operation)
+    assert (tree.operator, len(tree.args)) == ("&&", 4)
+
+
+def test_has_is_a_test_of_its_field() -> None:
+    assert parse("has(a.b.c)") == Select(4, 9, Select(4, 7, Name(4, 5, "a"), "b"), "c", test=True)
+
+
+def test_macros_bind_a_variable_and_calls_do_not() -> None:
+    over = Name(0, 1, "a")
+    assert parse("a.exists(x, x)") == Comprehension(0, 14, "exists", over, "x", (Name(12, 13, "x"),))
+    assert parse("a.map(x, x, 1)") == Comprehension(
+        0, 14, "map", over, "x", (Name(9, 10, "x"), Constant(12, 13, "int", "1"))
+    )
+    assert parse("a.exists(1, x)") == Call(0, 14, "exists", over, (Constant(9, 10, "int", "1"), Name(12, 13, "x")))
+    assert parse("size(a)") == Call(0, 7, "size", None, (Name(5, 6, "a"),))
+
+
+def test_literals_know_their_types() -> None:
+    tree = parse("[1, 0x1F, 2u, 1.5, .5, 1e3, -4, 'a', b'a', r'\\', '''x'y''', true, null]")
+    assert isinstance(tree, ListOf)
+    assert [(item.type, item.text) for item in tree.items if isinstance(item, Constant)] == [
+        ("int", "1"),
+        ("int", "0x1F"),
+        ("uint", "2u"),
+        ("double", "1.5"),
+        ("double", ".5"),
+        ("double", "1e3"),
+        ("int", "-4"),
+        ("string", "'a'"),
+        ("bytes", "b'a'"),
+        ("string", "r'\\'"),
+        ("string", "'''x'y'''"),
+        ("bool", "true"),
+        ("null", "null"),
+    ]
+
+
+def test_what_stands_in_strings_and_comments_is_no_member() -> None:
+    assert said("a == 'b.c' // d.e\n && f['g'].h") == [
+        "a == 'b.c' // d.e\n && f['g'].h",
+        "a == 'b.c'",
+        "a",
+        "'b.c'",
+        "f['g'].h",
+        "f['g']",
+        "f",
+        "'g'",
+    ]
+    tree = parse("{'a': b[0], }")
+    assert isinstance(tree, MapOf)
+    assert isinstance(tree.items[1], Index)
+
+
+@pytest.mark.parametrize(
+    ("text", "offset"),
+    [("1 +", 3), ("a b", 2), ("(a", 2), ("a.1", 1), ("a = b", 2), ("'a", 0), ("a.b{c: 1}", 3), ("a ? b", 5), ("", 0)],
+)
+def test_what_cannot_be_read_is_told_with_its_place(text: str, offset: int) -> None:
+    with pytest.raises(ExpressionError) as caught:
+        parse(text)
+    assert caught.value.offset == offset
+
+
+@pytest.mark.parametrize("text", ["(" * 60 + "1" + ")" * 60, "!" * 60 + "a", "[" * 60 + "]" * 60, "a" + ".b" * 60])
+def test_deep_nesting_is_refused(text: str) -> None:
+    with pytest.raises(ExpressionError, match="nested more than 50 deep"):
+        parse(text)
+
+
+def test_a_long_chain_is_no_deep_nesting() -> None:
+    assert len(list(parse(" || ".join(["a.b"] * 400)).walk())) == 801
+
+
+SIGNS = ["[", "]", "(", ")", "{", "}", ",", ".", ":", "?", "!", "-", "+", "*", "/", "%", "<", "==", "in", "&&", "||"]
+WORDS = ["a", "b.c", "x", "1", "2u", "1.5", "'x'", '"y"', r"r'\d'", "b'z'", "true", "null", "has(", "size(", "//", "\n"]
+MACROS = [".exists(x,", ".map(x,"]
+pieces = st.sampled_from([*SIGNS, *WORDS, *MACROS])
+
+
+@given(st.lists(pieces, max_size=12).map(" ".join))
+def test_whatever_the_library_takes_for_cel_can_be_read(text: str) -> None:
+    try:
+        cel.compile(text)
+    except ValueError:
+        return
+    try:
+        tree = parse(text)
+    except ExpressionError:
+        # The library takes these too, and then cannot run them: messages, and a list of a comma alone.
+        assert "{" in text or "[ , ]" in text
+        return
+    for node in tree.walk():
+        assert 0 <= node.start < node.end <= len(text)
+        for child in node.children():
+            assert node.start <= child.start <= child.end <= node.end
+
+
+@given(st.text(max_size=30))
+def test_no_text_does_anything_but_parse_or_be_refused(text: str) -> None:
+    offset = 0
+    try:
+        parse(text)
+    except ExpressionError as error:
+        offset = error.offset
+    assert 0 <= offset <= len(text)

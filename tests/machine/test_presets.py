@@ -1,0 +1,133 @@
+"""Presets handle everything, and resolving adds nothing of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.actions.events import ACTION_EVENTS, ALWAYS
+from engine.machine.guards import guard_problems
+from engine.machine.presets import PRESETS, ResolvedTransition, resolve_machine
+from schemas.episode import MachineSpec, StateSpec, TransitionSpec
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_event_of_a_presets_states_has_an_unguarded_last_transition(name: str) -> None:
+    machine = resolve_machine(MachineSpec(preset=name))
+    for state, spec in machine.states.items():
+        if spec.final:
+            assert machine.leaving(state) == []
+            continue
+        assert spec.action is not None
+        for event in (*ACTION_EVENTS[spec.action], *ALWAYS):
+            found = machine.leaving(state, event)
+            assert [t.conditions is None for t in found] == [False] * (len(found) - 1) + [True], (state, event)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_presets_states_are_reachable_and_its_guards_right(name: str) -> None:
+    machine = resolve_machine(MachineSpec(preset=name))
+    reached = [machine.initial]
+    for state in reached:
+        reached += [t.dest for t in machine.leaving(state) if t.dest not in reached]
+    assert set(reached) == set(machine.states)
+    assert machine.final == {"DONE"}
+    assert [p for t in machine.transitions if t.conditions for p in guard_problems(t.conditions)] == []
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("event", ["truncated", "aborted", "limit", "failed"])
+def test_a_turn_that_was_cut_off_ends_the_episode(name: str, event: str) -> None:
+    machine = resolve_machine(MachineSpec(preset=name))
+    assert [(t.dest, t.conditions) for t in machine.leaving("GENERATING", event)] == [("DONE", None)]
+
+
+def test_the_default_preset_is_the_documented_machine() -> None:
+    machine = resolve_machine(MachineSpec(preset="tools_and_user"))
+    assert {name: (state.action, state.final) for name, state in machine.states.items()} == {
+        "PENDING": ("reset", False),
+        "GENERATING": ("generate", False),
+        "AWAITING_TOOL": ("call_tools", False),
+        "AWAITING_USER_FEEDBACK": ("ask_user", False),
+        "DONE": ("score", True),
+    }
+    written = [(t.source, t.trigger, t.dest, t.conditions) for t in machine.transitions if not t.wildcard]
+    assert written == [
+        ("PENDING", "ready", "GENERATING", None),
+        ("GENERATING", "tool_calls", "AWAITING_TOOL", None),
+        ("GENERATING", "malformed", "AWAITING_USER_FEEDBACK", None),
+        ("GENERATING", "answered", "AWAITING_USER_FEEDBACK", "turns.user < limits.user_turns"),
+        ("GENERATING", "answered", "DONE", None),
+        ("AWAITING_TOOL", "results", "GENERATING", None),
+        ("AWAITING_USER_FEEDBACK", "satisfied", "DONE", None),
+        ("AWAITING_USER_FEEDBACK", "feedback", "GENERATING", None),
+    ]
+    standing = ["PENDING", "GENERATING", "AWAITING_TOOL", "AWAITING_USER_FEEDBACK"]
+    assert [(t.source, t.trigger, t.dest) for t in machine.transitions if t.wildcard] == [
+        (state, event, "DONE") for state in standing for event in ("limit", "failed", "truncated", "aborted")
+    ]
+    assert {t.index for t in machine.transitions} == {None}
+
+
+def test_a_spec_adds_states_and_its_transitions_come_first() -> None:
+    machine = resolve_machine(
+        MachineSpec(
+            preset="tools",
+            states={"CONDENSING": StateSpec(action="my.actions:condense")},
+            transitions=[
+                TransitionSpec(
+                    trigger="results", source="AWAITING_TOOL", dest="CONDENSING", conditions="tokens.context > 9"
+                ),
+                TransitionSpec(trigger="condensed", source="CONDENSING", dest="GENERATING"),
+            ],
+        )
+    )
+    assert machine.initial == "PENDING"
+    assert list(machine.states) == ["PENDING", "GENERATING", "AWAITING_TOOL", "DONE", "CONDENSING"]
+    assert machine.leaving("AWAITING_TOOL", "results") == [
+        ResolvedTransition("results", "AWAITING_TOOL", "CONDENSING", "tokens.context > 9", index=0),
+        ResolvedTransition("results", "AWAITING_TOOL", "GENERATING"),
+    ]
+    assert [(t.trigger, t.dest, t.index) for t in machine.leaving("CONDENSING")] == [
+        ("condensed", "GENERATING", 1),
+        ("limit", "DONE", None),
+        ("failed", "DONE", None),
+        ("truncated", "DONE", None),
+        ("aborted", "DONE", None),
+    ]
+
+
+def test_a_transition_of_the_preset_that_can_never_be_taken_is_left_out() -> None:
+    machine = resolve_machine(
+        MachineSpec(
+            preset="tools",
+            states={"AWAITING_TOOL": StateSpec(action="score", final=True)},
+            transitions=[TransitionSpec(trigger="answered", source="GENERATING", dest="AWAITING_TOOL")],
+        )
+    )
+    assert machine.leaving("GENERATING", "answered") == [
+        ResolvedTransition("answered", "GENERATING", "AWAITING_TOOL", index=0)
+    ]
+    assert machine.leaving("AWAITING_TOOL") == []
+    assert machine.final == {"AWAITING_TOOL", "DONE"}
+
+
+def test_what_a_spec_itself_writes_is_kept_even_where_it_is_wrong() -> None:
+    spec = MachineSpec(
+        initial="A",
+        states={"A": StateSpec(action="generate"), "B": StateSpec(final=True)},
+        transitions=[
+            TransitionSpec(trigger=["x", "y", "x"], source=["A", "B", "A"], dest="NOWHERE"),
+            TransitionSpec(trigger="x", source="*", dest="B"),
+        ],
+    )
+    assert resolve_machine(spec).transitions == [
+        ResolvedTransition("x", "A", "NOWHERE", index=0),
+        ResolvedTransition("y", "A", "NOWHERE", index=0),
+        ResolvedTransition("x", "B", "NOWHERE", index=0),
+        ResolvedTransition("y", "B", "NOWHERE", index=0),
+        ResolvedTransition("x", "A", "B", index=1, wildcard=True),
+    ]
+
+
+def test_a_spec_may_begin_elsewhere_than_its_preset() -> None:
+    assert resolve_machine(MachineSpec(preset="tools", initial="GENERATING")).initial == "GENERATING"

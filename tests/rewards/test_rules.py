@@ -1,0 +1,128 @@
+"""Rules of a spec, tried in order, each seeing what the ones before it did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from engine.errors import GuardError, LedgerError
+from engine.rewards.ledger import Ledger
+from engine.rewards.rules import Rules, compile_rules
+from schemas.episode import ReassignRule
+from schemas.reward import RewardEvent
+
+USER = "AWAITING_USER_FEEDBACK"
+
+
+def rules(*written: dict[str, Any]) -> Rules:
+    return compile_rules([ReassignRule.model_validate({"at": USER, **rule}) for rule in written])
+
+
+def reader(ledger: Ledger, turns: int, **facts: Any) -> Any:
+    """The variables of an episode whose ledger this is."""
+
+    def context(names: frozenset[str]) -> Mapping[str, Any]:
+        totals = ledger.totals(turns)
+        whole = {
+            "rewards": {"total": sum(totals), "last": totals[-1], "previous": totals[-2] if turns > 1 else 0.0},
+            "turns": {"assistant": turns, "user": 1},
+            "feedback": {"solved": False, "satisfied": False, "malformed": False} | facts,
+        }
+        return {name: whole[name] for name in names}
+
+    return context
+
+
+def paid(*amounts: float) -> Ledger:
+    ledger = Ledger()
+    for turn, amount in enumerate(amounts):
+        ledger.post(RewardEvent(turn=turn, value=amount), len(amounts) - 1)
+    return ledger
+
+
+SHARE = {"when": "feedback.solved && turns.assistant > 1", "from": "last", "to": "previous", "share": 0.25}
+
+
+def test_a_rule_pays_the_turn_that_led_to_the_answer() -> None:
+    ledger = paid(0.0, 1.0)
+    written = rules(SHARE).apply(USER, ledger, 1, reader(ledger, 2, solved=True))
+    assert [(p.turn, p.delta, p.cause, p.source) for p in written] == [
+        (1, -0.25, "rule 0", "rule:0"),
+        (0, 0.25, "rule 0", "rule:0"),
+    ]
+    assert ledger.totals(2) == [0.25, 0.75]
+
+
+@pytest.mark.parametrize(("state", "turns", "solved"), [("DONE", 2, True), (USER, 1, True), (USER, 2, False)])
+def test_a_rule_waits_for_its_state_and_its_condition(state: str, turns: int, solved: bool) -> None:
+    ledger = paid(*[1.0] * turns)
+    assert rules(SHARE).apply(state, ledger, turns - 1, reader(ledger, turns, solved=solved)) == []
+    assert ledger.totals(turns) == [1.0] * turns
+
+
+def test_each_rule_sees_what_the_ones_before_it_did() -> None:
+    ledger = paid(0.0, 1.0)
+    written = rules(
+        {"op": "add", "to": "last", "value": 1.0},
+        {"when": "rewards.last == 2.0", "op": "add", "to": "last", "name": "bonus", "value": 0.5, "cause": "both"},
+        {"when": "rewards.last == 1.0", "op": "set", "to": "all", "value": 9.0},
+        {"when": "rewards.total > 2.0", "from": "last", "to": "first", "value": 0.25, "name": "bonus"},
+    ).apply(USER, ledger, 1, reader(ledger, 2))
+    assert [(p.op, p.turn, p.name, p.delta, p.source, p.cause) for p in written] == [
+        ("add", 1, "reward", 1.0, "rule:0", "rule 0"),
+        ("add", 1, "bonus", 0.5, "rule:1", "both"),
+        ("transfer", 1, "bonus", -0.25, "rule:3", "rule 3"),
+        ("transfer", 0, "bonus", 0.25, "rule:3", "rule 3"),
+    ]
+
+
+def test_a_discount_reaches_back() -> None:
+    ledger = paid(0.0, 0.0, 0.0)
+    rules({"op": "add", "to": "each", "value": 8.0, "discount": 0.5}).apply(USER, ledger, 2, reader(ledger, 3))
+    assert ledger.totals(3) == [2.0, 4.0, 8.0]
+
+
+def test_a_rule_that_cannot_be_carried_out_is_the_specs_failure() -> None:
+    ledger = paid(1.0)
+    with pytest.raises(LedgerError) as caught:
+        rules({"op": "add", "value": 1.0}, {"from": "last", "to": "previous", "share": 0.5, "cause": "earned"}).apply(
+            USER, ledger, 0, reader(ledger, 1)
+        )
+    assert str(caught.value) == (
+        "rewards.reassign[1] at AWAITING_USER_FEEDBACK: rule:1: there is no turn `previous`: only turn 0. "
+        "Write to a turn that is there, or let the rule wait (`when: turns.assistant > 1`)"
+    )
+    assert caught.value.blame == "spec"
+    assert ledger.totals(1) == [2.0]
+
+
+def test_a_condition_that_cannot_be_told_names_its_rule() -> None:
+    ledger = paid(1.0)
+    with pytest.raises(GuardError) as caught:
+        rules({"op": "add", "value": 1.0, "when": "feedback.helpful"}).apply(USER, ledger, 0, reader(ledger, 1))
+    assert str(caught.value) == (
+        "rewards.reassign[0]: guard `feedback.helpful`: `feedback.helpful` is not there; "
+        "write `has(feedback.helpful) && feedback.helpful`"
+    )
+
+
+def test_a_when_that_is_not_cel_is_refused() -> None:
+    with pytest.raises(GuardError, match="guard `1 <`"):
+        rules({"op": "add", "value": 1.0, "when": "1 <"})
+
+
+def test_only_the_variables_that_a_rule_reads_are_asked_for() -> None:
+    asked: list[frozenset[str]] = []
+
+    def context(names: frozenset[str]) -> Mapping[str, Any]:
+        asked.append(names)
+        return {"turns": {"user": 1}}
+
+    ledger = paid(1.0)
+    rules({"op": "add", "value": 1.0}, {"op": "add", "value": 1.0, "when": "turns.user > 0"}).apply(
+        USER, ledger, 0, context
+    )
+    assert asked == [frozenset({"turns"})]
+    assert ledger.totals(1) == [3.0]

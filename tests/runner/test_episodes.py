@@ -1,0 +1,477 @@
+"""Whole episodes on the scripted backend: what is said, what is paid, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import worlds_for_tests as worlds
+
+from engine.backends.base import open_backend
+from engine.episode import derive_seed
+from engine.runner.replay import Replayer, first_difference
+from engine.runner.run import Runner
+from engine.spec.tasks import load_tasks
+from engine.store import RunStore
+from schemas.message import TextPart
+
+ADD = {"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"tool_calls": [{"name": name, "arguments": arguments}]}
+
+
+async def test_an_episode_is_what_its_script_says(make_spec, run_spec) -> None:
+    ran = await run_spec(make_spec([ADD, "It is 41.", "It is 42."]))
+    trajectory = ran.only
+    assert trajectory.path == [
+        ("PENDING", "ready", "GENERATING"),
+        ("GENERATING", "tool_calls", "AWAITING_TOOL"),
+        ("AWAITING_TOOL", "results", "GENERATING"),
+        ("GENERATING", "answered", "AWAITING_USER_FEEDBACK"),
+        ("AWAITING_USER_FEEDBACK", "feedback", "GENERATING"),
+        ("GENERATING", "answered", "AWAITING_USER_FEEDBACK"),
+        ("AWAITING_USER_FEEDBACK", "satisfied", "DONE"),
+    ]
+    assert [(message.role, message.text) for message in trajectory.messages] == [
+        ("user", "What is 17 plus 25?"),
+        ("assistant", ""),
+        ("tool", "42"),
+        ("assistant", "It is 41."),
+        ("user", "Not It is 41.. Again."),
+        ("assistant", "It is 42."),
+        ("user", "Right."),
+    ]
+    assert trajectory.messages[1].tool_calls[0].arguments == {"a": 17, "b": 25}
+    assert [turn.rewards for turn in trajectory.turns] == [{}, {"reward": -0.1}, {"correct": 1.0}]
+    assert (trajectory.outcome.solved, trajectory.outcome.reward, trajectory.outcome.trainable) == (True, 0.9, True)
+    assert trajectory.counts["tool_calls"] == 1
+    assert trajectory.facts == {"tries": 1}
+    assert trajectory.seed == derive_seed(7, "a", 0)
+
+
+async def test_the_row_is_what_the_model_saw(make_spec, run_spec) -> None:
+    ran = await run_spec(make_spec([ADD, "It is 42."]))
+    (branch,) = ran.only.branches
+    said = ran.form.decode(branch.input_ids).split("<|im_end|>", 1)[1]  # after the system turn with the tools
+    assert said == (
+        "<|im_start|>user\nWhat is 17 plus 25?<|im_end|>\n"
+        '<|im_start|>assistant\n\n<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>tool\n42<|im_end|>\n"
+        "<|im_start|>assistant\nIt is 42.<|im_end|>"
+    )
+    sampled = [ran.form.decode(branch.input_ids[turn.start : turn.end]) for turn in ran.only.turns]
+    assert sampled[1] == "It is 42.<|im_end|>"
+    assert sampled[0].endswith("</tool_call><|im_end|>")
+    mask = np.zeros(len(branch.input_ids), np.int32)
+    for turn in ran.only.turns:
+        mask[turn.start : turn.end] = 1
+    assert (branch.loss_mask == mask).all()
+    assert (branch.turn_ids[branch.loss_mask == 1] >= 0).all()
+    assert (branch.logprobs[branch.loss_mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "blame", "state"),
+    [
+        ({"environment": {"use": "worlds_for_tests:World", "with": {"fail": "build"}}}, "environment_error", "environment", "PENDING"),
+        ({"environment": {"use": "worlds_for_tests:World", "with": {"fail": "reset"}}}, "environment_error", "environment", "PENDING"),
+        ({"environment": {"use": "worlds_for_tests:World", "with": {"fail": "nonsense"}}}, "environment_bad_reply", "environment", "PENDING"),
+        (
+            {"environment": {"use": "worlds_for_tests:World", "with": {"fail": "hang"}, "timeout": 0.05}},
+            "environment_timeout", "environment", "PENDING",
+        ),
+        ({"environment": {"use": "worlds_for_tests:World", "with": {"fail": "score"}}}, "environment_error", "environment", "DONE"),
+        ({"user": {"use": "worlds_for_tests:Critic", "with": {"fail": "raise"}}}, "user_error", "user", "AWAITING_USER_FEEDBACK"),
+        ({"user": {"use": "worlds_for_tests:Critic", "with": {"fail": "empty"}}}, "user_bad_reply", "user", "AWAITING_USER_FEEDBACK"),
+        ({"user": {"use": "worlds_for_tests:Critic", "with": {"fail": "nonsense"}}}, "user_bad_reply", "user", "AWAITING_USER_FEEDBACK"),
+        ({"user": {"use": "worlds_for_tests:Critic", "with": {"fail": "address"}}}, "ledger_error", "user", "AWAITING_USER_FEEDBACK"),
+        (
+            {"user": {"use": "worlds_for_tests:Critic", "with": {"fail": "hang"}, "timeout": 0.05}},
+            "user_timeout", "user", "AWAITING_USER_FEEDBACK",
+        ),
+        (
+            {"rewards": {"reassign": [{"at": "AWAITING_USER_FEEDBACK", "op": "transfer", "from": "last", "to": "previous", "share": 0.5}]}},
+            "ledger_error", "spec", "AWAITING_USER_FEEDBACK",
+        ),
+        (
+            {"rewards": {"reassign": [{"at": "AWAITING_USER_FEEDBACK", "when": "feedback.mood == 'good'", "op": "add", "value": 1}]}},
+            "guard_error", "spec", "AWAITING_USER_FEEDBACK",
+        ),
+    ],
+)  # fmt: skip
+async def test_failures_are_typed_and_end_only_their_episode(make_spec, run_spec, changes, kind, blame, state) -> None:
+    ran = await run_spec(make_spec(["It is 42."], **changes))
+    failure = ran.only.outcome.failure
+    assert failure is not None
+    assert (failure.kind, failure.blame, failure.state) == (kind, blame, state)
+    assert not ran.only.outcome.trainable
+    assert ran.only.outcome.state == "DONE"
+    assert ran.result.faults == []
+    assert worlds.CALLS["closed"] == worlds.CALLS["built"]
+
+
+async def test_one_bad_task_stops_no_other(make_spec, run_spec) -> None:
+    rows = [{"id": f"t{n}", "fail": "reset" if n == 3 else ""} for n in range(8)]
+    ran = await run_spec(
+        make_spec(
+            ["It is 42."],
+            tasks={"rows": rows},
+            environment={"use": "worlds_for_tests:World"},
+            rollout={"samples_per_task": 2},
+        )
+    )
+    outcomes = {key: trajectory.outcome.failure for key, trajectory in ran.trajectories.items()}
+    assert len(outcomes) == 16
+    assert {key for key, failure in outcomes.items() if failure} == {"t3/0", "t3/1"}
+    assert worlds.CALLS["closed"] == 16
+
+
+async def test_a_backend_error_is_a_failure_of_that_episode(make_spec, run_spec) -> None:
+    replies = [{"task": "a", "replies": [{"error": "out of memory"}]}, {"task": "b", "replies": ["It is 42."]}]
+    ran = await run_spec(make_spec(replies, tasks={"rows": [{"id": "a"}, {"id": "b"}]}))
+    bad, good = ran.trajectories["a/0"].outcome, ran.trajectories["b/0"].outcome
+    assert bad.failure is not None
+    assert (bad.failure.blame, bad.trainable) == ("backend", False)
+    assert "out of memory" in bad.failure.message
+    assert good.solved
+
+
+@pytest.mark.parametrize(
+    ("limits", "replies", "limit"),
+    [
+        ({"assistant_turns": 2}, ["no", "no", "no"], "assistant_turns"),
+        ({"user_turns": 2}, [call("nothing"), "<tool_call>{</tool_call>", "<tool_call>{</tool_call>", "<tool_call>{</tool_call>"], "user_turns"),
+        ({"tool_calls": 1}, [ADD, ADD, ADD], "tool_calls"),
+        ({"episode_tokens": 1100}, [("no " * 90), *[ADD] * 20], "episode_tokens"),
+        ({"episode_seconds": 0.2}, [call("wait", seconds=9)], "episode_seconds"),
+    ],
+)  # fmt: skip
+async def test_limits_end_an_episode_by_name(make_spec, run_spec, limits, replies, limit) -> None:
+    ran = await run_spec(make_spec(replies, limits=limits))
+    outcome = ran.only.outcome
+    assert (outcome.limit, outcome.event, outcome.state) == (limit, "limit", "DONE")
+    assert outcome.failure is None
+    assert outcome.trainable
+
+
+async def test_context_is_a_limit(make_spec, run_spec) -> None:
+    ran = await run_spec(make_spec(["no"] * 40, model={"context": 200}, tools=None, limits={"assistant_turns": 40}))
+    (branch,) = ran.only.branches
+    assert ran.only.outcome.limit == "context" or ran.only.outcome.event == "truncated"
+    assert 170 < len(branch.input_ids) <= 200
+
+
+async def test_a_reply_is_cut_to_what_limits_leave(make_spec, run_spec) -> None:
+    ran = await run_spec(make_spec(["seven words are more than four tokens"], limits={"turn_tokens": 4}))
+    assert (ran.only.outcome.event, ran.only.turns[0].finish.type) == ("truncated", "length")
+    assert ran.only.counts["sampled_tokens"] == 4
+
+
+async def test_calls_past_the_limit_in_one_turn_get_an_error_each(make_spec, run_spec) -> None:
+    both = {"tool_calls": [{"name": "add", "arguments": {"a": n, "b": 1}} for n in range(3)]}
+    ran = await run_spec(make_spec([both, "It is 42."], limits={"tool_calls": 2}))
+    results = [message.text for message in ran.only.messages if message.role == "tool"]
+    assert results == ["1", "2", "You have no tool calls left. Answer without tools."]
+    assert ran.only.counts["tool_calls"] == 2
+
+
+async def test_a_malformed_call_is_answered_in_the_users_place(make_spec, run_spec) -> None:
+    ran = await run_spec(make_spec(['<tool_call>\n{"name": "add", "arg\n</tool_call>', "It is 42."]))
+    said = ran.only.messages[2]
+    assert said.role == "user"
+    assert said.text.startswith("Your tool call could not be read: ")
+    assert said.text.endswith("No tool was called. Write the call again in the format that you were given.")
+    assert worlds.CALLS["asked"] == 1
+    assert [step[1] for step in ran.only.path] == ["ready", "malformed", "feedback", "answered", "satisfied"]
+
+
+async def test_a_malformed_call_is_answered_with_the_specs_own_parts(make_spec, run_spec) -> None:
+    words = [{"type": "text", "text": "Unread: {{raw}} ({{task.id}})."}, {"type": "text", "text": " Again."}]
+    bad = "<tool_call>\n{oops\n</tool_call>"
+    ran = await run_spec(make_spec([bad, "It is 42."], recover={"malformed": words}))
+    assert ran.only.messages[2].content == [TextPart(text=f"Unread: {bad} (a)."), TextPart(text=" Again.")]
+    assert ran.only.outcome.solved
+
+
+async def test_what_the_user_finds_is_said_in_the_specs_words(make_spec, run_spec) -> None:
+    spec = make_spec(
+        ["It is 41.", "Hm.", "It is 42."],
+        user={"use": "worlds_for_tests:Examiner"},
+        recover={"wrong": "{{said}} is wrong, {{task.id}}."},
+    )
+    ran = await run_spec(spec)
+    assert [message.content for message in ran.only.messages if message.role == "user"][1:] == [
+        [TextPart(text="It is 41. is wrong, a.")],  # the spec's
+        "Say a number.",  # the user's own, for which the spec has no template
+    ]
+    assert [step[1] for step in ran.only.path][-1] == "satisfied"
+
+
+async def test_a_template_that_names_no_field_of_the_users_fails_that_episode(make_spec, run_spec) -> None:
+    spec = make_spec(["It is 41."], user={"use": "worlds_for_tests:Examiner"}, recover={"wrong": "{{sad}}"})
+    failure = (await run_spec(spec)).only.outcome.failure
+    assert (failure.blame, failure.kind) == ("spec", "template_error")
+    assert failure.message == "the template names `{{sad}}`, which is no field here; did you mean `said`?"
+
+
+async def test_a_tools_fact_solves_the_task(make_spec, run_spec) -> None:
+    ran = await run_spec(
+        make_spec([call("crack"), "Done."], tools=[{"use": "worlds_for_tests:crack"}], user=None, machine="tools")
+    )
+    assert ran.only.outcome.solved
+
+
+async def test_tools_that_raise_or_hang_are_answered_and_the_episode_goes_on(make_spec, run_spec) -> None:
+    replies = [call("explode", word="boom"), call("hang", word="x"), call("pay", amount=0.5), "It is 42."]
+    ran = await run_spec(make_spec(replies, limits={"tool_seconds": 0.1}))
+    results = [message.text for message in ran.only.messages if message.role == "tool"]
+    assert results == ["`explode` failed: boom", "`hang` did not answer within 0.1 s.", "paid"]
+    assert ran.only.turns[2].rewards == {"tool": 0.5}
+    assert ran.only.facts["paid"] == 0.5
+    assert ran.only.outcome.solved
+
+
+async def test_a_waiting_tool_holds_no_generation_slot(make_spec, run_spec) -> None:
+    rows = [{"id": f"t{n}"} for n in range(6)]
+    ran = await run_spec(
+        make_spec(
+            [call("wait", seconds=0.2), "It is 42."],
+            tasks={"rows": rows},
+            rollout={"concurrency": 1, "live_episodes": 6},
+        )
+    )
+    assert len(ran.trajectories) == 6
+    assert worlds.MOST["wait"] == 6  # all wait at once, though only one may generate at a time
+
+
+async def test_no_more_episodes_are_alive_than_allowed(make_spec, run_spec) -> None:
+    rows = [{"id": f"t{n}"} for n in range(6)]
+    await run_spec(
+        make_spec([call("wait", seconds=0.05), "It is 42."], tasks={"rows": rows}, rollout={"live_episodes": 2})
+    )
+    assert worlds.MOST["wait"] == 2
+
+
+async def test_states_and_actions_of_a_specs_own(make_spec, run_spec) -> None:
+    machine = {
+        "preset": "single_turn",
+        "states": {"MEASURING": {"action": "worlds_for_tests:measure", "with": {"most": 3}}},
+        "transitions": [
+            {"trigger": "answered", "source": "GENERATING", "dest": "MEASURING"},
+            {"trigger": "short", "source": "MEASURING", "dest": "GENERATING"},
+            {"trigger": "long", "source": "MEASURING", "dest": "DONE"},
+        ],
+    }
+    ran = await run_spec(make_spec(["one", "two", "three"], machine=machine, user=None, tools=None))
+    assert [step[1] for step in ran.only.path] == [
+        "ready",
+        "answered",
+        "short",
+        "answered",
+        "short",
+        "answered",
+        "long",
+    ]
+    assert ran.only.turns[0].rewards == {"measured": 0.5}
+    assert [message.text for message in ran.only.messages if message.role == "user"][1:] == ["Go on.", "Go on."]
+
+
+STEPPING = {
+    "initial": "PENDING",
+    "states": {
+        "PENDING": {"action": "reset"},
+        "GENERATING": {"action": "generate"},
+        "MOVING": {"action": "step"},
+        "DONE": {"action": "score", "final": True},
+    },
+    "transitions": [
+        {"trigger": "ready", "source": "PENDING", "dest": "GENERATING"},
+        {"trigger": ["answered", "tool_calls", "malformed"], "source": "GENERATING", "dest": "MOVING"},
+        {"trigger": "moved", "source": "MOVING", "dest": "GENERATING"},
+        {"trigger": "won", "source": "MOVING", "dest": "DONE"},
+        {"trigger": ["limit", "failed", "truncated", "aborted"], "source": "*", "dest": "DONE"},
+    ],
+}
+
+
+async def test_an_environment_that_steps(make_spec, run_spec) -> None:
+    ran = await run_spec(
+        make_spec(
+            ["left", "right"], machine=STEPPING, environment={"use": "worlds_for_tests:World"}, user=None, tools=None
+        )
+    )
+    trajectory = ran.only
+    assert [turn.rewards for turn in trajectory.turns] == [{}, {"reward": 1.0, "final": 0.25}]
+    assert trajectory.outcome.solved
+    assert trajectory.messages[1].text == "Board a."
+
+
+@pytest.mark.parametrize("fail", ["event", "speaks"])
+async def test_a_step_is_held_to_what_it_declares(make_spec, run_spec, fail) -> None:
+    ran = await run_spec(
+        make_spec(
+            ["left"],
+            machine=STEPPING,
+            environment={"use": "worlds_for_tests:World", "with": {"fail": fail}},
+            user=None,
+            tools=None,
+        )
+    )
+    failure = ran.only.outcome.failure
+    assert failure is not None
+    assert (failure.kind, failure.blame) == ("environment_bad_reply", "environment")
+
+
+async def test_rules_move_rewards_at_user_turns(make_spec, run_spec) -> None:
+    rules = [
+        {
+            "at": "AWAITING_USER_FEEDBACK",
+            "when": "feedback.solved && turns.assistant > 1",
+            "op": "transfer", "from": "last", "to": "previous", "share": 0.3,
+        }
+    ]  # fmt: skip
+    ran = await run_spec(make_spec(["no", "It is 42."], rewards={"reassign": rules}))
+    first, second = (turn.rewards for turn in ran.only.turns)
+    assert first == {"reward": -0.1, "correct": 0.3}
+    assert second == {"correct": 0.7}
+    moved = [(posting.turn, posting.delta, posting.source) for posting in ran.only.postings if posting.op == "transfer"]
+    assert moved == [(1, -0.3, "rule:0"), (0, 0.3, "rule:0")]
+
+
+async def test_an_unbounded_machine_is_stopped(make_spec, run_spec, monkeypatch) -> None:
+    monkeypatch.setattr("engine.executor.MOST_STEPS", 20)
+    machine = {
+        "initial": "A",
+        "states": {"A": {"action": "worlds_for_tests:measure"}, "DONE": {"final": True}},
+        "transitions": [
+            {"trigger": ["short", "long"], "source": "A", "dest": "A"},
+            {"trigger": ["failed", "limit"], "source": "A", "dest": "DONE"},
+        ],
+    }
+    ran = await run_spec(make_spec(["x"], machine=machine, user=None, tools=None))
+    failure = ran.only.outcome.failure
+    assert failure is not None
+    assert (failure.kind, failure.blame) == ("unbounded", "spec")
+
+
+async def test_seeds_differ_by_sample_and_repeat_by_run(make_spec, run_spec) -> None:
+    path = make_spec(["It is 42."], rollout={"samples_per_task": 3})
+    first, second = await run_spec(path), await run_spec(path)
+    seeds = [trajectory.seed for trajectory in first.trajectories.values()]
+    assert len(set(seeds)) == 3
+    assert seeds == [trajectory.seed for trajectory in second.trajectories.values()]
+
+
+async def test_replay_rebuilds_the_same_bytes(make_spec, run_spec) -> None:
+    rows = [{"id": f"t{n}"} for n in range(3)]
+    ran = await run_spec(
+        make_spec(
+            [ADD, "<tool_call>{", "no", "It is 42."],
+            tasks={"rows": rows},
+            environment={"use": "worlds_for_tests:World"},
+        )
+    )
+    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    worlds.CALLS.clear()
+    for trajectory in ran.trajectories.values():
+        assert (await replayer.check(trajectory, ran.store.task(trajectory.task_id))).difference is None
+    replayer.close()
+    assert worlds.CALLS["reset"] == worlds.CALLS["asked"] == worlds.CALLS["add"] == 0
+
+
+async def test_replay_tells_the_first_difference(make_spec, run_spec) -> None:
+    ran = await run_spec(make_spec(["no", "It is 42."]))
+    trajectory = ran.only
+    branch = trajectory.branches[0]
+    changed = branch.input_ids.copy()
+    changed[5] += 1
+    other = trajectory.model_copy(update={"branches": [branch.model_copy(update={"input_ids": changed})]})
+    assert first_difference(trajectory, other) == f"branches[0].input_ids[5]: {changed[5] - 1} now, {changed[5]} stored"
+    assert first_difference(trajectory, trajectory) is None
+
+
+async def stop_when(stop: asyncio.Event, condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  (it looks at counters of worlds in other threads)
+        await asyncio.sleep(0.005)
+    stop.set()
+
+
+async def test_stopping_leaves_what_is_finished_and_resume_does_the_rest(make_spec, run_spec, tmp_path) -> None:
+    rows = [{"id": f"t{n}"} for n in range(6)]
+    replies = [ADD, call("wait", seconds=0.05), "no", "It is 42."]
+    path = make_spec(replies, tasks={"rows": rows}, rollout={"live_episodes": 2})
+    whole = await run_spec(path)
+
+    stop = asyncio.Event()
+    part, _ = await asyncio.gather(run_spec(path, stop=stop), stop_when(stop, lambda: worlds.CALLS["asked"] > 12 + 4))
+    done = set(part.trajectories)
+    assert part.result.interrupted
+    assert len(done) < 6
+    worlds.CALLS.clear()
+
+    store = RunStore.open(part.store.folder)
+    kept = {key: store.journal(key) for key in store.standing()}
+    backend = open_backend(part.loaded, part.form)
+    runner = Runner(part.loaded, load_tasks(part.loaded), part.form, backend, store)
+    result = await runner.run()
+    assert result.summary.episodes == 6
+    assert not result.interrupted
+    for key, entries in kept.items():
+        assert [entry.model_dump_json() for entry in store.journal(key)[: len(entries)]] == [
+            entry.model_dump_json() for entry in entries
+        ]
+    for trajectory in store.trajectories():
+        same = whole.trajectories[trajectory.episode_id]
+        assert [branch.model_dump_json() for branch in trajectory.branches] == [
+            branch.model_dump_json() for branch in same.branches
+        ]
+        assert trajectory.outcome == same.outcome
+    store.close()
+
+
+@pytest.mark.parametrize(("effects", "resets", "attempts"), [("replayable", 2, 1), ("external", 2, 2), ("pure", 1, 1)])
+async def test_effects_say_what_a_resume_may_do(make_spec, run_spec, effects, resets, attempts) -> None:
+    path = make_spec(
+        [call("wait", seconds=0.3), "It is 42."],
+        environment={"use": "worlds_for_tests:World", "effects": effects},
+    )
+    stop = asyncio.Event()
+    part, _ = await asyncio.gather(run_spec(path, stop=stop), stop_when(stop, lambda: worlds.ACTIVE["wait"] > 0))
+    assert part.result.summary.episodes == 0
+
+    store = RunStore.open(part.store.folder)
+    backend = open_backend(part.loaded, part.form)
+    result = await Runner(part.loaded, load_tasks(part.loaded), part.form, backend, store).run()
+    assert result.summary.solved == 1
+    assert worlds.CALLS["reset"] == resets
+    assert store.episode("a/0").attempt == attempts - 1
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "written", ["count(things=(1, 2))", "count(things={1, 2})", "count(things=b'ab')", "count(things=1j)"]
+)
+async def test_arguments_that_json_cannot_hold_are_no_fault(make_spec, run_spec, written) -> None:
+    ran = await run_spec(
+        make_spec(
+            [f"<call>{written}</call>", "It is 42."],
+            model={"tool_calls": "plain"},
+            tools=[{"use": "worlds_for_tests:count"}],
+        )
+    )
+    assert ran.result.faults == []
+    assert ran.only.outcome.solved
+
+
+async def test_facts_that_json_cannot_hold_are_the_users_fault(make_spec, run_spec) -> None:
+    ran = await run_spec(make_spec(["no"], user={"use": "worlds_for_tests:Critic", "with": {"fail": "facts"}}))
+    failure = ran.only.outcome.failure
+    assert failure is not None
+    assert (failure.kind, failure.blame) == ("not_json", "user")
+    assert ran.only.outcome.state == "DONE"
+    assert ran.only.facts == {}

@@ -1,0 +1,233 @@
+"""Whole runs on the real server: rows that it confirms, replays, interrupts, and a server that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import numpy as np
+import pytest
+import yaml
+
+from engine.backends.base import open_backend
+from engine.runner.run import Runner
+from engine.spec.load import load_spec
+from engine.spec.tasks import load_tasks
+from engine.store import RunHeader, RunStore
+from engine.store.export import export_rows
+from engine.tokens.format import load_format
+from schemas.trajectory import Trajectory
+
+HERE = Path(__file__).parent
+STOPS = list(range(300, 400))
+"""Ids that end a reply, beside the format's own: the model says each thing about as often as any other."""
+Running = Any
+MakeSpec = Callable[..., Path]
+
+
+@pytest.fixture
+def make_spec(tmp_path: Path, tiny_model_dir: Path) -> MakeSpec:
+    """Write a spec with a tool and a user for these servers."""
+
+    def make(*urls: str, name: str = "spec", **changes: Any) -> Path:
+        spec: dict[str, Any] = {
+            "spec": "episode/v1",
+            "name": name,
+            "model": {"path": str(tiny_model_dir), "tool_calls": "worlds_on_sglang:OddsAreCalls"},
+            "backend": {"kind": "sglang", "urls": list(urls)},
+            "sampling": {"temperature": 1.0, "stop_token_ids": STOPS},
+            "tasks": {"source": "inline", "rows": [{"id": "a", "n": 17}, {"id": "b", "n": 25}], "id": "id"},
+            "prompt": [{"role": "user", "content": "What is {{n}} plus 25?"}],
+            "tools": [{"use": "worlds_on_sglang:measure"}],
+            "user": {"use": "worlds_on_sglang:Pedant"},
+            "machine": "tools_and_user",
+            "limits": {"turn_tokens": 80, "assistant_turns": 6},
+            "rollout": {"seed": 3, "samples_per_task": 3},
+        }
+        for key, value in changes.items():
+            spec[key] = spec[key] | value if isinstance(value, dict) and isinstance(spec.get(key), dict) else value
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(spec))
+        return path
+
+    return make
+
+
+def engine(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(HERE), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "engine.cli.main", *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=200)
+    return process.returncode, out, err
+
+
+def ask(url: str, path: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    with urlopen(Request(url + path, data, {"Content-Type": "application/json"}), timeout=60) as reply:
+        return json.load(reply)
+
+
+def working(url: str) -> int:
+    """Requests that a server is busy with."""
+    loads = ask(url, "/v1/loads")["loads"]
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
+async def rolled_out(path: Path, folder: Path) -> dict[str, Trajectory]:
+    """A run in this process; every trajectory by its episode."""
+    loaded = load_spec(path)
+    form = load_format(loaded.spec.model, loaded.base)
+    backend = open_backend(loaded, form)
+    await backend.start()
+    try:
+        with RunStore.create(folder, RunHeader.of(loaded)) as store:
+            result = await Runner(loaded, load_tasks(loaded), form, backend, store).run()
+            assert not result.faults
+            return {trajectory.episode_id: trajectory for trajectory in store.trajectories()}
+    finally:
+        await backend.close()
+
+
+@pytest.fixture
+def worlds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+def test_the_rows_of_a_run_are_what_the_server_says_it_sampled(
+    sglang_server: Running, make_spec: MakeSpec, tmp_path: Path
+) -> None:
+    code, out, err = finish(engine("run", make_spec(sglang_server.url), "--out", "runs", cwd=tmp_path))
+    assert code == 0, out + err
+    (folder,) = (tmp_path / "runs").iterdir()
+    store = RunStore.open(folder, readonly=True)
+    trajectories = list(store.trajectories())
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    assert len(trajectories) == 6
+    assert {turn.event for turn in turns} >= {"tool_calls", "answered"}
+    assert {trajectory.outcome.failure for trajectory in trajectories} == {None}
+
+    # every prompt was compared with the one that the server worked on
+    assert f"Certificate: {len(turns)} prompts compared with what the server worked on, 0 differ, 0 could not" in out
+    certificate = json.loads((folder / "backend.json").read_text())["certificate"]
+    assert certificate == {"turns_checked": len(turns), "turns_unchecked": 0, "prompt_mismatches": 0}
+
+    # the server, given a whole row, finds each sampled token as likely as when it sampled it
+    for row in export_rows(store):
+        body = {"input_ids": row["input_ids"].tolist(), "sampling_params": {"max_new_tokens": 0}}
+        meta = ask(sglang_server.url, "/generate", body | {"return_logprob": True, "logprob_start_len": 0})["meta_info"]
+        scored = meta["input_token_logprobs"]
+        assert [token for _, token, _ in scored] == row["input_ids"].tolist()
+        sampled = np.flatnonzero(row["loss_mask"])
+        np.testing.assert_allclose([scored[at][0] for at in sampled], row["logprobs"][sampled], atol=2e-4)
+
+    code, out, err = finish(engine("replay", folder, cwd=tmp_path))
+    assert code == 0, out + err
+    tokens = sum(len(branch.input_ids) for trajectory in trajectories for branch in trajectory.branches)
+    assert out.strip() == f"6 episodes, {tokens} tokens replayed: 6 the same to the byte"
+
+
+@pytest.mark.usefixtures("worlds_are_found")
+async def test_greedy_episodes_are_the_same_here_and_on_the_server(
+    sglang_server: Running, make_spec: MakeSpec, tmp_path: Path
+) -> None:
+    greedy = {"temperature": 0.0}
+    prompts = {"rows": [{"id": str(n), "n": n} for n in range(6)]}
+    common: dict[str, Any] = {"sampling": greedy, "tasks": prompts, "rollout": {"samples_per_task": 1}}
+    here = make_spec(name="here", **common, backend={"kind": "local", "dtype": "float32", "device": "cpu"})
+    data = yaml.safe_load(here.read_text())
+    del data["backend"]["urls"]
+    here.write_text(yaml.safe_dump(data))
+    there = make_spec(sglang_server.url, name="there", **common)
+    ours = await rolled_out(here, tmp_path / "here")
+    theirs = await rolled_out(there, tmp_path / "there")
+    assert list(ours) == list(theirs)
+    assert {turn.event for one in ours.values() for turn in one.turns} >= {"tool_calls", "answered"}
+    for one, other in zip(ours.values(), theirs.values(), strict=True):
+        assert one.path == other.path
+        assert [message.model_dump() for message in one.messages] == [m.model_dump() for m in other.messages]
+        assert one.outcome == other.outcome
+        for branch, same in zip(one.branches, other.branches, strict=True):
+            assert branch.input_ids.tolist() == same.input_ids.tolist()
+            assert branch.loss_mask.tolist() == same.loss_mask.tolist()
+            assert branch.turn_ids.tolist() == same.turn_ids.tolist()
+            np.testing.assert_allclose(branch.logprobs, same.logprobs, atol=1e-4)
+
+
+def test_ctrl_c_leaves_no_request_on_the_server(sglang_server: Running, make_spec: MakeSpec, tmp_path: Path) -> None:
+    long = make_spec(
+        sglang_server.url, sampling={"temperature": 1.0, "ignore_eos": True, "stop_token_ids": []},
+        limits={"turn_tokens": 3500},
+    )  # fmt: skip
+    process = engine("run", long, "--out", "runs", cwd=tmp_path)
+    until(lambda: working(sglang_server.url) == 6, 60)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert code == 130, out + err
+    assert "Interrupted. To finish it: engine run --resume" in out
+    until(lambda: working(sglang_server.url) == 0, 5)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert list(RunStore.open(folder, readonly=True).trajectories()) == []
+
+
+def until(holds: Callable[[], bool], seconds: float) -> None:
+    """Wait for something; fail where it does not come about."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("worlds_are_found")
+async def test_episodes_go_on_elsewhere_when_their_server_is_killed(
+    sglang_server: Running, second_server: Running, make_spec: MakeSpec, tmp_path: Path
+) -> None:
+    rows = {"rows": [{"id": str(n), "n": n} for n in range(8)]}
+    expected = await rolled_out(make_spec(sglang_server.url, name="one", tasks=rows), tmp_path / "one")
+
+    loaded = load_spec(make_spec(second_server.url, sglang_server.url, name="two", tasks=rows))
+    form = load_format(loaded.spec.model, loaded.base)
+    backend: Any = open_backend(loaded, form)
+    await backend.start()
+    with RunStore.create(tmp_path / "two", RunHeader.of(loaded)) as store:
+        run = asyncio.create_task(Runner(loaded, load_tasks(loaded), form, backend, store).run())
+        async with asyncio.timeout(60):
+            while backend.stats()["turns"] < 8 or not backend.workers[0].in_flight:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        second_server.kill()
+        result = await run
+        stats = backend.stats()
+        await backend.close()
+        assert not result.faults
+        found = {trajectory.episode_id: trajectory for trajectory in store.trajectories()}
+        journals = {episode: store.journal(episode) for episode in found}
+
+    # a turn's seed decides what is sampled, so episodes are the same whichever server they were on
+    assert stats["failovers"] > 0
+    assert set(found) == set(expected)
+    assert len(found) == 24
+    for episode, trajectory in found.items():
+        same = expected[episode]
+        assert trajectory.outcome == same.outcome
+        assert [branch.input_ids.tolist() for branch in trajectory.branches] == [
+            branch.input_ids.tolist() for branch in same.branches
+        ]
+        replies = [entry for entry in journals[episode] if entry.record.kind == "generation"]
+        assert len(replies) == len(trajectory.turns)
+    turns = sum(len(trajectory.turns) for trajectory in found.values())
+    assert stats["turns"] == turns
+    assert stats["certificate"] == {"turns_checked": turns, "turns_unchecked": 0, "prompt_mismatches": 0}

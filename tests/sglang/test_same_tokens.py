@@ -1,0 +1,104 @@
+"""One request, several backends: greedy sampling gives the same tokens, and the chat endpoint the same text."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.backends.openai import OpenAIBackend
+from engine.backends.sglang.client import SGLangBackend
+from engine.errors import BackendError
+from engine.tokens.format import ChatFormat, load_format
+from schemas.episode import LocalBackend as LocalSpec
+from schemas.episode import ModelSpec
+from schemas.episode import OpenAIBackend as OpenAISpec
+from schemas.episode import SGLangBackend as Spec
+from schemas.generation import FinishReason, GenerateRequest, SamplingParams
+from schemas.message import Message
+
+GREEDY = SamplingParams(temperature=0.0)
+Running = Any
+
+
+@pytest.fixture(scope="module")
+def chat_format(tiny_model_dir: Path) -> ChatFormat:
+    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
+
+
+def request(ids: list[int], sampling: SamplingParams = GREEDY, **changes: Any) -> GenerateRequest:
+    fields: dict[str, Any] = {
+        "request_id": "r", "episode_id": "e", "turn": 0, "input_ids": ids, "sampling": sampling, "max_new_tokens": 48,
+        "stop_token_ids": [2], "seed": 0,
+    }  # fmt: skip
+    return GenerateRequest(**(fields | changes))
+
+
+async def test_greedy_sampling_gives_the_same_tokens_here_and_there(
+    sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path
+) -> None:
+    from engine.backends.local import open_local
+
+    loaded: Any = SimpleNamespace(
+        spec=SimpleNamespace(sampling=GREEDY, model=ModelSpec(path=str(tiny_model_dir))),
+        base=tiny_model_dir,
+        path=tiny_model_dir,
+    )
+    local = open_local(LocalSpec(device="cpu", dtype="float32"), chat_format, loaded)
+    remote = SGLangBackend(Spec(urls=[sglang_server.url]), chat_format, sampling=GREEDY, model=str(tiny_model_dir))
+    await local.start()
+    await remote.start()
+    try:
+        ids = chat_format.encode("<|im_start|>user\nWhat is 17 plus 25?<|im_end|>\n<|im_start|>assistant\n")
+        for turn in range(3):
+            here, there = await asyncio.gather(*(b.generate(request(ids, turn=turn)) for b in (local, remote)))
+            assert here.output_ids.tolist() == there.output_ids.tolist()
+            assert (here.finish.type, here.finish.matched) == (there.finish.type, there.finish.matched)
+            np.testing.assert_allclose(here.logprobs, there.logprobs, atol=1e-4)
+            ids = (
+                ids + here.output_ids.tolist() + chat_format.encode("<|im_end|>\n<|im_start|>user\nAgain.<|im_end|>\n")
+            )
+    finally:
+        await local.close()
+        await remote.close()
+
+
+async def test_the_chat_endpoint_answers_what_the_ids_say(
+    sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path
+) -> None:
+    messages = [Message(role="system", content="Be brief."), Message(role="user", content="What is 17 plus 25?")]
+    prompt = chat_format.render(messages, None)
+    native = SGLangBackend(Spec(urls=[sglang_server.url]), chat_format, sampling=GREEDY, model=str(tiny_model_dir))
+    chat = OpenAIBackend(OpenAISpec(url=f"{sglang_server.url}/v1", model="tiny"), chat_format)
+    await native.start()
+    await chat.start()
+    try:
+        exact = await native.generate(request(prompt))
+        said = await chat.generate(request([], messages=messages))
+        stopped = await chat.generate(request([], SamplingParams(temperature=0.0, stop=["e"]), messages=messages))
+    finally:
+        await native.close()
+        await chat.close()
+    assert said.text == chat_format.decode([token for token in exact.output_ids.tolist() if token != 2])
+    assert (len(said.output_ids), len(said.logprobs)) == (0, 0)
+    assert said.prompt_tokens == len(prompt)
+    assert said.finish == exact.finish
+    assert stopped.finish == FinishReason(type="stop", matched="e") or "e" not in (said.text or "")
+    assert stopped.text == (said.text or "").partition("e")[0]
+
+
+async def test_too_long_a_conversation_is_a_limit_at_the_chat_endpoint(
+    sglang_server: Running, chat_format: ChatFormat
+) -> None:
+    chat = OpenAIBackend(OpenAISpec(url=f"{sglang_server.url}/v1", model="tiny"), chat_format)
+    await chat.start()
+    try:
+        with pytest.raises(BackendError) as caught:
+            await chat.generate(request([], messages=[Message(role="user", content="x y z " * 4000)]))
+    finally:
+        await chat.close()
+    assert (caught.value.kind, caught.value.retryable) == ("context_overflow", False)

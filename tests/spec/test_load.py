@@ -1,0 +1,567 @@
+"""A spec file becomes a valid EpisodeSpec, or every error with its place and its fix."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import SpecError
+from engine.spec.diagnostic import Origin
+from engine.spec.load import LoadedSpec, load_document, load_spec, read_spec
+from engine.spec.resolve import MAX_EXTENDS
+from schemas.episode import LimitsSpec, LocalBackend, ScriptedBackend
+
+GOOD = """\
+spec: episode/v1
+name: demo
+model: {path: some-model}
+tasks: {source: inline, rows: [{question: "1 + 1"}]}
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, text: str) -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+def errors(name: str, *overrides: str) -> list[str]:
+    loaded, problems = read_spec(name, overrides)
+    assert loaded is None
+    return [str(problem) for problem in problems]
+
+
+def load(text: str, *overrides: str) -> LoadedSpec:
+    return load_spec(write("s.yaml", text), overrides)
+
+
+# ---- form
+
+
+def test_a_good_spec_loads_with_defaults_and_positions() -> None:
+    loaded = load(GOOD)
+    assert loaded.spec.name == "demo"
+    assert isinstance(loaded.spec.backend, LocalBackend)
+    assert loaded.spec.machine.preset == "tools_and_user"
+    assert loaded.origin(("model", "path")) == Origin("s.yaml", 3, 15)
+    assert loaded.origin(("model", "path"), key=True) == Origin("s.yaml", 3, 9)
+    assert loaded.origin(("limits", "user_turns")) == Origin("s.yaml", 1, 1)
+    assert loaded.path == Path.cwd() / "s.yaml"
+    assert loaded.base == Path.cwd()
+
+
+def test_every_error_comes_in_one_go_with_place_rule_and_fix() -> None:
+    write(
+        "s.yaml",
+        """\
+spec: episode/v1
+name: demo
+model: {pth: smollm2}
+backend:
+  kind: local
+  max_batch: "8"
+  dtype: f32
+tasks: {source: jsonl}
+temperature: 1.0
+tools:
+  - environments.tools.calculator:calculate
+  - {use: a:b, timout: 5s, with_: {}}
+machine:
+  preset: toolz
+  states:
+    A: {final: yes}
+  transitions:
+    - {trigger: 5, source: [a, 3], dest: x}
+rewards:
+  reassign:
+    - {at: A, op: tranfer, to: -1}
+    - {at: A, from: lst, share: 2}
+    - {at: A}
+    - {at: A, op: add, share: 0.5, value: 1}
+sampling: {temperature: hot, top_k: 5.0, stop: [""], logit_bias: {"5": x}}
+limits:
+  episode_seconds: 5 parsecs
+  user_turns: 0
+  tool_seconds: .nan
+prompt: {a: 1}
+user: x.y:Z
+""",
+    )
+    assert errors("s.yaml") == [
+        "s.yaml:3:1: error[spec.missing-key] `model` needs `path`; add `path: …` "
+        "(A folder, a hub id, or a name in the catalogue (`engine models` lists it))",
+        "s.yaml:3:9: error[spec.unknown-key] `pth` is no key of `model`; did you mean `path`?",
+        "s.yaml:6:14: error[spec.wrong-type] `backend.max_batch` must be a whole number; it is `8`; write 8 without quotes",
+        "s.yaml:7:10: error[spec.bad-value] `backend.dtype` must be one of auto, float32, bfloat16, float16; it is `f32`; "
+        "did you mean `float32`?",
+        "s.yaml:8:9: error[spec.bad-value] `tasks`: `source: jsonl` needs `path`",
+        "s.yaml:9:1: error[spec.unknown-key] `temperature` is no key of the spec; `temperature` belongs under `sampling`",
+        "s.yaml:11:5: error[spec.wrong-type] `tools[0]` must be a mapping; it is `environments.tools.calculator:calculate`; "
+        "write `{use: environments.tools.calculator:calculate}`",
+        "s.yaml:12:16: error[spec.unknown-key] `timout` is no key of `tools[1]`; did you mean `timeout`?",
+        "s.yaml:12:28: error[spec.unknown-key] `with_` is no key of `tools[1]`; did you mean `with`?",
+        "s.yaml:14:11: error[spec.bad-value] `machine.preset` must be one of single_turn, tools, tools_and_user, "
+        "retry_with_feedback; it is `toolz`; did you mean `tools`?",
+        "s.yaml:16:16: error[spec.wrong-type] `machine.states.A.final` must be true or false; it is `yes`; write true",
+        "s.yaml:18:17: error[spec.wrong-type] `machine.transitions[0].trigger` must be a string, or a list of strings; it is 5; "
+        'quote it: "5"',
+        's.yaml:18:32: error[spec.wrong-type] `machine.transitions[0].source[1]` must be a string; it is 3; quote it: "3"',
+        "s.yaml:21:19: error[spec.bad-value] `rewards.reassign[0].op` must be one of add, set, transfer; it is `tranfer`; "
+        "did you mean `transfer`?",
+        "s.yaml:21:32: error[spec.bad-value] `rewards.reassign[0].to` must be at least 0, or one of first, second, previous, "
+        "last, all, each; it is -1",
+        "s.yaml:22:21: error[spec.bad-value] `rewards.reassign[1].from` must be a whole number, or one of first, second, "
+        "previous, last, all, each; it is `lst`; did you mean `last`?",
+        "s.yaml:22:33: error[spec.bad-value] `rewards.reassign[1].share` must be at most 1; it is 2",
+        "s.yaml:23:7: error[spec.bad-value] `rewards.reassign[2]`: a transfer needs `from`: the turn that pays",
+        "s.yaml:24:24: error[spec.bad-value] `rewards.reassign[3]`: `from` and `share` belong to `op: transfer`, not to `add`",
+        "s.yaml:25:25: error[spec.wrong-type] `sampling.temperature` must be a number; it is `hot`",
+        "s.yaml:25:37: error[spec.wrong-type] `sampling.top_k` must be a whole number; it is 5.0; write 5",
+        "s.yaml:25:48: error[spec.bad-value] `sampling.stop`: an empty stop string would end every reply at once; remove it",
+        "s.yaml:25:72: error[spec.wrong-type] `sampling.logit_bias.5` must be a number; it is `x`",
+        "s.yaml:27:20: error[spec.bad-value] `limits.episode_seconds`: '5 parsecs' is no duration; "
+        "write 500ms, 5s, 2m, 1h or seconds",
+        "s.yaml:28:15: error[spec.bad-value] `limits.user_turns` must be at least 1; it is 0",
+        "s.yaml:29:17: error[spec.bad-value] `limits.tool_seconds` must be a finite number; it is nan",
+        "s.yaml:30:9: error[spec.wrong-type] `prompt` must be a list of mappings; it is a mapping",
+        "s.yaml:31:7: error[spec.wrong-type] `user` must be a mapping; it is `x.y:Z`; write `user: {use: x.y:Z}`",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        (
+            "backend: {kind: sglng, urls: [a]}",
+            "s.yaml:5:17: error[spec.bad-value] `backend.kind` must be one of local, sglang, openai, scripted; it is `sglng`; "
+            "did you mean `sglang`?",
+        ),
+        (
+            "backend: {device: cpu}",
+            "s.yaml:5:1: error[spec.missing-key] `backend` needs `kind`; add `kind: …`, one of local, sglang, openai, scripted",
+        ),
+        ("backend: local", "s.yaml:5:10: error[spec.wrong-type] `backend` must be a mapping; it is `local`"),
+        (
+            "backend: {kind: local, local: 1}",
+            "s.yaml:5:24: error[spec.unknown-key] `local` is no key of `backend`; known here: kind, device, dtype, max_batch, threads",
+        ),
+        (
+            "limits: {user_turns: yes}",
+            "s.yaml:5:22: error[spec.wrong-type] `limits.user_turns` must be a whole number; it is `yes`",
+        ),
+        (
+            "limits: {user_turns: true}",
+            "s.yaml:5:22: error[spec.wrong-type] `limits.user_turns` must be a whole number; it is true",
+        ),
+        (
+            "limits: {episode_tokens: 1e5}",
+            "s.yaml:5:26: error[spec.wrong-type] `limits.episode_tokens` must be a whole number; it is 100000.0; write 100000",
+        ),
+        (
+            "description: 5",
+            's.yaml:5:14: error[spec.wrong-type] `description` must be a string; it is 5; quote it: "5"',
+        ),
+        ("machine: []", "s.yaml:5:10: error[spec.wrong-type] `machine` must be a mapping; it is an empty list"),
+        (
+            "extnds: a.yaml",
+            "s.yaml:5:1: error[spec.unknown-key] `extnds` is no key of the spec; did you mean `extends`?",
+        ),
+    ],
+)
+def test_single_errors(lines: str, error: str) -> None:
+    assert errors(write("s.yaml", GOOD + lines + "\n")) == [error]
+
+
+def test_problems_of_form_and_of_content_come_together() -> None:
+    write("s.yaml", GOOD + "name: again\nlimits: {x: 1}\n")
+    assert [line.partition("] ")[0] for line in errors("s.yaml")] == [
+        "s.yaml:5:1: error[yaml.duplicate-key",
+        "s.yaml:6:10: error[spec.unknown-key",
+    ]
+
+
+def test_load_spec_raises_all_of_them() -> None:
+    write("s.yaml", GOOD + "a1: 1\nb1: 2\n")
+    with pytest.raises(SpecError) as caught:
+        load_spec("s.yaml")
+    assert [problem.path for problem in caught.value.diagnostics] == [("a1",), ("b1",)]
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"", "s.yaml:1:1: error[spec.empty] `s.yaml` is empty; begin with `spec: episode/v1`"),
+        (b"# nothing\n", "s.yaml:1:1: error[spec.empty] `s.yaml` is empty; begin with `spec: episode/v1`"),
+        (
+            b"- a\n",
+            "s.yaml:1:1: error[spec.wrong-type] a spec is a mapping of keys to values; begin with `spec: episode/v1`",
+        ),
+        (b"name: \xff\n", "s.yaml:1:1: error[spec.unreadable] `s.yaml` is not UTF-8 (byte 6); save it as UTF-8"),
+    ],
+)
+def test_files_that_hold_no_spec(content: bytes, error: str) -> None:
+    Path("s.yaml").write_bytes(content)
+    assert errors("s.yaml") == [error]
+
+
+def test_a_missing_file_names_the_nearest() -> None:
+    write("specs/quickstart.yaml", GOOD)
+    assert errors("specs/quickstrt.yaml") == [
+        "specs/quickstrt.yaml:1:1: error[spec.unreadable] `specs/quickstrt.yaml` cannot be read: No such file or directory; "
+        "did you mean `specs/quickstart.yaml`?"
+    ]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key() -> None:
+    Path("s.yaml").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    assert load_spec("s.yaml").origin(("spec",)) == Origin("s.yaml", 1, 7)
+
+
+# ---- extends
+
+
+def test_extends_merges_mappings_and_replaces_the_rest() -> None:
+    write("base.yaml", GOOD + "limits: {user_turns: 2, tool_calls: 4}\nsampling: {stop: [a, b]}\nuser: {use: a:b}\n")
+    loaded = load("extends: base.yaml\nname: child\nlimits: {user_turns: 5}\nsampling: {stop: [c]}\nuser: null\n")
+    assert (loaded.spec.name, loaded.spec.user) == ("child", None)
+    assert (loaded.spec.limits.user_turns, loaded.spec.limits.tool_calls) == (5, 4)
+    assert loaded.spec.sampling.stop == ["c"]
+    assert loaded.origin(("limits", "user_turns")) == Origin("s.yaml", 3, 22)
+    assert loaded.origin(("limits", "tool_calls")) == Origin("base.yaml", 5, 37, "extends base.yaml")
+    assert "extends" not in loaded.data
+
+
+def test_of_several_bases_later_ones_win() -> None:
+    write("one.yaml", GOOD + "limits: {user_turns: 1, tool_calls: 1}\n")
+    write("two.yaml", "limits: {user_turns: 2}\n")
+    loaded = load("extends: [one.yaml, two.yaml]\n")
+    assert (loaded.spec.limits.user_turns, loaded.spec.limits.tool_calls) == (2, 1)
+
+
+def test_an_error_in_a_base_names_both_files() -> None:
+    write("lib/base.yaml", GOOD + "limits: {usr_turns: 2}\n")
+    write("lib/middle.yaml", "extends: base.yaml\n")
+    assert errors(write("s.yaml", "extends: lib/middle.yaml\n")) == [
+        "lib/base.yaml:5:10 (extends base.yaml): error[spec.unknown-key] `usr_turns` is no key of `limits`; did you mean `user_turns`?"
+    ]
+
+
+def test_a_circle_is_named() -> None:
+    write("a.yaml", "extends: sub/b.yaml\n")
+    write("sub/b.yaml", "extends: ../c.yaml\n")
+    write("c.yaml", "extends: ./a.yaml\n")
+    assert errors("a.yaml") == [
+        "c.yaml:1:10 (extends ../c.yaml): error[spec.extends-cycle] `extends` goes in a circle: "
+        "a.yaml -> sub/b.yaml -> c.yaml -> a.yaml; remove one of them"
+    ]
+
+
+def test_a_diamond_is_no_circle() -> None:
+    write("root.yaml", GOOD)
+    write("left.yaml", "extends: root.yaml\ndescription: left\n")
+    write("right.yaml", "extends: root.yaml\n")
+    assert load("extends: [left.yaml, right.yaml]\n").spec.description == "left"
+
+
+def test_a_base_that_is_not_there() -> None:
+    write("base.yaml", GOOD)
+    assert errors(write("s.yaml", "extends: [bas.yaml]\n")) == [
+        "s.yaml:1:11: error[spec.extends] `bas.yaml` cannot be read: No such file or directory; did you mean `base.yaml`?"
+    ]
+
+
+@pytest.mark.parametrize("value", ["5", "{a: b}", "[[a]]", "''", "null"])
+def test_extends_takes_names_of_files(value: str) -> None:
+    (line,) = errors(write("s.yaml", f"extends: {value}\n"))
+    assert "error[spec.extends] `extends` takes a file's name, or a list of them" in line
+
+
+def test_a_chain_that_is_too_long_is_refused() -> None:
+    for index in range(MAX_EXTENDS + 2):
+        write(f"f{index}.yaml", f"extends: f{index + 1}.yaml\n")
+    (line,) = errors("f0.yaml")
+    assert f"more than {MAX_EXTENDS} files extend each other" in line
+
+
+def test_another_kind_of_backend_replaces_the_bases_whole() -> None:
+    write("base.yaml", GOOD + "backend: {kind: local, max_batch: 8}\n")
+    loaded = load("extends: base.yaml\nbackend: {kind: scripted, replies: [a]}\n")
+    assert loaded.spec.backend == ScriptedBackend(replies=["a"])
+    same = load("extends: base.yaml\nbackend: {kind: local, device: cpu}\n")
+    assert same.spec.backend == LocalBackend(device="cpu", max_batch=8)
+
+
+def test_a_preset_by_name_is_extended_and_replaces() -> None:
+    write("base.yaml", GOOD + "machine: tools\n")
+    loaded = load("extends: base.yaml\nmachine: {states: {EXTRA: {action: step}}}\n")
+    assert loaded.spec.machine.preset == "tools"
+    assert list(loaded.spec.machine.states) == ["EXTRA"]
+    write("base.yaml", GOOD + "machine: {preset: tools, states: {EXTRA: {action: step}}}\n")
+    assert load("extends: base.yaml\nmachine: single_turn\n").spec.machine.states == {}
+
+
+# ---- ${ENV}
+
+
+def test_variables_are_filled_in_and_read_as_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNS", "3")
+    monkeypatch.setenv("WHERE", "models/x")
+    loaded = load(
+        GOOD
+        + "limits: {user_turns: \"${TURNS}\", tool_seconds: '${SECONDS_EACH:2.5}'}\n"
+        + "description: in ${WHERE}/${NAME_HERE:y}, costs $${PRICE}\n"
+    )
+    assert loaded.spec.limits.user_turns == 3
+    assert loaded.spec.limits.tool_seconds == 2.5
+    assert loaded.spec.description == "in models/x/y, costs ${PRICE}"
+    assert loaded.origin(("limits", "user_turns")) == Origin("s.yaml", 5, 22, "${TURNS}")
+    assert loaded.origin(("description",)) == Origin("s.yaml", 6, 14, "${WHERE}, ${NAME_HERE}")
+
+
+def test_where_text_is_wanted_a_variables_text_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REVISION", "0123")
+    monkeypatch.setenv("STOP", "7")
+    loaded = load(
+        GOOD + "description: ${REVISION}\nsampling: {stop: ['${STOP}']}\nuser: {use: a:b, with: {n: '${STOP}'}}\n"
+    )
+    assert loaded.spec.description == "0123"
+    assert loaded.data["description"] == "0123"
+    assert loaded.spec.sampling.stop == ["7"]
+    assert loaded.spec.user is not None
+    assert loaded.spec.user.with_ == {"n": 7}
+
+
+def test_a_block_scalar_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("N", "5")
+    assert load(GOOD + "user: {use: a:b}\ndescription: |-\n  ${N}\n").spec.description == "5"
+
+
+def test_an_unset_variable_is_an_error_with_its_place() -> None:
+    os.environ.pop("NOT_SET_HERE", None)
+    assert errors(write("s.yaml", GOOD + "description: a ${NOT_SET_HERE} b\n")) == [
+        "s.yaml:5:14: error[spec.env-unset] the environment variable `NOT_SET_HERE` is not set; "
+        "set it, or give a default: `${NOT_SET_HERE:default}`"
+    ]
+
+
+@pytest.mark.parametrize("text", ["${1x}", "${}", "${a b}", "${open"])
+def test_what_is_no_variable(text: str) -> None:
+    (line,) = errors(write("s.yaml", GOOD + f"description: '{text}'\n"))
+    assert line == (
+        f"s.yaml:5:14: error[spec.env] `{text}` names no environment variable; "
+        "write `${NAME}` or `${NAME:default}`; a literal `${` is `$${`"
+    )
+
+
+def test_a_variable_that_was_overridden_need_not_be_set() -> None:
+    os.environ.pop("NOT_SET_HERE", None)
+    loaded = load(GOOD + "description: ${NOT_SET_HERE}\n", "description=given")
+    assert loaded.spec.description == "given"
+
+
+def test_a_wrong_value_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNS", "many")
+    assert errors(write("s.yaml", GOOD + "limits: {user_turns: '${TURNS}'}\n")) == [
+        "s.yaml:5:22 (${TURNS}): error[spec.wrong-type] `limits.user_turns` must be a whole number; it is `many`"
+    ]
+
+
+def test_a_variable_cannot_bring_structure_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEXT", "{a: 1}")
+    assert load(GOOD + "user: {use: a:b, with: {x: '${TEXT}'}}\n").data["user"]["with"] == {"x": "{a: 1}"}
+
+
+# ---- --set
+
+
+def test_overrides_reach_everywhere_and_are_read_as_yaml() -> None:
+    loaded = load(
+        GOOD + "tools:\n  - {use: a:b}\n  - {use: c:d}\n",
+        "limits.user_turns=2",
+        "tools.1.timeout=500ms",
+        "sampling.stop=[x, 'y']",
+        "user.use=e:f",
+        "model.revision=0123",
+        "description=a=b",
+    )
+    assert loaded.spec.limits == LimitsSpec(user_turns=2)
+    assert [tool.timeout for tool in loaded.spec.tools] == [None, 0.5]
+    assert loaded.spec.sampling.stop == ["x", "y"]
+    assert loaded.spec.user is not None
+    assert loaded.spec.model.revision == "0123"
+    assert loaded.spec.description == "a=b"
+    assert loaded.origin(("tools", 1, "timeout")) == Origin("--set", 1, 17, "--set tools.1.timeout=500ms")
+
+
+def test_the_last_override_wins() -> None:
+    assert load(GOOD, "name=a", "name=b").spec.name == "b"
+
+
+def test_an_override_can_take_a_value_away() -> None:
+    assert load(GOOD + "user: {use: a:b}\n", "user=").spec.user is None
+
+
+def test_another_kind_by_override_drops_what_belonged_to_the_old() -> None:
+    loaded = load(GOOD + "backend: {kind: local, max_batch: 8}\n", "backend.kind=scripted", "backend.replies=[a]")
+    assert loaded.spec.backend == ScriptedBackend(replies=["a"])
+
+
+def test_another_source_of_tasks_keeps_what_every_source_has() -> None:
+    text = GOOD.partition("tasks:")[0] + "tasks: {source: jsonl, path: a.jsonl, map: {q: question}, limit: 3}\n"
+    loaded = load(text, "tasks.source=hub", "tasks.path=org/set", "tasks.split=test")
+    assert loaded.data["tasks"] == {
+        "source": "hub",
+        "map": {"q": "question"},
+        "limit": 3,
+        "path": "org/set",
+        "split": "test",
+    }
+
+
+def test_an_override_may_name_a_preset() -> None:
+    loaded = load(GOOD + "machine: tools\n", "machine=single_turn", "machine.initial=PENDING")
+    assert (loaded.spec.machine.preset, loaded.spec.machine.initial) == ("single_turn", "PENDING")
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        (
+            "limits.usr_turns=2",
+            "--set limits.usr_turns=2: error[spec.unknown-key] `usr_turns` is no key of `limits`; did you mean `user_turns`?",
+        ),
+        (
+            "limts.user_turns=2",
+            "--set limts.user_turns=2: error[spec.unknown-key] `limts` is no key of the spec; did you mean `limits`?",
+        ),
+        ("name", "--set name: error[spec.set] `name` is no override; write `--set a.b=value`"),
+        ("a..b=1", "--set a..b=1: error[spec.set] `a..b=1` is no override; write `--set a.b=value`"),
+        ("name.x=1", "--set name.x=1: error[spec.set] `name` is a single value and has no `x`; set `name` whole"),
+        (
+            "tasks.rows.1.a=1",
+            "--set tasks.rows.1.a=1: error[spec.set] `tasks.rows` is a list and has no item `1`; its items are 0 to 0; set the list whole",
+        ),
+        (
+            "tasks.rows.x=1",
+            "--set tasks.rows.x=1: error[spec.set] `tasks.rows` is a list and has no item `x`; its items are 0 to 0; set the list whole",
+        ),
+        (
+            "limits.user_turns=two",
+            "--set limits.user_turns=two: error[spec.wrong-type] `limits.user_turns` must be a whole number; it is `two`",
+        ),
+        (
+            "sampling.stop=[a",
+            "--set sampling.stop=[a: error[spec.set] the value is no YAML: while parsing a flow sequence: did not find expected ',' or ']'; quote it",
+        ),
+    ],
+)
+def test_wrong_overrides_are_named(override: str, error: str) -> None:
+    assert errors(write("s.yaml", GOOD), override) == [error]
+
+
+# ---- where files are
+
+
+def test_a_path_is_relative_to_the_file_that_it_is_written_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Path.cwd()
+    write("lib/base.yaml", GOOD + "backend: {kind: scripted, replies: r.yaml}\n")
+    write("specs/s.yaml", "extends: ../lib/base.yaml\nmodel: {chat_template: t.jinja}\n")
+    loaded = load_spec("specs/s.yaml", ["model.tokenizer=tok"])
+    assert loaded.resolve("r.yaml", ("backend", "replies")) == here / "lib/r.yaml"
+    assert loaded.resolve("t.jinja", ("model", "chat_template")) == here / "specs/t.jinja"
+    assert loaded.resolve("tok", ("model", "tokenizer")) == here / "tok"
+    assert loaded.resolve("any.txt") == here / "specs/any.txt"
+    assert loaded.resolve("/abs/x") == Path("/abs/x")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert loaded.resolve("~/x") == Path("/home/someone/x")
+
+
+def test_a_character_inside_a_value_has_a_place() -> None:
+    loaded = load(
+        GOOD
+        + "rewards:\n  reassign:\n"
+        + "    - {at: A, op: add, value: 1, when: a && b}\n"
+        + '    - {at: A, op: add, value: 1, when: "a && b"}\n'
+        + "    - at: A\n      op: add\n      value: 1\n      when: >-\n        a &&\n        b\n"
+        + "    - at: A\n      op: add\n      value: 1\n      when: a &&\n        b\n"
+    )
+    places = [loaded.inside(("rewards", "reassign", index, "when"), 5) for index in range(4)]
+    assert [(place.line, place.column) for place in places] == [(7, 45), (8, 46), (14, 9), (19, 9)]
+
+
+def test_other_documents_are_read_by_the_same_rules() -> None:
+    write("limits.yaml", "user_turns: 3\ntool_seconds: 5s\n")
+    limits, document = load_document("limits.yaml", LimitsSpec)
+    assert (limits.user_turns, limits.tool_seconds) == (3, 5.0)
+    assert document.origin(("tool_seconds",)) == Origin("limits.yaml", 2, 15)
+    write("limits.yaml", "user_trns: 3\n")
+    with pytest.raises(SpecError) as caught:
+        load_document("limits.yaml", LimitsSpec)
+    assert str(caught.value) == (
+        "limits.yaml:1:1: error[spec.unknown-key] `user_trns` is no key of the spec; did you mean `user_turns`?"
+    )
+
+
+# ---- never a traceback
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=12)
+    | st.sampled_from(["${A}", "${A:1}", "$${", "tools", "5s"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["use", "with", "kind", "path", "at", "from", "rows", "source", "x", "extends"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=15,
+)
+KEYS = [
+    "spec",
+    "name",
+    "model",
+    "backend",
+    "sampling",
+    "tasks",
+    "prompt",
+    "environment",
+    "tools",
+    "user",
+    "machine",
+    "limits",
+]
+KEYS += ["rewards", "recover", "rollout", "extends", "zzz"]
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from(KEYS), values, max_size=8), st.lists(st.text(max_size=12), max_size=2))
+def test_no_document_raises(document: dict[str, object], overrides: list[str]) -> None:
+    Path("fuzz.yaml").write_text(yaml.safe_dump(document, allow_unicode=True), encoding="utf-8", errors="replace")
+    loaded, problems = read_spec("fuzz.yaml", overrides)
+    assert (loaded is None) == any(problem.severity == "error" for problem in problems)
+    for problem in problems:
+        assert problem.origin is not None
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=60))
+def test_no_bytes_raise(content: bytes) -> None:
+    Path("fuzz.yaml").write_bytes(content)
+    loaded, problems = read_spec("fuzz.yaml")
+    assert loaded is None
+    assert problems

@@ -1,0 +1,183 @@
+"""Contracts survive the store bit for bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import StoreError, WorldError
+from engine.store import codec
+from schemas.environment import Reset, Step, UserTurn
+from schemas.generation import FinishReason, Generation, VersionSpan
+from schemas.journal import (
+    FailureRecord,
+    GenerationRecord,
+    JournalEntry,
+    LimitRecord,
+    Record,
+    ResetRecord,
+    ScoreRecord,
+    StepRecord,
+    ToolsRecord,
+    UserRecord,
+)
+from schemas.message import ImagePart, Message, TextPart, ToolResult
+from schemas.reward import RewardEvent
+from schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory
+
+
+def through(record: Record, at: float = 1.5, seconds: float = 0.25) -> JournalEntry:
+    kind, payload, tokens = codec.write_record(record)
+    return codec.read_entry((3, "A", "e", "B", kind, payload, tokens, at, seconds))
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('abc\u00e9\n"\\'), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(bits=st.lists(st.integers(0, 2**32 - 1), max_size=50), ids=st.data())
+def test_token_arrays_return_bit_equal_whatever_the_bits(bits: list[int], ids: Any) -> None:
+    logprobs = np.array(bits, np.uint32).view(np.float32)
+    output = ids.draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=len(bits), max_size=len(bits)))
+    generation = Generation(output_ids=output, logprobs=logprobs, finish=FinishReason(type="length"))
+    back = through(GenerationRecord(generation=generation)).record
+    assert isinstance(back, GenerationRecord)
+    assert back.generation.output_ids.dtype == np.int32
+    assert back.generation.output_ids.tolist() == output
+    assert back.generation.logprobs.dtype == np.float32
+    assert back.generation.logprobs.view(np.uint32).tolist() == bits
+
+
+@given(
+    facts=st.dictionaries(st.text("xyz"), json_values, max_size=4),
+    value=st.floats(allow_nan=False, allow_infinity=False),
+)
+def test_records_return_equal(facts: dict[str, Any], value: float) -> None:
+    event = RewardEvent(value=value, cause="c", source="user")
+    records: list[Record] = [
+        ResetRecord(reset=Reset(messages=[Message(role="user", content="q")], facts=facts)),
+        ToolsRecord(results=[ToolResult(call_id="call_0_0", name="t", content="x", rewards=[event], facts=facts)]),
+        UserRecord(turn=UserTurn(content="no", rewards=[event], facts=facts), canned=True),
+        StepRecord(step=Step(event="e", rewards=[event], facts=facts)),
+        ScoreRecord(rewards=[event, RewardEvent(turn=1, op="transfer", to="first", share=0.3)]),
+        LimitRecord(limit="user_turns", value=value),
+        FailureRecord(failure=Failure(kind="k", blame="tool", message="m", trace="t")),
+    ]
+    for record in records:
+        entry = through(record, at=abs(value))
+        assert entry.record == record
+        assert (entry.seq, entry.state, entry.event, entry.dest, entry.at) == (3, "A", "e", "B", abs(value))
+
+
+def test_a_generation_keeps_what_is_beside_its_arrays() -> None:
+    generation = Generation(
+        output_ids=[5, 6, 7],
+        logprobs=[-0.5, -1.25, -0.0],
+        finish=FinishReason(type="stop", matched="</answer>"),
+        versions=[VersionSpan(version=3, start=0, end=1), VersionSpan(version=4, start=1, end=3)],
+        prompt_tokens=11,
+        cached_tokens=9,
+        seconds=0.1,
+        queue_seconds=0.05,
+    )
+    back = through(GenerationRecord(generation=generation)).record.generation  # type: ignore[union-attr]
+    arrays = {"output_ids", "logprobs"}
+    assert back.model_dump(exclude=arrays) == generation.model_dump(exclude=arrays)
+
+
+def test_nan_and_infinity_in_facts_stay_what_they_are() -> None:
+    facts = {"nan": math.nan, "up": math.inf, "down": [-math.inf]}
+    back = through(UserRecord(turn=UserTurn(content="x", facts=facts))).record.turn.facts  # type: ignore[union-attr]
+    assert math.isnan(back.pop("nan"))
+    assert back == {"up": math.inf, "down": [-math.inf]}
+
+
+def test_numpy_values_in_facts_become_plain_numbers() -> None:
+    facts = {"score": np.float64(0.5), "row": np.arange(3), "yes": np.bool_(True)}
+    back = through(UserRecord(turn=UserTurn(content="x", facts=facts))).record
+    assert back.turn.facts == {"score": 0.5, "row": [0, 1, 2], "yes": True}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("value", [object(), "\ud800", b"\xff"])
+def test_what_json_cannot_say_is_the_worlds_fault(value: Any) -> None:
+    record = UserRecord(turn=UserTurn(content="x", facts={"bad": value}))
+    with pytest.raises(WorldError, match="Facts, results and task fields must be JSON") as caught:
+        codec.write_record(record)
+    assert (caught.value.kind, caught.value.blame) == ("not_json", "user")
+
+
+spans = st.lists(
+    st.tuples(st.sampled_from(["prompt", "generated", "bridge", "closing"]), st.integers(0, 5)), max_size=8
+)
+
+
+@settings(deadline=None)
+@given(kinds=spans, seed=st.integers(0, 2**32 - 1))
+def test_a_branch_returns_equal_though_its_mask_and_turns_are_derived(kinds: list[tuple[Any, int]], seed: int) -> None:
+    made, start, turn = [], 0, 0
+    for kind, size in kinds:
+        made.append(Span(kind=kind, start=start, end=start + size, turn=turn if kind == "generated" else -1))
+        turn += kind == "generated"
+        start += size
+    rng = np.random.default_rng(seed)
+    mask = np.array([kind == "generated" for kind, size in kinds for _ in range(size)], np.int32)
+    branch = Branch(
+        index=2,
+        reason="history rewritten",
+        spans=made,
+        input_ids=rng.integers(0, 2**31, start),
+        loss_mask=mask,
+        logprobs=rng.normal(size=start) * mask,
+        weight_versions=np.where(mask, 7, -1),
+        turn_ids=[span.turn for span in made for _ in range(span.end - span.start)],
+    )
+    back = codec.read_branch(codec._write_branch(branch, "t/0"))
+    assert (back.index, back.reason, back.spans) == (branch.index, branch.reason, branch.spans)
+    for name in ("input_ids", "loss_mask", "logprobs", "weight_versions", "turn_ids"):
+        array, expected = getattr(back, name), getattr(branch, name)
+        assert array.dtype == expected.dtype
+        assert array.tobytes() == expected.tobytes()
+
+
+def test_a_branch_whose_mask_is_not_its_spans_is_refused() -> None:
+    branch = Branch(
+        index=0,
+        spans=[Span(kind="prompt", start=0, end=1), Span(kind="generated", start=1, end=3, turn=0)],
+        input_ids=[1, 2, 3],
+        loss_mask=[0, 1, 0],
+        logprobs=[0, -1, -1],
+        weight_versions=[-1, 0, 0],
+        turn_ids=[-1, 0, 0],
+    )
+    trajectory = Trajectory(
+        run_id="r",
+        episode_id="t/0",
+        task_id="t",
+        sample_index=0,
+        seed=1,
+        history="branch",
+        outcome=Outcome(state="DONE", event="answered"),
+        messages=[],
+        turns=[],
+        branches=[branch],
+    )
+    with pytest.raises(StoreError, match="t/0: the arrays of branch 0 are not those of its spans"):
+        codec.write_trajectory(trajectory)
+
+
+def test_messages_with_images_return_equal() -> None:
+    parts = [TextPart(text="look"), ImagePart(image="sha256:00", mime="image/png", width=3, height=4)]
+    record = ResetRecord(reset=Reset(messages=[Message(role="user", content=parts)]))
+    assert through(record).record == record

@@ -1,0 +1,241 @@
+"""Group commits: who waits for what, and what one failure may cost."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import StoreError
+from engine.store import RunStore, writer
+from engine.store.writer import Track
+
+
+def count_commits(store: RunStore) -> list[str]:
+    """Statements that the writing connection runs from now on."""
+    seen: list[str] = []
+    store._writer._connection.set_trace_callback(seen.append)  # type: ignore[union-attr]
+    return seen
+
+
+async def test_entries_of_one_moment_are_one_commit(store: RunStore, maker: Any) -> None:
+    for index in range(200):
+        await store.begin(maker.task(index), 0)
+    seen = count_commits(store)
+    await asyncio.gather(*(store.append(f"t{index}/0", maker.entry(0, index)) for index in range(200)))
+    assert seen.count("COMMIT") == 1
+    assert [len(store.journal(f"t{index}/0")) for index in range(200)] == [1] * 200
+
+
+async def test_a_commit_wakes_a_loop_once(store: RunStore, maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index in range(100):
+        await store.begin(maker.task(index), 0)
+    loop = asyncio.get_running_loop()
+    calls: list[Any] = []
+    inner = loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args, **kw: (calls.append(args), inner(*args, **kw))[1])
+    await asyncio.gather(*(store.append(f"t{index}/0", maker.entry(0, index)) for index in range(100)))
+    assert len(calls) == 1
+
+
+async def test_one_bad_write_fails_alone(store: RunStore, maker: Any) -> None:
+    for index in range(20):
+        await store.begin(maker.task(index), 0)
+    await store.append("t7/0", maker.entry(0, 7))
+    store._tracks["t7/0"].next = 0  # the same step again
+    results = await asyncio.gather(
+        *(store.append(f"t{index}/0", maker.entry(0, index)) for index in range(20)), return_exceptions=True
+    )
+    assert [index for index, result in enumerate(results) if result is not None] == [7]
+    assert isinstance(results[7], StoreError)
+    assert "the same step was written twice" in str(results[7])
+    assert [len(store.journal(f"t{index}/0")) for index in range(20)] == [1] * 20
+    with pytest.raises(StoreError, match="t7/0 takes no more entries"):
+        await store.append("t7/0", maker.entry(1, 7))
+    await store.append("t8/0", maker.entry(1, 8))
+
+
+async def test_after_a_failed_write_the_episode_has_no_gap(store: RunStore, maker: Any) -> None:
+    await store.begin(maker.task(), 0)
+    await store.append("t0/0", maker.entry(0))
+    store._tracks["t0/0"].next = 0
+    results = await asyncio.gather(
+        *(store.append("t0/0", maker.entry(seq)) for seq in range(4)), return_exceptions=True
+    )
+    assert [type(result) for result in results] == [StoreError] * 4
+    assert [entry.seq for entry in store.journal("t0/0")] == [0]
+
+
+async def test_a_cancelled_append_is_written_all_the_same(store: RunStore, maker: Any) -> None:
+    await store.begin(maker.task(), 0)
+    task = asyncio.create_task(store.append("t0/0", maker.entry(0)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await store.append("t0/0", maker.entry(1))
+    assert maker.same(store.journal("t0/0"), [maker.entry(0), maker.entry(1)])
+
+
+async def test_what_waits_to_be_written_is_bounded(
+    store: RunStore, maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "BOUND", 20_000)
+    for index in range(100):
+        await store.begin(maker.task(index), 0)
+    lane = store._writer._lanes[asyncio.get_running_loop()]  # type: ignore[union-attr]
+    most, inner = 0, writer._Lane.put
+
+    def put(self: Any, write: Any) -> None:
+        nonlocal most
+        inner(self, write)
+        most = max(most, self._weight)
+
+    monkeypatch.setattr(writer._Lane, "put", put)
+    entries = [maker.entry(seq, tokens=256) for seq in range(6)]
+
+    async def episode(index: int) -> None:
+        for entry in entries:
+            await store.append(f"t{index}/0", entry)
+
+    await asyncio.gather(*(episode(index) for index in range(100)))
+    assert [len(store.journal(f"t{index}/0")) for index in range(100)] == [6] * 100
+    assert 20_000 < most < 20_000 + 3_000  # one write over: the last that found room
+    assert (lane._weight, len(lane.parked)) == (0, 0)
+
+
+async def test_a_cancelled_wait_for_room_leaves_no_gap(
+    store: RunStore, maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "BOUND", 0)
+    for index in range(3):
+        await store.begin(maker.task(index), 0)
+    tasks = [asyncio.create_task(store.append(f"t{index}/0", maker.entry(0, index))) for index in range(3)]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [type(None), asyncio.CancelledError, type(None)]
+    await store.append("t1/0", maker.entry(0, 1))
+    assert [len(store.journal(f"t{index}/0")) for index in range(3)] == [1, 1, 1]
+
+
+def test_several_event_loops_write_to_one_store(tmp_path: Path, maker: Any) -> None:
+    with RunStore.create(tmp_path, maker.header()) as store:
+
+        async def episodes(base: int) -> None:
+            async def one(index: int) -> None:
+                await store.begin(maker.task(index), 0)
+                for seq in range(5):
+                    await store.append(f"t{index}/0", maker.entry(seq, index))
+
+            await asyncio.gather(*(one(base + number) for number in range(10)))
+
+        threads = [threading.Thread(target=lambda base=base: asyncio.run(episodes(base))) for base in (0, 10, 20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for index in range(30):
+            assert maker.same(store.journal(f"t{index}/0"), [maker.entry(seq, index) for seq in range(5)])
+
+
+async def test_a_full_disk_is_a_store_error_and_what_was_written_stays_readable(store: RunStore, maker: Any) -> None:
+    for index in range(30):
+        await store.begin(maker.task(index), 0)
+    await store._writer.do(lambda c: c.execute(f"PRAGMA max_page_count = {c.execute('PRAGMA page_count').fetchone()[0] + 4}"))  # type: ignore[union-attr]  # fmt: skip
+    written, refused = {}, []
+
+    async def episode(index: int) -> None:
+        written[index] = 0
+        for seq in range(10):
+            try:
+                await store.append(f"t{index}/0", maker.entry(seq, index, 64))
+            except StoreError as error:
+                refused.append(str(error))
+                return
+            written[index] += 1
+
+    await asyncio.wait_for(asyncio.gather(*(episode(index) for index in range(30))), 30)
+    assert len(refused) == 30
+    assert set(refused) == {
+        f"cannot write {store.folder / 'run.db'}: database or disk is full; make room on the disk and resume the run"
+    }
+    assert sum(written.values()) > 0
+    for index, count in written.items():
+        assert maker.same(store.journal(f"t{index}/0"), [maker.entry(seq, index, 64) for seq in range(count)])
+    await store._writer.do(lambda c: c.execute("PRAGMA max_page_count = 1000000"))  # type: ignore[union-attr]
+    await store.begin(maker.task(99), 0)
+    await store.append("t99/0", maker.entry(0, 99))
+    with sqlite3.connect(store.folder / "run.db") as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+FILE_LIMIT = """
+import asyncio, resource, signal, sys
+sys.path[:0] = [sys.argv[2]]
+from pathlib import Path
+from conftest import make_entry, make_header, make_task
+from engine.errors import StoreError
+from engine.store import RunStore
+
+async def main():
+    store = RunStore.create(Path(sys.argv[1]), make_header())
+    for index in range(8):
+        await store.begin(make_task(index), 0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
+    async def episode(index):
+        for seq in range(1000):
+            try:
+                await store.append(f"t{index}/0", make_entry(seq, index, 64))
+            except StoreError as error:
+                return seq, str(error)
+    for index, (count, error) in enumerate(await asyncio.wait_for(asyncio.gather(*map(episode, range(8))), 60)):
+        print(index, count, error.partition("run.db: ")[2])
+    store.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_file_that_may_not_grow_fails_every_waiter_and_stays_whole(tmp_path: Path, maker: Any) -> None:
+    command = [sys.executable, "-c", FILE_LIMIT, str(tmp_path), str(Path(__file__).parent)]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    lines = [line.split(" ", 2) for line in out.stdout.splitlines()]
+    assert [line[0] for line in lines] == [str(index) for index in range(8)], out.stderr
+    run = next(tmp_path.iterdir())
+    with sqlite3.connect(run / "run.db") as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    with RunStore.open(run, readonly=True) as store:
+        for index, count, error in lines:
+            assert "make room on the disk and resume the run" in error
+            assert maker.same(
+                store.journal(f"t{index}/0"), [maker.entry(seq, int(index), 64) for seq in range(int(count))]
+            )
+
+
+async def test_a_writer_that_breaks_wakes_everybody_with_the_reason(
+    store: RunStore, maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(5):
+        await store.begin(maker.task(index), 0)
+
+    def broken(self: Any, writes: Any) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(writer.Writer, "_commit_all", broken)
+    waits = [store.append(f"t{index}/0", maker.entry(0, index)) for index in range(5)]
+    results = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 10)
+    assert [str(result) for result in results] == [f"cannot write {store.folder / 'run.db'}: no memory"] * 5
+    with pytest.raises(StoreError, match="no memory"):
+        await store.begin(maker.task(9), 0)
+
+
+def test_a_track_stands_at_its_next_entry() -> None:
+    track = Track(3, 1, 4)
+    assert (track.number, track.attempt, track.next, track.broken, track.closing) == (3, 1, 4, None, False)

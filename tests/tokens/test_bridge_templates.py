@@ -1,0 +1,161 @@
+"""The generic bridge: what is proved, what is refused, and that wrappers give what the template gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from chat_kit import make_tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import RenderError
+from engine.tokens.format import load_format
+from engine.tokens.proof import (
+    ASSISTANT,
+    BLANK,
+    CALLS,
+    MARKED,
+    ODD,
+    REASONS,
+    SYSTEM,
+    TOOL,
+    USER,
+    Trail,
+    View,
+    kind_of,
+    prove,
+)
+from engine.tokens.template import TemplateFormat
+from engine.tokens.wrapper import make_wrapper
+from schemas.episode import ModelSpec
+
+Formats = Callable[..., TemplateFormat]
+
+HISTORIES: dict[str, tuple[list[int], list[int]]] = {
+    "user": ([USER, ASSISTANT], [USER]),
+    "system, user": ([SYSTEM, USER, ASSISTANT], [USER]),
+    "reasoning, then user": ([USER, ASSISTANT + REASONS], [USER]),
+    "call, then tool": ([USER, ASSISTANT + CALLS + BLANK], [TOOL]),
+    "reasoned call, then tool": ([USER, ASSISTANT + REASONS + CALLS + BLANK], [TOOL]),
+    "reasoned call, tool, answer, user": ([USER, ASSISTANT + REASONS + CALLS, TOOL, ASSISTANT], [USER]),
+    "nothing": ([USER, ASSISTANT], []),
+}
+BRIDGE, REWRITE, NONE = "bridge", "rewrite", "none"
+# A template that shows no calls has no bridge after one: such replies are shown to it as they were written.
+WANTED = {
+    "thinking": [BRIDGE, BRIDGE, REWRITE, BRIDGE, BRIDGE, REWRITE, REWRITE],
+    "plain": [BRIDGE, BRIDGE, REWRITE, NONE, NONE, BRIDGE, BRIDGE],
+    "alternating": [BRIDGE, NONE, REWRITE, NONE, NONE, NONE, BRIDGE],
+    "unmarked": [NONE] * 7,
+    "counting": [REWRITE, REWRITE, REWRITE, NONE, NONE, REWRITE, REWRITE],
+    "dropping": [BRIDGE, BRIDGE, REWRITE, NONE, NONE, BRIDGE, BRIDGE],
+    "prefilled": [BRIDGE, BRIDGE, BRIDGE, NONE, NONE, BRIDGE, BRIDGE],
+}
+
+
+@pytest.mark.parametrize("template", WANTED)
+def test_what_is_bridged_and_what_begins_a_branch(formats: Formats, template: str) -> None:
+    form = formats(template, renderer="template")
+    found = []
+    for kinds, new in HISTORIES.values():
+        verdict = prove(form, bytes(kinds), bytes(new), None)
+        found.append(NONE if not verdict.bridged else REWRITE if verdict.rewrites else BRIDGE)
+    assert dict(zip(HISTORIES, found, strict=True)) == dict(zip(HISTORIES, WANTED[template], strict=True))
+
+
+def test_what_the_template_writes_is_what_transformers_writes(formats: Formats) -> None:
+    for template in WANTED:
+        form = formats(template, renderer="template")
+        messages = [
+            {"role": "user", "content": " Hm? "},
+            {"role": "assistant", "content": "42"},
+            {"role": "user", "content": "é"},
+        ]
+        wanted = form.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert form.render(messages) == list(wanted)
+
+
+CONTENT = st.lists(
+    st.sampled_from(
+        ["Try again.", " ", "\n", "\n\n", ".", "42", "é🙂", '"', "{{ x }}", "(x)", "\t", "<b>", "<|im_end|>"]
+    ),
+    max_size=6,
+).map("".join)
+
+
+@pytest.mark.parametrize("template", ["thinking", "plain", "alternating", "prefilled"])
+@given(contents=st.lists(CONTENT, min_size=1, max_size=3), closed=st.booleans())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_wrapper_gives_what_the_template_gives(
+    formats: Formats, template: str, contents: list[str], closed: bool
+) -> None:
+    form = formats(template, renderer="template")
+    role = "user" if template == "alternating" else "tool"
+    new: list[View] = [{"role": role, "content": text} for text in contents[: 1 if template == "alternating" else 3]]
+    reply: View = {"role": "assistant", "content": "42"}
+    last = form.close_id if closed else None
+    assert form._extension(reply, new, None, last) == form.extension(reply, new, None, last)
+
+
+def test_wrappers_are_made_only_of_what_is_copied(formats: Formats, tmp_path: Path) -> None:
+    reply: View = {"role": "assistant", "content": "42"}
+    new: list[View] = [{"role": "tool", "content": "1", "name": "f", "tool_call_id": "call_0_0"}]
+    assert make_wrapper(formats("plain"), reply, new, None, None) is not None
+    changes = {
+        "escaped": "m.content | tojson",
+        "upper": "m.content | upper",
+        "by id": "m.tool_call_id | default('') + m.content",
+        "twice": "m.content + ' ' + m.content",
+    }
+    for name, expression in changes.items():
+        source = (
+            "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+            "{% if m.role == 'tool' %}{{ " + expression + " }}{% else %}{{ m.content }}{% endif %}"
+            "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+        )
+        form = load_format(ModelSpec(path=str(make_tokenizer(tmp_path / name, source)), renderer="template"), Path())
+        assert make_wrapper(form, reply, new, None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("view", "kind"),
+    [
+        ({"role": "assistant", "content": "42"}, ASSISTANT),
+        ({"role": "assistant", "content": " \n"}, ASSISTANT + BLANK),
+        ({"role": "assistant", "content": "42", "reasoning_content": "Hm."}, ASSISTANT + REASONS),
+        ({"role": "assistant", "content": "<think>\nHm.\n</think>\n\n42"}, ASSISTANT + MARKED),
+        ({"role": "assistant", "content": "<think></think>42"}, ASSISTANT + ODD),
+        ({"role": "assistant", "content": "Hm.</think>42"}, ASSISTANT + ODD),
+        ({"role": "assistant", "content": "<think>a</think>b</think>c"}, ASSISTANT + ODD),
+        ({"role": "assistant", "content": "a</think>", "reasoning_content": "Hm."}, ASSISTANT + ODD),
+        ({"role": "assistant", "content": "", "tool_calls": [{}]}, ASSISTANT + CALLS + BLANK),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}, {}, {}]}, ASSISTANT + 2 * CALLS),
+        ({"role": "user", "content": "<think>"}, USER),
+    ],
+)
+def test_kinds_are_what_templates_look_at(view: View, kind: int) -> None:
+    assert kind_of(view, ("<think>", "</think>")) == kind
+
+
+def test_markers_that_a_template_does_not_name_are_only_text(formats: Formats) -> None:
+    view = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\n42"}
+    assert kind_of(view, ()) == ASSISTANT
+    trail = Trail()
+    trail.add(ASSISTANT + ODD + CALLS)
+    assert trail.odd
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
+    folder = make_tokenizer(tmp_path / "bare", "")
+    with pytest.raises(RenderError, match=r"has no chat template; name a Jinja file in model\.chat_template"):
+        load_format(ModelSpec(path=str(folder)), Path())
+
+
+def test_a_template_of_the_specs_own_replaces_the_tokenizers(tmp_path: Path, tokenizer_dirs: dict[str, Path]) -> None:
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}<s>{{ m.content }}<|im_end|>{% endfor %}<s>")
+    form = load_format(ModelSpec(path=str(tokenizer_dirs["plain"]), chat_template="mine.jinja"), tmp_path)
+    assert form.decode(form.render([{"role": "user", "content": "Hm?"}])) == "<s>Hm?<|im_end|><s>"
+    with pytest.raises(RenderError, match=r"model\.chat_template: no\.jinja cannot be read"):
+        load_format(ModelSpec(path=str(tokenizer_dirs["plain"]), chat_template="no.jinja"), tmp_path)

@@ -1,0 +1,550 @@
+"""Conversations: every prompt is the tape, every sampled id stays as it was, and branches are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import BackendError, BridgeError, RenderError
+from engine.tokens.conversation import Conversation
+from engine.tokens.format import ChatFormat
+from schemas.generation import FinishReason, Generation, VersionSpan
+from schemas.message import MalformedCall, Message, ToolCall
+
+Formats = Callable[..., ChatFormat]
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculate",
+            "description": "Work out a sum.",
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string"}},
+                "required": ["expression"],
+            },
+        },
+    }
+]
+
+
+def generation(ids: list[int], finish: str = "stop", version: int = 0) -> Generation:
+    """A reply of these ids whose log-probs tell their places."""
+    return Generation(
+        output_ids=ids,
+        logprobs=[-0.125 * (i + 1) for i in range(len(ids))],
+        finish=FinishReason(type=finish),  # type: ignore[arg-type]
+        versions=[VersionSpan(version=version, start=0, end=len(ids))] if ids else [],
+    )
+
+
+def said(form: ChatFormat, text: str) -> Generation:
+    """A reply that is this text, tokenised."""
+    return generation(form.encode(text))
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def tool(text: str, call: str = "call_0_0") -> Message:
+    return Message(role="tool", content=text, name="calculate", tool_call_id=call)
+
+
+# --- any sequence of turns -------------------------------------------------------------------------------------------
+
+WORDS = [
+    "What is 17 plus 25?",
+    " ",
+    "\n",
+    "\n\n",
+    ".",
+    "<think>",
+    "</think>",
+    "<|im_end|>",
+    "<|im_start|>user\n",
+    "<tool_response>",
+    "</tool_response>",
+    '<tool_call>\n{"name": "calculate", "arguments": {"expression": "1"}}\n</tool_call>',
+    "<call>calculate(3 * 4)</call>",
+    "é你好🙂",
+    "(Try again)",
+]
+TEXTS = st.lists(st.sampled_from(WORDS), max_size=5).map("".join)
+WRAPPED = TEXTS.map(lambda text: f"<tool_response>{text}</tool_response>")
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "1 + 1"}}\n</tool_call>'
+REPLIES = [
+    "It is 42.",
+    "",
+    " \n",
+    "<think>\nHm.\n</think>\n\n42",
+    "<think></think>42",
+    "<think>\nHm.",
+    "Hm.\n</think>\n\n42",
+    "<think>a</think>b</think>c",
+    CALL,
+    f"Let me see.\n{CALL}\n{CALL}",
+    f"<think>\nHm.\n</think>\n\n{CALL}",
+    f"{CALL} and so on",
+    f"<think>\nHm.\n</think>\n\n{CALL}\n<tool_call>\n{{\n</tool_call>",
+    "<tool_call>\n{",
+    "<call>calculate(3 * 4)</call>",
+]
+SPECIAL_IDS = list(range(430, 448))
+
+
+@st.composite
+def turns(draw: st.DrawFn, roles: tuple[str, ...], least: int) -> list[tuple[list[int] | str, bool, list[Message]]]:
+    """Replies (ids, whether a stop token ends them) and what is said after each."""
+    ids = st.lists(st.one_of(st.integers(0, 447), st.sampled_from(SPECIAL_IDS)), max_size=8)
+    messages = st.lists(
+        st.builds(lambda role, text: Message(role=role, content=text), st.sampled_from(roles), TEXTS | WRAPPED),
+        min_size=least,
+        max_size=3,
+    )
+    return draw(st.lists(st.tuples(ids | st.sampled_from(REPLIES), st.booleans(), messages), min_size=1, max_size=5))
+
+
+CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...], int]] = {
+    "family": ({"template": "thinking"}, "branch", ("user", "tool", "system"), 0),
+    "family keeps": ({"template": "thinking"}, "keep", ("user", "tool", "system"), 1),
+    "family without thinking": (
+        {"template": "thinking", "renderer": "qwen3", "template_kwargs": {"enable_thinking": False}},
+        "branch",
+        ("user", "tool"),
+        0,
+    ),
+    "thinking": ({"template": "thinking", "renderer": "template"}, "branch", ("user", "tool", "system"), 0),
+    "thinking keeps": ({"template": "thinking", "renderer": "template"}, "keep", ("user", "tool"), 0),
+    "plain": ({"template": "plain"}, "branch", ("user", "tool", "system"), 0),
+    "plain keeps": ({"template": "plain"}, "keep", ("user", "tool", "system"), 0),
+    "alternating": ({"template": "alternating", "tool_role": "user"}, "branch", ("user", "tool"), 1),
+    "unmarked": ({"template": "unmarked"}, "branch", ("user", "tool"), 0),
+    "counting": ({"template": "counting"}, "branch", ("user", "tool"), 0),
+    "prefilled": ({"template": "prefilled"}, "branch", ("user", "tool"), 0),
+    "prefilled keeps": ({"template": "prefilled"}, "keep", ("user", "tool"), 0),
+}
+
+
+def reply_ids(form: ChatFormat, reply: list[int] | str, stopped: bool) -> list[int]:
+    """The ids of a planned reply."""
+    ids = form.encode(reply) if isinstance(reply, str) else reply
+    return [*ids, form.stop_token_ids[0]] if stopped else ids
+
+
+def play(
+    form: ChatFormat, history: str, first: str, plan: list[tuple[list[int] | str, bool, list[Message]]]
+) -> tuple[Conversation, list[np.ndarray], list[list[int]]]:
+    """Go through a plan; give the prompts and the replies."""
+    conversation = Conversation(form, TOOLS, history)  # type: ignore[arg-type]
+    conversation.open([user(first)])
+    prompts, replies = [], []
+    for turn, (ids, stopped, new) in enumerate(plan):
+        prompt = conversation.prompt()
+        prompts.append(prompt.copy())
+        assert conversation.prompt().tolist() == prompt.tolist()
+        reply = reply_ids(form, ids, stopped)
+        conversation.reply(generation(reply, "stop" if stopped else "length", version=turn), turn)
+        replies.append(reply)
+        conversation.add(new)
+    return conversation, prompts, replies
+
+
+def check_exact(conversation: Conversation, prompts: list[np.ndarray], replies: list[list[int]]) -> None:
+    """The properties that hold of every conversation."""
+    branches = conversation.branches()
+    for branch in branches:
+        n = len(branch.input_ids)
+        assert [len(a) for a in (branch.loss_mask, branch.logprobs, branch.weight_versions, branch.turn_ids)] == [n] * 4
+        assert [s.start for s in branch.spans] == [0, *(s.end for s in branch.spans[:-1])]
+        assert branch.spans[-1].end == n
+        assert branch.spans[0].kind == "prompt"
+    covered = [np.zeros(len(branch.input_ids), np.int32) for branch in branches]
+    assert len(conversation.turns) == len(replies)
+    for turn, ((index, start, end), prompt, ids) in enumerate(zip(conversation.turns, prompts, replies, strict=True)):
+        row = branches[index]
+        assert row.input_ids[:start].tolist() == prompt.tolist()
+        assert row.input_ids[start:end].tolist() == ids
+        assert row.logprobs[start:end].tolist() == [-0.125 * (i + 1) for i in range(len(ids))]
+        assert row.turn_ids[start:end].tolist() == [turn] * len(ids)
+        assert row.weight_versions[start:end].tolist() == [turn] * len(ids)
+        assert [s for s in row.spans if s.turn == turn] == [
+            s for s in row.spans if (s.start, s.end, s.kind) == (start, end, "generated")
+        ]
+        covered[index][start:end] += 1
+    for row, mask in zip(branches, covered, strict=True):
+        assert row.loss_mask.tolist() == mask.tolist()
+        assert row.logprobs[mask == 0].tolist() == [0.0] * int((mask == 0).sum())
+        assert set(row.weight_versions[mask == 0].tolist()) <= {-1}
+        assert set(row.turn_ids[mask == 0].tolist()) <= {-1}
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(data=st.data())
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_prompt_is_its_branch_and_every_sampled_id_is_masked_once(
+    case: str, formats: Formats, data: st.DataObject
+) -> None:
+    settings_, history, roles, least = CASES[case]
+    form = formats(**settings_)
+    plan = data.draw(turns(roles, least))
+    try:
+        conversation, prompts, replies = play(form, history, data.draw(TEXTS), plan)
+    except (RenderError, BridgeError) as error:
+        if history != "keep" and "refuses" not in str(error):
+            raise  # a template may refuse, and a tape may not go on under `keep`; nothing else may go wrong
+        return
+    check_exact(conversation, prompts, replies)
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case[1] == "branch"])
+@given(data=st.data())
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_bridge_is_what_the_whole_conversation_renders_to(case: str, formats: Formats, data: st.DataObject) -> None:
+    """The proof is made on probes; here its claims are checked on the very messages that were said."""
+    settings_, history, roles, least = CASES[case]
+    form = formats(**settings_)
+    plan = data.draw(turns(roles, least))
+    conversation = Conversation(form, TOOLS, history)  # type: ignore[arg-type]
+    conversation.open([user(data.draw(TEXTS))])
+    try:
+        shown = form.render(conversation._views(0), TOOLS)
+        for turn, (ids, stopped, new) in enumerate(plan):
+            conversation.prompt()
+            tapes = len(conversation._tapes)
+            conversation.reply(generation(reply_ids(form, ids, stopped)), turn)
+            conversation.add(new)
+            following = conversation.prompt()
+            whole = form.render(conversation._views(0), TOOLS)
+            if len(conversation._tapes) > tapes:
+                assert following.tolist() == whole
+            else:
+                last = conversation._tapes[-1][0].spans[-1]
+                assert last.kind == "bridge"
+                assert whole[len(whole) - (last.end - last.start) :] == following[last.start :].tolist()
+                assert form.decode(whole).startswith(form.decode(shown))
+            shown = whole
+    except RenderError as error:
+        if "refuses" not in str(error):
+            raise
+
+
+# --- fixed conversations -------------------------------------------------------------------------------------------
+
+
+def test_canonical_replies_give_the_ids_of_the_template(formats: Formats) -> None:
+    for name in ("thinking", "plain", "alternating", "unmarked"):
+        form = formats(name)
+        conversation = Conversation(form, [])
+        conversation.open([user("What is 17 plus 25?")])
+        assert conversation.prompt().tolist() == apply(form, conversation)
+        for turn in range(3):
+            conversation.reply(said(form, f"It is {turn}.{form.stops[0]}"), turn)
+            conversation.add([user("That is not right.")])
+            assert conversation.prompt().tolist() == apply(form, conversation)
+        assert [branch.reason for branch in conversation.branches()] == [""] or name == "unmarked"
+
+
+def apply(form: ChatFormat, conversation: Conversation) -> list[int]:
+    """What transformers itself makes of a conversation."""
+    messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
+    ids = form.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return list(ids)
+
+
+def test_tool_calls_in_parallel_are_bridged_as_the_template_has_them(formats: Formats) -> None:
+    for renderer in ("auto", "template"):
+        form = formats("thinking", renderer=renderer)
+        conversation = Conversation(form, TOOLS)
+        conversation.open([user("What is 1 + 1, and 2 + 2?")])
+        conversation.prompt()
+        text = (
+            '<think>\nTwo sums.\n</think>\n\n<tool_call>\n{"name": "calculate", "arguments": {"expression": "1 + 1"}}\n'
+            '</tool_call>\n<tool_call>\n{"name": "calculate", "arguments": {"expression": "2 + 2"}}\n</tool_call><|im_end|>'
+        )
+        reply = conversation.reply(said(form, text), 0)
+        assert reply.message.reasoning == "Two sums."
+        assert reply.attempts == [
+            ToolCall(id="call_0_0", name="calculate", arguments={"expression": "1 + 1"}),
+            ToolCall(id="call_0_1", name="calculate", arguments={"expression": "2 + 2"}),
+        ]
+        conversation.add([tool("2"), tool("4", "call_0_1")])
+        prompt = conversation.prompt()
+        assert len(conversation.branches()) == 1
+        assert prompt.tolist() == form.render(conversation.messages, TOOLS)
+        assert form.decode(prompt).endswith(
+            "<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n4\n</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
+
+
+def test_a_user_who_speaks_after_reasoning_begins_a_branch(formats: Formats) -> None:
+    for renderer in ("auto", "template"):
+        form = formats("thinking", renderer=renderer)
+        conversation = Conversation(form, [])
+        conversation.open([user("What is 17 plus 25?")])
+        conversation.prompt()
+        conversation.reply(said(form, "<think>\nHm.\n</think>\n\n41<|im_end|>"), 0)
+        conversation.add([user("Try again.")])
+        prompt = conversation.prompt()
+        conversation.reply(said(form, "42<|im_end|>"), 1)
+        conversation.add([user("Good.")])
+        conversation.prompt()  # a reply without reasoning is shown as it was: no new branch
+        first, second = conversation.branches()
+        assert form.decode(prompt) == (
+            "<|im_start|>user\nWhat is 17 plus 25?<|im_end|>\n<|im_start|>assistant\n41<|im_end|>\n"
+            "<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert form.decode(first.input_ids).endswith("<think>\nHm.\n</think>\n\n41<|im_end|>")
+        assert form.decode(second.input_ids[second.loss_mask == 1]) == "42<|im_end|>"
+        assert (first.reason, bool(second.reason)) == ("", True)
+        assert [place.branch for place in conversation.turns] == [0, 1]
+
+
+def test_keep_goes_on_with_the_sampled_reasoning(formats: Formats) -> None:
+    for renderer in ("auto", "template"):
+        form = formats("thinking", renderer=renderer)
+        conversation = Conversation(form, [], "keep")
+        conversation.open([user("What is 17 plus 25?")])
+        conversation.prompt()
+        conversation.reply(said(form, "<think>\nHm.\n</think>\n\n41<|im_end|>"), 0)
+        conversation.add([user("Try again.")])
+        assert form.decode(conversation.prompt()) == (
+            "<|im_start|>user\nWhat is 17 plus 25?<|im_end|>\n<|im_start|>assistant\n<think>\nHm.\n</think>\n\n41<|im_end|>\n"
+            "<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert len(conversation.branches()) == 1
+
+
+def test_keep_refuses_where_no_token_ends_a_reply(formats: Formats) -> None:
+    form = formats("unmarked")
+    conversation = Conversation(form, [], "keep")
+    conversation.open([user("Hm?")])
+    conversation.prompt()
+    conversation.reply(said(form, "42"), 0)
+    conversation.add([user("Good.")])
+    with pytest.raises(BridgeError, match="no token that ends a reply"):
+        conversation.prompt()
+
+
+def test_a_cut_reply_gets_its_closing_token_unmasked(formats: Formats) -> None:
+    for name in ("thinking", "plain"):
+        form = formats(name)
+        conversation = Conversation(form, [])
+        conversation.open([user("What is 17 plus 25?")])
+        start = len(conversation.prompt())
+        sampled = form.encode("<answer>42</answer> and")  # a stop string that overshoots
+        conversation.reply(generation(sampled), 0)
+        conversation.add([user("Good.")])
+        prompt = conversation.prompt()
+        (row,) = conversation.branches()
+        end = start + len(sampled)
+        assert [(s.kind, s.start, s.end) for s in row.spans] == [
+            ("prompt", 0, start),
+            ("generated", start, end),
+            ("closing", end, end + 1),
+            ("bridge", end + 1, len(prompt)),
+        ]
+        assert form.decode(row.input_ids[start:]) == (
+            "<answer>42</answer> and<|im_end|>\n<|im_start|>user\nGood.<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert row.loss_mask.tolist() == [0] * start + [1] * len(sampled) + [0] * (len(prompt) - end)
+
+
+def test_a_reply_cut_in_its_reasoning_is_closed_with_the_token_that_ends_reasoning(formats: Formats) -> None:
+    for renderer in ("auto", "template"):
+        form = formats("thinking", renderer=renderer)
+        conversation = Conversation(form, TOOLS)
+        conversation.open([user("What is 17 plus 25?")])
+        conversation.prompt()
+        sampled = form.encode("<think>\nLet me")
+        reply = conversation.reply(generation(sampled, "length"), 0)
+        assert (reply.message.content, reply.message.reasoning) == ("", "\nLet me" if renderer == "auto" else "Let me")
+        conversation.add([tool("too long")])
+        prompt = conversation.prompt()
+        (row,) = conversation.branches()
+        assert [s.kind for s in row.spans] == ["prompt", "generated", "closing", "bridge"]
+        closing = row.spans[2]
+        assert form.decode(row.input_ids[closing.start : closing.end]) == "</think><|im_end|>"
+        assert form.decode(prompt).endswith(
+            "<think>\nLet me</think><|im_end|>\n<|im_start|>user\n<tool_response>\ntoo long\n</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
+
+
+def test_another_token_that_ends_replies_stays_and_is_closed_as_the_format_has_it(formats: Formats) -> None:
+    tails = {
+        "thinking": "42<|endoftext|>\n<|im_start|>user\nGood.<|im_end|>\n<|im_start|>assistant\n",  # the family's own way
+        "plain": "42<|endoftext|><|im_end|>\n<|im_start|>user\nGood.<|im_end|>\n<|im_start|>assistant\n",
+    }
+    for name, tail in tails.items():
+        form = formats(name)
+        conversation = Conversation(form, [])
+        conversation.open([user("Hm?")])
+        start = len(conversation.prompt())
+        conversation.reply(said(form, "42<|endoftext|>"), 0)
+        conversation.add([user("Good.")])
+        assert form.decode(conversation.prompt()[start:]) == tail
+
+
+def test_the_small_models_template_is_bridged_with_its_default_system_message(formats: Formats) -> None:
+    form = formats("plain")
+    assert (form.name, form.knows_tools, form.rewrites_history) == ("template", False, False)
+    conversation = Conversation(form, TOOLS)
+    conversation.open([user("What is 3 * 4?")])
+    conversation.prompt()
+    reply = conversation.reply(said(form, "Let me see. <call>calculate(3 * 4)</call><|im_end|>"), 0)
+    assert reply.attempts == [ToolCall(id="call_0_0", name="calculate", arguments={"expression": "3 * 4"})]
+    assert reply.text == "Let me see."
+    conversation.add([tool("12")])
+    assert form.decode(conversation.prompt()) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhat is 3 * 4?<|im_end|>\n"
+        "<|im_start|>assistant\nLet me see. <call>calculate(3 * 4)</call><|im_end|>\n<|im_start|>tool\n12<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert len(conversation.branches()) == 1
+
+
+def test_a_branch_shows_unreadable_calls_as_they_were_written(formats: Formats) -> None:
+    for renderer in ("auto", "template"):
+        form = formats("thinking", renderer=renderer)
+        conversation = Conversation(form, TOOLS)
+        conversation.open([user("Go.")])
+        conversation.prompt()
+        raw = '<tool_call>\n{"name": "calculate", \n</tool_call>'
+        reply = conversation.reply(said(form, f"<think>\nHm.\n</think>\n\nSo:\n{raw}<|im_end|>"), 0)
+        (attempt,) = reply.attempts
+        assert isinstance(attempt, MalformedCall)
+        assert "JSON" in attempt.problem
+        assert reply.message.tool_calls == []
+        conversation.add([user("Try again.")])
+        assert f"<|im_start|>assistant\nSo:\n{raw}<|im_end|>\n" in form.decode(conversation.prompt())
+
+
+def test_tool_results_speak_as_a_user_where_the_template_has_no_tools(formats: Formats) -> None:
+    form = formats("alternating", tool_role="user")
+    conversation = Conversation(form, TOOLS)
+    conversation.open([user("Hm?")])
+    conversation.prompt()
+    conversation.reply(said(form, "<call>calculate(1)</call><|im_end|>"), 0)
+    conversation.add([tool("1"), user(" Well? ")])
+    assert form.decode(conversation.prompt()).endswith(
+        "<call>calculate(1)</call><|im_end|>\n<|im_start|>user\n1\n\n Well?<|im_end|>\n<|im_start|>model\n"
+    )
+    assert conversation.prompt().tolist() == form.render(conversation._views(0), TOOLS)
+
+
+def test_nothing_that_the_template_would_lose_is_said(formats: Formats) -> None:
+    for name in ("alternating", "dropping"):
+        conversation = Conversation(formats(name), [])
+        conversation.open([user("Hm?")])
+        with pytest.raises(RenderError, match=r"model\.tool_role: user"):
+            conversation.add([tool("1")])
+    conversation = Conversation(formats("dropping"), [])
+    conversation.open([Message(role="system", content="Be brief."), user("Hm?")])
+    with pytest.raises(RenderError, match="role `system`"):
+        conversation.prompt()
+
+
+def test_a_template_that_refuses_is_an_error_that_says_so(formats: Formats) -> None:
+    conversation = Conversation(formats("alternating"), [])
+    conversation.open([Message(role="system", content="Be brief."), user("Hm?")])
+    with pytest.raises(RenderError, match="roles must alternate"):
+        conversation.prompt()
+
+
+def test_only_the_model_replies(formats: Formats) -> None:
+    conversation = Conversation(formats("plain"), [])
+    conversation.open([user("Hm?"), Message(role="assistant", content="An example."), user("Now you.")])
+    with pytest.raises(RenderError, match="only the model replies"):
+        conversation.add([user("a"), Message(role="assistant", content="b")])
+    assert len(conversation.messages) == 3
+
+
+@pytest.mark.parametrize("wrong", [-1, 448, 2**31 - 1])
+def test_an_id_outside_the_vocabulary_is_the_backends_fault(formats: Formats, wrong: int) -> None:
+    conversation = Conversation(formats("plain"), [])
+    conversation.open([user("Hm?")])
+    conversation.prompt()
+    with pytest.raises(BackendError, match=str(wrong)) as caught:
+        conversation.reply(generation([5, wrong]), 0)
+    assert (caught.value.kind, caught.value.blame) == ("bad_token", "backend")
+    assert conversation.turns == []
+
+
+def test_a_log_probability_that_is_no_number_is_the_backends_fault(formats: Formats) -> None:
+    conversation = Conversation(formats("plain"), [])
+    conversation.open([user("Hm?")])
+    conversation.prompt()
+    bad = Generation(output_ids=[5, 6], logprobs=[-1.0, float("nan")], finish=FinishReason(type="stop"))
+    with pytest.raises(BackendError) as caught:
+        conversation.reply(bad, 0)
+    assert caught.value.kind == "bad_logprob"
+
+
+def test_a_backend_that_answers_in_text_trains_nothing(formats: Formats) -> None:
+    form = formats("plain")
+    conversation = Conversation(form, TOOLS)
+    conversation.open([user("Hm?")])
+    conversation.prompt()
+    answer = Generation(output_ids=[], logprobs=[], finish=FinishReason(type="stop"), text="<call>calculate(2)</call>")
+    reply = conversation.reply(answer, 0)
+    assert [attempt.name for attempt in reply.attempts if isinstance(attempt, ToolCall)] == ["calculate"]
+    conversation.add([tool("2")])
+    assert conversation.prompt().tolist() == form.render(conversation._views(0), TOOLS)
+    (row,) = conversation.branches()
+    assert row.loss_mask.sum() == 0
+
+
+def test_a_prompt_that_was_not_replied_to_leaves_no_row(formats: Formats) -> None:
+    form = formats("thinking")
+    conversation = Conversation(form, [])
+    conversation.open([user("Hm?")])
+    conversation.prompt()
+    conversation.add([user("And?")])
+    assert conversation.prompt().tolist() == form.render(conversation.messages)
+    conversation.reply(said(form, "<think>\nHm.\n</think>\n\n41<|im_end|>"), 0)
+    conversation.add([user("Try again.")])
+    conversation.prompt()
+    conversation.add([user("Please.")])
+    conversation.prompt()
+    (row,) = conversation.branches()
+    assert row.input_ids.tolist() == [
+        *form.render([user("Hm?"), user("And?")]),
+        *form.encode("<think>\nHm.\n</think>\n\n41<|im_end|>"),
+    ]
+
+
+def test_a_tape_view_does_not_change_when_the_conversation_goes_on(formats: Formats) -> None:
+    form = formats("plain")
+    conversation = Conversation(form, [])
+    conversation.open([user("Hm?")])
+    views, copies = [], []
+    for turn in range(20):
+        prompt = conversation.prompt()
+        views.append(prompt)
+        copies.append(prompt.tolist())
+        with pytest.raises(ValueError, match="read-only"):
+            prompt[0] = 1
+        conversation.reply(said(form, "42<|im_end|>"), turn)
+        conversation.add([user("More.")])
+    assert [view.tolist() for view in views] == copies
+
+
+def test_length_is_that_of_the_current_branch(formats: Formats) -> None:
+    form = formats("thinking")
+    conversation = Conversation(form, [])
+    assert conversation.length == 0
+    conversation.open([user("Hm?")])
+    assert conversation.length == 0
+    assert conversation.pending == 3
+    prompt = conversation.prompt()
+    assert (conversation.length, conversation.pending) == (len(prompt), 0)
+    conversation.reply(generation([1, 2, 3]), 0)
+    assert conversation.length == len(prompt) + 3

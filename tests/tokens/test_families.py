@@ -1,0 +1,188 @@
+"""Known families: proved before they are used, and bridged through a short tail that gives the whole one's ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_kit import THINKING, make_tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import RenderError
+from engine.tokens.families import FamilyFormat
+from engine.tokens.format import ChatFormat, load_format
+from schemas.episode import ModelSpec
+from schemas.message import MalformedCall, ToolCall
+
+Formats = Callable[..., ChatFormat]
+
+_HEADERS = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+]
+_GLM = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+_GLM += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
+_KIMI = ["<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_calls_section_begin|>"]
+_KIMI += [
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "[BOS]",
+    "[EOS]",
+]
+
+FAMILIES: dict[str, tuple[list[str], str]] = {
+    "qwen3": ([], "<|im_end|>"),
+    "prime-qwen3": ([], "<|im_end|>"),
+    "nemotron-3": ([], "<|im_end|>"),
+    "llama-3": (_HEADERS, "<|eot_id|>"),
+    "glm-4.5": (_GLM, "<|endoftext|>"),
+    "glm-5": (_GLM, "<|endoftext|>"),
+    "kimi-k2": (_KIMI, "<|im_end|>"),
+}
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FamilyFormat]:
+    """`family(name, **model)`: a family on a tokenizer that has its special tokens."""
+    folders: dict[str, Path] = {}
+    made: dict[str, FamilyFormat] = {}
+
+    def get(name: str, **model: Any) -> FamilyFormat:
+        if name not in folders:
+            extra, eos = FAMILIES[name]
+            folders[name] = make_tokenizer(tmp_path_factory.mktemp("family"), THINKING, extra, eos)
+        key = f"{name} {sorted(model.items())}"
+        if key not in made:
+            form = load_format(ModelSpec(path=str(folders[name]), renderer=name, **model), Path())
+            assert isinstance(form, FamilyFormat)
+            made[key] = form
+        return made[key]
+
+    return get
+
+
+def test_auto_takes_a_family_whose_ids_are_the_templates(formats: Formats) -> None:
+    form = formats("thinking")
+    assert isinstance(form, FamilyFormat)
+    assert (form.name, form.knows_tools, form.knows_tool_results, form.knows_reasoning) == ("qwen3", True, True, True)
+    assert (form.calls_shown, form.rewrites_history, form.vocab_size) == (2, True, 448)
+
+
+def test_auto_takes_no_family_on_likeness(tmp_path: Path) -> None:
+    one_word_off = THINKING.replace("You may call one or more functions", "You may call some functions")
+    form = load_format(ModelSpec(path=str(make_tokenizer(tmp_path, one_word_off))), Path())
+    assert form.name == "template"
+
+
+def test_auto_takes_no_family_that_departs_from_the_template(formats: Formats) -> None:
+    """With thinking disabled the family keeps a prefilled wrapper that the template strips: it must be asked for."""
+    assert formats("thinking", template_kwargs={"enable_thinking": False}).name == "template"
+    assert formats("thinking", template_kwargs={"enable_thinking": False}, renderer="qwen3").name == "qwen3"
+
+
+def test_a_family_that_does_not_exist_or_fit_is_refused(formats: Formats) -> None:
+    with pytest.raises(RenderError, match=r"model\.renderer: 'qwen9' is unknown; write auto, template or deepseek-r1"):
+        formats("plain", renderer="qwen9")
+    with pytest.raises(RenderError, match=r"model\.renderer: kimi-k2 does not fit this model"):
+        formats("plain", renderer="kimi-k2")
+    with pytest.raises(RenderError, match=r"model\.renderer: qwen3 does not fit this model.*colour"):
+        formats("thinking", renderer="qwen3", template_kwargs={"colour": "red"})
+
+
+TEXTS = st.lists(
+    st.sampled_from(
+        ["Try again.", " ", "\n", "\n\n", ".", "42", "é🙂", "<think>", "</tool_response>", "<|im_end|>", "(x)"]
+    ),
+    max_size=5,
+).map("".join)
+ROLES = st.lists(st.tuples(st.sampled_from(["user", "tool"]), TEXTS), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(new=ROLES, first=TEXTS, reply=TEXTS, closed=st.booleans())
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_short_tail_gives_the_ids_of_the_whole_bridge(
+    name: str, family: Callable[..., FamilyFormat], new: list[tuple[str, str]], first: str, reply: str, closed: bool
+) -> None:
+    form = family(name)
+    prompt = form.render_views([{"role": "user", "content": first}], None)
+    said = [id_ for id_ in form.encode(f"It is {reply}") if id_ not in form.stop_set]
+    said += [form.stop_token_ids[0]] if closed else []
+    views = [
+        {"role": role, "content": text, **({"name": "f", "tool_call_id": "call_0_0"} if role == "tool" else {})}
+        for role, text in new
+    ]
+    whole = form._bridger.bridge_to_next_turn(prompt, said, views)
+    short = form._extension({"role": "assistant", "content": "x"}, views, None, said[-1] if closed else None)
+    if whole is not None:
+        assert short is not None
+        tail = whole.token_ids[len(prompt) + len(said) :]
+        # A family whose prompt opened the reasoning closes it first in a reply that never did.
+        if form.think_end_id is not None and tail[:1] == [form.think_end_id]:
+            tail = tail[1:]
+        assert [*short.closing, *short.bridge] == tail
+
+
+def parse(form: ChatFormat, text: str, prompt: str = "<|im_start|>assistant\n") -> Any:
+    import numpy as np
+
+    ids, before = np.array(form.encode(text), np.int32), np.array(form.encode(prompt), np.int32)
+    return form.parse(ids, before=before, turn=2, tools=[])
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+
+
+def test_replies_are_read_by_token(formats: Formats) -> None:
+    form = formats("thinking")
+    found = parse(form, f"<think>\nHm.\n</think>\n\nSo:\n{CALL}\n{CALL}<|im_end|>")
+    assert (found.reasoning, found.content, found.thinking, found.as_calls) == ("Hm.", "So:", False, True)
+    assert found.attempts == [
+        ToolCall(id="call_2_0", name="f", arguments={"x": 1}),
+        ToolCall(id="call_2_1", name="f", arguments={"x": 1}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("<tool_call>\n{nonsense}\n</tool_call>", "Its arguments are not valid JSON."),
+        ('<tool_call>\n{"name": "f"', "It was begun but never finished: its closing tag is missing."),
+        ('<tool_call>\n{"arguments": {}}\n</tool_call>', "It does not say which tool to call."),
+        (
+            '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>',
+            'Its "arguments" are not a JSON object. Write {"name": "<tool>", "arguments": {...}}.',
+        ),
+    ],
+)
+def test_partly_malformed_replies_keep_every_attempt_in_order(formats: Formats, body: str, problem: str) -> None:
+    found = parse(formats("thinking"), f"{CALL}\n{body}<|im_end|>")
+    good, bad = found.attempts
+    assert good == ToolCall(id="call_2_0", name="f", arguments={"x": 1})
+    assert isinstance(bad, MalformedCall)
+    assert bad.problem == problem
+    assert found.content == found.body == f"{CALL}\n{body}"
+    assert not found.as_calls
+
+
+def test_words_behind_a_call_are_not_lost_to_a_branch(formats: Formats) -> None:
+    found = parse(formats("thinking"), f"{CALL}\nThat is all.<|im_end|>")
+    assert not found.as_calls
+    assert formats("thinking").reply_view(found)["content"] == f"{CALL}\nThat is all."
+
+
+def test_reasoning_that_the_prompt_opened_is_reasoning(formats: Formats) -> None:
+    for form in (formats("thinking"), formats("prefilled")):
+        found = parse(form, "Hm.\n</think>\n\n42<|im_end|>", "<|im_start|>assistant\n<think>\n")
+        assert (found.reasoning, found.content) == ("Hm.", "42")
+        cut = parse(form, "Hm", "<|im_start|>assistant\n<think>\n")
+        assert (cut.reasoning, cut.content, cut.thinking) == ("Hm", "", True)
