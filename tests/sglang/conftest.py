@@ -133,9 +133,9 @@ def _conftest() -> object:
     return module
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def second_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Another server with the same model; heavy, for slow tests alone."""
+    """Another server with the same model, for one test, which may kill it; heavy, for slow tests alone."""
     with running(tiny_model_dir, tmp_path_factory.mktemp("sglang-2")) as server:
         yield server
 
