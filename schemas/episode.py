@@ -11,6 +11,7 @@ from schemas.base import Contract, Seconds
 from schemas.generation import SamplingParams
 from schemas.message import ContentPart
 from schemas.reward import RewardEvent, TurnAddress
+from schemas.train import TrainSpec
 
 Effects = Literal["pure", "replayable", "external"]
 """What a crash may do with a call that was made already.
@@ -663,6 +664,8 @@ class EpisodeSpec(Contract):
     rewards: RewardsSpec = Field(default_factory=RewardsSpec)
     recover: RecoverSpec = Field(default_factory=RecoverSpec)
     rollout: RolloutSpec = Field(default_factory=RolloutSpec)
+    train: TrainSpec | None = None
+    """How `engine train` has the model learn; everything else leaves it alone."""
 
     @property
     def people(self) -> dict[str, UserSpec]:
