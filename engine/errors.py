@@ -11,7 +11,8 @@
     │   └── ContextOverflow  the prompt and the reply do not fit the model: a limit, not a fault
     ├── WorldError           an environment, a tool or a user raised, hung or answered nonsense
     ├── StoreError           a run cannot be read or written
-    └── ReplayError          a journal does not lead where it says
+    ├── ReplayError          a journal does not lead where it says
+    └── TrainError           the model cannot learn, or no longer should
 
 One episode's failure is a value (`schemas.trajectory.Failure`); an exception of this tree is how it
 travels from where it happened to the executor, which turns it into that value.
@@ -128,3 +129,16 @@ class ReplayError(EngineError):
     """A journal does not lead where it says."""
 
     kind = "replay_error"
+
+
+class TrainError(EngineError):
+    """Training cannot begin or go on.
+
+    Kinds: `train_setup` (the spec, model or device does not admit it), `weights_not_taken` (a backend does not sample
+    with the weights that it was sent), `diverged` (loss or gradient is no number), `no_data` (no group has anything to
+    learn from), `checkpoint` (cannot be read or written).
+    """
+
+    def __init__(self, message: str, *, kind: str) -> None:
+        self.kind = kind
+        super().__init__(message)
