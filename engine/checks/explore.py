@@ -104,6 +104,8 @@ class Graph:
     limits: tuple[int | None, int | None, int | None]
     """Those that were walked by."""
     walk: _Walk
+    walked: bool = True
+    """False where even with small limits it was too large: then there are no places in it."""
     steps: dict[Place, list[Step]] = field(default_factory=dict)
     most: tuple[float, float, float] | None = None
     """The most turns, answers and calls on any way through it, once they were asked for."""
