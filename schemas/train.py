@@ -262,7 +262,7 @@ class TrainSpec(Contract):
     normalise: Literal["none", "batch"] = "none"
     """`batch`: advantages of the whole batch to mean 0 and standard deviation 1 over tokens (REINFORCE++)."""
     filter_equal: bool = True
-    """Leave out groups whose episodes all have the same advantages, and collect others in their place."""
+    """Leave out groups in which no turn has an advantage (all episodes did equally well), and collect others for them."""
     refill: int = Field(default=4, ge=1)
     """Times `tasks_per_step` groups are begun for one batch at most, where groups are left out; then it trains on fewer."""
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)

@@ -22,6 +22,7 @@ app = typer.Typer(
         "  engine test specs/                           scripted episodes, held to what must come out\n\n"
         "  engine graph specs/quickstart.yaml           the machine as a picture\n\n"
         "  engine run specs/quickstart.yaml             episodes against the model\n\n"
+        "  engine train specs/train_arithmetic.yaml     the loop closed: the model learns from its episodes\n\n"
         "  engine show latest                           what was said, and who moved which reward\n\n"
         "  engine export latest --format parquet        rows for a trainer\n\n"
         "  engine rescore latest --spec other.yaml      other rules and another credit, without a model\n\n"
@@ -46,9 +47,10 @@ def _register() -> None:
     from engine.cli.schema import schema
     from engine.cli.show import show
     from engine.cli.test import test
+    from engine.cli.train import train
     from engine.cli.validate import validate
 
-    for command in (new, validate, explain, test, graph, run, show, export, replay, schema, models):
+    for command in (new, validate, explain, test, graph, run, train, show, export, replay, schema, models):
         app.command(command.__name__)(command)
     app.add_typer(import_app, name="import")
     app.command("eval")(evaluate)

@@ -193,7 +193,7 @@ async def drive(
     chat_format = load_format(loaded.spec.model, loaded.base)
     backend = open_backend(loaded, chat_format)
     stop = asyncio.Event()
-    _stop_on_signals(stop)
+    stop_on_signals(stop)
     try:
         await backend.start()
         console.print(
@@ -246,7 +246,7 @@ async def _tick(panel: object, seconds: float = 5.0) -> None:
         sys.stdout.flush()
 
 
-def _stop_on_signals(stop: asyncio.Event) -> None:
+def stop_on_signals(stop: asyncio.Event) -> None:
     """The first Ctrl-C (or SIGTERM) ends the run cleanly; the second one ends it at once."""
     loop = asyncio.get_running_loop()
 

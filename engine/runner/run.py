@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +140,22 @@ class Runner:
         self.cast_stats: dict[str, Any] = {}
         """After the run: what the backends of models beside the policy counted."""
 
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Make ready for episodes; everything that they were given is given back when the block ends.
+
+        Raises:
+            EngineError: a model that plays a user or judges cannot be had.
+        """
+        await self.cast.start()
+        try:
+            with _rare_collections():
+                yield
+        finally:
+            self._workers.close()
+            self.cast_stats = self.cast.stats()
+            await self.cast.close()
+
     async def run(self, *, stop: asyncio.Event | None = None) -> RunResult:
         """Run what the store does not hold finished. `stop`, once set, ends it cleanly and early.
 
@@ -147,12 +163,8 @@ class Runner:
             EngineError: a model that plays a user or judges cannot be had.
             StoreError: what happens can no longer be written down.
         """
-        await self.cast.start()
-        try:
+        async with self.serving():
             return await self._run(stop)
-        finally:
-            self.cast_stats = self.cast.stats()
-            await self.cast.close()
 
     async def _run(self, stop: asyncio.Event | None) -> RunResult:
         await self._store.plan(self.tasks, self.spec.rollout.samples_per_task)
@@ -163,8 +175,7 @@ class Runner:
         ]
         watcher = asyncio.create_task(self._stop_on(stop, crew)) if stop is not None else None
         try:
-            with _rare_collections():
-                finished = await asyncio.gather(*crew, return_exceptions=True)
+            finished = await asyncio.gather(*crew, return_exceptions=True)
         except asyncio.CancelledError:
             for member in crew:
                 member.cancel()
@@ -173,7 +184,6 @@ class Runner:
         finally:
             if watcher is not None:
                 watcher.cancel()
-            self._workers.close()
         for fault in finished:
             if isinstance(fault, BaseException) and not isinstance(fault, asyncio.CancelledError):
                 raise fault
@@ -200,7 +210,7 @@ class Runner:
     async def _drain(self, work: Iterator[tuple[Task, int]]) -> None:
         for task, sample in work:
             try:
-                trajectory = await self._one(task, sample)
+                trajectory = await self.episode(task, sample)
             except StoreError:
                 raise
             except Exception as error:
@@ -209,7 +219,12 @@ class Runner:
             else:
                 self.summary.add(trajectory)
 
-    async def _one(self, task: Task, sample: int) -> Trajectory:
+    async def episode(self, task: Task, sample: int) -> Trajectory:
+        """Drive one episode to its end, from where its journal stops; inside `serving` alone.
+
+        Raises:
+            StoreError: it is done already, or what happens can no longer be written down.
+        """
         journal = await self._store.begin(task, sample)
         if self._fork is not None and not journal:
             return await self._attempt(task, sample, [], self._fork(episode_id_of(task.id, sample)))

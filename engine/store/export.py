@@ -101,7 +101,7 @@ def export_rows(
     base = Path(store.header.spec_path).parent if store.header.spec_path else None
     plan = Plan(credit or rewards.credit, rewards.placement, base, values or {}, vision, store.header.evaluation)
     for _, group in groupby(store.trajectories(score), key=lambda trajectory: trajectory.task_id):
-        yield from _group_rows(list(group), plan, trainable_only)
+        yield from group_rows(list(group), plan, trainable_only)
 
 
 def credit_of(store: RunReader, score: str | None = None) -> CreditSpec:
@@ -129,7 +129,12 @@ def member_of(trajectory: Trajectory, values: Sequence[Sequence[float]] | None =
     )
 
 
-def _group_rows(group: list[Trajectory], plan: Plan, trainable_only: bool) -> Iterator[Row]:
+def group_rows(group: Sequence[Trajectory], plan: Plan, trainable_only: bool = False) -> Iterator[Row]:
+    """The training rows of one group: the finished episodes of one task.
+
+    Raises:
+        LedgerError: the credit method needs what is not there.
+    """
     members = [member_of(trajectory, plan.values.get(trajectory.episode_id)) for trajectory in group]
     chosen = [
         number

@@ -1,0 +1,145 @@
+"""`engine train`: episodes, credit, an update, new weights; again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.runner.run import Runner
+    from engine.spec.load import LoadedSpec
+    from engine.train.trainer import TrainResult
+
+
+def train(
+    spec: Annotated[
+        Path | None, typer.Argument(help="The episode spec, with a `train:` section. Left out with --resume.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set train.steps=50")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder that trainings are stored under; the spec's `rollout.out` when left out."),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="TRAINING", help="Go on with this one: a folder, an id or its beginning, or `latest`."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the end.")] = False,
+) -> None:
+    """Train the spec's model on its own episodes.
+
+    Weights, optimizer, random state and the place among the tasks are kept in checkpoints; --resume goes on from the
+    newest. Exits with 0 when the last step is done, 1 when training cannot begin or go on, 130 after Ctrl-C.
+    """
+    from rich.console import Console
+
+    from engine.errors import EngineError
+    from engine.logs import configure_logging
+
+    configure_logging()
+    console = Console(highlight=False, soft_wrap=True)
+    folder: Path | None = None
+    try:
+        loaded, folder = _prepare(console, spec, list(overrides or ()), out, resume)
+        began = time.perf_counter()
+        result = asyncio.run(_drive(loaded, folder, console, quiet=quiet))
+    except EngineError as error:
+        Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(str(error))
+        if folder is not None:
+            _pictures(folder, console)
+            console.print(f"Kept so far: {folder}\nTo go on: engine train --resume {folder}", markup=False)
+        raise typer.Exit(1) from None
+    _conclude(result, folder, console, time.perf_counter() - began)
+
+
+def _prepare(
+    console: Console, spec: Path | None, overrides: list[str], out: Path | None, resume: str | None
+) -> tuple[LoadedSpec, Path]:
+    """The spec, checked, and the training's folder."""
+    from engine.checks import check_spec
+    from engine.errors import SpecError, TrainError
+    from engine.spec.load import load_spec
+    from engine.store.header import RunHeader, new_run_id
+    from engine.train import folder as folders
+    from engine.train.trainer import train_spec_of
+
+    if resume is not None:
+        if spec is not None or overrides:
+            raise TrainError("--resume goes on as it was begun; leave out SPEC and --set", kind="train_setup")
+        found = folders.find_training(resume, out or Path("runs"))
+        return folders.read_header(found).loaded_spec(), found
+    if spec is None:
+        raise TrainError("give a spec to train, or --resume TRAINING", kind="train_setup")
+    loaded = load_spec(spec, overrides)
+    told = check_spec(loaded)
+    errors = [item for item in told if item.severity == "error"]
+    if errors:
+        raise SpecError(errors)
+    for item in told:
+        if item.severity == "warning":
+            console.print(str(item), style="yellow", markup=False)
+    train_spec_of(loaded)
+    header = RunHeader.of(loaded, overrides=overrides, run_id=new_run_id(f"{loaded.spec.name}-train"))
+    return loaded, folders.begin(out or Path(loaded.spec.rollout.out), header)
+
+
+async def _drive(loaded: LoadedSpec, folder: Path, console: Console, *, quiet: bool) -> TrainResult:
+    from engine.cli.run import stop_on_signals
+    from engine.cli.train_panel import TrainPanel, shown
+    from engine.train.trainer import Trainer, train_spec_of
+
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    panel = TrainPanel(train_spec_of(loaded).steps)
+
+    def watch(runner: Runner) -> None:
+        panel.live = runner.live
+
+    trainer = Trainer(loaded, folder, tell=panel.update, phase=panel.phase, watch=watch)
+    with shown(panel, console, quiet=quiet):
+        return await trainer.run(stop=stop)
+
+
+def _conclude(result: TrainResult, folder: Path, console: Console, seconds: float) -> None:
+    from engine.cli.run import INTERRUPTED
+
+    before, after = result.first.get("reward/mean"), result.last.get("reward/mean")
+    if before is not None and after is not None:
+        console.print(
+            f"{result.steps} steps; reward {before:.3f} in this launch's first step, {after:.3f} in the last; "
+            f"{seconds / 60:.1f} min"
+        )
+    if result.best is not None:
+        console.print(f"Best evaluation: {result.best:.3f} after step {result.best_step}")
+    _pictures(folder, console)
+    for fault in result.faults:
+        console.print(f"could not be finished: {fault}", style="red", markup=False)
+    console.print(f"Training: {folder}", markup=False)
+    if result.checkpoint is not None:
+        console.print(f"Checkpoint: {result.checkpoint}", markup=False)
+    if result.interrupted:
+        console.print(f"Interrupted. To go on: engine train --resume {folder}", markup=False)
+        raise typer.Exit(INTERRUPTED)
+    if result.faults:
+        raise typer.Exit(1)
+
+
+def _pictures(folder: Path, console: Console) -> None:
+    from engine.errors import EngineError
+    from engine.train.plots import draw
+
+    try:
+        drawn = draw(folder)
+    except EngineError as error:
+        console.print(f"no pictures: {error}", markup=False)
+        return
+    if drawn:
+        console.print(f"Pictures: {drawn[0].parent}", markup=False)

@@ -1,0 +1,90 @@
+"""A training's folder: what it was begun with, and where its parts lie.
+
+<name>-train-<time>/
+    train.json          the spec as it was loaded, overrides, versions of packages
+    metrics.jsonl       a line a step
+    checkpoints/        see `checkpoint.py`
+    rollouts-0/         the run store of its episodes; each resume begins another
+    evals/step-000010/  the run store of an evaluation
+    plots/              pictures of the metrics
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from engine.errors import TrainError
+from engine.store.header import RunHeader
+
+_HEADER = "train.json"
+
+
+def begin(out: Path, header: RunHeader) -> Path:
+    """Make the folder of a new training.
+
+    Raises:
+        TrainError: kind `train_setup`: it exists, or cannot be written.
+    """
+    folder = out / header.run_id
+    try:
+        folder.mkdir(parents=True)
+        draft = folder / f".{_HEADER}"
+        draft.write_text(header.model_dump_json(indent=2) + "\n")
+        draft.replace(folder / _HEADER)
+    except OSError as error:
+        raise TrainError(f"cannot make the training's folder {folder}: {error}", kind="train_setup") from error
+    return folder
+
+
+def trainings(out: Path) -> list[Path]:
+    """Folders of the trainings under `out`, by name."""
+    try:
+        return sorted(entry for entry in out.iterdir() if (entry / _HEADER).is_file())
+    except OSError:
+        return []
+
+
+def find_training(word: str, out: Path) -> Path:
+    """The training that is meant: a folder, an id or the beginning of one, or `latest`.
+
+    Raises:
+        TrainError: kind `train_setup`: none is meant, or several are.
+    """
+    path = Path(word)
+    if (path / _HEADER).is_file():
+        return path
+    found = trainings(out)
+    if word == "latest" and found:
+        return max(found, key=lambda folder: (folder / _HEADER).stat().st_mtime)
+    meant = [folder for folder in found if word and folder.name.startswith(word)]
+    exact = [folder for folder in meant if folder.name == word]
+    if len(exact or meant) == 1:
+        return (exact or meant)[0]
+    if meant:
+        shown = ", ".join(folder.name for folder in meant[:5])
+        raise TrainError(f"`{word}` is the beginning of {len(meant)} trainings: {shown}", kind="train_setup")
+    raise TrainError(
+        f"no training `{word}` in {out}; give its folder, its id, or `latest` (`engine train SPEC` begins one)",
+        kind="train_setup",
+    )
+
+
+def read_header(folder: Path) -> RunHeader:
+    """What a training was begun with.
+
+    Raises:
+        TrainError: kind `train_setup`: it cannot be read.
+    """
+    try:
+        return RunHeader.model_validate_json((folder / _HEADER).read_text())
+    except (OSError, ValidationError) as error:
+        raise TrainError(f"{folder / _HEADER} cannot be read: {error}", kind="train_setup") from error
+
+
+def next_rollouts(folder: Path) -> str:
+    """The name of the next store of episodes in a training's folder."""
+    taken = [entry.name.rpartition("-")[2] for entry in os.scandir(folder) if entry.name.startswith("rollouts-")]
+    return f"rollouts-{max((int(number) for number in taken if number.isdigit()), default=-1) + 1}"

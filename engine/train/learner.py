@@ -1,0 +1,232 @@
+"""One batch of rows -> better weights: mini-batches, micro-batches, one optimizer.
+
+Invariants:
+- A step's gradient is the same however its rows fall into micro-batches: every token's share of the loss is known before
+  the first of them is computed.
+- An update whose loss or gradient is no finite number is not made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.errors import TrainError
+from engine.train.batches import means, normalised
+from engine.train.losses import objective
+from engine.train.packing import Pack, pack_rows
+from engine.train.shares import token_shares
+from engine.train.tally import Tally
+from engine.train.tokens import Tokens
+
+if TYPE_CHECKING:
+    from engine.store.export import Row
+    from engine.train.policy import Policy
+    from schemas.train import TrainSpec
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Learner:
+    """A policy and its optimizer.
+
+    Args:
+        policy: What learns.
+        spec: How.
+        episode_tokens: Tokens that an episode may have, for `dr_grpo` without a length of its own.
+    """
+
+    def __init__(self, policy: Policy, spec: TrainSpec, *, episode_tokens: int | None = None) -> None:
+        self.policy = policy
+        self._spec = spec
+        self._length = episode_tokens
+        self._names = [name for name, _ in policy.named_parameters()]
+        self._parameters = [parameter for _, parameter in policy.named_parameters()]
+        if not self._parameters:
+            raise TrainError("no parameter is trained: `train.freeze` finds all of them", kind="train_setup")
+        wanted = spec.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self._parameters, lr=wanted.lr, betas=wanted.betas, eps=wanted.eps, weight_decay=wanted.weight_decay
+        )
+        self.lora = spec.lora is not None
+        self.dirty = False
+        """The batch under way, or the last one, has changed the weights."""
+
+    def step(self, rows: Sequence[Row], step: int) -> dict[str, float]:
+        """Learn from one batch.
+
+        Args:
+            rows: Those that may train.
+            step: The batch's number, from 0: sets the learning rate and the order of mini-batches.
+
+        Returns:
+            Means over the updates (greatest values for names that end in `max`).
+
+        Raises:
+            TrainError: kind `diverged`: a loss or gradient is no finite number.
+        """
+        self.dirty = False
+        spec = self._spec
+        advantages = normalised(rows) if spec.normalise == "batch" else [row["advantages"] for row in rows]
+        rows = [row | {"advantages": of} for row, of in zip(rows, advantages, strict=True)]
+        if self._recompute:
+            rows = self._with_proximal(rows)
+        rate = self._rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        told = []
+        for number in range(spec.passes):
+            parts = _minibatches(rows, spec.minibatches, seed=(spec.seed, step, number))
+            told += [self._update(part, len(parts), [len(_places(row)) for row in rows]) for part in parts]
+        return means(told) | {"lr": rate, "updates": float(len(told))}
+
+    @property
+    def _recompute(self) -> bool:
+        """Whether log-probs before the first update are needed apart from the current ones."""
+        spec = self._spec
+        if spec.proximal == "auto":
+            return spec.passes * spec.minibatches > 1
+        return spec.proximal == "recompute"
+
+    @torch.no_grad()
+    def _with_proximal(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows with `proximal`, [trained tokens]: the policy's log-probs as they are now."""
+        found = [np.zeros(len(_places(row)), np.float32) for row in rows]
+        for pack in self._packs(rows):
+            logprobs, _ = self.policy.forward(pack, entropy=False)
+            values, numbers = logprobs.float().cpu().numpy(), pack.row.cpu().numpy()
+            for number in np.unique(numbers):
+                found[number][:] = values[numbers == number]
+        return [row | {"proximal": of} for row, of in zip(rows, found, strict=True)]
+
+    def _packs(self, rows: Sequence[Row]) -> list[Pack]:
+        memory = self._spec.memory
+        return pack_rows(rows, memory.micro_tokens, share_prefixes=memory.share_prefixes)
+
+    def _update(self, rows: Sequence[Row], parts: int, everything: Sequence[int]) -> dict[str, float]:
+        """One optimizer step."""
+        shares = self._shares(rows, parts, sum(everything))
+        loss, tally = 0.0, Tally()
+        for pack in self._packs(rows):
+            part, counted = objective(self._spec, self._tokens(pack, rows, shares))
+            if part.requires_grad:
+                part.backward()  # type: ignore[no-untyped-call]
+            loss += float(part.detach())
+            tally.merge(counted)
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._spec.optimizer.max_grad_norm or math.inf))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise TrainError(
+                f"the loss is {loss} and its gradient's norm {norm}: the update was not made. Lower `train.optimizer.lr`, "
+                "or look at policy/ratio_max and sampler/diff_max in metrics.jsonl",
+                kind="diverged",
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.dirty = True
+        return tally.result() | {"loss": loss, "grad_norm": norm}
+
+    def _shares(self, rows: Sequence[Row], parts: int, everything: int) -> list[np.ndarray]:
+        """Each trained token's share of this update's loss."""
+        lengths = [len(_places(row)) for row in rows]
+        shares = token_shares(self._spec.loss, lengths, [row["episode_id"] for row in rows], length=self._length)
+        if self._spec.loss.kind in ("dapo", "ppo", "cispo") and parts > 1:
+            # A token counts the same whichever mini-batch it fell into: as M updates over all of the step's tokens.
+            scale = parts * sum(lengths) / everything
+            shares = [share * scale for share in shares]
+        return shares
+
+    def _tokens(self, pack: Pack, rows: Sequence[Row], shares: Sequence[np.ndarray]) -> Tokens:
+        """The forward pass of one pack, and what its tokens are judged by."""
+        spec = self._spec
+        logprobs, entropy = self.policy.forward(pack, entropy=True)
+        reference = self.policy.reference(pack) if spec.kl.coefficient else None
+        device = logprobs.device
+        numbers = pack.row.cpu().numpy()
+        held = list(dict.fromkeys(numbers.tolist()))
+
+        def flat(of: Iterable[Any], dtype: torch.dtype) -> torch.Tensor:
+            parts = [np.asarray(each) for each in of]
+            whole = np.concatenate(parts) if parts else np.zeros(0)
+            return torch.as_tensor(whole, dtype=dtype).to(device)
+
+        def column(name: str) -> torch.Tensor:
+            return flat((rows[number][name][_places(rows[number])] for number in held), torch.float32)
+
+        turns = flat((rows[number]["turn_ids"][_places(rows[number])] for number in held), torch.int64)
+        row = torch.as_tensor(numbers, dtype=torch.int64).to(device)
+        sampler = column("logprobs")
+        if "proximal" in (rows[0] if rows else {}):
+            proximal = flat((rows[number]["proximal"] for number in held), torch.float32)
+        else:
+            proximal = sampler if spec.proximal == "sampler" else logprobs.detach()
+        return Tokens(
+            logprobs=logprobs,
+            proximal=proximal,
+            sampler=sampler,
+            advantages=column("advantages"),
+            shares=flat((shares[number] for number in held), torch.float32),
+            rows=row,
+            turns=row * (int(turns.max()) + 1 if len(turns) else 1) + turns,
+            reference=reference,
+            entropy=entropy,
+        )
+
+    def _rate(self, step: int) -> float:
+        """The learning rate of a batch."""
+        wanted = self._spec.optimizer
+        if step < wanted.warmup_steps:
+            return wanted.lr * (step + 1) / wanted.warmup_steps
+        if wanted.schedule == "constant":
+            return wanted.lr
+        over = (step - wanted.warmup_steps) / max(1, self._spec.steps - wanted.warmup_steps)
+        if wanted.schedule == "linear":
+            return wanted.lr * (1.0 - over)
+        return wanted.lr * 0.5 * (1.0 + math.cos(math.pi * over))
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """AdamW's moments and step count by parameter: `<parameter>::exp_avg` and so on."""
+        told: dict[str, torch.Tensor] = {}
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                told[f"{name}::{key}"] = torch.as_tensor(value)
+        return told
+
+    def load_optimizer_state(self, state: dict[str, torch.Tensor]) -> None:
+        """What `optimizer_state` gave.
+
+        Raises:
+            ValueError: it is of other parameters.
+        """
+        by_name = dict(zip(self._names, self._parameters, strict=True))
+        for key, value in state.items():
+            name, _, moment = key.rpartition("::")
+            parameter = by_name.get(name)
+            if parameter is None or (moment in _MOMENTS and value.shape != parameter.shape):
+                raise ValueError(
+                    f"the optimizer's state `{key}` {tuple(value.shape)} is of no parameter that is trained"
+                )
+            kept = value.to(parameter.device) if moment in _MOMENTS else value
+            self.optimizer.state[parameter][moment] = kept
+
+
+def _places(row: Row) -> np.ndarray:
+    """Where a row was sampled, by place in its tokens."""
+    return np.flatnonzero(row["loss_mask"] == 1)
+
+
+def _minibatches(rows: Sequence[Row], count: int, seed: tuple[int, int, int]) -> list[list[Row]]:
+    """Rows in `count` parts of about as many tasks each, an episode's rows and a task's episodes together."""
+    if count == 1:
+        return [list(rows)]
+    by_task: dict[str, list[Row]] = {}
+    for row in rows:
+        by_task.setdefault(row["task_id"], []).append(row)
+    tasks = list(by_task)
+    order = np.random.default_rng(seed).permutation(len(tasks))
+    parts = [part for part in np.array_split(order, count) if len(part)]
+    return [[row for place in part for row in by_task[tasks[place]]] for part in parts]

@@ -1,0 +1,398 @@
+"""The loop: collect a batch, learn from it, hand the new weights to the backend, and go on.
+
+Invariants:
+- Whatever ends it, the last good weights are in a checkpoint: the update that would have spoilt them was not made.
+- A step's metrics are written after its weights are being sampled with, so a line in `metrics.jsonl` is a step done.
+- `asynchrony.max_staleness` 0 is synchronous: sampling and learning take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from engine.backends.base import open_backend
+from engine.errors import EngineError, TrainError
+from engine.runner.evaluate import evaluate
+from engine.runner.run import Runner
+from engine.runner.stats import label
+from engine.spec.tasks import load_tasks
+from engine.store import RunHeader, RunStore
+from engine.tokens.catalogue import resolve_model
+from engine.tokens.format import load_format
+from engine.train import folder as folders
+from engine.train.batches import Batch, RowMaker
+from engine.train.checkpoint import Checkpoints, State
+from engine.train.learner import Learner
+from engine.train.metrics import MetricsLog
+from engine.train.notify import Notifier, StallWatch
+from engine.train.policy import Policy
+from engine.train.rollouts import Rollouts, TaskOrder
+from engine.train.sync import open_sync
+from schemas.episode import TasksSpec
+from schemas.generation import SamplingParams
+from schemas.train import TrainSpec
+
+if TYPE_CHECKING:
+    from engine.backends.base import Backend
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
+    from engine.train.sync import WeightSync
+    from schemas.environment import Task
+
+log = structlog.get_logger(__name__)
+
+Tell = Callable[[int, Mapping[str, float]], None]
+"""Told of each step that is done: its number from 1, and its metrics."""
+
+
+@dataclass(slots=True)
+class TrainResult:
+    """What came of a training."""
+
+    steps: int
+    """That are done in all."""
+    first: dict[str, float]
+    """Metrics of the first step of this launch."""
+    last: dict[str, float]
+    """And of the last."""
+    checkpoint: Path | None
+    best: float | None
+    best_step: int | None
+    interrupted: bool = False
+    faults: list[str] = field(default_factory=list)
+
+
+def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
+    """The spec's `train:` section.
+
+    Raises:
+        TrainError: kind `train_setup`: there is none, or its backend gives no tokens.
+    """
+    spec = loaded.spec
+    if spec.train is None:
+        raise TrainError(
+            f"{loaded.path}: the spec has no `train:` section; `train: {{}}` takes every default", kind="train_setup"
+        )
+    if spec.backend.kind not in ("local", "sglang"):
+        raise TrainError(
+            f"{loaded.path}: a `{spec.backend.kind}` backend cannot take new weights; train with `local` or `sglang`",
+            kind="train_setup",
+        )
+    return spec.train
+
+
+class Trainer:
+    """One training, begun or resumed.
+
+    Args:
+        loaded: The spec.
+        folder: The training's, made by `folder.begin`.
+        tell: Told of each step.
+        phase: Told what it does from now on: `rollout`, `update`, `sync`, `eval`, `checkpoint`.
+        watch: Given the runner once it is there, for a live display.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedSpec,
+        folder: Path,
+        *,
+        tell: Tell | None = None,
+        phase: Callable[[str], None] | None = None,
+        watch: Callable[[Runner], None] | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.spec = loaded.spec
+        self.train = train_spec_of(loaded)
+        self.folder = folder
+        self._tell = tell
+        self._phase = phase
+        self._watch = watch
+        self._state = State(step=0, version=0, taken=0)
+        self._checkpoints = Checkpoints(folder, self.train.checkpoints.keep)
+        self._written: Path | None = None
+        self._seconds: dict[str, float] = {}
+        self._notifier = Notifier(self.train.notify, folder.name, base=loaded.base)
+        self._stall = StallWatch(self._notifier, self.train.notify.stall, lambda: {"step": self._state.step})
+        self._format: ChatFormat
+        self._backend: Backend
+        self._learner: Learner
+        self._sync: WeightSync
+
+    async def run(self, *, stop: asyncio.Event | None = None) -> TrainResult:
+        """Train to the last step, or until `stop` is set: then the step under way is given up and what is done is kept.
+
+        Raises:
+            TrainError: it cannot begin, or diverged, or has nothing to learn from.
+            EngineError: a part of it failed for good.
+        """
+        try:
+            with self._stall:
+                result = await self._prepared(stop)
+            if not result.interrupted:
+                await self._notifier.tell("finished", step=result.steps, **_numbers(result.last))
+            return result
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            kind = "diverged" if isinstance(error, TrainError) and error.kind == "diverged" else "failed"
+            await self._notifier.tell(kind, step=self._state.step, reason=f"{type(error).__name__}: {error}")
+            raise
+
+    async def _prepared(self, stop: asyncio.Event | None) -> TrainResult:
+        tasks = load_tasks(self.loaded)
+        self._format = load_format(self.spec.model, self.loaded.base)
+        self._backend = open_backend(self.loaded, self._format)
+        try:
+            await self._backend.start()
+            policy = await asyncio.to_thread(self._policy)
+            self._learner = Learner(policy, self.train, episode_tokens=self.spec.limits.episode_tokens)
+            self._sync = open_sync(self.spec, self._backend, self.folder, lora=self.train.lora is not None)
+            resumed = self._checkpoints.newest()
+            if resumed is not None:
+                self._state = await asyncio.to_thread(self._checkpoints.read, resumed, self._learner)
+                self._written = resumed
+            if resumed is not None or self.spec.backend.kind == "sglang":
+                # A server may hold any weights: the first token is already of ours.
+                await self._sync.push(policy, self._state.version)
+            metrics = MetricsLog(self.folder, self.train.report, self.folder.name, self.spec.model_dump(mode="json"))
+            try:
+                metrics.truncate(self._state.step)
+                return await self._with_store(tasks, metrics, stop)
+            finally:
+                metrics.close()
+        finally:
+            await self._backend.close()
+
+    def _policy(self) -> Policy:
+        """The model that learns, as the sampler knows it: the same temperature and the same ids."""
+        model = self.spec.model
+        return Policy.load(
+            resolve_model(model.path, model.revision, self.loaded.base),
+            self.train,
+            temperature=self.spec.sampling.temperature,
+            vocab=self._format.vocab_size,
+            vision=self._format.vision,
+        )
+
+    async def _with_store(self, tasks: list[Task], metrics: MetricsLog, stop: asyncio.Event | None) -> TrainResult:
+        name = folders.next_rollouts(self.folder)
+        store = RunStore.create(self.folder, RunHeader.of(self.loaded, run_id=name))
+        try:
+            runner = Runner(self.loaded, [], self._format, self._backend, store)
+            runner.live.total = self.train.steps * self.train.tasks_per_step * self.spec.rollout.samples_per_task
+            if self._watch is not None:
+                self._watch(runner)
+            async with runner.serving():
+                rollouts = self._rollouts(runner, tasks)
+                try:
+                    return await self._until(stop, self._steps(rollouts, metrics), rollouts)
+                finally:
+                    await rollouts.close()
+        finally:
+            store.close()
+
+    def _rollouts(self, runner: Runner, tasks: list[Task]) -> Rollouts:
+        rollout = self.spec.rollout
+        return Rollouts(
+            runner,
+            TaskOrder(tasks, shuffle=self.train.shuffle, seed=self.train.seed),
+            RowMaker(self.spec, self.train, self.loaded.base),
+            self.train,
+            samples=rollout.samples_per_task,
+            alive=rollout.live_episodes or 2 * rollout.concurrency,
+            version=self._state.version,
+            begun=self._state.taken,
+            progress=lambda _: self._stall.tick(),
+        )
+
+    async def _until(
+        self, stop: asyncio.Event | None, steps: asyncio.Future[TrainResult] | object, rollouts: Rollouts
+    ) -> TrainResult:
+        """The steps, or what is done of them when `stop` is set."""
+        work = asyncio.ensure_future(steps)  # type: ignore[arg-type]
+        stopped = asyncio.ensure_future(stop.wait()) if stop is not None else None
+        try:
+            await asyncio.wait([work, *([stopped] if stopped else [])], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                result: TrainResult = work.result()
+                result.faults = rollouts.faults
+                return result
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await self._checkpoint()
+            return TrainResult(
+                self._state.step, {}, {}, self._written, self._state.best, self._state.best_step, True, rollouts.faults
+            )
+        finally:
+            for each in (work, stopped):
+                if each is not None:
+                    each.cancel()
+
+    async def _steps(self, rollouts: Rollouts, metrics: MetricsLog) -> TrainResult:
+        train, state = self.train, self._state
+        first: dict[str, float] = {}
+        last: dict[str, float] = {}
+        if train.eval is not None and state.step == 0:
+            told = await self._evaluate()
+            metrics.write(0, told)
+            self._say(0, told)
+        while state.step < train.steps:
+            began = time.perf_counter()
+            self._seconds.clear()
+            with self._timed("rollout"):
+                batch = await rollouts.batch()
+            told = batch.metrics()
+            if batch.used:
+                try:
+                    told |= await self._learn(batch)
+                except asyncio.CancelledError:
+                    if self._learner.dirty:  # interrupted, and its update made all the same
+                        self._advance(rollouts)
+                        metrics.write(state.step, told)
+                    raise
+            else:
+                _something_came(batch)
+            self._advance(rollouts)
+            with self._timed("sync"):
+                if batch.used:
+                    await self._sync.push(self._learner.policy, state.version)
+                rollouts.consumed(state.version)
+            told |= await self._kept(state.step)
+            told |= self._times(time.perf_counter() - began, told)
+            metrics.write(state.step, told)
+            self._stall.tick()
+            self._say(state.step, told)
+            first, last = first or told, told
+        await self._checkpoint()
+        return TrainResult(state.step, first, last, self._written, state.best, state.best_step)
+
+    def _advance(self, rollouts: Rollouts) -> None:
+        """A batch is done with."""
+        self._state.step += 1
+        self._state.version += 1
+        self._state.taken = rollouts.taken
+
+    async def _learn(self, batch: Batch) -> dict[str, float]:
+        """One batch's updates, in a thread: rollouts go on meanwhile, where they may."""
+        with self._timed("update"):
+            work = asyncio.ensure_future(asyncio.to_thread(self._learner.step, batch.rows, batch.step))
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                # A thread is not stopped half-way through an update: what it makes is whole, and not counted.
+                with contextlib.suppress(Exception):
+                    await work
+                raise
+            except TrainError:
+                if self._state.step and not self._learner.dirty:
+                    await self._checkpoint()
+                raise
+
+    async def _kept(self, step: int) -> dict[str, float]:
+        """Evaluation and checkpoint, where it is time for them."""
+        train = self.train
+        told: dict[str, float] = {}
+        better = False
+        if train.eval is not None and (step % train.eval.every == 0 or step == train.steps):
+            told = await self._evaluate()
+            value = told.get(f"eval/{train.eval.metric}")
+            if value is not None and (self._state.best is None or value > self._state.best):
+                self._state.best, self._state.best_step, better = value, step, True
+        if better or step % train.checkpoints.every == 0:
+            await self._checkpoint()
+        return told
+
+    async def _checkpoint(self) -> None:
+        with self._timed("checkpoint"):
+            self._written = await asyncio.to_thread(self._checkpoints.write, self._state, self._learner)
+
+    async def _evaluate(self) -> dict[str, float]:
+        """The policy as it is now, on the evaluation's tasks."""
+        with self._timed("eval"):
+            loaded = evaluation_of(self.loaded)
+            name = f"step-{self._state.step:06d}"
+            folder = self.folder / "evals"
+            while (folder / name).exists():
+                name += "-again"
+            store = RunStore.create(folder, RunHeader.of(loaded, run_id=name, evaluation=True))
+            try:
+                runner = Runner(loaded, load_tasks(loaded), self._format, self._backend, store)
+                await runner.run()
+                found = evaluate(store.trajectories(), seed=self.train.seed)
+            finally:
+                store.close()
+            return {
+                f"eval/{name}": value.value for name, value in found.estimates.items() if value.value == value.value
+            }
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        if self._phase is not None:
+            self._phase(phase)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
+
+    def _times(self, whole: float, told: Mapping[str, float]) -> dict[str, float]:
+        sampled = told.get("episode/tokens", 0.0) * told.get("episodes/count", 0.0)
+        times = {f"time/{phase}": float(seconds) for phase, seconds in self._seconds.items()}
+        return times | {"step_seconds": whole, "tokens_per_second": sampled / whole}
+
+    def _say(self, step: int, told: Mapping[str, float]) -> None:
+        if self._tell is not None:
+            self._tell(step, told)
+
+
+def evaluation_of(loaded: LoadedSpec) -> LoadedSpec:
+    """The spec of a training's evaluation: its tasks, samples and sampling in place of the training's.
+
+    Raises:
+        TrainError: kind `train_setup`: what `train.eval` says cannot be read as `tasks` or `sampling`.
+    """
+    spec = loaded.spec
+    wanted = spec.train.eval if spec.train is not None else None
+    if wanted is None:
+        return loaded
+    try:
+        tasks = TasksSpec.model_validate(wanted.tasks) if wanted.tasks is not None else spec.tasks
+        if wanted.limit is not None:
+            tasks = tasks.model_copy(update={"limit": wanted.limit})
+        sampling = SamplingParams.model_validate(spec.sampling.model_dump() | wanted.sampling)
+    except ValueError as error:
+        raise TrainError(f"{loaded.path}: train.eval: {error}", kind="train_setup") from error
+    rollout = spec.rollout.model_copy(update={"samples_per_task": wanted.samples})
+    changed = spec.model_copy(update={"tasks": tasks, "sampling": sampling, "rollout": rollout})
+    return replace(loaded, spec=changed)
+
+
+def _something_came(batch: Batch) -> None:
+    """A batch without anything to train on is well where all did equally, and an error where none could be used.
+
+    Raises:
+        TrainError: kind `no_data`.
+    """
+    if any(group.rows for group in batch.left_out):
+        return
+    ends = Counter(label(each.outcome) for group in batch.left_out for each in group.trajectories)
+    listed = ", ".join(f"{name} {count}" for name, count in ends.most_common(4)) or "no episode came to an end"
+    raise TrainError(f"no episode of {len(batch.left_out)} groups can be trained on: {listed}", kind="no_data")
+
+
+def _numbers(told: Mapping[str, float]) -> dict[str, float]:
+    return {name.replace("/", "_"): value for name, value in told.items() if name in ("reward/mean", "eval/reward")}
+
+
+__all__ = ["EngineError", "TrainResult", "Trainer", "evaluation_of", "train_spec_of"]
