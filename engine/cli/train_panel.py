@@ -1,0 +1,184 @@
+"""What `engine train` shows while it trains: a live table on a terminal, a line a step elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from engine.runner.stats import Live
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 40
+"""Steps that the curves show, at most."""
+
+_GROUPS = (
+    ("policy", (("KL", "policy/approx_kl"), ("KL to reference", "policy/kl_ref"), ("entropy", "policy/entropy"),
+                ("clipped low", "policy/clip_low"), ("clipped high", "policy/clip_high"), ("ESS", "policy/ess"),
+                ("gradient", "grad_norm"), ("lr", "lr"))),
+    ("sampler", (("apart, mean", "sampler/diff_mean"), ("apart, max", "sampler/diff_max"),
+                 ("staleness", "staleness/mean"), ("at most", "staleness/max"))),
+)  # fmt: skip
+
+
+def spark(values: list[float], width: int = WIDTH) -> str:
+    """The newest `width` values as bars between their least and their greatest; a space for what is no number."""
+    newest = values[-width:]
+    finite = [value for value in newest if math.isfinite(value)]
+    if not finite:
+        return " " * len(newest)
+    low, span = min(finite), max(finite) - min(finite)
+
+    def bar(value: float) -> str:
+        if not math.isfinite(value):
+            return " "
+        return BARS[min(len(BARS) - 1, int((value - low) / span * len(BARS)))] if span else BARS[0]
+
+    return "".join(map(bar, newest))
+
+
+class TrainPanel:
+    """The live table: rich asks for it anew at each refresh.
+
+    panel = TrainPanel(steps=100, live=live)
+    with shown(panel, console, quiet=False):
+        panel.phase("rollout")
+        panel.update(1, {"reward/mean": 0.4, "time/rollout": 8.1})
+    """
+
+    def __init__(self, steps: int, live: Live | None = None) -> None:
+        """
+        Args:
+            steps: That the run is to have.
+            live: Counts of the episodes under way; may be set later.
+        """
+        self.live = live
+        self.printer: Console | None = None
+        """Where each update is printed as a line; nowhere while None."""
+        self._steps = steps
+        self._step = 0
+        self._doing = ""
+        self._now: dict[str, float] = {}
+        self._evaluated: dict[str, float] = {}
+        self._rewards: deque[float] = deque(maxlen=WIDTH)
+        self._began = time.perf_counter()
+
+    def phase(self, name: str) -> None:
+        """What goes on from now: `rollout`, `update`, `sync`, `eval`, `checkpoint`."""
+        self._doing = name
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """A step's metrics, by their names in `metrics.jsonl`."""
+        self._step = step
+        self._evaluated |= {name: value for name, value in values.items() if name.startswith("eval/")}
+        self._now = dict(values)
+        if "reward/mean" in values:
+            self._rewards.append(values["reward/mean"])
+        if self.printer is not None:
+            self.printer.print(self.line(), markup=False, highlight=False, soft_wrap=True)
+
+    def line(self) -> str:
+        """The newest step on one line, for logs."""
+        now = self._now
+        parts = [f"step {self._step}/{self._steps}"]
+        for name, key, form in (
+            ("reward", "reward/mean", "{:.3f}"),
+            ("eval reward", "eval/reward", "{:.3f}"),
+            ("loss", "loss", "{:.4g}"),
+            ("KL", "policy/approx_kl", "{:.2g}"),
+            ("entropy", "policy/entropy", "{:.3f}"),
+            ("apart", "sampler/diff_mean", "{:.2g}"),
+            ("stale", "staleness/mean", "{:.1f}"),
+            ("tokens/s", "tokens_per_second", "{:.0f}"),
+        ):
+            if key in now:
+                parts.append(f"{name} {form.format(now[key])}")
+        times = _times(now)
+        if times:
+            parts.append(" ".join(f"{phase} {seconds:.1f}s" for phase, seconds in times))
+        return " · ".join(parts)
+
+    def __rich__(self) -> Group:
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="bold", no_wrap=True)
+        rows.add_column(no_wrap=True)
+        rows.add_row("reward", self._reward())
+        if turns := _by_turn(self._now):
+            rows.add_row("by turn", "  ".join(f"{turn} {value:+.3f}" for turn, value in turns))
+        if self._evaluated:
+            rows.add_row("evaluation", _listed(self._evaluated, limit=6))
+        for title, entries in _GROUPS:
+            told = [f"{label} {self._now[key]:.3g}" for label, key in entries if key in self._now]
+            if told:
+                rows.add_row(title, "  ".join(told))
+        rows.add_row("episodes", Text(self._episodes(), style="cyan"))
+        if times := _times(self._now):
+            whole = sum(seconds for _, seconds in times)
+            shares = (f"{phase} {seconds:.1f} s ({100 * seconds / whole:.0f}%)" for phase, seconds in times if whole)
+            rows.add_row("time", "  ".join(shares))
+        return Group(self._head(), rows)
+
+    def _head(self) -> Table:
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            ProgressBar(total=max(self._steps, 1), completed=self._step, width=32),
+            Text(f"step {self._step}/{self._steps}"),
+            Text(self._doing, style="green"),
+            Text(f"{time.perf_counter() - self._began:.0f} s", style="dim"),
+        )
+        return head
+
+    def _reward(self) -> Text:
+        if not self._rewards:
+            return Text("–", style="dim")
+        return Text(f"{self._rewards[-1]:.3f}  ").append(spark(list(self._rewards)), style="magenta")
+
+    def _episodes(self) -> str:
+        speed = self._now.get("tokens_per_second")
+        if self.live is None:
+            return "–" if speed is None else f"{speed:.0f} tokens/s"
+        alive = [f"{state} {count}" for state, count in self.live.states.items() if count > 0]
+        shown = self.live.tokens_per_second if speed is None else speed
+        return "  ".join([*(alive or ["none alive"]), f"{shown:.0f} tokens/s"])
+
+
+@contextmanager
+def shown(panel: TrainPanel, console: Console, *, quiet: bool = False) -> Iterator[None]:
+    """Show the panel inside: live on a terminal, a line a step where there is none, not at all when `quiet`."""
+    if quiet:
+        yield
+        return
+    if console.is_terminal:
+        from rich.live import Live as LiveDisplay
+
+        with LiveDisplay(panel, console=console, refresh_per_second=4):
+            yield
+        return
+    panel.printer = console
+    try:
+        yield
+    finally:
+        panel.printer = None
+
+
+def _by_turn(values: Mapping[str, float]) -> list[tuple[int, float]]:
+    found = [(name.rpartition("/")[2], value) for name, value in values.items() if name.startswith("reward/turn/")]
+    return sorted((int(turn), value) for turn, value in found if turn.isdigit())
+
+
+def _times(values: Mapping[str, float]) -> list[tuple[str, float]]:
+    return [(name.partition("/")[2], value) for name, value in values.items() if name.startswith("time/")]
+
+
+def _listed(values: Mapping[str, float], limit: int) -> str:
+    told = [f"{name.partition('/')[2]} {value:.3f}" for name, value in list(values.items())[:limit]]
+    return "  ".join([*told, "…"] if len(values) > limit else told)

@@ -1,0 +1,311 @@
+"""Telling somebody when training fails, stalls, diverges or ends: a webhook, a command, a function.
+
+Invariant: nothing here raises into the training or holds it up. Deliveries run in threads of their own, each under a
+deadline; one that hangs is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import structlog
+
+from engine.errors import TrainError
+
+if TYPE_CHECKING:
+    from schemas.train import NotifySpec
+
+log = structlog.get_logger(__name__)
+
+SECONDS = 10.0
+"""Deadline for one delivery."""
+_WORDS = {
+    "failed": "training failed",
+    "stalled": "training stalls",
+    "diverged": "training diverged",
+    "finished": "training is finished",
+}
+
+Event = dict[str, Any]
+"""`kind`, `run`, `time` (seconds since 1970), `text` (one sentence), and what the teller adds."""
+
+
+class Notifier:
+    """Tells of events by every way that the spec names.
+
+    notifier = Notifier(spec.train.notify, "arithmetic-1", base=spec_folder)
+    await notifier.tell("diverged", step=12, reason="the loss is nan")
+    """
+
+    def __init__(
+        self,
+        spec: NotifySpec,
+        run: str,
+        *,
+        base: Path | None = None,
+        environ: Mapping[str, str] = os.environ,
+        seconds: float = SECONDS,
+    ) -> None:
+        """
+        Args:
+            spec: Ways, and the kinds that are told.
+            run: The run's name.
+            base: The spec's folder, where the entry point is looked for.
+            environ: Has the webhook's URL.
+            seconds: Deadline for one delivery.
+
+        Raises:
+            TrainError: Kind `train_setup`: the variable is not set, or there is no such command.
+            EntryError: There is no such function.
+        """
+        self._kinds = frozenset(spec.on)
+        self._run = run
+        self._seconds = seconds
+        self._ways: dict[str, Callable[[Event], None]] = {}
+        self._failed: set[str] = set()
+        if spec.webhook_env is not None:
+            self._ways["webhook"] = _webhook(spec.webhook_env, environ, seconds)
+        if spec.command is not None:
+            self._ways["command"] = _command(spec.command, seconds)
+        if spec.use is not None:
+            self._ways["function"] = _function(spec.use, base)
+
+    async def tell(self, kind: str, **fields: Any) -> None:
+        """Tell of an event, and wait until it is delivered or the deadline is over; never raises."""
+        deliveries = self._begin(kind, fields)
+        if deliveries:
+            await asyncio.to_thread(_wait, deliveries, self._seconds)
+            self._close(deliveries)
+
+    def tell_now(self, kind: str, **fields: Any) -> None:
+        """The same for code outside an event loop: waits in this thread."""
+        deliveries = self._begin(kind, fields)
+        _wait(deliveries, self._seconds)
+        self._close(deliveries)
+
+    def _begin(self, kind: str, fields: Mapping[str, Any]) -> list[_Delivery]:
+        if kind not in self._kinds or not self._ways:
+            return []
+        try:
+            event = self._event(kind, fields)
+            return [_Delivery(name, way, event) for name, way in self._ways.items()]
+        except Exception as error:  # noqa: BLE001  no thread can be had, say: the training is not to know
+            log.warning("nobody was told", event_kind=kind, reason=repr(error))
+            return []
+
+    def _event(self, kind: str, fields: Mapping[str, Any]) -> Event:
+        words = f"{self._run}: {_WORDS.get(kind, kind)}"
+        at = f" at step {fields['step']}" if "step" in fields else ""
+        why = f": {fields['reason']}" if fields.get("reason") else ""
+        event = {**fields, "kind": kind, "run": self._run, "time": time.time(), "text": f"{words}{at}{why}"}
+        clean: Event = json.loads(json.dumps({name: _plain(value) for name, value in event.items()}))
+        return clean
+
+    def _close(self, deliveries: Sequence[_Delivery]) -> None:
+        """Say what was not delivered: of each way the first time aloud."""
+        for delivery in deliveries:
+            problem = f"no answer within {self._seconds:g} s" if delivery.running else delivery.problem
+            if problem is None:
+                continue
+            say = log.debug if delivery.name in self._failed else log.warning
+            self._failed.add(delivery.name)
+            say("nobody was told", way=delivery.name, event_kind=delivery.event["kind"], reason=problem)
+
+
+class StallWatch:
+    """Tells when nothing happens for too long: once for each stall.
+
+        with StallWatch(notifier, spec.stall, lambda: {"step": trainer.step}) as watch:
+            watch.tick()        # at each episode and each step
+
+    A thread of its own, so it also tells of an event loop that hangs.
+    """
+
+    def __init__(
+        self,
+        notifier: Notifier,
+        seconds: float,
+        about: Callable[[], Mapping[str, Any]] = dict,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            notifier: Who tells.
+            seconds: So long without a tick is a stall.
+            about: What else the event says.
+            clock: Seconds.
+        """
+        self._notifier = notifier
+        self._seconds = seconds
+        self._about = about
+        self._clock = clock
+        self._last = clock()
+        self._told = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stall-watch", daemon=True)
+
+    def tick(self) -> None:
+        """Something happened. Costs next to nothing; any thread may call it."""
+        self._last = self._clock()
+        self._told = False
+
+    def look(self) -> float:
+        """Tell where it is time to.
+
+        Returns:
+            Seconds until the next look is worth while.
+        """
+        quiet = self._clock() - self._last
+        if quiet < self._seconds:
+            return self._seconds - quiet
+        if not self._told:
+            self._told = True
+            self._notifier.tell_now("stalled", **self._fields(quiet))
+        return self._seconds
+
+    def _fields(self, quiet: float) -> dict[str, Any]:
+        try:
+            more = dict(self._about())
+        except Exception as error:  # noqa: BLE001  a stall is told of all the same
+            more = {"problem": repr(error)}
+        return {**more, "seconds": quiet, "reason": f"no episode and no step for {quiet:.0f} s"}
+
+    def _watch(self) -> None:
+        wait = self._seconds
+        while not self._ended.wait(wait):
+            wait = max(self.look(), 0.001)
+
+    def close(self) -> None:
+        """End the watch."""
+        self._ended.set()
+
+    def __enter__(self) -> Self:
+        self.tick()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Delivery:
+    """One event on one way, in a thread that nobody needs to wait for."""
+
+    def __init__(self, name: str, way: Callable[[Event], None], event: Event) -> None:
+        self.name = name
+        self.event = event
+        self.problem: str | None = None
+        self._way = way
+        self._thread = threading.Thread(target=self._run, name=f"notify-{name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._way(dict(self.event))
+        except BaseException as error:  # noqa: BLE001  whatever a function of the user's raises, SystemExit too
+            self.problem = str(error) or repr(error)
+
+    @property
+    def running(self) -> bool:
+        """Whether it is not over."""
+        return self._thread.is_alive()
+
+    def wait(self, seconds: float) -> None:
+        """Until it is over, or so long."""
+        self._thread.join(max(0.0, seconds))
+
+
+def _wait(deliveries: Sequence[_Delivery], seconds: float) -> None:
+    until = time.monotonic() + seconds + 0.5  # the ways' own deadlines come first: they say more
+    for delivery in deliveries:
+        delivery.wait(until - time.monotonic())
+
+
+def _webhook(variable: str, environ: Mapping[str, str], seconds: float) -> Callable[[Event], None]:
+    url = environ.get(variable)
+    if not url:
+        raise TrainError(
+            f"the environment variable {variable} (train.notify.webhook_env) is not set: "
+            "put the webhook's URL there, or leave `webhook_env` out",
+            kind="train_setup",
+        )
+
+    def post(event: Event) -> None:
+        import httpx
+
+        try:
+            reply = httpx.post(url, json=event, timeout=seconds, follow_redirects=False)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:  # a URL may hold a secret: it is never shown
+            raise RuntimeError(f"{type(error).__name__} at the URL in {variable}") from None
+        if reply.status_code >= 300:
+            raise RuntimeError(f"the URL in {variable} answered {reply.status_code}: {reply.text[:200]}")
+
+    return post
+
+
+def _command(command: Sequence[str], seconds: float) -> Callable[[Event], None]:
+    if not command or shutil.which(command[0]) is None:
+        raise TrainError(
+            f"train.notify.command: there is no command {command[0] if command else ''!r}", kind="train_setup"
+        )
+
+    def run(event: Event) -> None:
+        with subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        ) as process:
+            try:
+                _, said = process.communicate(json.dumps(event).encode(), timeout=seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # what it started as well
+                raise RuntimeError(f"{command[0]} was not done within {seconds:g} s") from None
+        if process.returncode:
+            tail = said.decode(errors="replace").strip()[-200:]
+            raise RuntimeError(f"{command[0]} ended with {process.returncode}" + (f": {tail}" if tail else ""))
+
+    return run
+
+
+def _function(use: str, base: Path | None) -> Callable[[Event], None]:
+    from engine.spec.entry import load_entry
+
+    function = load_entry(use, base)
+
+    def call(event: Event) -> None:
+        found = function(event)
+        if inspect.iscoroutine(found):
+            asyncio.run(found)
+
+    return call
+
+
+def _plain(value: Any) -> Any:
+    """Something that JSON can say."""
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value)

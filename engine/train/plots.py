@@ -1,0 +1,245 @@
+"""Pictures of a training run: PNG files, drawn without a display.
+
+`panels` says what is drawn and is a pure function of the metrics; the rest is matplotlib.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine.errors import StoreError, TrainError
+from engine.train.metrics import read_metrics, series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PHASES = ("rollout", "update", "sync", "eval", "checkpoint")
+"""Of a step's time, in the order in which they are stacked; others come after."""
+_POINTS = 60
+"""With fewer points than this each has a mark."""
+
+
+class Line(NamedTuple):
+    """A metric's course."""
+
+    label: str
+    steps: list[int]
+    values: list[float]
+
+
+class Panel(NamedTuple):
+    """One pair of axes."""
+
+    title: str
+    lines: list[Line]
+    stacked: bool = False
+    """The lines add up: areas on top of one another."""
+
+
+def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[Panel]]:
+    """Each picture's panels, by the picture's name; what was never measured is left out.
+
+    Args:
+        rows: The lines of a `metrics.jsonl`.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    turns = sorted((name for name in names if name.startswith("reward/turn/")), key=_number)
+    named = sorted(name for name in names if name.startswith("reward/") and name not in {*turns, "reward/mean"})
+    whole = [*(name for name in ("reward/mean", "episode/solved") if name in names)]
+    phases = {name for name in names if name.startswith("time/")}
+    first = [f"time/{phase}" for phase in PHASES if f"time/{phase}" in phases]
+    drawn = {
+        "reward": [
+            Panel("reward, mean of a batch", _lines(rows, whole)),
+            Panel("reward by name", _lines(rows, named)),
+            Panel("reward by turn", _lines(rows, turns, lambda name: f"turn {name.rpartition('/')[2]}")),
+        ],
+        "eval": [
+            Panel(title, _lines(rows, [name for name in names if name.startswith("eval/") and kind(name)]))
+            for title, kind in (("evaluation", _is_share), ("evaluation: lengths", lambda name: not _is_share(name)))
+        ],
+        "policy": [
+            Panel("KL", _lines(rows, ["policy/approx_kl", "policy/kl_ref", "policy/token_kl_max"])),
+            Panel("clipped tokens, share", _lines(rows, ["policy/clip_low", "policy/clip_high"])),
+            Panel("entropy and confidence", _lines(rows, ["policy/entropy", "policy/confidence"])),
+            Panel("effective sample size, share", _lines(rows, ["policy/ess"])),
+            Panel("gradient norm", _lines(rows, ["grad_norm"])),
+        ],
+        "sampler": [
+            Panel("log-probs, sampler and trainer apart", _lines(rows, ["sampler/diff_mean", "sampler/diff_max"]))
+        ],
+        "staleness": [Panel("versions behind", _lines(rows, ["staleness/mean", "staleness/max"]))],
+        "time": [
+            Panel("seconds of a step, by phase", _stack(rows, [*first, *sorted(phases - set(first))]), stacked=True)
+        ],
+    }
+    kept = {name: [panel for panel in group if panel.lines] for name, group in drawn.items()}
+    return {name: group for name, group in kept.items() if group}
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draw a run's pictures into its `plots` folder.
+
+    Args:
+        folder: Holds `metrics.jsonl`.
+
+    Returns:
+        The files.
+
+    Raises:
+        StoreError: The metrics cannot be read.
+        TrainError: Kind `train_setup`: matplotlib is not installed.
+    """
+    pictures = panels(read_metrics(folder))
+    made = []
+    for name, group in pictures.items():
+        figure, axes = _figure(len(group))
+        for panel, place in zip(group, axes, strict=True):
+            _draw_panel(place, panel)
+        made.append(_save(figure, folder / "plots" / f"{name}.png"))
+    return made
+
+
+class Curve(NamedTuple):
+    """Several runs of one kind, step by step."""
+
+    steps: list[int]
+    """Those that every run measured."""
+    mean: list[float]
+    low: list[float]
+    """Of the lowest run."""
+    high: list[float]
+    """Of the highest run."""
+
+
+def curve(runs: Sequence[Path], metric: str) -> Curve:
+    """One metric over runs that differ in their seed.
+
+    Args:
+        runs: Their `metrics.jsonl`, or the folders that hold one.
+        metric: Its name.
+
+    Raises:
+        StoreError: A file cannot be read, or there is no step that every run measured.
+    """
+    found = [dict(zip(*series(read_metrics(run), metric), strict=True)) for run in runs]
+    steps = sorted(set.intersection(*map(set, found))) if found else []
+    if not steps:
+        raise StoreError(f"no step has {metric!r} in every one of: {', '.join(map(str, runs)) or 'no run at all'}")
+    columns = [[run[step] for run in found] for step in steps]
+    return Curve(steps, [math.fsum(c) / len(c) for c in columns], [min(c) for c in columns], [max(c) for c in columns])
+
+
+def draw_curves(
+    runs: Mapping[str, Sequence[Path]],
+    metric: str,
+    out: Path,
+    *,
+    target: float | None = None,
+    title: str | None = None,
+) -> Path:
+    """Draw a metric of several kinds of run: the mean over seeds, in a band from the lowest to the highest.
+
+    Args:
+        runs: Label -> the runs' `metrics.jsonl`, one a seed.
+        metric: Its name.
+        out: The PNG.
+        target: Where a line is drawn across.
+        title: Above it; the metric's name when left out.
+
+    Raises:
+        StoreError: See `curve`.
+        TrainError: Kind `train_setup`: matplotlib is not installed.
+    """
+    curves = {label: curve(paths, metric) for label, paths in runs.items()}
+    figure, (axes,) = _figure(1)
+    for label, found in curves.items():
+        seeds = len(runs[label])
+        shown = f"{label} (mean of {seeds}, lowest to highest)" if seeds > 1 else label
+        (line,) = axes.plot(found.steps, found.mean, label=shown, **_marks(len(found.steps)))
+        if seeds > 1:
+            axes.fill_between(found.steps, found.low, found.high, color=line.get_color(), alpha=0.2, linewidth=0)
+    if target is not None:
+        axes.axhline(target, color="black", linestyle="--", linewidth=1, label=f"{target:g}")
+    axes.set_title(title or metric)
+    axes.set_xlabel("step")
+    axes.set_ylabel(metric)
+    axes.legend(fontsize="small")
+    return _save(figure, out)
+
+
+def _number(name: str) -> tuple[int, str]:
+    tail = name.rpartition("/")[2]
+    return (int(tail), "") if tail.isdigit() else (1 << 30, tail)
+
+
+def _is_share(name: str) -> bool:
+    """Whether it is a share or a reward, which share an axis."""
+    return name not in ("eval/turns", "eval/tokens")
+
+
+def _lines(
+    rows: Sequence[Mapping[str, float]], names: Sequence[str], label: Any = lambda name: name.partition("/")[2] or name
+) -> list[Line]:
+    found = [Line(label(name), *series(rows, name)) for name in names]
+    return [line for line in found if line.steps]
+
+
+def _stack(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[Line]:
+    """Lines over the same steps: a phase that a step had not took no time."""
+    measured = {name: dict(zip(*series(rows, name), strict=True)) for name in names}
+    steps = sorted({step for found in measured.values() for step in found})
+    return [
+        Line(name.partition("/")[2], steps, [_finite(found.get(step, 0.0)) for step in steps])
+        for name, found in measured.items()
+        if found
+    ]
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
+
+
+def _figure(count: int) -> tuple[Figure, list[Axes]]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise TrainError(
+            f"drawing needs matplotlib ({error}): pip install 'episode-engine[train]'", kind="train_setup"
+        ) from error
+    columns = min(count, 3)
+    rows = -(-count // columns)
+    # A figure of its own, not pyplot's: no display, no state that threads share.
+    figure = Figure(figsize=(5.6 * columns, 3.6 * rows), dpi=110, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    for spare in axes[count:]:
+        spare.remove()
+    return figure, axes[:count]
+
+
+def _draw_panel(axes: Axes, panel: Panel) -> None:
+    if panel.stacked:
+        labels = [line.label for line in panel.lines]
+        axes.stackplot(panel.lines[0].steps, *(line.values for line in panel.lines), labels=labels, alpha=0.85)
+    else:
+        for line in panel.lines:
+            axes.plot(line.steps, line.values, label=line.label, **_marks(len(line.steps)))
+    axes.set_title(panel.title, fontsize="medium")
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.25)
+    if len(panel.lines) <= 12:
+        axes.legend(fontsize="small")
+
+
+def _marks(points: int) -> dict[str, Any]:
+    return {"linewidth": 1.5} | ({"marker": "o", "markersize": 3} if points < _POINTS else {})
+
+
+def _save(figure: Figure, out: Path) -> Path:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, format="png")
+    return out

@@ -1,0 +1,205 @@
+"""Where metrics are shown beside the run's own file: TensorBoard, trackio, Weights & Biases, MLflow.
+
+Each is an extra of this package and is imported when a run asks for it. Their own environment variables
+(`WANDB_MODE`, `WANDB_PROJECT`, `TRACKIO_DIR`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME` …) hold.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.errors import TrainError
+
+PROJECT = "episode-engine"
+"""The project or experiment that runs belong to, where the environment names none."""
+
+
+class Sink(Protocol):
+    """Something that shows metrics."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Show values of a step."""
+        ...
+
+    def truncate(self, step: int) -> None:
+        """What was shown after `step` is void, where that can be said."""
+        ...
+
+    def close(self) -> None:
+        """Hand over what is buffered."""
+        ...
+
+
+class TensorBoard:
+    """Event files in the run's `tensorboard` folder. Steps that were cut are purged."""
+
+    def __init__(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._make: Callable[..., Any] = lambda **more: SummaryWriter(str(folder / "tensorboard"), **more)
+        self._writer = self._make()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def truncate(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._make(purge_step=step + 1)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Trackio:
+    """A run of this name in trackio's project; the same name goes on with it."""
+
+    def __init__(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
+        import trackio
+
+        self._trackio = trackio
+        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+        trackio.init(project=project, name=run, config=dict(config), resume="allow", embed=False)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._trackio.log(dict(values), step=step)
+
+    def truncate(self, step: int) -> None:
+        """It keeps what it was told: the later value of a step stands beside the earlier one."""
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+class Wandb:
+    """A run of Weights & Biases; its id is kept in the run's folder, so that a resumed run goes on with it."""
+
+    def __init__(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        name = _kept(folder / "wandb_run", lambda: secrets.token_hex(4))
+        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        self._run = wandb.init(
+            project=project,
+            id=name,
+            name=run,
+            dir=str(folder),
+            config=dict(config),
+            resume="allow",
+            reinit="create_new",
+        )
+        # Its own count of steps only rises; ours is the axis, and may go back when a run is resumed.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "step": step})
+
+    def truncate(self, step: int) -> None:
+        """It keeps what it was told: the later value of a step stands beside the earlier one."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Mlflow:
+    """A run of MLflow; its id is kept in the run's folder, so that a resumed run goes on with it."""
+
+    _MOST = 1000
+    """Metrics in one call, at most."""
+
+    def __init__(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric = Metric
+        self._client = MlflowClient()
+
+        def begin() -> str:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+            experiment = self._client.get_experiment_by_name(name)
+            number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+            made = self._client.create_run(number, run_name=run).info.run_id
+            parameters = [Param(key, str(value)[:500]) for key, value in _flat(config).items()]
+            for start in range(0, len(parameters), 100):
+                self._client.log_batch(made, params=parameters[start : start + 100])
+            return str(made)
+
+        self._id = _kept(folder / "mlflow_run", begin)
+        self._client.update_run(self._id, status="RUNNING")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        import time
+
+        now = int(time.time() * 1000)
+        # Of other characters MLflow takes none: `eval/pass@4` is `eval/pass_4` there.
+        metrics = [self._metric(re.sub(r"[^\w\-. /]", "_", name), value, now, step) for name, value in values.items()]
+        for start in range(0, len(metrics), self._MOST):
+            self._client.log_batch(self._id, metrics=metrics[start : start + self._MOST])
+
+    def truncate(self, step: int) -> None:
+        """It keeps what it was told: the later value of a step stands beside the earlier one."""
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+_SINKS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+}
+
+
+def open_sink(name: str, folder: Path, run: str, config: Mapping[str, Any]) -> Sink:
+    """Begin to show a run somewhere.
+
+    Args:
+        name: As in `train.report`.
+        folder: The run's.
+        run: Its name.
+        config: What it was begun with.
+
+    Raises:
+        TrainError: Kind `train_setup`: it is not installed, or did not begin; the message says what to install.
+    """
+    if name not in _SINKS:
+        raise TrainError(f"train.report: {name!r} is none of {', '.join(_SINKS)}", kind="train_setup")
+    try:
+        return _SINKS[name](folder, run, config)
+    except ImportError as error:
+        raise TrainError(
+            f"train.report names {name}, which is not installed ({error}): "
+            f"pip install 'episode-engine[{name}]', or leave it out",
+            kind="train_setup",
+        ) from error
+    except Exception as error:
+        raise TrainError(
+            f"train.report: {name} did not begin: {type(error).__name__}: {error}", kind="train_setup"
+        ) from error
+
+
+def _kept(file: Path, make: Callable[[], str]) -> str:
+    """What the file says; made and written down where there is none."""
+    if file.exists():
+        return file.read_text(encoding="utf-8").strip()
+    made = make()
+    file.write_text(f"{made}\n", encoding="utf-8")
+    return made
+
+
+def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{before}{name}.")
+        else:
+            found[f"{before}{name}"] = value
+    return found
