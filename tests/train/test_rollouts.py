@@ -1,0 +1,302 @@
+"""Which groups are begun when, and which of them train: whatever they earn and however long they take."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import StoreError, TrainError
+from engine.train.batches import Batch, Group, RowMaker, normalised
+from engine.train.rollouts import Rollouts, TaskOrder
+from schemas.environment import Task
+from schemas.episode import EpisodeSpec
+from schemas.reward import Posting
+from schemas.train import TrainSpec
+from schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory, Turn
+
+TASKS = [Task(id=f"t{number}", index=number, fields={}) for number in range(5)]
+
+
+def make_trajectory(
+    task: Task, sample: int, reward: float, *, version: int = 0, failure: Failure | None = None
+) -> Trajectory:
+    """One turn of two sampled tokens after a prompt of three."""
+    branch = Branch(
+        index=0,
+        spans=[Span(kind="prompt", start=0, end=3), Span(kind="generated", start=3, end=5, turn=0)],
+        input_ids=[1, 2, 3, 4, 5],
+        loss_mask=[0, 0, 0, 1, 1],
+        logprobs=[0, 0, 0, -1, -2],
+        weight_versions=[-1, -1, -1, version, version],
+        turn_ids=[-1, -1, -1, 0, 0],
+    )
+    postings = [Posting(seq=0, turn=0, name="right", delta=reward, after=reward, at_turn=0, op="add")]
+    turn = Turn(index=0, branch=0, start=3, end=5, finish={"type": "stop"}, event="answered", rewards={"right": reward})
+    outcome = Outcome(
+        state="DONE", event="answered", reward=reward, rewards={"right": reward}, failure=failure,
+        trainable=failure is None or failure.blame == "policy", solved=reward > 0.5,
+    )  # fmt: skip
+    return Trajectory(
+        run_id="r", episode_id=f"{task.id}/{sample}", task_id=task.id, sample_index=sample, seed=0, history="branch",
+        outcome=outcome, messages=[], turns=[turn], branches=[branch], postings=postings,
+        counts={"sampled_tokens": 2},
+    )  # fmt: skip
+
+
+class World:
+    """Stands where the runner stands: says what each episode earns and how many ticks of the loop it takes."""
+
+    def __init__(self, rewards: Any, ticks: Any) -> None:
+        self.rewards = rewards
+        self.ticks = ticks
+        self.version = 0
+        self.alive = 0
+        self.most_alive = 0
+        self.begun: list[str] = []
+        self.cancelled: list[str] = []
+
+    async def episode(self, task: Task, sample: int) -> Trajectory:
+        self.begun.append(f"{task.id}/{sample}")
+        version = self.version
+        self.alive += 1
+        self.most_alive = max(self.most_alive, self.alive)
+        try:
+            for _ in range(self.ticks(task.id, sample)):
+                await asyncio.sleep(0)
+            reward = self.rewards(task.id, sample)
+            if isinstance(reward, BaseException):
+                raise reward
+            if isinstance(reward, Failure):
+                return make_trajectory(task, sample, 0.0, version=version, failure=reward)
+            return make_trajectory(task, sample, reward, version=version)
+        except asyncio.CancelledError:
+            self.cancelled.append(f"{task.id}/{sample}")
+            raise
+        finally:
+            self.alive -= 1
+
+
+def spec_of(**train: Any) -> tuple[EpisodeSpec, TrainSpec]:
+    wanted = TrainSpec.model_validate({"tasks_per_step": 2, "shuffle": False} | train)
+    return EpisodeSpec.model_validate(
+        {"spec": "episode/v1", "name": "x", "model": {"path": "m"}, "tasks": {"source": "inline", "rows": []}}
+    ), wanted
+
+
+def rollouts_of(world: World, *, samples: int = 2, alive: int = 100, begun: int = 0, **train: Any) -> Rollouts:
+    spec, wanted = spec_of(**train)
+    order = TaskOrder(TASKS, shuffle=wanted.shuffle, seed=wanted.seed)
+    runner: Any = world
+    return Rollouts(runner, order, RowMaker(spec, wanted, None), wanted, samples=samples, alive=alive, begun=begun)
+
+
+def ids(groups: Sequence[Group]) -> list[str]:
+    return [group.task_id for group in groups]
+
+
+def differing(task: str, sample: int) -> float:
+    return float(sample % 2)
+
+
+async def steps(world: World, rollouts: Rollouts, count: int) -> list[Batch]:
+    batches = []
+    for _ in range(count):
+        batch = await rollouts.batch()
+        batches.append(batch)
+        await asyncio.sleep(0)  # what learning gives others the time for
+        world.version += 1
+        rollouts.consumed(world.version)
+    await rollouts.close()
+    return batches
+
+
+async def test_synchronous_steps_take_the_tasks_in_order_and_sample_nothing_ahead() -> None:
+    world = World(differing, lambda task, sample: 1)
+    rollouts = rollouts_of(world)
+    first = await rollouts.batch()
+    assert ids(first.used) == ["t0", "t1"]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert world.begun == ["t0/0", "t0/1", "t1/0", "t1/1"]  # nothing until the weights are new
+    rollouts.consumed(1)
+    second, third = await rollouts.batch(), None
+    rollouts.consumed(2)
+    third = await rollouts.batch()
+    assert (ids(second.used), ids(third.used)) == (["t2", "t3"], ["t4", "t0~1"])
+    assert rollouts.taken == 6
+
+
+async def test_groups_that_teach_nothing_are_left_out_and_others_take_their_place() -> None:
+    world = World(lambda task, sample: 1.0 if task in ("t0", "t2") else float(sample), lambda task, sample: 1)
+    batch = await rollouts_of(world).batch()
+    assert ids(batch.used) == ["t1", "t3"]
+    assert ids(batch.left_out) == ["t0", "t2"]
+    told = batch.metrics()
+    assert told["reward/mean"] == (4 * 1.0 + 2 * 1.0) / 8  # those left out count in what the policy earns
+    assert (told["groups/used"], told["groups/equal"], told["tokens/trained"]) == (2.0, 2.0, 8.0)
+
+
+async def test_kept_where_the_spec_says_so() -> None:
+    batch = await rollouts_of(World(lambda task, sample: 1.0, lambda *_: 1), filter_equal=False).batch()
+    assert ids(batch.used) == ["t0", "t1"]
+    assert [row["advantages"].tolist() for row in batch.rows] == [[0.0] * 5] * 4
+
+
+async def test_refilling_has_an_end() -> None:
+    world = World(lambda task, sample: 1.0, lambda task, sample: 1)
+    batch = await rollouts_of(world, refill=3).batch()
+    assert (batch.used, len(batch.left_out)) == ([], 6)
+
+
+async def test_what_is_no_fault_of_the_policys_never_trains() -> None:
+    broken = Failure(kind="tool_timeout", blame="tool", message="no")
+    world = World(lambda task, sample: broken if sample == 0 else float(sample == 1), lambda *_: 1)
+    batch = await rollouts_of(world, samples=3).batch()
+    assert sorted({row["episode_id"] for row in batch.rows}) == ["t0/1", "t0/2", "t1/1", "t1/2"]
+    assert batch.metrics()["episodes/masked"] == 2.0
+    # the two others are each other's baseline: the broken one has no part in it
+    assert [row["advantages"][3] > 0 for row in batch.rows] == [True, False, True, False]
+
+
+async def test_the_engines_own_fault_stops_no_other_and_the_stores_stops_all() -> None:
+    world = World(lambda task, sample: RuntimeError("boom") if sample == 0 else float(sample == 1), lambda *_: 1)
+    rollouts = rollouts_of(world, samples=3)
+    batch = await rollouts.batch()
+    assert len(batch.rows) == 4
+    assert rollouts.faults == ["t0/0: RuntimeError: boom", "t1/0: RuntimeError: boom"]
+    full = rollouts_of(World(lambda *_: StoreError("disk full"), lambda *_: 1))
+    with pytest.raises(StoreError, match="disk full"):
+        await full.batch()
+    await full.close()
+
+
+async def test_over_sampling_takes_who_is_ready_and_cancels_stragglers() -> None:
+    world = World(differing, lambda task, sample: 1000 if task == "t0" else 1)
+    rollouts = rollouts_of(world, asynchrony={"oversample": 1.5})
+    batch = await rollouts.batch()
+    assert ids(batch.used) == ["t1", "t2"]
+    assert batch.cancelled == 1
+    assert sorted(world.cancelled) == ["t0/0", "t0/1"]
+    assert rollouts.taken == 3
+    await rollouts.close()
+
+
+async def test_no_more_episodes_are_alive_than_may_be() -> None:
+    world = World(differing, lambda task, sample: 3 + sample)
+    batches = await steps(world, rollouts_of(world, samples=4, alive=5, tasks_per_step=4), 3)
+    assert world.most_alive == 5
+    assert [len(batch.used) for batch in batches] == [4, 4, 4]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), staleness=st.integers(0, 3), wanted=st.integers(1, 4), equal=st.sampled_from([0.0, 0.3]),
+    alive=st.integers(1, 30), over=st.sampled_from([1.0, 1.5]),
+)  # fmt: skip
+def test_no_token_that_trains_is_older_than_it_may_be(
+    seed: int, staleness: int, wanted: int, equal: float, alive: int, over: float
+) -> None:
+    def ticks(task: str, sample: int) -> int:
+        return random.Random(f"{seed}/{task}/{sample}").choice([0, 1, 2, 5, 40])
+
+    def rewards(task: str, sample: int) -> float:
+        return 1.0 if random.Random(f"{seed}/{task}").random() < equal else float(sample)
+
+    world = World(rewards, ticks)
+    rollouts = rollouts_of(
+        world, alive=alive, tasks_per_step=wanted, refill=8,
+        asynchrony={"max_staleness": staleness, "oversample": over},
+    )  # fmt: skip
+    batches = asyncio.run(steps(world, rollouts, 8))
+    seen = [group.task_id for batch in batches for group in batch.used]
+    assert len(seen) == len(set(seen))  # no group trains twice
+    for batch in batches:
+        assert len(batch.used) == wanted or len(batch.used) + len(batch.left_out) >= 8 * wanted
+        assert 0.0 <= batch.metrics()["staleness/max"] <= staleness
+    if over == 1.0:
+        numbers = [group.number for batch in batches for group in [*batch.used, *batch.left_out]]
+        assert sorted(numbers) == list(range(len(numbers)))  # in the order of their beginning, none passed over
+
+
+async def test_asynchronous_rollouts_go_on_while_the_trainer_steps() -> None:
+    world = World(differing, lambda task, sample: 1)
+    rollouts = rollouts_of(world, asynchrony={"max_staleness": 1})
+    await rollouts.batch()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    # (1 + 0 + 1) * 2 groups in all, and no more until the version rises
+    assert [name.partition("/")[0] for name in world.begun[::2]] == ["t0", "t1", "t2", "t3"]
+    assert rollouts.taken == 2  # a resumed training begins those again that nobody has trained on
+    world.version = 1
+    rollouts.consumed(1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(world.begun) == 12
+    batch = await rollouts.batch()
+    assert (ids(batch.used), batch.metrics()["staleness/max"]) == (["t2", "t3"], 1.0)
+    await rollouts.close()
+
+
+def test_each_time_round_is_another_order_and_the_same_for_a_seed() -> None:
+    one, same, other = (TaskOrder(TASKS, shuffle=True, seed=seed) for seed in (3, 3, 4))
+    first = [one[number].id for number in range(15)]
+    assert first == [same[number].id for number in range(15)]
+    assert same[7].id == first[7]  # any of them, without those before it
+    assert first != [other[number].id for number in range(15)]
+    rounds = [sorted(name.partition("~")[0] for name in first[at : at + 5]) for at in (0, 5, 10)]
+    assert rounds == [["t0", "t1", "t2", "t3", "t4"]] * 3
+    assert [name.partition("~")[2] for name in first] == [""] * 5 + ["1"] * 5 + ["2"] * 5
+    with pytest.raises(TrainError, match="no tasks"):
+        TaskOrder([], shuffle=False, seed=0)
+
+
+def doubled(row: dict[str, Any], scale: float) -> np.ndarray:
+    """A bonus: by place."""
+    return np.arange(len(row["input_ids"])) * scale
+
+
+def nothing(row: dict[str, Any]) -> list[float]:
+    """A bonus of a wrong length."""
+    return [1.0]
+
+
+def test_bonuses_are_added_to_sampled_tokens_alone() -> None:
+    spec, wanted = spec_of(bonuses=[{"use": f"{__name__}:doubled", "with": {"scale": 0.5}, "coefficient": 2.0}])
+    group = [make_trajectory(TASKS[0], sample, float(sample)) for sample in range(2)]
+    plain = RowMaker(spec, spec_of()[1], None).rows(group)
+    rows = RowMaker(spec, wanted, None).rows(group)
+    added = [row["advantages"] - before["advantages"] for row, before in zip(rows, plain, strict=True)]
+    assert [each.tolist() for each in added] == [[0, 0, 0, 3, 4]] * 2
+    with pytest.raises(TrainError, match=r"must be one finite number for each of the row's 5 tokens"):
+        RowMaker(spec, spec_of(bonuses=[{"use": f"{__name__}:nothing"}])[1], None).rows(group)
+
+
+def test_advantages_of_a_batch_to_mean_0_and_deviation_1() -> None:
+    def row(mask: list[int], values: list[float]) -> dict[str, Any]:
+        return {"loss_mask": np.array(mask), "advantages": np.array(values, np.float32)}
+
+    found = normalised([row([0, 1, 1], [9, 1, 3]), row([1], [5])])
+    spread = (8 / 3) ** 0.5
+    np.testing.assert_allclose(found[0], [0, -2 / spread, 0], atol=1e-6)
+    np.testing.assert_allclose(found[1], [2 / spread], atol=1e-6)
+    assert [each.tolist() for each in normalised([row([1, 1], [2, 2])])] == [[0, 0]]
+    assert normalised([row([0], [0])])[0].tolist() == [0.0]
+
+
+def test_staleness_is_counted_by_token() -> None:
+    trajectory = make_trajectory(TASKS[0], 0, 1.0, version=3)
+    other = make_trajectory(TASKS[0], 1, 0.0, version=4)
+    spec, wanted = spec_of()
+    rows = RowMaker(spec, wanted, None).rows([trajectory, other])
+    rows[1]["weight_versions"][4] = 5
+    batch = Batch(5, [Group(0, "t0", 3, [trajectory, other], rows)])
+    told = batch.metrics()
+    assert (told["staleness/max"], told["staleness/mean"]) == (2.0, (2 + 2 + 1 + 0) / 4)
+    assert (told["reward/right"], told["reward/turn/0"]) == (0.5, 0.5)
