@@ -1,0 +1,43 @@
+"""The penalty for moving away from the reference: Schulman's estimators of KL(policy || reference).
+
+From one sampled token x, with d = log ref(x) - log policy(x) ("Approximating KL divergence", 2020,
+joschu.net/blog/kl-approx.html):
+
+    k1 = -d                  unbiased, of either sign, high variance
+    k2 = d^2 / 2             biased, never negative
+    k3 = exp(d) - 1 - d      unbiased, never negative; GRPO's (arXiv 2402.03300, equation 4)
+
+How good a value is says little about its gradient, which is what a loss takes. For tokens that the policy itself drew:
+
+    k1:  grad log policy(x)                    of mean 0: an estimate of nothing, only noise
+    k2:  -d * grad log policy(x)               an unbiased estimate of the gradient of KL(policy || reference)
+    k3:  (1 - exp(d)) * grad log policy(x)     an unbiased estimate of the gradient of KL(reference || policy), which
+                                               near the reference is k2's to first order in d
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from engine.train.ratios import bounded_k3, log_ratio
+
+
+def token_kl(estimator: Literal["k1", "k2", "k3"], logprobs: Tensor, reference: Tensor) -> Tensor:
+    """The estimate at each token.
+
+    Args:
+        estimator: One of the three.
+        logprobs: The policy's, [n], with their graph.
+        reference: The reference's, [n].
+
+    Returns:
+        [n], in nats. Finite for -inf log-probs too: `engine.train.ratios` says what counts as what.
+    """
+    exponent = log_ratio(reference.detach(), logprobs)
+    if estimator == "k1":
+        return -exponent
+    if estimator == "k2":
+        return exponent.square() / 2
+    return bounded_k3(exponent)

@@ -1,0 +1,148 @@
+"""The losses, each token's at a time, and the objective that they are part of.
+
+With r = current / proximal, the ratio of the sampled token's probabilities, and A its advantage:
+
+    grpo, bnpo, dr_grpo, dapo, ppo
+        -min(r A, clip(r, 1 - low, 1 + high) A): PPO's clipped surrogate (arXiv 1707.06347, equation 7); they differ in
+        what they average over (`engine.train.shares`). clip_high above clip_low is DAPO's clip-higher (2503.14476,
+        section 3.1). With `delta`, r A counts as no less than delta A where A < 0: dual-clip PPO (1912.09729).
+    gspo
+        the same of s, the geometric mean of the row's r: GSPO (2507.18071, 5 and 7), in its token form (13 and 14),
+        s_t = sg[s] * current_t / sg[current_t]. Value and gradient are those of the sequence form wherever a row's
+        advantages are equal, and where they are not, each token's gradient goes by its own advantage.
+    cispo
+        -sg[clip(r, 1 - low, 1 + high)] A log current: MiniMax-M1 (2506.13585, 4 and 5). The gradient reaches every token.
+    sapo
+        -f(r) A, f(r) = 4 / tau * sigmoid(tau (r - 1)), tau by A's sign: SAPO (2511.20347). Its slope is 1 at r = 1,
+        and falls off smoothly to both sides.
+    reinforce
+        -A log current (Williams 1992; RLOO, 2402.14740). It has no ratio: take one pass, or few.
+
+Log-probs of -inf and ratios beyond measure give finite losses and gradients (`engine.train.ratios`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.train.corrections import correct
+from engine.train.kl import token_kl
+from engine.train.ratios import bounded_exp, bounded_k3, floored, group_mean, log_ratio
+from engine.train.tally import Tally
+from engine.train.tokens import Tokens
+from schemas.train import CispoLoss, ClippedLoss, GspoLoss, LossSpec, ReinforceLoss, SapoLoss, TrainSpec
+
+
+def objective(spec: TrainSpec, tokens: Tokens) -> tuple[Tensor, Tally]:
+    """What a micro-batch adds to the step's loss, and its metrics.
+
+        sum of share * (correction weight * policy loss + kl.coefficient * KL - entropy coefficient * entropy)
+
+    Args:
+        spec: Loss, correction, KL and entropy.
+        tokens: The micro-batch; n may be 0.
+
+    Returns:
+        The scalar, with its graph, and the tally of the metrics, without.
+
+    Raises:
+        ValueError: `kl` without reference log-probs, or `entropy` without entropies.
+    """
+    correction = correct(spec.correction, tokens)
+    per_token = policy_loss(spec.loss, tokens) * correction.weights
+    tally = _tally(spec, tokens)
+    if spec.correction.kind != "none":
+        tally.mean("correction/weight_mean", correction.weights)
+        tally.mean("correction/masked", correction.masked)
+    if tokens.reference is not None:
+        kl = token_kl(spec.kl.estimator, tokens.logprobs, tokens.reference)
+        tally.mean("policy/kl_ref", kl)
+        if spec.kl.coefficient:
+            per_token = per_token + spec.kl.coefficient * kl
+    elif spec.kl.coefficient:
+        raise ValueError("`kl.coefficient` is set: `Tokens.reference` must hold the reference's log-probs")
+    if tokens.entropy is not None:
+        tally.mean("policy/entropy", tokens.entropy)
+        if spec.entropy:
+            per_token = per_token - spec.entropy * tokens.entropy
+    elif spec.entropy:
+        raise ValueError("`entropy` is set: `Tokens.entropy` must hold the entropies")
+    return (tokens.shares * per_token).sum(), tally
+
+
+def policy_loss(loss: LossSpec, tokens: Tokens) -> Tensor:
+    """Each token's loss, [n], with its graph: neither weighed by its share nor corrected."""
+    advantages = tokens.advantages
+    if isinstance(loss, ReinforceLoss):
+        return -advantages * floored(tokens.logprobs)
+    ratio = loss_ratio(loss, tokens)
+    if isinstance(loss, SapoLoss):
+        return -advantages * gate(loss, ratio, advantages)
+    low, high = bounds(loss, advantages)
+    held = ratio.clamp(low, high)
+    if isinstance(loss, CispoLoss):
+        return -held.detach() * advantages * floored(tokens.logprobs)
+    return -held * advantages
+
+
+def loss_ratio(loss: LossSpec, tokens: Tokens) -> Tensor:
+    """current / proximal of [n], with its graph: a token's own, or with GSPO its row's geometric mean."""
+    logs = log_ratio(tokens.logprobs, tokens.proximal)
+    if isinstance(loss, GspoLoss):
+        logs = group_mean(logs.detach(), tokens.rows) + (logs - logs.detach())
+    return bounded_exp(logs)
+
+
+def bounds(loss: ClippedLoss | CispoLoss, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """What the ratio is held between, both [n]: only where that bounds the objective, so not by advantages of 0.
+
+    min(r A, clip(r) A) is A times r held below 1 + high where A > 0, and above 1 - low (and below delta) where A < 0.
+    """
+    nothing, everything = torch.zeros_like(advantages), torch.full_like(advantages, math.inf)
+    if isinstance(loss, CispoLoss):
+        weighed = advantages != 0
+        low = torch.where(weighed, 1 - loss.clip_low, nothing) if loss.clip_low is not None else nothing
+        return low, torch.where(weighed, 1 + loss.clip_high, everything)
+    good, bad = advantages > 0, advantages < 0
+    high = torch.where(good, 1 + loss.clip_high, everything)
+    if loss.delta is not None:
+        high = torch.where(bad, loss.delta, high)
+    return torch.where(bad, 1 - loss.clip_low, nothing), high
+
+
+def gate(loss: SapoLoss, ratio: Tensor, advantages: Tensor) -> Tensor:
+    """SAPO's f(r), [n]."""
+    positive = torch.full_like(advantages, loss.temperature_positive)
+    tau = torch.where(advantages > 0, positive, loss.temperature_negative)
+    return torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+
+
+@torch.no_grad()
+def _tally(spec: TrainSpec, tokens: Tokens) -> Tally:
+    """The metrics that need neither correction, reference nor entropy.
+
+    approx_kl is k3 of KL(proximal || current), clip_low and clip_high the shares of tokens whose ratio a bound that
+    counts holds, ess the effective sample size of current / sampler. The sampler's log-probs are compared with the
+    proximal ones, which no update of this batch has changed, unless those are its own.
+    """
+    tally = Tally()
+    logs = log_ratio(tokens.logprobs, tokens.proximal)
+    kl = bounded_k3(logs)
+    tally.mean("policy/approx_kl", kl)
+    tally.peak("policy/token_kl_max", kl)
+    tally.peak("policy/ratio_max", bounded_exp(logs))
+    tally.mean("policy/confidence", tokens.logprobs.exp())
+    tally.effective("policy/ess", bounded_exp(log_ratio(tokens.logprobs, tokens.sampler)))
+    if isinstance(spec.loss, ClippedLoss | CispoLoss):
+        ratio = loss_ratio(spec.loss, tokens)
+        low, high = bounds(spec.loss, tokens.advantages)
+        tally.mean("policy/clip_low", ratio < low)
+        tally.mean("policy/clip_high", ratio > high)
+    trainer = tokens.logprobs if spec.proximal == "sampler" else tokens.proximal
+    difference = log_ratio(trainer, tokens.sampler).abs()
+    tally.mean("sampler/diff_mean", difference)
+    tally.peak("sampler/diff_max", difference)
+    return tally

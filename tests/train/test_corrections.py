@@ -1,0 +1,167 @@
+"""Corrections: exact weights at every level, and that the two factors of decoupled PPO come to one ratio."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.train.corrections import correct, effective_share, mismatch
+from engine.train.losses import objective
+from engine.train.tokens import Tokens
+from schemas.train import CorrectionSpec, PpoLoss, ReinforceLoss, TrainSpec
+
+RATIOS = [4.0, 1.0, 0.25, 2.0, 8.0, 1.0]
+"""proximal / sampler of six tokens: rows of 4 and 2, turns of 2, 2 and 2."""
+
+
+def tokens_of(
+    ratios: list[float], *, rows: list[int] | None = None, turns: list[int] | None = None, requires_grad: bool = False
+) -> Tokens:
+    size = len(ratios)
+    sampler = torch.full([size], -3.0, dtype=torch.float64)
+    proximal = sampler + torch.tensor(ratios, dtype=torch.float64).log()
+    return Tokens(
+        logprobs=proximal.clone().requires_grad_(requires_grad),
+        proximal=proximal,
+        sampler=sampler,
+        advantages=torch.ones(size, dtype=torch.float64),
+        shares=torch.ones(size, dtype=torch.float64),
+        rows=torch.tensor(rows or [0] * size),
+        turns=torch.tensor(turns or [0] * size),
+    )
+
+
+def six() -> Tokens:
+    return tokens_of(RATIOS, rows=[5, 5, 5, 5, 2, 2], turns=[0, 0, 1, 1, 9, 9])
+
+
+ROOT = math.sqrt(0.5)
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("token", RATIOS),
+        ("turn", [2.0, 2.0, ROOT, ROOT, 8**0.5, 8**0.5]),
+        ("sequence", [2**0.25] * 4 + [8**0.5] * 2),
+    ],
+)
+def test_ratios_at_each_level(level: str, expected: list[float]) -> None:
+    found = mismatch(CorrectionSpec.model_validate({"level": level}).level, six())
+    assert found.tolist() == pytest.approx(expected, rel=1e-14)
+
+
+def test_truncation_holds_the_weight_between_its_bounds() -> None:
+    weights, masked = correct(CorrectionSpec(kind="truncate", low=0.5, high=3.0), six())
+    assert weights.tolist() == pytest.approx([3.0, 1.0, 0.5, 2.0, 3.0, 1.0], rel=1e-14)
+    assert not masked.any()
+
+
+def test_masking_drops_what_is_outside_and_leaves_the_rest() -> None:
+    weights, masked = correct(CorrectionSpec(kind="mask", low=0.5, high=3.0), six())
+    assert weights.tolist() == pytest.approx([0.0, 1.0, 0.0, 2.0, 0.0, 1.0], rel=1e-14)
+    assert masked.tolist() == [True, False, True, False, True, False]
+
+
+def test_masking_a_turn_drops_all_its_tokens_and_no_other_turns() -> None:
+    weights, masked = correct(CorrectionSpec(kind="mask", level="turn", low=0.5, high=2.5), six())
+    assert weights.tolist() == pytest.approx([2, 2, ROOT, ROOT, 0, 0], rel=1e-14)
+    assert masked.tolist() == [False, False, False, False, True, True]
+
+
+def test_none_weighs_all_alike() -> None:
+    assert correct(CorrectionSpec(kind="none"), six()).weights.tolist() == [1.0] * 6
+
+
+def test_bounds_themselves_are_inside() -> None:
+    found = correct(CorrectionSpec(kind="mask", low=1.0, high=2.0), tokens_of([1.0, 1.0]))
+    assert found.weights.tolist() == [1.0, 1.0]
+
+
+def test_weights_have_no_gradient() -> None:
+    tokens = tokens_of([2.0, 4.0], requires_grad=True)
+    aliased = replace(tokens, proximal=tokens.logprobs)
+    assert not correct(CorrectionSpec(high=9.0), aliased).weights.requires_grad
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("truncate", [2.0, 0.0]), ("mask", [0.0, 0.0])])
+def test_log_probs_of_minus_infinity_are_weighed(kind: str, expected: list[float]) -> None:
+    spec = CorrectionSpec.model_validate({"kind": kind, "low": 0.0 if kind == "truncate" else 0.5})
+    tokens = tokens_of([1.0, 1.0])
+    tokens.sampler[0] = -math.inf
+    tokens.proximal[1] = -math.inf
+    assert correct(spec, tokens).weights.tolist() == expected
+
+
+def test_two_infinities_are_no_difference() -> None:
+    tokens = tokens_of([1.0])
+    tokens.sampler[0] = tokens.proximal[0] = -math.inf
+    assert correct(CorrectionSpec(), tokens).weights.tolist() == [1.0]
+
+
+def test_decoupled_factors_come_to_current_over_sampler() -> None:
+    """current / proximal * proximal / sampler, with wide bounds: the gradient is that of plain importance sampling."""
+    spec = TrainSpec(loss=PpoLoss(clip_low=1.0, clip_high=99.0), correction=CorrectionSpec(high=100.0))
+    base = tokens_of(RATIOS)
+    logprobs = (base.proximal + torch.linspace(-1, 1, 6, dtype=torch.float64)).requires_grad_()
+    tokens = replace(base, logprobs=logprobs)
+    loss, _ = objective(spec, tokens)
+    plain = -(logprobs - base.sampler).exp().sum()
+    torch.testing.assert_close(loss, plain, rtol=1e-13, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(each, logprobs)[0] for each in (loss, plain)), rtol=1e-13, atol=0)
+
+
+def test_only_the_current_ratio_is_clipped() -> None:
+    """A token four times as likely as when sampled is not clipped while the trainer has not moved (AReaL)."""
+    tokens = tokens_of([4.0], requires_grad=True)
+    loss, tally = objective(TrainSpec(loss=PpoLoss(), correction=CorrectionSpec(high=8.0)), tokens)
+    loss.backward()
+    assert loss.item() == pytest.approx(-4.0, rel=1e-14)
+    assert tokens.logprobs.grad is not None
+    assert tokens.logprobs.grad.tolist() == pytest.approx([-4.0], rel=1e-14)
+    assert tally.result()["policy/clip_high"] == 0
+
+
+def test_a_proximal_policy_that_is_the_samplers_needs_no_correction() -> None:
+    tokens = tokens_of([1.0, 1.0])
+    moved = replace(tokens, logprobs=tokens.logprobs + 1)
+    assert correct(CorrectionSpec(), moved).weights.tolist() == [1.0, 1.0]
+
+
+def test_the_penalties_are_not_corrected() -> None:
+    base = tokens_of([4.0])
+    entropy = torch.tensor([3.0], dtype=torch.float64)
+    tokens = replace(base, reference=base.logprobs - 1.0, entropy=entropy)
+    spec = TrainSpec.model_validate(
+        {"loss": {"kind": "reinforce"}, "kl": {"coefficient": 0.5, "estimator": "k1"}, "entropy": 0.1}
+    )
+    assert isinstance(spec.loss, ReinforceLoss)
+    loss, _ = objective(spec, tokens)
+    assert loss.item() == pytest.approx(2 * (3 - math.log(4)) + 0.5 - 0.3, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("weights", "share"), [([1, 1, 1, 1], 1.0), ([1, 0, 0, 0], 0.25), ([3, 1], 0.8), ([0, 0], 0.0), ([], 0.0)]
+)
+def test_effective_share(weights: list[float], share: float) -> None:
+    assert effective_share(len(weights), sum(weights), sum(weight * weight for weight in weights)) == share
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.01, 50), st.integers(0, 2)), min_size=1, max_size=8),
+    st.sampled_from(["token", "turn", "sequence"]),
+)
+def test_weights_do_not_depend_on_what_other_rows_are_there(found: list[tuple[float, int]], level: str) -> None:
+    rows = [row for _, row in found]
+    ratios = [ratio for ratio, _ in found]
+    spec = CorrectionSpec.model_validate({"level": level, "high": 3.0})
+    whole = correct(spec, tokens_of(ratios, rows=rows, turns=rows)).weights
+    for row in set(rows):
+        alone = [ratio for ratio, of in found if of == row]
+        part = correct(spec, tokens_of(alone, rows=[row] * len(alone), turns=[row] * len(alone))).weights
+        torch.testing.assert_close(part, whole[torch.tensor(rows) == row], rtol=1e-13, atol=0)
