@@ -1,0 +1,249 @@
+"""Whole trainings of a tiny model: it gets better, stops, goes on, and says what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worlds_for_training as worlds
+import yaml
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from engine.cli.main import app
+from engine.errors import TrainError
+from engine.spec.load import load_spec
+from engine.store import RunStore
+from engine.store.header import RunHeader
+from engine.train import folder as folders
+from engine.train.checkpoint import checkpoints_of
+from engine.train.trainer import Trainer
+
+
+def begin(spec: Path, out: Path, *overrides: str) -> Trainer:
+    loaded = load_spec(spec, list(overrides))
+    return Trainer(loaded, folders.begin(out, RunHeader.of(loaded, overrides=overrides)))
+
+
+def resume(trainer: Trainer, steps: int | None = None) -> Trainer:
+    loaded = folders.read_header(trainer.folder).loaded_spec()
+    if steps is not None:
+        assert loaded.spec.train is not None
+        train = loaded.spec.train.model_copy(update={"steps": steps})
+        object.__setattr__(loaded, "spec", loaded.spec.model_copy(update={"train": train}))
+    return Trainer(loaded, trainer.folder)
+
+
+def metrics(trainer: Trainer) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def policy_of(trainer: Trainer) -> dict[str, Any]:
+    return load_file(checkpoints_of(trainer.folder)[-1] / "policy.safetensors")
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return set(one) == set(other) and all(bool((one[name] == other[name]).all()) for name in one)
+
+
+async def test_the_model_gets_better(train_spec: Any, tmp_path: Path) -> None:
+    trainer = begin(train_spec(train={"steps": 12, "optimizer": {"lr": 0.005}}), tmp_path / "runs")
+    result = await trainer.run()
+    told = metrics(trainer)
+    assert [line["step"] for line in told] == list(range(1, 13))
+    assert (result.steps, result.interrupted, result.faults) == (12, False, [])
+    first, last = told[0], told[-1]
+    # each of the two turns earns its own share of vowels
+    assert first["reward/mean"] == pytest.approx(first["reward/turn/0"] + first["reward/turn/1"], rel=1e-6)
+    assert last["reward/mean"] > first["reward/mean"] + 0.3
+    for line in told:
+        assert line["episodes/count"] >= 8
+        assert line["staleness/max"] == 0.0
+        assert line["sampler/diff_max"] < 1e-4  # float32 on both sides: trainer and sampler are one model
+        assert line["policy/ratio_max"] == pytest.approx(1.0, abs=1e-6)
+        assert line["tokens/trained"] > 0
+        assert {"time/rollout", "time/update", "time/sync", "loss", "grad_norm", "policy/entropy"} <= set(line)
+
+
+async def test_a_resumed_training_is_the_one_that_never_stopped(train_spec: Any, tmp_path: Path) -> None:
+    whole = begin(train_spec(train={"steps": 4, "checkpoints": {"every": 2, "keep": 5}}), tmp_path / "whole")
+    await whole.run()
+    parted = begin(train_spec(train={"steps": 2, "checkpoints": {"every": 2, "keep": 5}}), tmp_path / "parted")
+    await parted.run()
+    again = resume(parted, steps=4)
+    result = await again.run()
+    assert result.steps == 4
+    assert [path.name for path in checkpoints_of(whole.folder)] == ["step-000002", "step-000004"]
+    assert same(policy_of(whole), policy_of(again))
+    apart = ("time", "seconds", "tokens_per_second", "time/")
+    for one, other in zip(metrics(whole), metrics(again), strict=True):
+        assert {k: v for k, v in one.items() if not k.startswith(apart)} == {
+            k: v for k, v in other.items() if not k.startswith(apart)
+        } or one.keys() - other.keys() <= {"time/checkpoint", "step_seconds"}
+        assert one["reward/mean"] == other["reward/mean"]
+        assert one["grad_norm"] == other["grad_norm"]
+    # the first half's episodes are in one store, the second half's in another
+    ids = []
+    for name in ("rollouts-0", "rollouts-1"):
+        with RunStore.open(again.folder / name, readonly=True) as store:
+            ids.append({trajectory.task_id for trajectory in store.trajectories()})
+    assert not ids[0] & ids[1]
+
+
+async def test_stopped_in_the_middle_it_keeps_what_is_done(train_spec: Any, tmp_path: Path) -> None:
+    trainer = begin(train_spec(train={"steps": 500}), tmp_path / "runs")
+    stop = asyncio.Event()
+
+    def told(step: int, values: Any) -> None:
+        if step == 3:
+            stop.set()
+
+    trainer._tell = told
+    result = await trainer.run(stop=stop)
+    assert result.interrupted
+    assert result.steps >= 3
+    assert result.checkpoint is not None
+    assert json.loads((result.checkpoint / "state.json").read_text())["step"] == result.steps
+    assert len(metrics(trainer)) == result.steps
+
+
+async def test_asynchronous_training_stays_within_its_staleness(train_spec: Any, tmp_path: Path) -> None:
+    spec = train_spec(train={"steps": 6, "asynchrony": {"max_staleness": 2}})
+    trainer = begin(spec, tmp_path / "runs")
+    await trainer.run()
+    behind = [line["staleness/max"] for line in metrics(trainer)]
+    assert max(behind) <= 2
+    assert max(behind) > 0  # and it did run ahead
+    versions = set()
+    with RunStore.open(trainer.folder / "rollouts-0", readonly=True) as store:
+        for trajectory in store.trajectories():
+            for branch in trajectory.branches:
+                versions |= set(branch.weight_versions[branch.loss_mask == 1].tolist())
+    assert {0, 1, 2, 3} <= versions
+
+
+async def test_the_best_checkpoint_by_evaluation_stays(train_spec: Any, tmp_path: Path) -> None:
+    train = {
+        "steps": 4, "checkpoints": {"every": 1, "keep": 1},
+        "eval": {"every": 2, "samples": 2, "limit": 3, "sampling": {"temperature": 0.0}},
+    }  # fmt: skip
+    trainer = begin(train_spec(train=train), tmp_path / "runs")
+    result = await trainer.run()
+    told = metrics(trainer)
+    assert [line["step"] for line in told if "eval/reward" in line] == [0, 2, 4]
+    assert result.best == max(line["eval/reward"] for line in told if line["step"] and "eval/reward" in line)
+    kept = {path.name for path in checkpoints_of(trainer.folder)}
+    assert kept == {"step-000004", f"step-{result.best_step:06d}"}
+    with RunStore.open(trainer.folder / "evals" / "step-000002", readonly=True) as store:
+        assert store.header.evaluation
+        assert len(list(store.trajectories())) == 6
+
+
+async def test_equal_groups_teach_nothing_and_are_no_error(train_spec: Any, tmp_path: Path) -> None:
+    spec = train_spec(train={"steps": 2, "refill": 2}, user={"use": "worlds_for_training:Bored"})
+    trainer = begin(spec, tmp_path / "runs")
+    result = await trainer.run()
+    assert result.steps == 2
+    assert [(line["groups/used"], line["groups/equal"], "loss" in line) for line in metrics(trainer)] == [
+        (0, 4, False)
+    ] * 2
+
+
+async def test_nothing_but_failures_is_an_error_that_says_which(train_spec: Any, tmp_path: Path) -> None:
+    trainer = begin(train_spec(user={"use": "worlds_for_training:Broken"}), tmp_path / "runs")
+    with pytest.raises(TrainError, match=r"no episode of 8 groups can be trained on: failed: user_error \(user\) 32"):
+        await trainer.run()
+
+
+async def test_divergence_stops_it_and_the_last_good_weights_are_kept(
+    train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told.jsonl"
+    train = {
+        "steps": 5,
+        "notify": {
+            "command": [sys.executable, "-c", f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + '\\n')"]
+        },
+    }
+    trainer = begin(train_spec(train=train), tmp_path / "runs")
+    from engine.train import learner
+
+    true, calls = learner.objective, []
+
+    def spoilt(spec: Any, tokens: Any) -> Any:
+        loss, tally = true(spec, tokens)
+        calls.append(1)
+        return (loss * float("nan") if len(calls) == 3 else loss), tally
+
+    monkeypatch.setattr(learner, "objective", spoilt)
+    with pytest.raises(TrainError, match=r"the loss is nan .* the update was not made") as caught:
+        await trainer.run()
+    assert caught.value.kind == "diverged"
+    (kept,) = checkpoints_of(trainer.folder)
+    assert kept.name == "step-000002"
+    assert all(bool(tensor.isfinite().all()) for tensor in load_file(kept / "policy.safetensors").values())
+    (event,) = [json.loads(line) for line in told.read_text().splitlines() if line]
+    assert (event["kind"], event["step"]) == ("diverged", 2)
+
+
+async def test_adapters_train_too(train_spec: Any, tmp_path: Path) -> None:
+    train = {"steps": 3, "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}, "kl": {"coefficient": 0.01}}
+    trainer = begin(train_spec(train=train), tmp_path / "runs")
+    result = await trainer.run()
+    told = metrics(trainer)
+    assert told[0]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-6)
+    assert told[-1]["policy/kl_ref"] > 0
+    assert all(line["sampler/diff_max"] < 1e-4 for line in told)
+    assert result.checkpoint is not None
+    assert (result.checkpoint / "adapter" / "adapter_config.json").is_file()
+    assert not (result.checkpoint / "model").exists()
+
+
+def test_without_a_section_it_says_what_to_write(train_spec: Any, tmp_path: Path) -> None:
+    spec = train_spec()
+    data = yaml.safe_load(spec.read_text())
+    del data["train"]
+    spec.write_text(yaml.safe_dump(data))
+    found = CliRunner().invoke(app, ["train", str(spec), "--out", str(tmp_path / "runs")])
+    assert found.exit_code == 1
+    assert "no `train:` section; `train: {}` takes every default" in found.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_from_the_command_line_killed_and_taken_up_again(train_spec: Any, tmp_path: Path) -> None:
+    spec = train_spec(train={"steps": 6, "checkpoints": {"every": 1}})
+    environment = {**os.environ, "PYTHONPATH": str(Path(worlds.__file__).parent)}
+    command = [sys.executable, "-m", "engine.cli.main", "train"]
+    process = subprocess.Popen(
+        [*command, str(spec), "--out", str(tmp_path / "runs")], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(60)
+    (folder,) = folders.trainings(tmp_path / "runs")
+    done = subprocess.run(
+        [*command, "--resume", str(folder)], env=environment, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert "Checkpoint:" in done.stdout
+    model = checkpoints_of(folder)[-1] / "model"
+    measured = subprocess.run(
+        [*command[:-1], "eval", str(spec), "--model", str(model), "--limit", "2", "--format", "json",
+         "--out", str(tmp_path / "evals")],
+        env=environment, capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert measured.returncode == 0, measured.stderr
+    assert json.loads(measured.stdout)["estimates"]["reward"]["tasks"] == 2
