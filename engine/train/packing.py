@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,8 +134,8 @@ def pack_rows(rows: Sequence[Row], micro_tokens: int, *, share_prefixes: bool, l
     numbers: dict[str, int] = {}
     lines = [line for index, row in enumerate(rows) if (line := _line(index, row, numbers)) is not None]
     # In the order of their tokens, rows with the longest common beginnings are neighbours.
-    lines.sort(key=lambda line: (line.keys.byteswap().tobytes(), line.row))
-    common = [0] + [_common(one.keys, other.keys) for one, other in zip(lines, lines[1:], strict=False)]
+    lines.sort(key=lambda line: (line.keys.astype(">u8").tobytes(), line.row))
+    common = [0] + [_common(one.keys, other.keys) for one, other in pairwise(lines)]
     packs, begin = [], 0
     while begin < len(lines):
         end, tokens = begin, 0

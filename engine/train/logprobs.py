@@ -1,0 +1,354 @@
+"""Log-probs and entropies of labels from hidden states, without the logits of all tokens ever being there.
+
+    z = (hidden @ weight.T + bias) / temperature        over the ids that may be sampled
+    logprob = z[label] - lse(z)                         d/dz_j = [j = label] - p_j
+    entropy = lse(z) - sum_j p_j z_j                    d/dz_j = -p_j (z_j - lse(z) + entropy)
+
+The logits are made block by block, some tokens by some of the vocabulary, with a running maximum and sum, as in
+FlashAttention (arXiv 2205.14135, algorithm 1). The backward pass makes them again, but for two cases: all of them fit
+`cells`, and are kept; or the weights learn nothing (LoRA), and sum_j p_j weight_j, which the gradient of `hidden`
+needs, is summed up on the way forward.
+
+Invariants:
+- At most `cells` logits exist at once.
+- Ids that may not be sampled have probability 0 and gradient 0, whatever their logits: no 0 * inf arises.
+- Sums are float32 or wider; gradients of the weights are summed over all tokens before they are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+LOW = -1e30
+"""The logit of an id that may not be sampled: finite, and its exponential is 0."""
+CACHE_CELLS = 1 << 21
+"""Logits in a block on a CPU: they stay in its cache."""
+TOKENS = 4096
+"""Tokens in a block, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """How hidden states become log-probs."""
+
+    temperature: float
+    banned: tuple[int, ...]
+    cells: int
+    vocab: int
+    softcap: float | None
+    entropy: bool
+    learns: bool
+    """Whether gradients are asked for at all."""
+    dtype: torch.dtype
+    """Of the matrix products."""
+    total: torch.dtype
+    """Of the sums."""
+
+    @property
+    def early(self) -> bool:
+        """Whether hidden states are divided by the temperature, in place of logits."""
+        return self.softcap is None and self.dtype == self.total
+
+
+def chunked_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    temperature: float,
+    banned: Sequence[int],
+    cells: int,
+    bias: torch.Tensor | None = None,
+    entropy: bool,
+    vocab: int | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs of `labels`, and the entropies of the distributions that they are from.
+
+    Args:
+        hidden: [n, H], what the output layer takes.
+        weight: [V, H], the output layer's.
+        labels: int64 [n].
+        temperature: Divides the logits; above 0.
+        banned: Ids that are never sampled.
+        cells: Logits that may exist at once.
+        bias: [V], the output layer's.
+        entropy: Whether entropies are asked for; they have a gradient too.
+        vocab: Ids from here on are never sampled; None: all may be.
+        softcap: Logits are softcap * tanh(logits / softcap) before the temperature; None: as they are.
+
+    Returns:
+        logprobs [n] and entropies [n] or None, in nats, float32 (float64 for float64 hidden states). A label that may
+        not be sampled has log-prob -inf.
+    """
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    limit = min(weight.shape[0], vocab or weight.shape[0])
+    rules = _Rules(
+        temperature=temperature,
+        banned=tuple(sorted({int(token) for token in banned if 0 <= token < limit})),
+        cells=cells,
+        vocab=limit,
+        softcap=softcap,
+        entropy=entropy,
+        learns=torch.is_grad_enabled(),
+        dtype=dtype,
+        total=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
+    )
+    logprobs, entropies = _LogProbs.apply(hidden, weight, bias, labels, rules)
+    return logprobs, entropies if entropy else None
+
+
+@dataclass(slots=True)
+class _Block:
+    """Logits of some tokens over some of the vocabulary."""
+
+    tokens: slice
+    ids: slice
+    weight: torch.Tensor
+    """[ids, H], in the products' dtype."""
+    logits: torch.Tensor
+    """[tokens, ids], over the temperature, `LOW` where banned."""
+    slope: torch.Tensor | None
+    """d capped / d uncapped logits, where there is a cap."""
+
+
+class _Blocks:
+    """Goes over all logits, each block of the vocabulary with all tokens before the next."""
+
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rules: _Rules, fresh: bool
+    ) -> None:
+        """`fresh`: each block has memory of its own, to be kept; else the next one takes it over."""
+        self.rules, self.weight, self.bias, self._fresh = rules, weight, bias, fresh
+        self.hidden = hidden.to(rules.dtype)
+        if rules.early and rules.temperature != 1.0:
+            self.hidden = self.hidden / rules.temperature
+        count = hidden.shape[0]
+        cells = rules.cells if hidden.device.type != "cpu" else min(rules.cells, CACHE_CELLS)
+        self._tokens = max(1, min(count, TOKENS, cells))
+        self._ids = max(1, min(rules.vocab, cells // self._tokens))
+        self._banned = torch.tensor(rules.banned, dtype=torch.long)
+
+    def spans(self) -> Iterator[tuple[slice, list[slice]]]:
+        """Blocks of the vocabulary, and of the tokens for each."""
+        count = self.hidden.shape[0]
+        tokens = [slice(at, min(at + self._tokens, count)) for at in range(0, count, self._tokens)]
+        for low in range(0, self.rules.vocab, self._ids):
+            yield slice(low, min(low + self._ids, self.rules.vocab)), tokens
+
+    def __iter__(self) -> Iterator[_Block]:
+        scratch = self.hidden.new_empty(0 if self._fresh else self._tokens * self._ids)
+        for ids, spans in self.spans():
+            weight = self.weight[ids].to(self.rules.dtype)
+            bias = None if self.bias is None else self.bias[ids].to(self.rules.total)
+            banned = self._banned[(self._banned >= ids.start) & (self._banned < ids.stop)] - ids.start
+            banned = banned.to(weight.device)
+            for tokens in spans:
+                size = (tokens.stop - tokens.start, ids.stop - ids.start)
+                room = self.hidden.new_empty(size) if self._fresh else scratch[: size[0] * size[1]].view(size)
+                logits = torch.mm(self.hidden[tokens], weight.t(), out=room).to(self.rules.total)
+                yield self._finished(logits, weight, bias, banned, tokens, ids)
+
+    def _finished(
+        self,
+        logits: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        banned: torch.Tensor,
+        tokens: slice,
+        ids: slice,
+    ) -> _Block:
+        rules, slope = self.rules, None
+        if bias is not None:
+            logits.add_(bias / rules.temperature if rules.early else bias).clamp_(min=LOW)
+        if rules.softcap is not None:
+            logits.div_(rules.softcap).tanh_()
+            slope = 1.0 - logits * logits
+            logits.mul_(rules.softcap)
+        if not rules.early and rules.temperature != 1.0:
+            logits.div_(rules.temperature)
+        if len(banned):
+            logits.index_fill_(1, banned, LOW)
+        return _Block(tokens, ids, weight, logits, slope)
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        rules: _Rules,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        by_hidden, by_weight, by_bias = ctx.needs_input_grad[:3]
+        learns = rules.learns and (by_hidden or by_weight or by_bias)
+        ahead = learns and by_hidden and not (by_weight or by_bias or rules.entropy or rules.softcap)
+        keep = learns and not ahead and hidden.shape[0] * rules.vocab <= rules.cells
+        found = _forward(_Blocks(hidden, weight, bias, rules, fresh=keep), labels, ahead, keep)
+        ctx.set_materialize_grads(False)
+        ctx.rules, ctx.blocks = rules, found.blocks
+        entropies = found.entropies if rules.entropy else hidden.new_empty(0, dtype=rules.total)
+        if learns:
+            ctx.save_for_backward(hidden, weight, bias, labels, found.logprobs, found.sums, entropies, found.means)
+        if not rules.entropy:
+            ctx.mark_non_differentiable(entropies)
+        return found.logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        hidden, weight, bias, labels, logprobs, sums, entropies, means = ctx.saved_tensors
+        rules: _Rules = ctx.rules
+        grad = torch.zeros_like(logprobs) if grad is None else grad.to(rules.total)
+        # A label that may not be sampled is -inf and stays so.
+        picked = grad.masked_fill(torch.isneginf(logprobs), 0.0) / rules.temperature
+        if means is not None:
+            by_hidden = weight[labels].to(rules.total).mul_(picked[:, None])
+            by_hidden.addcmul_(means, grad[:, None], value=-1.0 / rules.temperature)
+            return by_hidden.to(hidden.dtype), None, None, None, None
+        if rules.softcap is not None:
+            capped = (logprobs + sums) * (rules.temperature / rules.softcap)
+            picked *= torch.where(torch.isneginf(logprobs), 0.0, 1.0 - capped * capped)
+        kept, ctx.blocks = ctx.blocks, None  # used up: another backward pass makes them again
+        blocks = _Blocks(hidden, weight, bias, rules, fresh=False)
+        given = _Given(sums, entropies, grad, grad_entropy if rules.entropy else None)
+        by_hidden, by_weight, by_bias = _backward(kept or blocks, blocks, given, ctx.needs_input_grad[:3])
+        if by_hidden is not None:
+            by_hidden.addcmul_(weight[labels].to(rules.total), picked[:, None])
+            by_hidden = by_hidden.to(hidden.dtype)
+        if by_weight is not None:
+            by_weight.index_add_(0, labels, (hidden.to(rules.total) * picked[:, None]).to(weight.dtype))
+        if by_bias is not None:
+            by_bias.index_add_(0, labels, picked.to(by_bias.dtype))
+        return by_hidden, by_weight, by_bias, None, None
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the forward pass finds of each token."""
+
+    logprobs: torch.Tensor
+    sums: torch.Tensor
+    """Log-sum-exps [n]."""
+    entropies: torch.Tensor
+    means: torch.Tensor | None
+    """sum_j p_j weight_j [n, H], where it is made ahead."""
+    blocks: list[_Block] | None
+
+
+def _forward(blocks: _Blocks, labels: torch.Tensor, ahead: bool, keep: bool) -> _Found:
+    rules, count = blocks.rules, len(labels)
+    most = torch.full((count,), LOW, dtype=rules.total, device=labels.device)
+    total, spread, chosen = torch.zeros_like(most), torch.zeros_like(most), torch.full_like(most, LOW)
+    means = torch.zeros(blocks.hidden.shape, dtype=rules.total, device=labels.device) if ahead else None
+    kept: list[_Block] = []
+    for block in blocks:
+        here, logits = block.tokens, block.logits
+        at = labels[here] - block.ids.start
+        inside = (at >= 0) & (at < logits.shape[1])
+        at = at.clamp(0, logits.shape[1] - 1)
+        chosen[here] = torch.where(inside, logits.gather(1, at[:, None])[:, 0], chosen[here])
+        peak = torch.maximum(most[here], logits.amax(1))
+        fall = most[here] - peak
+        shrink = fall.exp()
+        if keep:
+            kept.append(block)
+            logits = logits - peak[:, None]
+        else:
+            logits.sub_(peak[:, None])
+        if rules.entropy:
+            weights = logits.exp()
+            # spread: sum of exp(z - peak) (z - peak)
+            spread[here] = (spread[here] + total[here] * fall) * shrink + torch.linalg.vecdot(weights, logits)
+        else:
+            weights = logits.exp_()
+        total[here] = total[here] * shrink + weights.sum(1)
+        if means is not None:
+            means[here] *= shrink[:, None]
+            _add_product(means[here], weights, block.weight)
+        most[here] = peak
+    logs = total.log()
+    logprobs = chosen - most - logs
+    if means is not None:
+        means /= total[:, None]
+    return _Found(
+        torch.where(chosen > LOW / 2, logprobs, torch.where(chosen.isnan(), chosen, -torch.inf)),
+        most + logs,
+        logs - spread / total,
+        means,
+        kept if keep else None,
+    )
+
+
+def _add_product(into: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+    """into += one @ other; the product in `other`'s dtype."""
+    if into.dtype == other.dtype:
+        into.addmm_(one, other)
+    else:
+        into.add_(torch.mm(one.to(other.dtype), other))
+
+
+class _Given(NamedTuple):
+    """What the backward pass knows of each token, [n] each."""
+
+    sums: torch.Tensor
+    entropies: torch.Tensor
+    grad: torch.Tensor
+    grad_entropy: torch.Tensor | None
+
+
+def _backward(
+    made: Iterable[_Block], blocks: _Blocks, given: _Given, wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients but for the labels' own share: of hidden states (in the sums' dtype), weights and bias.
+
+    Without entropy the gradient of z is -grad p: the tokens' `grad` then stands outside of the products.
+    """
+    rules, hidden, even = blocks.rules, blocks.hidden, given.grad_entropy is None
+    outside = (given.grad if even else torch.ones_like(given.grad)) / rules.temperature
+    # Hidden states that were divided by the temperature already have it once.
+    right = hidden * (outside * rules.temperature if rules.early else outside)[:, None].to(hidden.dtype)
+    by_hidden = torch.zeros(hidden.shape, dtype=rules.total, device=hidden.device) if wanted[0] else None
+    by_weight = torch.empty_like(blocks.weight) if wanted[1] else None
+    by_bias = torch.zeros_like(blocks.bias) if wanted[2] and blocks.bias is not None else None
+    for ids, group in groupby(made, key=lambda block: block.ids):
+        summed = torch.zeros((ids.stop - ids.start, hidden.shape[1]), dtype=rules.total, device=hidden.device)
+        for block in group:
+            shares = _shares(block, given)
+            if by_hidden is not None:
+                _add_product(by_hidden[block.tokens], shares, block.weight)
+            if by_weight is not None:
+                _add_product(summed, shares.t(), right[block.tokens])
+            if by_bias is not None:
+                by_bias[ids] -= (shares.t() @ outside[block.tokens]).to(by_bias.dtype)
+        if by_weight is not None:
+            torch.neg(summed, out=summed)
+            by_weight[ids] = summed
+    if by_weight is not None:
+        by_weight[rules.vocab :] = 0.0
+    if by_hidden is not None:
+        by_hidden.mul_(-outside[:, None])
+    return by_hidden, by_weight, by_bias
+
+
+def _shares(block: _Block, given: _Given) -> torch.Tensor:
+    """p, or with entropy p (grad + grad_entropy (z - lse + entropy)). Overwrites the block's logits."""
+    here = block.tokens
+    shares = block.logits.sub_(given.sums[here, None])
+    if given.grad_entropy is None:
+        shares.exp_()
+    else:
+        chances = shares.exp()
+        shares.add_(given.entropies[here, None]).mul_(given.grad_entropy[here, None].to(shares.dtype))
+        shares.add_(given.grad[here, None]).mul_(chances)
+    if block.slope is not None:
+        shares.mul_(block.slope)
+    return shares
