@@ -12,11 +12,11 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from schemas.environment import Task
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
 Tell = Callable[[int, Mapping[str, float]], None]
 """Told of each step that is done: its number from 1, and its metrics."""
@@ -61,13 +62,13 @@ class TrainResult:
 
     steps: int
     """That are done in all."""
-    first: dict[str, float]
+    first: dict[str, float] = field(default_factory=dict)
     """Metrics of the first step of this launch."""
-    last: dict[str, float]
+    last: dict[str, float] = field(default_factory=dict)
     """And of the last."""
-    checkpoint: Path | None
-    best: float | None
-    best_step: int | None
+    checkpoint: Path | None = None
+    best: float | None = None
+    best_step: int | None = None
     interrupted: bool = False
     faults: list[str] = field(default_factory=list)
 
@@ -130,7 +131,7 @@ class Trainer:
         self._sync: WeightSync
 
     async def run(self, *, stop: asyncio.Event | None = None) -> TrainResult:
-        """Train to the last step, or until `stop` is set: then the step under way is given up and what is done is kept.
+        """Train to the last step, or until `stop` is set: then the batch under way is given up and what is done is kept.
 
         Raises:
             TrainError: it cannot begin, or diverged, or has nothing to learn from.
@@ -196,7 +197,7 @@ class Trainer:
             async with runner.serving():
                 rollouts = self._rollouts(runner, tasks)
                 try:
-                    return await self._until(stop, self._steps(rollouts, metrics), rollouts)
+                    return await self._steps(rollouts, metrics, stop)
                 finally:
                     await rollouts.close()
         finally:
@@ -216,33 +217,24 @@ class Trainer:
             progress=lambda _: self._stall.tick(),
         )
 
-    async def _until(
-        self, stop: asyncio.Event | None, steps: asyncio.Future[TrainResult] | object, rollouts: Rollouts
-    ) -> TrainResult:
-        """The steps, or what is done of them when `stop` is set."""
-        work = asyncio.ensure_future(steps)  # type: ignore[arg-type]
+    @staticmethod
+    async def _unless(stop: asyncio.Event | None, work: Awaitable[T]) -> T | None:
+        """What `work` comes to; None where `stop` is set first, and then it is cancelled."""
+        task = asyncio.ensure_future(work)
         stopped = asyncio.ensure_future(stop.wait()) if stop is not None else None
         try:
-            await asyncio.wait([work, *([stopped] if stopped else [])], return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                result: TrainResult = work.result()
-                result.faults = rollouts.faults
-                return result
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
-            await self._checkpoint()
-            return TrainResult(
-                self._state.step, {}, {}, self._written, self._state.best, self._state.best_step, True, rollouts.faults
-            )
+            await asyncio.wait([each for each in (task, stopped) if each is not None], return_when="FIRST_COMPLETED")
+            return task.result() if task.done() else None
         finally:
-            for each in (work, stopped):
+            for each in (task, stopped):
                 if each is not None:
                     each.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
-    async def _steps(self, rollouts: Rollouts, metrics: MetricsLog) -> TrainResult:
+    async def _steps(self, rollouts: Rollouts, metrics: MetricsLog, stop: asyncio.Event | None) -> TrainResult:
+        """Steps to the last one. `stop` gives up the batch that is being collected; a step that learns is finished."""
         train, state = self.train, self._state
-        first: dict[str, float] = {}
-        last: dict[str, float] = {}
+        result = TrainResult(state.step, faults=rollouts.faults)
         if train.eval is not None and state.step == 0:
             told = await self._evaluate()
             metrics.write(0, told)
@@ -251,37 +243,37 @@ class Trainer:
             began = time.perf_counter()
             self._seconds.clear()
             with self._timed("rollout"):
-                batch = await rollouts.batch()
-            told = batch.metrics()
-            if batch.used:
-                try:
-                    told |= await self._learn(batch)
-                except asyncio.CancelledError:
-                    if self._learner.dirty:  # interrupted, and its update made all the same
-                        self._advance(rollouts)
-                        metrics.write(state.step, told)
-                    raise
-            else:
-                _something_came(batch)
-            self._advance(rollouts)
-            with self._timed("sync"):
-                if batch.used:
-                    await self._sync.push(self._learner.policy, state.version)
-                rollouts.consumed(state.version)
-            told |= await self._kept(state.step)
+                batch = await self._unless(stop, rollouts.batch())
+            if batch is None:
+                result.interrupted = True
+                break
+            told = await self._step(batch, rollouts)
             told |= self._times(time.perf_counter() - began, told)
             metrics.write(state.step, told)
             self._stall.tick()
             self._say(state.step, told)
-            first, last = first or told, told
+            result.first, result.last = result.first or told, told
         await self._checkpoint()
-        return TrainResult(state.step, first, last, self._written, state.best, state.best_step)
+        result.steps, result.checkpoint = state.step, self._written
+        result.best, result.best_step = state.best, state.best_step
+        return result
 
-    def _advance(self, rollouts: Rollouts) -> None:
-        """A batch is done with."""
-        self._state.step += 1
-        self._state.version += 1
-        self._state.taken = rollouts.taken
+    async def _step(self, batch: Batch, rollouts: Rollouts) -> dict[str, float]:
+        """Learn from a batch, and sample with what was learnt."""
+        state = self._state
+        told = batch.metrics()
+        if batch.used:
+            told |= await self._learn(batch)
+        else:
+            _something_came(batch)
+        state.step += 1
+        state.version += 1
+        state.taken = rollouts.taken
+        with self._timed("sync"):
+            if batch.used:
+                await self._sync.push(self._learner.policy, state.version)
+            rollouts.consumed(state.version)
+        return told | await self._kept(state.step)
 
     async def _learn(self, batch: Batch) -> dict[str, float]:
         """One batch's updates, in a thread: rollouts go on meanwhile, where they may."""
@@ -290,8 +282,7 @@ class Trainer:
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
-                # A thread is not stopped half-way through an update: what it makes is whole, and not counted.
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception):  # a thread is not stopped half-way through an update
                     await work
                 raise
             except TrainError:
