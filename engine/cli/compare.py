@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def compare(
-    first: Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")],
+    first: Annotated[
+        str, typer.Argument(help="A run's or a training's folder, a run's id or the beginning of it, or `latest`.")
+    ],
     second: Annotated[str, typer.Argument(help="The run that is held against it.")],
     out: Annotated[Path, typer.Option(help="Folder that runs are stored under.")] = Path("runs"),
     seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap.")] = 0,
@@ -25,8 +27,8 @@ def compare(
 ) -> None:
     """Hold one run against another, task by task: what the second gained or lost, with a 95 % interval.
 
-    Only tasks that both runs have, and that are the same in both, are compared; the others are counted. Episodes that
-    failed through no fault of the policy's are left out.
+    Of a training's folder the newest evaluation is taken. Only tasks that both runs have, and that are the same in
+    both, are compared; the others are counted. Episodes that failed through no fault of the policy's are left out.
     """
     from rich.console import Console
 
@@ -35,7 +37,7 @@ def compare(
     from engine.store import RunStore, find_run
 
     try:
-        one, other = (RunStore.open(find_run(run, out=out), readonly=True) for run in (first, second))
+        one, other = (RunStore.open(find_run(_run(run), out=out), readonly=True) for run in (first, second))
 
         def same(task_id: str) -> bool:
             return one.task(task_id).fields == other.task(task_id).fields
@@ -63,6 +65,12 @@ def compare(
         typer.echo(json.dumps(told, indent=2))
     else:
         _tell(Console(highlight=False, soft_wrap=True), found, one.run_id, other.run_id)
+
+
+def _run(word: str) -> str:
+    """Of a training the newest evaluation is meant."""
+    evaluations = sorted(path.parent for path in Path(word).glob("evals/*/run.db"))
+    return str(evaluations[-1]) if evaluations else word
 
 
 def _tell(console: Console, found: Comparison, first: str, second: str) -> None:

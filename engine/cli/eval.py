@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from engine.runner.evaluate import Estimate, Evaluation
@@ -26,7 +28,11 @@ class Format(StrEnum):
 def evaluate(
     spec: Annotated[Path, typer.Argument(help="The episode spec.")],
     model: Annotated[
-        str | None, typer.Option(metavar="CKPT", help="Another model than the spec's: a folder, a hub id, a name.")
+        str | None,
+        typer.Option(
+            metavar="CKPT",
+            help="Another model than the spec's: a folder, a checkpoint or training, a LoRA adapter, a hub id, a name.",
+        ),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Episodes of each task.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
@@ -39,7 +45,8 @@ def evaluate(
     """Run a spec to measure its policy: success by turn, pass@k, rewards by name, each with a 95 % interval.
 
     The run is stored like any other, and none of its rows trains. Intervals are from a bootstrap over tasks. Episodes
-    that failed through no fault of the policy's are left out and counted.
+    that failed through no fault of the policy's are left out and counted. Of a training the best checkpoint is taken;
+    a LoRA adapter is merged into a copy of the spec's model.
     """
     from rich.console import Console
 
@@ -49,11 +56,11 @@ def evaluate(
     configure_logging()
     console = Console(stderr=format is Format.JSON, highlight=False, soft_wrap=True)
     changes = list(overrides or ())
-    if model is not None:
-        changes.append(f"model.path={json.dumps(str(Path(model).absolute()) if Path(model).exists() else model)}")
     if samples is not None:
         changes.append(f"rollout.samples_per_task={samples}")
     try:
+        if model is not None:
+            changes.append(f"model.path={json.dumps(_other_model(console, spec, changes, model))}")
         folder, found, faults = asyncio.run(
             _evaluate(console, spec, changes, limit, out, seed, quiet or format is Format.JSON)
         )
@@ -69,6 +76,65 @@ def evaluate(
         console.print(f"could not be finished: {fault}", style="red", markup=False)
     if faults:
         raise typer.Exit(1)
+
+
+def _other_model(console: Console, spec: Path, changes: list[str], model: str) -> str:
+    """What `model.path` becomes: the whole model that is meant by a path; a hub id or a name as it is.
+
+    Raises:
+        TrainError: There is no model, or the spec's servers sample with another one.
+    """
+    given = Path(model).expanduser()
+    if not given.is_dir():
+        return model
+    from engine.spec.load import load_spec
+    from engine.train.merge import trained_model
+
+    loaded = load_spec(spec, changes)
+    own = loaded.spec.model
+    if loaded.spec.backend.kind not in (
+        "local",
+        "sglang",
+    ):  # it samples with no weights: the tokenizer is what is meant
+        return str(given.absolute())
+
+    def base() -> Path:
+        from engine.tokens.catalogue import resolve_model
+
+        return resolve_model(own.path, own.revision, loaded.base)
+
+    folder = trained_model(given, base)
+    if folder != given.resolve():
+        console.print(f"{given}: {folder}", markup=False)
+    if loaded.spec.backend.kind == "sglang":
+        _served(loaded.spec.backend.urls, loaded.spec.backend.api_key_env, folder)
+    return str(folder)
+
+
+def _served(urls: Sequence[str], api_key_env: str | None, folder: Path) -> None:
+    """Servers have weights of their own, whatever the spec's model is called: they must be these.
+
+    Raises:
+        TrainError: Kind `checkpoint`: a server samples with another folder's.
+    """
+    import httpx
+
+    from engine.backends.sglang import read_key
+    from engine.errors import BackendError, TrainError
+
+    key = read_key(api_key_env)
+    for url in urls:
+        try:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            told = httpx.get(f"{url.rstrip('/')}/model_info", headers=headers, timeout=30).raise_for_status().json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise BackendError(f"{url}/model_info: {error}", kind="unreachable") from None
+        if Path(str(told.get("model_path", ""))).resolve() != folder:
+            raise TrainError(
+                f"{url} samples with the weights of {told.get('model_path')}, not of {folder}: start it with "
+                f"--model-path {folder}, or evaluate in this process with --set 'backend={{kind: local}}'",
+                kind="checkpoint",
+            )
 
 
 async def _evaluate(

@@ -271,6 +271,8 @@ def compare(
 ) -> Comparison:
     """The second run against the first, paired by task: what a task is like falls out of the difference.
 
+    The measures are those of `evaluate`; pass@k up to the fewest episodes that a task has in either run.
+
     Args:
         first: Finished episodes of one run.
         second: Of the other.
@@ -291,7 +293,14 @@ def compare(
     )
     if not paired:
         return found
-    metrics = _basic(_names(sample for task in paired for sample in (*left[task], *right[task])))
+    both_of = [sample for task in paired for sample in (*left[task], *right[task])]
+    last = max((sample.solved_turn for sample in both_of if sample.solved_turn is not None), default=-1)
+    fewest = min(len(side[task]) for side in (left, right) for task in paired)
+    metrics = [
+        *_basic(_names(both_of)),
+        *(_mean(f"success@turn:{turn}", _solved_by(turn)) for turn in range(last + 1)),
+        *(_pass(k) for k in powers(fewest) if k > 1),
+    ]
     means = np.array(
         [[[m.top(side[task]) / m.bottom(side[task]) for m in metrics] for task in paired] for side in (left, right)]
     )

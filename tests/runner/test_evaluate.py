@@ -157,6 +157,18 @@ def test_runs_are_paired_by_task() -> None:
     assert found.differences["success"][:3] == (0.0, 0.0, 0.0)
 
 
+def test_runs_are_held_against_each_other_by_turn_and_by_k_too() -> None:
+    first = [episode(f"t{n}", turn) for n in range(2) for turn in (0, None, None)]
+    second = [episode(f"t{n}", turn) for n in range(2) for turn in (1, 0, None, None)]
+    found = compare(first, second).differences
+    assert {name: found[name][:3] for name in found if "@" in name} == {
+        "success@turn:0": (pytest.approx(1 / 3), 0.25, pytest.approx(-1 / 12)),
+        "success@turn:1": (pytest.approx(1 / 3), 0.5, pytest.approx(1 / 6)),
+        "pass@2": (pytest.approx(2 / 3), pytest.approx(5 / 6), pytest.approx(1 / 6)),
+        "pass@3": (1.0, 1.0, 0.0),
+    }
+
+
 def test_tasks_that_are_not_the_same_are_left_out() -> None:
     runs: Sequence[list[Trajectory]] = ([episode("a"), episode("b", 0)], [episode("a", 0), episode("b", 0)])
     found = compare(*runs, lambda task: task != "b")
