@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from engine.actions.events import ACTION_EVENTS, ALWAYS, SCORERS
-from engine.checks.explore import Chart, Edge, Graph, explore
+from engine.checks.chart import Chart, Edge
+from engine.checks.explore import Graph, explore
 from engine.checks.logic import ALWAYS as ALWAYS_TRUE
 from engine.checks.logic import Ranges, formula
-from engine.checks.loops import Cycle, cycles_of
-from engine.machine.presets import ResolvedMachine, ResolvedTransition, resolve_machine
+from engine.checks.loops import Cycles, cycles_of
+from engine.checks.work import TooMuch, Work
+from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, resolve_machine
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError, load_entry
 from engine.spec.load import LoadedSpec
+from engine.spec.near import near_or_known
 from schemas.episode import Entry, EpisodeSpec, LimitsSpec, StateSpec, UserSpec
 
 BUILT_IN = (*ACTION_EVENTS, "step")
@@ -24,6 +26,14 @@ BUILT_IN = (*ACTION_EVENTS, "step")
 
 UNBOUNDED = 2**53 - 1
 """What a guard reads for a limit that is not set."""
+
+MOST_TRANSITIONS = 10_000
+"""Of a machine that is looked at, with every list and `"*"` written out."""
+MOST_WORK = 200_000
+"""What one rule may spend."""
+ENTRY = 1_000
+"""What it costs to import something."""
+PRESETS_STATES = frozenset(name for preset in PRESETS.values() for name in preset.states)
 
 
 class NamedEntry(NamedTuple):
@@ -41,6 +51,8 @@ class CheckContext:
     """One spec under examination."""
 
     loaded: LoadedSpec
+    work: Work = field(default_factory=Work)
+    """What the rule that is tried may still spend; without bound unless `check_spec` bounds it."""
     _entries: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -49,8 +61,23 @@ class CheckContext:
         return self.loaded.spec
 
     @cached_property
+    def written_out(self) -> int:
+        """How many transitions of the spec's own there are with every list and `"*"` written out."""
+        most = len({*self.spec.machine.states, *PRESETS_STATES})
+        return sum(
+            len(item.triggers) * (most if ANY in item.sources else len(item.sources))
+            for item in self.spec.machine.transitions
+        )
+
+    @cached_property
     def machine(self) -> ResolvedMachine:
-        """The whole machine: presets and `"*"` written out, names not checked."""
+        """The whole machine: presets and `"*"` written out, names not checked.
+
+        Raises:
+            TooMuch: that would be more than `MOST_TRANSITIONS`.
+        """
+        if self.written_out > MOST_TRANSITIONS:
+            raise TooMuch(f"the machine has more than {MOST_TRANSITIONS:,} transitions, lists and `*` written out")
         return resolve_machine(self.spec.machine)
 
     @property
@@ -66,6 +93,7 @@ class CheckContext:
     def entry(self, use: str) -> Any:
         """What an entry point names, or the EntryError that says why it cannot be had."""
         if use not in self._entries:
+            self.work.spend(ENTRY)
             try:
                 self._entries[use] = load_entry(use, self.loaded.base)
             except EntryError as error:
@@ -147,9 +175,9 @@ class CheckContext:
         )
 
     @cached_property
-    def cycles(self) -> list[Cycle]:
+    def cycles(self) -> Cycles:
         """Ways round that nothing ends."""
-        return cycles_of(self.graph)
+        return cycles_of(self.graph, Work(MOST_WORK))
 
     @cached_property
     def graph(self) -> Graph:
@@ -165,8 +193,8 @@ class CheckContext:
     def hull(self) -> Ranges:
         """Everything that guards may ever read."""
         hull: dict[str, tuple[float, float]] = {}
-        for place in self.graph.steps:
-            for name, (low, high) in self.graph.ranges(place).items():
+        for counts in {place.counts for place in self.graph.steps if not place.late}:
+            for name, (low, high) in self.graph.walk.ranges(counts).items():
                 least, most = hull.get(name, (low, high))
                 hull[name] = (min(low, least), max(high, most))
         return hull
@@ -210,7 +238,7 @@ class CheckContext:
 
 
 def _values(limits: LimitsSpec) -> tuple[tuple[str, float], ...]:
-    return tuple((name, float(UNBOUNDED if value is None else value)) for name, value in limits)
+    return tuple((name, float(UNBOUNDED if value is None else min(value, UNBOUNDED))) for name, value in limits)
 
 
 def _closure(starts: Iterable[str], steps: Iterable[tuple[str, str]]) -> frozenset[str]:
@@ -236,6 +264,4 @@ def _can_happen(edge: ResolvedTransition, events: Mapping[str, frozenset[str] | 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean …?`, or what is known."""
-    names = sorted(known)
-    near = get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(names) or 'none'}"
+    return near_or_known(name, sorted(known), cutoff=0.5)

@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from engine.checks.context import CheckContext
 from engine.checks.loops import Cycle
 from engine.checks.registry import Finding, rule
+from engine.checks.work import TooMuch
 from engine.spec.diagnostic import DataPath
 
 
 def _cycles(ctx: CheckContext) -> list[Cycle]:
     """Cycles that could be left: of the others `machine.done-unreachable` says that no end can be reached."""
-    return [cycle for cycle in ctx.cycles if any(state in ctx.ending for state, _ in cycle.steps)]
+    return [cycle for cycle in ctx.cycles.found if any(state in ctx.ending for state, _ in cycle.steps)]
 
 
 def _where(ctx: CheckContext, cycle: Cycle) -> DataPath:
     """The spec's own transition in it, or the limit that it leaves out, or the machine."""
     for index, item in enumerate(ctx.spec.machine.transitions):
+        ctx.work.spend(len(cycle.steps))
         for position, (state, event) in enumerate(cycle.steps):
             dest = cycle.steps[(position + 1) % len(cycle.steps)][0]
             if item.dest == dest and event in item.triggers and (state in item.sources or "*" in item.sources):
@@ -45,6 +47,8 @@ def unbounded_cycle(ctx: CheckContext) -> Iterator[Finding]:
         if cycle.late or not ctx.graph.chart.timed:
             why = "even when time is up" if cycle.late else "for ever"
             yield Finding(f"{cycle} goes round {why}: no limit bounds it", _where(ctx, cycle), _fix(cycle))
+    if not ctx.cycles.complete:
+        raise TooMuch
 
 
 @rule("machine.cycle-by-time", "warning", "a cycle that only `episode_seconds` bounds")
@@ -63,9 +67,9 @@ def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
     shown_as_user = {"ask_user", *(["call_tools"] if ctx.spec.model.tool_role == "user" else [])}
     prompt = ctx.spec.prompt
     opened = bool(prompt) and prompt[-1].role == "user" and ctx.spec.environment is None
-    steps: dict[tuple[str, str], set[str]] = {}
+    steps: dict[str, dict[str, set[str]]] = {}
     for edge in ctx.live:
-        steps.setdefault((edge.source, edge.trigger), set()).add(edge.dest)
+        steps.setdefault(edge.source, {}).setdefault(edge.trigger, set()).add(edge.dest)
     start = (ctx.machine.initial, opened)
     seen = {start}
     waiting = [start]
@@ -79,9 +83,9 @@ def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
             message = f"in `{state}` the user may speak right after a user's message, with no reply in between"
             yield Finding(message, ctx.state_path(state), fix, key=True)
         own = (ctx.events_of(ctx.states[state]) or ()) if action is not None else ()
-        for (source, event), dests in steps.items():
-            if source == state:
-                spoke = said if event not in own else action in shown_as_user or (said and action != "generate")
-                new = {(dest, spoke) for dest in dests} - seen
-                seen |= new
-                waiting += new
+        for event, dests in steps.get(state, {}).items():
+            ctx.work.spend(len(dests))
+            spoke = said if event not in own else action in shown_as_user or (said and action != "generate")
+            new = {(dest, spoke) for dest in dests} - seen
+            seen |= new
+            waiting += sorted(new)

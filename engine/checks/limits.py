@@ -53,6 +53,14 @@ def _late(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(message, path, "set it below `limits.episode_seconds`, or give the episode longer")
 
 
+@rule("limits.too-wide", "info", "the limits allow too many different episodes to walk through each")
+def too_wide(ctx: CheckContext) -> Iterator[Finding]:
+    """Counts are then known by their limits alone, and conditions that depend on counts are taken to go either way."""
+    if ctx.graph.walked and not ctx.graph.exact:
+        message = "too many combinations of turns and calls to try each: what depends on their numbers is not proved"
+        yield Finding(message, ("limits",), "lower limits are checked more closely", key=True)
+
+
 @rule("limits.never-binds", "info", "a limit that can never be reached")
 def never_binds(ctx: CheckContext) -> Iterator[Finding]:
     """Other limits, or the machine, end the episode before it."""

@@ -22,6 +22,8 @@ from engine.machine.variables import VARIABLES
 
 MOST_CLAUSES = 256
 """Conjunctions that one guard may come to; of a guard with more, nothing is said."""
+MOST_LITERALS = 4096
+"""Comparisons that all its conjunctions together may come to."""
 
 Range = tuple[float, float]
 Ranges = Mapping[str, Range]
@@ -88,14 +90,19 @@ class Formula:
         return None
 
     def literals(self) -> Iterator[Literal]:
-        """Every comparison in it."""
-        for clause in self.holds or ():
+        """Every comparison in it, and in its negation."""
+        for clause in (*(self.holds or ()), *(self.fails or ())):
             yield from clause
 
     @property
     def sure(self) -> bool:
         """Whether every comparison in it is of one quantity."""
         return self.holds is not None and all(literal.sure for literal in self.literals())
+
+    @property
+    def weight(self) -> int:
+        """How many comparisons there are to look at."""
+        return 1 + sum(len(clause) for clauses in (self.holds, self.fails) for clause in clauses or ())
 
 
 UNKNOWN = Formula(None, None)
@@ -387,14 +394,17 @@ def _literal(text: str) -> float:
 def _all(parts: list[Clauses]) -> Clauses:
     found: Clauses = ((),)
     for part in parts:
-        found = tuple((*a, *b) for a, b in product(found, part))
-        if len(found) > MOST_CLAUSES:
+        if len(found) * len(part) > MOST_CLAUSES:
             raise TooMany
+        found = _bounded(tuple((*a, *b) for a, b in product(found, part)))
     return found
 
 
 def _any(parts: list[Clauses]) -> Clauses:
-    found = tuple(clause for part in parts for clause in part)
-    if len(found) > MOST_CLAUSES:
+    return _bounded(tuple(clause for part in parts for clause in part))
+
+
+def _bounded(found: Clauses) -> Clauses:
+    if len(found) > MOST_CLAUSES or sum(map(len, found)) > MOST_LITERALS:
         raise TooMany
     return found

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from engine.checks.explore import COUNTED, Graph, Place, Step
+from engine.checks.chart import COUNTED, Place, Step
+from engine.checks.explore import Graph
+from engine.checks.work import TooMuch, Work
+
+
+SHOWN = 12
+"""Steps of a cycle that are told."""
 
 
 class Cycle(NamedTuple):
@@ -19,24 +26,43 @@ class Cycle(NamedTuple):
 
     def __str__(self) -> str:
         first = self.steps[0][0]
-        return " ".join(f"`{state}` -{event}->" for state, event in self.steps) + f" `{first}`"
+        shown = [f"`{state}` -{event}->" for state, event in self.steps]
+        if len(shown) > SHOWN:
+            shown[SHOWN // 2 : -SHOWN // 2] = [f"… ({len(shown) - SHOWN} more states) …"]
+        return " ".join(shown) + f" `{first}`"
 
 
-def cycles_of(graph: Graph) -> list[Cycle]:
+class Cycles(NamedTuple):
+    """What was found, and whether that is all of it."""
+
+    found: list[Cycle]
+    complete: bool
+
+
+def cycles_of(graph: Graph, work: Work | None = None) -> Cycles:
     """The shortest cycle through each step that lies on one; each set of states once."""
-    component, _ = graph.components
+    work = work or Work()
     found: dict[tuple[frozenset[str], bool], list[Cycle]] = {}
+    complete = True
+    try:
+        for cycle in _each_cycle(graph, work):
+            found.setdefault((frozenset(state for state, _ in cycle.steps), cycle.late), []).append(cycle)
+    except TooMuch:
+        complete = False
+    return Cycles([_merged(alike) for alike in found.values()], complete)
+
+
+def _each_cycle(graph: Graph, work: Work) -> Iterator[Cycle]:
+    component, _ = graph.components
     seen: set[tuple[str, bool, Step]] = set()
     for place, number in component.items():
-        for step in graph.steps[place]:
+        for step in graph.again(place):
             if component[step.dest] != number:
                 continue
             alike = (place.state, place.late, Step(step.event, Place(step.dest.state, 0, 0, 0), step.used))
             if alike not in seen:
                 seen.add(alike)
-                cycle = _cycle(graph, place, _shortest(graph, place, step, component))
-                found.setdefault((frozenset(state for state, _ in cycle.steps), cycle.late), []).append(cycle)
-    return [_merged(alike) for alike in found.values()]
+                yield _cycle(graph, place, _shortest(graph, place, step, component, work))
 
 
 def _merged(alike: list[Cycle]) -> Cycle:
@@ -46,21 +72,25 @@ def _merged(alike: list[Cycle]) -> Cycle:
     return hardest._replace(bounds=tuple(name for name in hardest.bounds if not common or name in common))
 
 
-def _shortest(graph: Graph, start: Place, first: Step, component: dict[Place, int]) -> list[tuple[Place, Step]]:
+def _shortest(
+    graph: Graph, start: Place, first: Step, component: dict[Place, int], work: Work
+) -> list[tuple[Place, Step]]:
     """The shortest way from a place back to itself that begins with one step."""
     came: dict[Place, tuple[Place, Step]] = {first.dest: (start, first)}
     waiting = [first.dest] if first.dest != start else []
     for place in waiting:
-        for step in graph.steps[place]:
+        steps = graph.again(place)
+        work.spend(len(steps))
+        for step in steps:
             if step.dest not in came and component[step.dest] == component[start]:
                 came[step.dest] = (place, step)
                 waiting.append(step.dest)
         if start in came:
             break
     way = [came[start]]
-    while way[0][0] != start:
-        way.insert(0, came[way[0][0]])
-    return way
+    while way[-1][0] != start:
+        way.append(came[way[-1][0]])
+    return way[::-1]
 
 
 def _cycle(graph: Graph, start: Place, way: list[tuple[Place, Step]]) -> Cycle:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.actions.events import ALWAYS
-from engine.checks.context import BUILT_IN, CheckContext, nearest
+from engine.checks.context import BUILT_IN, MOST_TRANSITIONS, CheckContext, nearest
 from engine.checks.registry import Finding, rule
 from engine.spec.diagnostic import DataPath
+from engine.spec.near import listed
 from schemas.episode import TransitionSpec
 
 ANY = "*"
@@ -22,6 +23,24 @@ def _own(ctx: CheckContext) -> Iterator[tuple[DataPath, TransitionSpec]]:
 def _member(path: DataPath, key: str, value: str | list[str], index: int) -> DataPath:
     """Where one of several triggers or sources is written."""
     return (*path, key) if isinstance(value, str) else (*path, key, index)
+
+
+@rule("machine.too-many", "error", "the machine has more transitions than can be looked at")
+def too_many(ctx: CheckContext) -> Iterator[Finding]:
+    """With every list of triggers and sources, and every `"*"`, written out."""
+    if ctx.written_out > MOST_TRANSITIONS:
+        message = f"{ctx.written_out:,} transitions, every list and `*` written out; {MOST_TRANSITIONS:,} are the most"
+        yield Finding(message, ("machine", "transitions"), "leave out what can never happen", key=True)
+
+
+@rule("machine.too-large", "warning", "the machine is too large to be walked through")
+def too_large(ctx: CheckContext) -> Iterator[Finding]:
+    """Whether each cycle is bounded, and what an episode may cost, is then not known."""
+    if not ctx.graph.walked:
+        message = (
+            f"{len(ctx.states):,} states are too many to walk through: whether limits bound every cycle is not known"
+        )
+        yield Finding(message, ("machine",), "split it into several specs", key=True)
 
 
 @rule("machine.unknown-state", "error", "a transition or `initial` names a state that does not exist")
@@ -124,7 +143,8 @@ def no_default(ctx: CheckContext) -> Iterator[Finding]:
 def unreachable(ctx: CheckContext) -> Iterator[Finding]:
     """No chain of transitions leads there, or none that the limits and conditions allow."""
     graph = ctx.graph
-    come_to = graph.states if graph.exact and graph.walked else ctx.reachable
+    begun = ctx.machine.initial in ctx.states
+    come_to = graph.states if graph.exact and begun else ctx.reachable
     for name in ctx.states:
         if name not in ctx.reachable:
             fix = "lead a transition to it, or remove it"
@@ -144,8 +164,12 @@ def done_unreachable(ctx: CheckContext) -> Iterator[Finding]:
         return
     for name in ctx.working:
         if name in ctx.reachable and name not in ctx.ending:
-            fix = f"lead a transition from it to {' or '.join(f'`{state}`' for state in final)}"
+            fix = f"lead a transition from it to {_either(final)}"
             yield Finding(f"no end can be reached from `{name}`", ctx.state_path(name), fix, key=True)
+
+
+def _either(states: list[str]) -> str:
+    return " or ".join(f"`{state}`" for state in states) if len(states) < 5 else listed(states)
 
 
 @rule("rules.unknown-state", "error", "a reward rule is tried after a state that does not exist")

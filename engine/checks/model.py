@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from engine.checks.context import CheckContext
 from engine.checks.model_files import ModelFiles, model_files
 from engine.checks.registry import Finding, rule
-from engine.checks.worst_case import context_bound, most_counts
+from engine.checks.worst_case import context_bound, count_bound
 from engine.errors import EngineError, SpecError
 from engine.spec.diagnostic import DataPath
 from engine.spec.tasks import rows_of, task_of
@@ -193,14 +193,10 @@ def rewrites_history(ctx: CheckContext) -> Iterator[Finding]:
     _, shown = _with_template(ctx)
     if shown is None or shown.rewrites is None or ctx.spec.model.history == "keep":
         return
-    turns = most_counts(ctx.graph)
-    if turns[1] == 0:
+    turns = count_bound(ctx, "user_turns").most
+    if turns == 0:
         return
-    many = (
-        "as many branches as it has user turns, and one more"
-        if turns[1] == float("inf")
-        else f"up to {turns[1] + 1:.0f} branches"
-    )
+    many = "as many branches as it has user turns, and one more" if turns is None else f"up to {turns + 1:.0f} branches"
     message = f"the chat template drops {shown.rewrites} when a user speaks again: an episode comes to {many}"
     fix = "that is exact, and costs their tokens; `model.history: keep` keeps what was sampled in one"
     yield Finding(message, ("model", "history"), fix)

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from engine.checks.context import CheckContext
     from engine.spec.load import LoadedSpec
 
+MOST_FINDINGS = 100
+"""Of one rule that are told."""
+MORE = "check.more"
+"""The id of what says that there are more."""
+UNFINISHED = "check.unfinished"
+"""The id of what says that some rules did not look at everything."""
+
 Check = Callable[["CheckContext"], Iterator[Diagnostic]]
 
 
@@ -95,11 +102,39 @@ def all_rules() -> list[Rule]:
 
 def check_spec(loaded: LoadedSpec) -> list[Diagnostic]:
     """Everything that the rules find in a spec, in the order of the document; errors before warnings at one place."""
-    from engine.checks.context import CheckContext
+    from engine.checks.context import MOST_WORK, CheckContext
+    from engine.checks.work import TooMuch, Work
 
-    ctx = CheckContext(loaded)
-    found = [problem for item in all_rules() for problem in item.check(ctx)]
+    ctx = CheckContext(loaded, Work())
+    found: list[Diagnostic] = []
+    unfinished: list[str] = []
+    for item in all_rules():
+        ctx.work.left = MOST_WORK
+        of_rule: list[Diagnostic] = []
+        try:
+            for problem in item.check(ctx):
+                of_rule.append(problem)
+                if len(of_rule) == MOST_FINDINGS:
+                    of_rule.append(_more(ctx, item))
+                    break
+        except TooMuch:
+            unfinished.append(item.id)
+        found += of_rule
+    if unfinished:
+        found.append(_unfinished(ctx, unfinished))
     return sorted(dict.fromkeys(found), key=_order)
+
+
+def _more(ctx: CheckContext, item: Rule) -> Diagnostic:
+    message = f"`{item.id}` was broken {MOST_FINDINGS} times; where else it is broken is not told"
+    return Diagnostic(MORE, "info", message, "correct these first", ctx.loaded.origin(()))
+
+
+def _unfinished(ctx: CheckContext, rules: list[str]) -> Diagnostic:
+    names = ", ".join(f"`{name}`" for name in rules)
+    message = f"the spec is too large for these rules to look at all of it: {names}"
+    fix = "they may miss something: have fewer states, transitions, rules or rows, or simpler conditions"
+    return Diagnostic(UNFINISHED, "warning", message, fix, ctx.loaded.origin(("machine",), key=True))
 
 
 def _order(problem: Diagnostic) -> tuple[str, int, int, bool]:

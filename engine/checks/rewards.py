@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checks.context import CheckContext
-from engine.checks.explore import Place
+from engine.checks.chart import Place
 from engine.checks.logic import formula
 from engine.checks.registry import Finding, rule
 from engine.spec.diagnostic import DataPath
@@ -47,10 +47,12 @@ def _means(address: TurnAddress | None, turns: int) -> int | None:
 def _moments(ctx: CheckContext, item: ReassignRule) -> list[Place]:
     """How the episode may stand when a rule applies. At the end only episodes that had a turn count."""
     when = None if item.when is None else formula(item.when, ctx.limit_values)
-    found = [place for place in ctx.graph.moments(item.at) if not place.late]
+    moments = ctx.graph.moments(item.at)
+    ctx.work.spend(len(moments))
+    found = [place for place in moments if not place.late]
     if ctx.states[item.at].final:
         found = [place for place in found if place.turns] or found
-    return [place for place in found if when is None or ctx.graph.truth(when, place) is not False]
+    return [place for place in found if when is None or ctx.graph.truth(when, place, ctx.work) is not False]
 
 
 def _addresses(item: ReassignRule) -> list[tuple[str, TurnAddress]]:
@@ -113,7 +115,8 @@ def unpayable(ctx: CheckContext) -> Iterator[Finding]:
         if item.op != "transfer":
             continue
         turns = {place.turns for place in _moments(ctx, item)}
-        if turns and all(_same_turn(item, count) for count in turns):
+        certain = ctx.graph.exact or item.from_ == item.to
+        if certain and turns and all(_same_turn(item, count) for count in turns):
             fix = "name two turns"
             yield Finding(f"a transfer from `{item.from_}` to `{item.to}` is from a turn to itself", path, fix)
         elif not _worlds_reward(ctx) and not _written(ctx, item.name):

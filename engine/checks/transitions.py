@@ -28,7 +28,11 @@ def _guard(ctx: CheckContext, edge: ResolvedTransition) -> Formula:
 
 
 def _pairs(ctx: CheckContext) -> dict[int, list[_Pair]]:
-    """Every transition of the spec's own, by its index."""
+    """Every transition of the spec's own, by its index.
+
+    Raises:
+        TooMuch: there are too many to compare.
+    """
     groups: dict[tuple[str, str], list[ResolvedTransition]] = {}
     pairs: dict[int, list[_Pair]] = {}
     for edge in ctx.machine.transitions:
@@ -42,10 +46,25 @@ def _pairs(ctx: CheckContext) -> dict[int, list[_Pair]]:
 def _settled(ctx: CheckContext, edge: ResolvedTransition, group: list[ResolvedTransition]) -> _Pair:
     mine = _guard(ctx, edge)
     for before in group:
+        ctx.work.spend(3)
         same = (before.conditions, before.dest) == (edge.conditions, edge.dest)
-        if same or before.conditions is None or implies(mine, _guard(ctx, before), _ANY_RANGES):
+        if same or before.conditions is None or _implies(ctx, mine, _guard(ctx, before)):
             return _Pair(edge, before, same)
     return _Pair(edge, None, False)
+
+
+def _implies(ctx: CheckContext, first: Formula, second: Formula) -> bool:
+    if first.holds is None or second.fails is None:
+        return False
+    ctx.work.spend(len(first.holds) * len(second.fails) * 4 + first.weight + second.weight)
+    return implies(first, second, _ANY_RANGES)
+
+
+def _overlap(ctx: CheckContext, first: Formula, second: Formula) -> bool:
+    if first.holds is None or second.holds is None:
+        return False
+    ctx.work.spend(len(first.holds) * len(second.holds) * 4 + first.weight + second.weight)
+    return overlap(first, second, ctx.hull)
 
 
 def _path(index: int) -> DataPath:
@@ -98,11 +117,12 @@ def overlapping(ctx: CheckContext) -> Iterator[Finding]:
     for group in groups.values():
         for position, later in enumerate(group):
             for earlier in group[:position]:
+                ctx.work.spend()
                 pair = (earlier.index, later.index)
                 if earlier.dest == later.dest or pair in told:
                     continue
                 first, second = _guard(ctx, earlier), _guard(ctx, later)
-                if overlap(first, second, ctx.hull) and not implies(second, first, _ANY_RANGES):
+                if _overlap(ctx, first, second) and not _implies(ctx, second, first):
                     told.add(pair)
                     message = (
                         f"`{later.trigger}` in `{later.source}`: this condition and that of {_place(ctx, earlier)} may "
@@ -127,10 +147,13 @@ def final_exits(ctx: CheckContext) -> Iterator[Finding]:
 @rule("guard.constant", "warning", "a condition is always true, or never")
 def constant_guard(ctx: CheckContext) -> Iterator[Finding]:
     """Within the spec's limits, and with what must have happened before the guard is asked."""
+    asked: dict[int, list[tuple[str, str | None]]] = {}
+    for edge in ctx.live:
+        if edge.index is not None:
+            asked.setdefault(edge.index, []).append((edge.source, edge.trigger))
     for index, item in enumerate(ctx.spec.machine.transitions):
         if item.conditions is not None:
-            edges = [edge for edge in ctx.live if edge.index == index]
-            truth = _truth(ctx, item.conditions, [(edge.source, edge.trigger) for edge in edges])
+            truth = _truth(ctx, item.conditions, asked.get(index, []))
             if truth is not None:
                 fix = "leave `conditions` out" if truth else "remove the transition, or correct the condition"
                 yield _constant(truth, item.conditions, (*_path(index), "conditions"), fix)
@@ -150,10 +173,13 @@ def _constant(truth: bool, expression: str, path: DataPath, fix: str) -> Finding
 def _truth(ctx: CheckContext, expression: str, asked: list[tuple[str, str | None]]) -> bool | None:
     """What a guard always comes to wherever it is asked; None where that varies, or it never is."""
     found = formula(expression, ctx.limit_values)
+    ctx.work.spend(found.weight)
+    hull = found.truth(ctx.hull)
     truths: set[bool | None] = set()
     for state, event in asked:
         for place in ctx.graph.moments(state, event):
-            truths.add(found.truth(ctx.hull) if place.late else ctx.graph.truth(found, place))
+            ctx.work.spend()
+            truths.add(hull if place.late else ctx.graph.truth(found, place, ctx.work))
             if None in truths or len(truths) > 1:
                 return None
     return truths.pop() if truths else None

@@ -15,11 +15,12 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from engine.checks.context import CheckContext
-from engine.checks.explore import Graph, Place, explore
+from engine.checks.chart import Place
+from engine.checks.explore import Graph, explore
 from engine.checks.model_files import model_files
 from engine.errors import SpecError
 from engine.spec.tasks import count_tasks
-from schemas.episode import EpisodeSpec, LimitsSpec, LocalBackend, ScriptedBackend, StateSpec
+from schemas.episode import EpisodeSpec, LocalBackend, ScriptedBackend, StateSpec
 
 COUNTS = ("assistant_turns", "user_turns", "tool_calls")
 MACHINE = "machine"
@@ -89,7 +90,7 @@ def most_counts(graph: Graph) -> tuple[float, float, float]:
 
 def _longest(graph: Graph, index: int, weight: int) -> float:
     """The most that steps of one counter can add up to, within its limit."""
-    limit = graph.limits[index]
+    limit = graph.chart.limits[index]
     if limit is not None and weight == 1:  # such a counter is counted exactly
         return float(max(place.counts[index] for place in graph.steps))
     longest = heaviest(graph, lambda place, used: float(weight) if used == index else 0.0)
@@ -117,11 +118,16 @@ def heaviest(graph: Graph, weigh: Callable[[Place, int | None], float]) -> float
     return best[component[start]]
 
 
+def count_bound(ctx: CheckContext, name: str) -> Bound:
+    """The most of one of `COUNTS` in one episode."""
+    return _count(ctx, ctx.graph, COUNTS.index(name))
+
+
 def _count(ctx: CheckContext, graph: Graph, index: int) -> Bound:
     name = COUNTS[index]
     own = getattr(ctx.spec.limits, name)
     if not graph.exact:
-        if all(place.counts[index] == 0 for place in graph.steps):
+        if graph.walked and not any(step.used == index for steps in graph.steps.values() for step in steps):
             return Bound(0.0, MACHINE)
         return Bound(own, f"limits.{name}") if own is not None else Bound(None, f"`limits.{name}` is not set")
     most = most_counts(graph)[index]
@@ -135,15 +141,15 @@ def _binding(ctx: CheckContext, index: int, most: float) -> str:
     limits = ctx.spec.limits
     for name in (COUNTS[index], *(name for name in COUNTS if name != COUNTS[index])):
         value = getattr(limits, name)
-        if value is not None and _wider(ctx, limits.model_copy(update={name: value + 1}), index) > most:
+        if value is None:
+            continue
+        wider = explore(ctx.chart(limits.model_copy(update={name: value + 1})))
+        grows = most_counts(wider)[index] > most if wider.exact else name == COUNTS[index] and most == value
+        if grows:
             return f"limits.{name}"
     if index == COUNTS.index("tool_calls") and most:
         return "limits.turn_tokens"  # a call is at least one token
     return MACHINE
-
-
-def _wider(ctx: CheckContext, limits: LimitsSpec, index: int) -> float:
-    return most_counts(explore(ctx.chart(limits)))[index]
 
 
 # ---- tokens and images
@@ -197,10 +203,10 @@ def _seconds(ctx: CheckContext, graph: Graph) -> Bound:
     ends = max((deadline(ctx, state) for state in ctx.states.values() if state.final), default=0.0)
     whole = inf if spec.limits.episode_seconds is None else spec.limits.episode_seconds + ends
     worth = {name: deadline(ctx, state) for name, state in ctx.states.items() if not state.final}
-    rest = graph.at_rest()
-    way = heaviest(graph, lambda place, used: 0.0 if place in rest else worth.get(place.state, 0.0)) + ends
-    if not graph.exact:
-        way = inf
+    way = inf
+    if graph.exact:
+        rest = graph.at_rest()
+        way = heaviest(graph, lambda place, used: 0.0 if place in rest else worth.get(place.state, 0.0)) + ends
     if min(whole, way) == inf:
         return Bound(None, "`limits.episode_seconds` is not set, and not everything has a deadline")
     if whole <= way:
