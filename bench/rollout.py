@@ -122,6 +122,7 @@ class _Format:
     def __init__(self, workload: Workload) -> None:
         self.vocab_size = workload.tokenizer.get_vocab_size()
         self.context = None
+        self.vision = None
         self.stop_token_ids = [workload.reply[-1]]
         self.encode = lambda text: workload.tokenizer.encode(text, add_special_tokens=False).ids
         self.decode = lambda ids: workload.tokenizer.decode(ids, skip_special_tokens=False)

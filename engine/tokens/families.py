@@ -19,6 +19,7 @@ import numpy as np
 
 from engine.errors import RenderError
 from engine.tokens.format import ChatFormat, Parsed, log, probe_tool
+from engine.tokens.hermes import Read, hermes_of
 from engine.tokens.proof import (
     ASSISTANT,
     CALLS,
@@ -269,6 +270,7 @@ class FamilyFormat(ChatFormat):
         self._ends_reasoning = _first_id(self._renderer, "_think_end", "_channel_end")
         self._tail = self.render_views([{"role": "user", "content": "Q"}], None)
         self._filler = tokenizer.encode("x")[:1]
+        self._hermes = hermes_of(self._renderer, tokenizer)
         self._look()
         if spec.tool_calls != "auto":
             self.parser = call_parser(spec.tool_calls, base)
@@ -331,10 +333,7 @@ class FamilyFormat(ChatFormat):
         sampled: list[int] = ids.tolist()
         closed = bool(sampled) and sampled[-1] in self.stop_set
         said = sampled[:-1] if closed else sampled
-        try:
-            found = self._renderer.parse_response(sampled, tools=list(tools) or None, prompt_ids=before.tolist())
-        except Exception as error:
-            raise RenderError(f"the renderer {self.name!r} cannot read a reply: {error}") from error
+        found = self._read(sampled, before.tolist(), tools)
         thinking = found.reasoning_complete is False
         attempts = [_attempt(call, f"call_{turn}_{index}") for index, call in enumerate(found.tool_calls)]
         if not attempts:
@@ -343,6 +342,16 @@ class FamilyFormat(ChatFormat):
         as_calls = read and (len(attempts) == 1 or self.calls_shown > 1) and not self._said_more(said, found.tool_calls)
         body = found.content if as_calls else _after_reasoning(self.decode(said), found)
         return Parsed(found.content if read else body, found.reasoning_content, attempts, body, thinking, as_calls)
+
+    def _read(self, sampled: list[int], before: list[int], tools: Sequence[View]) -> Read | Any:
+        """A reply as the library reads it."""
+        found = self._hermes.read(sampled, before) if self._hermes is not None else None
+        if found is not None:
+            return found
+        try:
+            return self._renderer.parse_response(sampled, tools=list(tools) or None, prompt_ids=before)
+        except Exception as error:
+            raise RenderError(f"the renderer {self.name!r} cannot read a reply: {error}") from error
 
     def _said_more(self, said: list[int], calls: list[Any]) -> bool:
         """Whether there is text between or behind the calls, which the parser leaves out."""
@@ -373,6 +382,8 @@ def _after_reasoning(text: str, found: Any) -> str:
 
 def _attempt(call: Any, id_: str) -> ToolCall | MalformedCall:
     status = str(call.status)
+    if not isinstance(call.name, str | None):
+        status = "missing_name"
     if status in ("ok", "unknown_tool") and call.name:
         try:
             return ToolCall(id=id_, name=call.name, arguments=as_arguments(call.arguments or {}))
