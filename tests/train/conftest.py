@@ -26,6 +26,8 @@ def train_spec(tmp_path: Path, tiny_model_dir: Path) -> Make:
                       "id": "id"},
             "prompt": [{"role": "user", "content": "Say {{say}}."}],
             "user": {"use": "worlds_for_training:Listener"},
+            "machine": {"preset": "tools_and_user", "transitions": [
+                {"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}]},
             "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64},
             "rewards": {"credit": {"method": "turn_return", "gamma": 0.5}},
             "rollout": {"samples_per_task": 4, "seed": 3},

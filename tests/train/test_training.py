@@ -54,17 +54,17 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 async def test_the_model_gets_better(train_spec: Any, tmp_path: Path) -> None:
-    trainer = begin(train_spec(train={"steps": 12, "optimizer": {"lr": 0.005}}), tmp_path / "runs")
+    trainer = begin(train_spec(train={"steps": 16, "tasks_per_step": 4, "optimizer": {"lr": 0.01}}), tmp_path / "runs")
     result = await trainer.run()
     told = metrics(trainer)
-    assert [line["step"] for line in told] == list(range(1, 13))
-    assert (result.steps, result.interrupted, result.faults) == (12, False, [])
+    assert [line["step"] for line in told] == list(range(1, 17))
+    assert (result.steps, result.interrupted, result.faults) == (16, False, [])
     first, last = told[0], told[-1]
     # each of the two turns earns its own share of vowels
     assert first["reward/mean"] == pytest.approx(first["reward/turn/0"] + first["reward/turn/1"], rel=1e-6)
     assert last["reward/mean"] > first["reward/mean"] + 0.3
     for line in told:
-        assert line["episodes/count"] >= 8
+        assert line["episodes/count"] >= 16
         assert line["staleness/max"] == 0.0
         assert line["sampler/diff_max"] < 1e-4  # float32 on both sides: trainer and sampler are one model
         assert line["policy/ratio_max"] == pytest.approx(1.0, abs=1e-6)
@@ -73,22 +73,20 @@ async def test_the_model_gets_better(train_spec: Any, tmp_path: Path) -> None:
 
 
 async def test_a_resumed_training_is_the_one_that_never_stopped(train_spec: Any, tmp_path: Path) -> None:
-    whole = begin(train_spec(train={"steps": 4, "checkpoints": {"every": 2, "keep": 5}}), tmp_path / "whole")
+    # the sampler's own log-probs depend on who shares its batches, in the last digits; uncorrected, nothing learns of them
+    train = {"checkpoints": {"every": 2, "keep": 5}, "correction": {"kind": "none"}, "minibatches": 2}
+    whole = begin(train_spec(train=train | {"steps": 4}), tmp_path / "whole")
     await whole.run()
-    parted = begin(train_spec(train={"steps": 2, "checkpoints": {"every": 2, "keep": 5}}), tmp_path / "parted")
+    parted = begin(train_spec(train=train | {"steps": 2}), tmp_path / "parted")
     await parted.run()
     again = resume(parted, steps=4)
     result = await again.run()
     assert result.steps == 4
     assert [path.name for path in checkpoints_of(whole.folder)] == ["step-000002", "step-000004"]
     assert same(policy_of(whole), policy_of(again))
-    apart = ("time", "seconds", "tokens_per_second", "time/")
+    told = ("step", "reward/mean", "episode/tokens", "tokens/trained", "loss", "grad_norm", "policy/entropy", "lr")
     for one, other in zip(metrics(whole), metrics(again), strict=True):
-        assert {k: v for k, v in one.items() if not k.startswith(apart)} == {
-            k: v for k, v in other.items() if not k.startswith(apart)
-        } or one.keys() - other.keys() <= {"time/checkpoint", "step_seconds"}
-        assert one["reward/mean"] == other["reward/mean"]
-        assert one["grad_norm"] == other["grad_norm"]
+        assert [one[name] for name in told] == [other[name] for name in told]
     # the first half's episodes are in one store, the second half's in another
     ids = []
     for name in ("rollouts-0", "rollouts-1"):
