@@ -82,9 +82,9 @@ def attend(
         sliding_window = None
     heads, tokens = query.shape[1:3]
     # The queries that share a key head are handed over as that head's several queries: nothing is repeated.
-    grouped = query[0].unflatten(0, (key.shape[1], heads // key.shape[1]))
+    grouped = query[0].view(key.shape[1], heads // key.shape[1], tokens, query.shape[-1])
     if query.device.type == "cpu" and sliding_window is None and query.shape[-1] == value.shape[-1]:
-        out: torch.Tensor = _Parts.apply(grouped, key[0], value[0], pack.segments, scaling)
+        out: torch.Tensor = _Parts.apply(grouped, key[0], value[0], pack.segments, scaling)  # type: ignore[no-untyped-call]
     else:
         out = _paths(grouped, key[0], value[0], pack, sliding_window, scaling)
     return out.reshape(1, tokens, heads, -1), None
@@ -136,16 +136,14 @@ class _Parts(torch.autograd.Function):
                 continue
             # Joined: softmax-weighted mean of the parts, by how much weight each has.
             share = torch.sigmoid(part_sums - sums[:, :, here])[..., None].to(part.dtype)
-            view[:, :, here].lerp_(part, share) if part.dtype != torch.bfloat16 else view[:, :, here].add_(
-                (part - view[:, :, here]).mul_(share)
-            )
+            view[:, :, here].lerp_(part, share)
             sums[:, :, here] = torch.logaddexp(sums[:, :, here], part_sums)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.segments, ctx.scaling = segments, scaling
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         query, key, value, out, sums = ctx.saved_tensors
         group = query.shape[1]
         keys, values = (found[:, None].expand(-1, group, -1, -1) for found in (key, value))

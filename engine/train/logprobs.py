@@ -101,7 +101,7 @@ def chunked_logprobs(
         dtype=dtype,
         total=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
     )
-    logprobs, entropies = _LogProbs.apply(hidden, weight, bias, labels, rules)
+    logprobs, entropies = _LogProbs.apply(hidden, weight, bias, labels, rules)  # type: ignore[no-untyped-call]
     return logprobs, entropies if entropy else None
 
 
@@ -204,7 +204,7 @@ class _LogProbs(torch.autograd.Function):
         return found.logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, weight, bias, labels, logprobs, sums, entropies, means = ctx.saved_tensors
         rules: _Rules = ctx.rules
         grad = torch.zeros_like(logprobs) if grad is None else grad.to(rules.total)

@@ -1,0 +1,218 @@
+"""A causal model of transformers as one that takes packs, proved to give what its own forward pass gives."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.errors import TrainError
+from engine.tokens.catalogue import no_bars
+from engine.train import attention
+from engine.train.logprobs import chunked_logprobs
+from engine.train.packing import Pack, pack_rows
+
+if TYPE_CHECKING:
+    from engine.tokens.vision import Vision
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+"""Mean absolute difference of log-probs between the packed pass and the model's own, at most."""
+
+
+class PackedNet:
+    """Packs -> log-probs. Belongs to one thread.
+
+    The model stays in evaluation mode: the sampler has no dropout, and neither has what is compared with it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        autocast: torch.dtype | None = None,
+        temperature: float = 1.0,
+        vocab: int | None = None,
+        vision: Vision | None = None,
+        cells: int = 1 << 24,
+    ) -> None:
+        """Load and prove.
+
+        Args:
+            folder: The model's files.
+            device: Where it runs.
+            dtype: Of its weights.
+            autocast: Of its products, where that is another.
+            temperature: Divides the logits; 0 counts as 1, as in the sampler.
+            vocab: Ids from here on are never sampled; None: all of the model's may be.
+            vision: The model's images; None where it sees none.
+            cells: Logits that may exist at once.
+
+        Raises:
+            TrainError: Kind `train_setup`: no causal model, or its packed pass is not its own.
+        """
+        self.folder, self.device, self.dtype = folder, device, dtype
+        self.temperature = temperature or 1.0
+        self.vision, self.cells, self._autocast = vision, cells, autocast
+        self.model = _load(folder, dtype, vision)
+        self.model.to(device).eval()
+        head = self.model.get_output_embeddings()
+        if not isinstance(head, torch.nn.Linear):
+            raise self._refusal("its output layer is not linear")
+        self._head = head
+        self.vocab = min(vocab or head.weight.shape[0], head.weight.shape[0])
+        self.banned: tuple[int, ...] = tuple(vision.banned) if vision is not None else ()
+        text = self.model.config.get_text_config()
+        self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        # Granite divides its logits, Cohere multiplies them.
+        self._scale = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", 1.0))
+        self._prove()
+
+    @property
+    def inner(self) -> Any:
+        """The model without its output layer."""
+        return self.model.base_model
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Products in the dtype asked for."""
+        return torch.autocast(self.device.type, self._autocast) if self._autocast is not None else nullcontext()
+
+    def logprobs(self, pack: Pack, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs [n] of the pack's trained tokens and their entropies [n] or None; a graph where gradients are on."""
+        sources, labels, back = self._once(pack)
+        with self.autocast():
+            states = self._states(pack)[sources]
+            if self._scale != 1.0 and self._softcap is not None:
+                raise self._refusal("its logits are both scaled and capped")
+            found, entropies = chunked_logprobs(
+                states,
+                self._head.weight,
+                labels,
+                temperature=self.temperature / self._scale,
+                banned=self.banned,
+                cells=self.cells,
+                bias=self._head.bias,
+                entropy=entropy,
+                vocab=self.vocab,
+                softcap=self._softcap,
+            )
+        if back is None:
+            return found, entropies
+        return found[back], None if entropies is None else entropies[back]
+
+    def _once(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Sources and labels, each pair once, and where each of the pack's is; None where they are all different."""
+        if "once" not in pack.cache:
+            pairs = pack.sources * self._head.weight.shape[0] + pack.labels
+            single, back = torch.unique(pairs, return_inverse=True)
+            sources, labels = pack.sources, pack.labels
+            if len(single) < len(pairs):
+                sources, labels = single // self._head.weight.shape[0], single % self._head.weight.shape[0]
+                pack.cache["once"] = (sources.to(self.device), labels.to(self.device), back.to(self.device))
+            else:
+                pack.cache["once"] = (sources.to(self.device), labels.to(self.device), None)
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = pack.cache["once"]
+        return found
+
+    def _states(self, pack: Pack) -> torch.Tensor:
+        """What the output layer takes, [T, H]."""
+        inputs: dict[str, Any] = {"position_ids": pack.position_ids.to(self.device)[None]}
+        if self.vision is not None:
+            from engine.train.policy_vision import vision_inputs
+
+            inputs |= vision_inputs(self.model, self.vision, pack, self.device, self.dtype)
+        elif pack.images:
+            raise TrainError("rows have images: hand over the model's vision", kind="train_setup")
+        out = self.inner(input_ids=pack.input_ids.to(self.device)[None], use_cache=False, pack=pack, **inputs)
+        states: torch.Tensor = out.last_hidden_state[0]
+        return states
+
+    # --- proof ----------------------------------------------------------------------------------------------
+
+    def _refusal(self, why: str) -> TrainError:
+        return TrainError(
+            f"{type(self.model).__name__} ({self.folder}) cannot be trained here: {why}; train a causal decoder with "
+            "ordinary attention",
+            kind="train_setup",
+        )
+
+    def _prove(self) -> None:
+        """Compare a pack of rows with one beginning with the model's own pass over each of them."""
+        rows = self._probe()
+        (pack,) = pack_rows(rows, 1 << 20, share_prefixes=True)
+        with torch.no_grad():
+            wanted, layer = self._own(rows, pack)
+            attention.register()
+            try:
+                self._take_attention()
+                found, entropies = self.logprobs(pack, entropy=True)
+            except TrainError as error:
+                raise self._refusal(str(error)) from error
+            except (TypeError, ValueError, AttributeError, AssertionError, IndexError, KeyError, RuntimeError) as error:
+                raise self._refusal(f"its packed pass fails: {type(error).__name__}: {error}") from error
+        assert entropies is not None
+        apart = float((torch.stack([found, entropies]) - wanted).abs().mean())
+        most = _TOLERANCE[self._autocast or self.dtype]
+        if not layer <= most:
+            raise self._refusal(
+                f"its logits are {layer:.3g} off its output layer's (something is done to them after it)"
+            )
+        if not apart <= most:
+            raise self._refusal(
+                f"its packed log-probs are {apart:.3g} off its own (its layers mix tokens other than by attention)"
+            )
+
+    def _probe(self) -> list[dict[str, Any]]:
+        draw = np.random.default_rng(0)
+        ids = np.setdiff1d(np.arange(self.vocab), self.banned)
+        begin = draw.choice(ids, 20)
+        rows = [np.concatenate([begin, draw.choice(ids, more)]) for more in (9, 4, 6)]
+        return [{"input_ids": row, "loss_mask": np.arange(len(row)) > 0, "images": []} for row in rows]
+
+    def _own(self, rows: list[dict[str, Any]], pack: Pack) -> tuple[torch.Tensor, float]:
+        """Log-probs and entropies [2, n] by the model's own pass; how far its logits are off its output layer's."""
+        found, off = [], 0.0
+        allowed = torch.ones(self._head.weight.shape[0], dtype=torch.bool, device=self.device)
+        allowed[self.vocab :] = False
+        allowed[list(self.banned)] = False
+        for row in rows:
+            ids = torch.tensor(row["input_ids"], device=self.device)
+            with self.autocast():
+                out = self.model(input_ids=ids[None], use_cache=False, output_hidden_states=False)
+                states = self.inner(input_ids=ids[None], use_cache=False).last_hidden_state
+                logits = self._head(states) * self._scale
+            if self._softcap is not None:
+                logits = self._softcap * torch.tanh(logits / self._softcap)
+            off = max(off, float((logits - out.logits).abs().mean()))
+            chances = (out.logits[0].to(torch.promote_types(torch.float32, self.dtype)) / self.temperature)[:-1]
+            chances = chances.masked_fill(~allowed, -torch.inf).log_softmax(-1)
+            picked = chances.gather(1, ids[1:, None])[:, 0]
+            found.append(torch.stack([picked, -(chances.exp() * chances.masked_fill(~allowed, 0.0)).sum(-1)]))
+        return torch.cat(found, 1), off
+
+    def _take_attention(self) -> None:
+        name: Any = attention.ATTENTION
+        config = self.model.config
+        seeing = config.get_text_config() is not config
+        self.model.set_attn_implementation({"text_config": name} if seeing else name)
+        if config.get_text_config()._attn_implementation != name:
+            raise TrainError("it has no choice of attention (transformers' AttentionInterface)", kind="train_setup")
+
+
+def _load(folder: Path, dtype: torch.dtype, vision: Vision | None) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+    try:
+        with no_bars():
+            return kind.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        why = str(error).partition("\n")[0].partition(". ")[0]
+        raise TrainError(
+            f"{folder} holds no causal model with ordinary attention: {why}. Name another one in `model.path`.",
+            kind="train_setup",
+        ) from error
