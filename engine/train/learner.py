@@ -81,7 +81,11 @@ class Learner:
         told = []
         for number in range(spec.passes):
             parts = _minibatches(rows, spec.minibatches, seed=(spec.seed, step, number))
-            told += [self._update(part, len(parts), [len(_places(row)) for row in rows]) for part in parts]
+            ordered = [row for part in parts for row in part]
+            shares = self._shares(ordered, [place for place, part in enumerate(parts) for _ in part])
+            for part in parts:
+                told.append(self._update(part, shares[: len(part)]))
+                shares = shares[len(part) :]
         return means(told) | {"lr": rate, "updates": float(len(told))}
 
     @property
@@ -107,9 +111,8 @@ class Learner:
         memory = self._spec.memory
         return pack_rows(rows, memory.micro_tokens, share_prefixes=memory.share_prefixes)
 
-    def _update(self, rows: Sequence[Row], parts: int, everything: Sequence[int]) -> dict[str, float]:
-        """One optimizer step."""
-        shares = self._shares(rows, parts, sum(everything))
+    def _update(self, rows: Sequence[Row], shares: Sequence[np.ndarray]) -> dict[str, float]:
+        """One optimizer step. `shares`: each row's tokens' shares of its loss."""
         loss, tally = 0.0, Tally()
         for pack in self._packs(rows):
             part, counted = objective(self._spec, self._tokens(pack, rows, shares))
@@ -130,15 +133,11 @@ class Learner:
         self.dirty = True
         return tally.result() | {"loss": loss, "grad_norm": norm}
 
-    def _shares(self, rows: Sequence[Row], parts: int, everything: int) -> list[np.ndarray]:
-        """Each trained token's share of this update's loss."""
+    def _shares(self, rows: Sequence[Row], parts: Sequence[int]) -> list[np.ndarray]:
+        """Each trained token's share of the loss of its update; `parts`: which update each row falls into."""
         lengths = [len(_places(row)) for row in rows]
-        shares = token_shares(self._spec.loss, lengths, [row["episode_id"] for row in rows], length=self._length)
-        if self._spec.loss.kind in ("dapo", "ppo", "cispo") and parts > 1:
-            # A token counts the same whichever mini-batch it fell into: as M updates over all of the step's tokens.
-            scale = parts * sum(lengths) / everything
-            shares = [share * scale for share in shares]
-        return shares
+        episodes = [row["episode_id"] for row in rows]
+        return list(token_shares(self._spec.loss, lengths, episodes, minibatches=parts, length=self._length))
 
     def _tokens(self, pack: Pack, rows: Sequence[Row], shares: Sequence[np.ndarray]) -> Tokens:
         """The forward pass of one pack, and what its tokens are judged by."""

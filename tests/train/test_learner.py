@@ -1,0 +1,173 @@
+"""One batch of rows -> an update: the same however it is cut, and what its settings say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import TrainError
+from engine.train.learner import Learner
+from engine.train.policy import Policy
+from schemas.train import TrainSpec
+
+
+def make_rows(groups: int = 3, samples: int = 4, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows of two turns; a group shares its prompt."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for group in range(groups):
+        prompt = rng.integers(5, 900, rng.integers(3, 40))
+        for sample in range(samples):
+            sizes = rng.integers(1, 9, 2)
+            between = rng.integers(5, 900, 4)
+            ids = np.concatenate([prompt, rng.integers(5, 900, sizes[0]), between, rng.integers(5, 900, sizes[1])])
+            parts = [(0, -1, len(prompt)), (1, 0, sizes[0]), (0, -1, 4), (1, 1, sizes[1])]
+            mask = np.concatenate([np.full(count, kind) for kind, _, count in parts])
+            turns = np.concatenate([np.full(count, turn) for _, turn, count in parts])
+            values = rng.normal(size=2)
+            rows.append({
+                "input_ids": ids.astype(np.int32), "loss_mask": mask.astype(np.int32),
+                "turn_ids": turns.astype(np.int32), "weight_versions": np.where(mask == 1, 0, -1).astype(np.int32),
+                "logprobs": np.where(mask == 1, -6.9 + 0.1 * rng.normal(size=len(ids)), 0.0).astype(np.float32),
+                "advantages": np.where(mask == 1, values[np.maximum(turns, 0)], 0.0).astype(np.float32),
+                "images": [], "task_id": f"t{group}", "episode_id": f"t{group}/{sample}", "branch": 0,
+            })  # fmt: skip
+    return rows
+
+
+def learner_of(folder: Path, **train: Any) -> Learner:
+    spec = TrainSpec.model_validate({"optimizer": {"lr": 1e-3, "max_grad_norm": None}} | train)
+    policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None)
+    return Learner(policy, spec, episode_tokens=64)
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.policy.state().items()}
+
+
+@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "reinforce", "ppo"])
+def test_the_update_is_the_same_however_the_rows_are_packed(tiny_model_dir: Path, loss: str) -> None:
+    rows = make_rows()
+    told, after = [], []
+    for memory in ({"micro_tokens": 1}, {"micro_tokens": 90, "share_prefixes": False}, {"logit_cells": 3000}):
+        # so large an epsilon has AdamW move by the gradient itself, not by its sign
+        learner = learner_of(
+            tiny_model_dir, loss={"kind": loss}, memory=memory, entropy=0.01, optimizer={"lr": 1.0, "eps": 10.0}
+        )
+        told.append(learner.step(rows, 0))
+        after.append(weights(learner))
+    for other, moved in zip(told[1:], after[1:], strict=True):
+        assert set(other) == set(told[0])
+        for name, value in told[0].items():
+            assert other[name] == pytest.approx(value, rel=2e-4, abs=1e-6), name
+        for name, tensor in after[0].items():
+            torch.testing.assert_close(moved[name], tensor, rtol=0, atol=2e-6)
+
+
+def test_loss_and_gradient_are_those_of_plain_transformers(tiny_model_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    rows = make_rows()
+    learner = learner_of(tiny_model_dir, correction={"kind": "truncate", "high": 1.02})
+    told = learner.step(rows, 0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    losses, difference = [], []
+    for row in rows:
+        ids = torch.tensor(row["input_ids"], dtype=torch.int64)
+        logits = model(ids[None]).logits[0, :-1]
+        logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        mask = torch.tensor(row["loss_mask"][1:] == 1)
+        ratio = (logprobs - logprobs.detach())[mask].exp()
+        sampler = torch.tensor(row["logprobs"][1:])[mask]
+        weight = (logprobs.detach()[mask] - sampler).exp().clamp(0.0, 1.02)
+        losses.append((-ratio * weight * torch.tensor(row["advantages"][1:])[mask]).mean())
+        difference.append((logprobs.detach()[mask] - sampler).abs())
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    assert told["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert told["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert told["sampler/diff_mean"] == pytest.approx(float(torch.cat(difference).mean()), rel=1e-4)
+    assert told["sampler/diff_max"] == pytest.approx(float(torch.cat(difference).max()), rel=1e-4)
+
+
+def test_several_updates_are_clipped_against_the_weights_before_the_first(tiny_model_dir: Path) -> None:
+    rows = make_rows()
+    learner = learner_of(tiny_model_dir, passes=2, minibatches=2, optimizer={"lr": 0.02})
+    told = learner.step(rows, 0)
+    assert told["updates"] == 4
+    assert told["policy/ratio_max"] > 1.2  # greatest of all updates: later ones have moved away
+    assert told["policy/clip_low"] + told["policy/clip_high"] > 0
+    once = learner_of(tiny_model_dir, optimizer={"lr": 0.02}).step(rows, 0)
+    assert once["policy/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert once["policy/clip_low"] == once["policy/clip_high"] == 0
+
+
+def test_against_the_samplers_log_probs_nothing_is_corrected_twice(tiny_model_dir: Path) -> None:
+    told = learner_of(tiny_model_dir, proximal="sampler").step(make_rows(), 0)
+    assert told["correction/weight_mean"] == 1.0
+    assert told["policy/ratio_max"] > 1.0
+
+
+def test_a_mini_batch_keeps_a_task_together_and_takes_each_once(tiny_model_dir: Path) -> None:
+    from engine.train.learner import _minibatches
+
+    rows = make_rows(groups=5)
+    parts = _minibatches(rows, 3, seed=(0, 1, 2))
+    assert [len(part) for part in parts] == [8, 8, 4]
+    assert sorted(row["episode_id"] for part in parts for row in part) == sorted(row["episode_id"] for row in rows)
+    assert all(len({row["task_id"] for row in part}) * 4 == len(part) for part in parts)
+    assert [len(part) for part in _minibatches(rows[:4], 3, seed=(0, 0, 0))] == [4]
+    order = [[row["task_id"] for row in part] for part in parts]
+    assert order != [[row["task_id"] for row in part] for part in _minibatches(rows, 3, seed=(0, 2, 2))]
+
+
+def test_the_learning_rate_warms_up_and_falls(tiny_model_dir: Path) -> None:
+    learner = learner_of(tiny_model_dir, steps=10, optimizer={"lr": 1.0, "warmup_steps": 2, "schedule": "linear"})
+    assert [round(learner._rate(step), 4) for step in range(10)] == [
+        0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125,
+    ]  # fmt: skip
+    cosine = learner_of(tiny_model_dir, steps=4, optimizer={"lr": 2.0, "schedule": "cosine"})
+    np.testing.assert_allclose([cosine._rate(step) for step in range(4)], [2.0, 1.7071068, 1.0, 0.2928932], rtol=1e-6)
+
+
+def test_what_is_frozen_stays_and_freezing_everything_is_an_error(tiny_model_dir: Path) -> None:
+    learner = learner_of(tiny_model_dir, freeze=["embed", r"layers\.0\."])
+    before = {name: tensor.clone() for name, tensor in learner.policy.model.state_dict().items()}
+    learner.step(make_rows(), 0)
+    after = learner.policy.model.state_dict()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved
+    assert not [name for name in moved if "layers.0." in name]
+    with pytest.raises(TrainError, match="train"):
+        learner_of(tiny_model_dir, freeze=["."])
+
+
+def test_no_update_is_made_of_what_is_no_number(tiny_model_dir: Path) -> None:
+    learner = learner_of(tiny_model_dir)
+    rows = make_rows()
+    rows[3]["advantages"][rows[3]["loss_mask"] == 1] = np.inf
+    before = weights(learner)
+    with pytest.raises(TrainError, match="the update was not made") as caught:
+        learner.step(rows, 0)
+    assert (caught.value.kind, learner.dirty) == ("diverged", False)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(learner).items())
+
+
+def test_the_optimizers_state_comes_back(tiny_model_dir: Path) -> None:
+    rows = make_rows()
+    whole, parted = learner_of(tiny_model_dir), learner_of(tiny_model_dir)
+    whole.step(rows, 0)
+    parted.step(rows, 0)
+    fresh = learner_of(tiny_model_dir)
+    fresh.policy.load_state(parted.policy.state())
+    fresh.load_optimizer_state({name: tensor.clone() for name, tensor in parted.optimizer_state().items()})
+    told = [learner.step(make_rows(seed=1), 1) for learner in (whole, fresh)]
+    assert told[0] == told[1]
+    assert all(torch.equal(weights(whole)[name], tensor) for name, tensor in weights(fresh).items())
+    with pytest.raises(ValueError, match="of no parameter that is trained"):
+        fresh.load_optimizer_state({"model.nothing::exp_avg": torch.zeros(2)})
