@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -265,7 +265,7 @@ class Trainer:
         if batch.used:
             told |= await self._learn(batch)
         else:
-            _something_came(batch)
+            _something_came(batch, rollouts.faults)
         state.step += 1
         state.version += 1
         state.taken = rollouts.taken
@@ -369,7 +369,7 @@ def evaluation_of(loaded: LoadedSpec) -> LoadedSpec:
     return replace(loaded, spec=changed)
 
 
-def _something_came(batch: Batch) -> None:
+def _something_came(batch: Batch, faults: Sequence[str]) -> None:
     """A batch without anything to train on is well where all did equally, and an error where none could be used.
 
     Raises:
@@ -378,8 +378,13 @@ def _something_came(batch: Batch) -> None:
     if any(group.rows for group in batch.left_out):
         return
     ends = Counter(label(each.outcome) for group in batch.left_out for each in group.trajectories)
-    listed = ", ".join(f"{name} {count}" for name, count in ends.most_common(4)) or "no episode came to an end"
-    raise TrainError(f"no episode of {len(batch.left_out)} groups can be trained on: {listed}", kind="no_data")
+    listed = ", ".join(f"{name} {count}" for name, count in ends.most_common(4))
+    if faults:
+        listed = f"{listed}{'; ' if listed else ''}{len(faults)} could not be finished, such as {faults[0]}"
+    raise TrainError(
+        f"no episode of {len(batch.left_out)} groups can be trained on: {listed or 'none came to an end'}",
+        kind="no_data",
+    )
 
 
 def _numbers(told: Mapping[str, float]) -> dict[str, float]:
