@@ -9,7 +9,6 @@ from engine.checks.chart import COUNTED, Place, Step
 from engine.checks.explore import Graph
 from engine.checks.work import TooMuch, Work
 
-
 SHOWN = 12
 """Steps of a cycle that are told."""
 

@@ -93,6 +93,8 @@ def all_rules() -> list[Rule]:
         rewards,
         tasks,
         tools,
+        train,
+        train_eval,
         transitions,
         worlds,
     )

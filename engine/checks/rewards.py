@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from engine.checks.context import CheckContext
 from engine.checks.chart import Place
+from engine.checks.context import CheckContext
 from engine.checks.logic import formula
 from engine.checks.registry import Finding, rule
 from engine.spec.diagnostic import DataPath

@@ -92,7 +92,7 @@ class Walk:
         if counted is None:
             return False
         limit = self.limits[_INDEX[counted]]
-        return limit is not None and place[1 + _INDEX[counted]] >= limit
+        return limit is not None and place.counts[_INDEX[counted]] >= limit
 
     def after(self, place: Place, action: str, event: str) -> list[tuple[Place, int | None]]:
         """What an action's own event leaves behind, and the counter that it moves."""

@@ -26,13 +26,14 @@ OPTIONAL: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 @rule("world.import", "error", "an entry point cannot be imported")
 def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
-    """`use` of environment, tools, user, scorer and python tasks, actions of the spec's own, a tool-call parser."""
+    """`use` of environment, tools, user, scorer, python tasks, bonuses and notices; actions of the spec's own; a parser."""
     named: list[tuple[DataPath, str]] = [((*item.path, "use"), item.entry.use) for item in ctx.worlds]
     named += [((*ctx.state_path(name), "action"), str(state.action)) for name, state in ctx.own_actions]
     if ctx.spec.tasks.source == "python" and ctx.spec.tasks.use:
         named.append((("tasks", "use"), ctx.spec.tasks.use))
     if ":" in ctx.spec.model.tool_calls:
         named.append((("model", "tool_calls"), ctx.spec.model.tool_calls))
+    named += [(path, use) for path, use, _, _ in _called(ctx)]
     for path, use in named:
         thing = ctx.entry(use)
         if isinstance(thing, EntryError):
@@ -51,6 +52,21 @@ def world_protocol(ctx: CheckContext) -> Iterator[Finding]:
         rows = ctx.entry(ctx.spec.tasks.use)
         if not isinstance(rows, EntryError):
             yield from _call(rows, ctx.spec.tasks.use, (), ctx.spec.tasks.with_, ("tasks", "use"), ("tasks", "with"))
+    for path, use, arguments, with_ in _called(ctx):
+        function = ctx.entry(use)
+        if not isinstance(function, EntryError):
+            yield from _function(function, use, with_, path, (*path[:-1], "with"), arguments)
+
+
+def _called(ctx: CheckContext) -> Iterator[tuple[DataPath, str, tuple[str, ...], Mapping[str, Any]]]:
+    """Functions of `train`: where each is named, what it is, and what it is called with."""
+    train = ctx.spec.train
+    if train is None:
+        return
+    for index, bonus in enumerate(train.bonuses):
+        yield ("train", "bonuses", index, "use"), bonus.use, ("row",), bonus.with_
+    if train.notify.use is not None:
+        yield ("train", "notify", "use"), train.notify.use, ("event",), {}
 
 
 def _built(item: NamedEntry, thing: Any) -> Iterator[Finding]:
@@ -118,11 +134,19 @@ def _scorer(item: NamedEntry, thing: Any) -> Iterator[Finding]:
     yield from _function(thing, item.entry.use, item.entry.with_, (*item.path, "use"), (*item.path, "with"))
 
 
-def _function(thing: Any, use: str, with_: Mapping[str, Any], at: DataPath, at_with: DataPath) -> Iterator[Finding]:
+def _function(
+    thing: Any,
+    use: str,
+    with_: Mapping[str, Any],
+    at: DataPath,
+    at_with: DataPath,
+    arguments: tuple[str, ...] = ("view",),
+) -> Iterator[Finding]:
     if inspect.isclass(thing):
-        yield Finding(f"`{use}` is a class, and a function is called here", at, "name a function that takes the view")
+        fix = f"name a function that takes the {arguments[0]}"
+        yield Finding(f"`{use}` is a class, and a function is called here", at, fix)
     else:
-        yield from _call(thing, use, ("view",), with_, at, at_with)
+        yield from _call(thing, use, arguments, with_, at, at_with)
 
 
 _WORLDS: Mapping[str, Callable[[NamedEntry, Any], Iterator[Finding]]] = {

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import NamedTuple
 
-from engine.checks.context import CheckContext
 from engine.checks.chart import Place
+from engine.checks.context import CheckContext
 from engine.checks.explore import Graph, explore
 from engine.checks.model_files import model_files
 from engine.errors import SpecError

@@ -1,0 +1,228 @@
+"""Rules over `train:`: whether the model could learn from this spec's episodes. Imports nothing of what trains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+
+from engine.checks.context import CheckContext
+from engine.checks.registry import Finding, rule
+from engine.spec.diagnostic import DataPath
+from engine.spec.near import near_or_known
+from schemas.episode import LocalBackend, SGLangBackend
+from schemas.train import DrGrpoLoss, TrainSpec
+
+_CRITIC = ("bilevel_gae", "turn_ppo")
+_CUTS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+"""What leaves tokens out behind the log-probs, and the value that leaves out none."""
+_SHIFTS = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+    "min_new_tokens": 0,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+}
+"""What changes logits before the log-probs, and the value that changes nothing."""
+_PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow"}
+_MEASURE = re.compile(r"success|reward|turns|tokens|reward:.+|success@turn:[0-9]+|pass@[1-9][0-9]*")
+_MEASURES = ("reward", "success", "turns", "tokens", "success@turn:0", "pass@1", "reward:name")
+_HERE = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
+
+
+def _train(ctx: CheckContext) -> Iterator[TrainSpec]:
+    """The section, where there is one."""
+    if ctx.spec.train is not None:
+        yield ctx.spec.train
+
+
+@rule("train.backend", "error", "the model is to learn, and its backend takes no new weights")
+def backend(ctx: CheckContext) -> Iterator[Finding]:
+    """Only `local` and `sglang` give exact tokens with their log-probs and take weights."""
+    for _ in _train(ctx):
+        kind = ctx.spec.backend.kind
+        if kind in ("openai", "scripted"):
+            why = "gives no tokens" if kind == "openai" else "has no weights"
+            message = f"a `{kind}` backend {why}, so nothing can be learnt from what it says"
+            path: DataPath = ("backend", "kind") if ctx.written("backend", "kind") else ("backend",)
+            yield Finding(message, path, "take `local` or `sglang`, or remove `train`")
+
+
+@rule("train.adapter", "error", "the sampler speaks with an adapter that the trainer does not have")
+def adapter(ctx: CheckContext) -> Iterator[Finding]:
+    """`backend.adapter` names one that is loaded in the servers."""
+    for train in _train(ctx):
+        backend = ctx.spec.backend
+        if isinstance(backend, SGLangBackend) and backend.adapter is not None:
+            fix = "remove it" + (": `train.lora` trains one of its own" if train.lora else "; `train.lora` trains one")
+            message = (
+                f"replies would be sampled with the adapter `{backend.adapter}`, and the trainer learns without it"
+            )
+            yield Finding(message, ("backend", "adapter"), fix)
+
+
+@rule("train.greedy", "error", "the model is to learn from greedy replies")
+def greedy(ctx: CheckContext) -> Iterator[Finding]:
+    """At temperature 0 every sample of a task is the same, and no token had another chance."""
+    for _ in _train(ctx):
+        if ctx.spec.sampling.temperature == 0:
+            message = "at temperature 0 every reply to a prompt is the same: there is nothing to compare and to learn"
+            yield Finding(message, ("sampling", "temperature"), "set it to 1.0; `train.eval.sampling` may be greedy")
+
+
+@rule("train.cut-sampling", "warning", "tokens are sampled from fewer than the log-probs speak of")
+def cut_sampling(ctx: CheckContext) -> Iterator[Finding]:
+    """`top_p`, `top_k` and `min_p` leave tokens out after the log-probs are taken."""
+    for _ in _train(ctx):
+        for key, free in _CUTS.items():
+            value = getattr(ctx.spec.sampling, key)
+            if value not in (None, free) and not (key == "top_k" and value <= 0):
+                message = f"`{key}: {value}` leaves tokens out that the log-probs still count: gradients are biased"
+                yield Finding(message, ("sampling", key), "remove it for training; `train.eval.sampling` may have it")
+
+
+@rule("train.shifted-sampling", "error", "log-probs of sampled tokens that the trainer cannot compute again")
+def shifted_sampling(ctx: CheckContext) -> Iterator[Finding]:
+    """Penalties, biases, a least length and grammars change the distribution by what was said before."""
+    for _ in _train(ctx):
+        for key, free in _SHIFTS.items():
+            value = getattr(ctx.spec.sampling, key)
+            if value is not None and value != free:
+                message = f"`{key}` changes the probabilities that tokens are sampled with, and the trainer has none"
+                yield Finding(message, ("sampling", key), "remove it for training; `train.eval.sampling` may have it")
+
+
+@rule("train.critic", "error", "the credit method needs a critic, and training has none")
+def critic(ctx: CheckContext) -> Iterator[Finding]:
+    """`bilevel_gae` and `turn_ppo` work with a critic's values."""
+    for _ in _train(ctx):
+        if ctx.spec.rewards.credit.method in _CRITIC:
+            message = f"`{ctx.spec.rewards.credit.method}` needs a critic's values, and `engine train` has no critic"
+            fix = "take one that compares episodes: `turn_return`, `gigpo`, `mt_grpo`"
+            yield Finding(message, ("rewards", "credit", "method"), fix)
+
+
+@rule("train.nothing-to-learn", "error", "every advantage would be 0")
+def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
+    """An episode less its group's mean, in a group of one."""
+    for train in _train(ctx):
+        credit = ctx.spec.rewards.credit
+        compared = getattr(credit, "baseline", None) == "mean" and credit.method != "gigpo"
+        moved = train.entropy != 0 or train.kl.coefficient > 0
+        if ctx.spec.rollout.samples_per_task > 1 or not compared or train.bonuses or (moved and not train.filter_equal):
+            continue
+        message = (
+            f"`{credit.method}` takes off the mean of a task's episodes, and there is one of each: every advantage is 0"
+        )
+        written = ctx.written("rollout", "samples_per_task")
+        path: DataPath = ("rollout", "samples_per_task") if written else ("train",)
+        fix = "set `rollout.samples_per_task` to 4 or more, or `rewards.credit.baseline: none`"
+        yield Finding(message, path, fix, key=not written)
+
+
+@rule("train.length", "error", "the loss divides by a length that is nowhere given")
+def length(ctx: CheckContext) -> Iterator[Finding]:
+    """`dr_grpo` without `length`, where `limits.episode_tokens` is not set."""
+    for train in _train(ctx):
+        loss = train.loss
+        if isinstance(loss, DrGrpoLoss) and loss.length is None and ctx.spec.limits.episode_tokens is None:
+            message = "`dr_grpo` divides by a constant length: neither `length` nor `limits.episode_tokens` is set"
+            yield Finding(message, ("train", "loss", "kind"), "add `length: 1024`, or set `limits.episode_tokens`")
+
+
+@rule("train.freeze", "error", "a pattern of parameters is no regular expression")
+def freeze(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.freeze`."""
+    for train in _train(ctx):
+        for index, pattern in enumerate(train.freeze):
+            try:
+                re.compile(pattern)
+            except (re.error, OverflowError, RecursionError) as error:
+                offset = getattr(error, "pos", None)
+                message = f"this is no regular expression: {getattr(error, 'msg', error)}"
+                fix = "a dot stands for any character, `\\.` for itself: `embed_tokens`, `layers\\.[0-3]\\.`"
+                yield Finding(message, ("train", "freeze", index), fix, offset=offset)
+
+
+@rule("train.weights", "error", "weights cannot reach the backend in this way")
+def weights(ctx: CheckContext) -> Iterator[Finding]:
+    """An adapter is sent, and none is trained."""
+    for train in _train(ctx):
+        if train.weights.via == "adapter" and train.lora is None:
+            message = "only an adapter would be sent, and all weights are trained"
+            yield Finding(message, ("train", "weights", "via"), "add `train.lora: {}`, or send `disk` or `auto`")
+
+
+@rule("train.weights-way", "warning", "a way for weights that has no effect, or that the server may not see")
+def weights_way(ctx: CheckContext) -> Iterator[Finding]:
+    """The local backend has the trainer's memory; shared memory ends at the host."""
+    for train in _train(ctx):
+        via, backend, path = train.weights.via, ctx.spec.backend, ("train", "weights", "via")
+        if isinstance(backend, LocalBackend) and via in ("disk", "adapter"):
+            yield Finding(f"`{via}` has no effect: the local backend takes weights in memory", path, "remove it")
+        if isinstance(backend, SGLangBackend) and via == "tensors":
+            far = [url for url in backend.urls if _host(url) not in _HERE]
+            if far:
+                message = f"`tensors` is memory of this host, and `{far[0]}` may be another"
+                yield Finding(message, path, "send `disk`, to a folder that both see")
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url if "//" in url else f"//{url}").hostname or ""
+    except ValueError:
+        return ""
+
+
+@rule("train.metric", "error", "the best checkpoint is chosen by a measure that does not exist")
+def metric(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.eval.metric`, against what `engine eval` measures."""
+    for train in _train(ctx):
+        if train.eval is None:
+            continue
+        name, path = train.eval.metric, ("train", "eval", "metric")
+        where: DataPath = path if ctx.written(*path) else ("train", "eval")
+        if not _MEASURE.fullmatch(name):
+            yield Finding(f"there is no measure `{name}`", where, near_or_known(name, _MEASURES))
+            continue
+        kind, _, number = name.partition("@")
+        most = ctx.spec.limits.assistant_turns
+        if kind == "pass" and number not in (known := _powers(train.eval.samples)):
+            message = f"`{name}` is not measured with {train.eval.samples} episodes of each task"
+            fix = f"set `train.eval.samples`, or take one of {', '.join(f'pass@{k}' for k in known)}"
+            yield Finding(message, where, fix)
+        elif kind == "success" and number and most is not None and int(number[5:][:9]) >= most:
+            message = f"turns are counted from 0, and `limits.assistant_turns` is {most}: `{name}` is never measured"
+            yield Finding(message, where, f"take `success@turn:{most - 1}`, or `success`")
+
+
+def _powers(most: int) -> list[str]:
+    """1, 2, 4, … and `most` itself: the k of `pass@k` that are measured."""
+    return [str(k) for k in sorted({*(2**power for power in range(most.bit_length())), most})]
+
+
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # it was imported in some odd way
+        return True
+
+
+@rule("train.no-package", "info", "a package that training needs is not installed")
+def no_package(ctx: CheckContext) -> Iterator[Finding]:
+    """Those of `train.report`, and `peft` for `train.lora`."""
+    for train in _train(ctx):
+        named: list[tuple[DataPath, str, str]] = [
+            (("train", "report", index), _PACKAGES[name], name) for index, name in enumerate(train.report)
+        ]
+        if train.lora is not None:
+            named.append((("train", "lora"), "peft", "train"))
+        for path, package, extra in named:
+            if not _installed(package):
+                message = f"`{package}` is not installed here, and `engine train` needs it for this"
+                yield Finding(message, path, f"pip install 'episode-engine[{extra}]'")

@@ -1,0 +1,97 @@
+"""Rules over `train.eval`: what it says of tasks and sampling is held to the same rules as the spec's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from engine.checks.context import CheckContext
+from engine.checks.prompts import prompt_field, tasks_unreadable
+from engine.checks.registry import Finding, rule
+from engine.checks.tasks import task_rows
+from engine.spec.diagnostic import DataPath
+from engine.spec.entry import EntryError
+from engine.spec.load import Document, validate
+from schemas.base import Contract
+from schemas.episode import TasksSpec
+from schemas.generation import SamplingParams
+
+EVAL: DataPath = ("train", "eval")
+TASKS: DataPath = (*EVAL, "tasks")
+Value = TypeVar("Value")
+
+
+class _Eval(Contract):
+    tasks: TasksSpec | None = None
+    sampling: SamplingParams = SamplingParams()
+
+
+class _Train(Contract):
+    eval: _Eval
+
+
+class _Whole(Contract):
+    """Where the two stand in a spec, so that problems are told by their place in it."""
+
+    train: _Train
+
+
+def _read(ctx: CheckContext) -> tuple[_Eval | None, list[Finding]]:
+    """What it says, read by the contracts of `tasks` and `sampling`; None where that cannot be."""
+    if ctx.spec.train is None or ctx.spec.train.eval is None:
+        return None, []
+    given: dict[str, Any] = {}
+    if ctx.spec.train.eval.tasks is not None:
+        given["tasks"] = ctx.spec.train.eval.tasks
+    given["sampling"] = ctx.spec.train.eval.sampling
+    loaded = ctx.loaded
+    document = Document({"train": {"eval": given}}, loaded.origins, loaded.key_origins)
+    whole, problems = validate(document, _Whole)
+    found = [Finding(item.message, item.path, item.fix, origin=item.origin) for item in problems]
+    return None if whole is None else whole.train.eval, found
+
+
+@rule("train.eval-form", "error", "the evaluation's tasks or sampling are not of the form that the spec's own have")
+def eval_form(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.eval.tasks` as `tasks`, `train.eval.sampling` as `sampling`."""
+    yield from _read(ctx)[1]
+
+
+@rule("train.eval-tasks", "error", "the evaluation's tasks cannot be had, or lack what the prompt names")
+def eval_tasks(ctx: CheckContext) -> Iterator[Finding]:
+    """The rules over `tasks`, for those of the evaluation."""
+    section, _ = _read(ctx)
+    if section is None or section.tasks is None:
+        return
+    other = _with_tasks(ctx, section.tasks)
+    if section.tasks.source == "python" and section.tasks.use is not None:
+        thing = other.entry(section.tasks.use)
+        if isinstance(thing, EntryError):
+            message, _, fix = str(thing).partition("; ")
+            yield Finding(message, (*TASKS, "use"), fix or None)
+    for check in (tasks_unreadable, task_rows, prompt_field):
+        for item in check(other):
+            path = (*EVAL, *item.path) if item.path[:1] == ("tasks",) else item.path
+            yield Finding(f"in the evaluation: {item.message}", path, item.fix, origin=item.origin)
+
+
+def _with_tasks(ctx: CheckContext, tasks: TasksSpec) -> CheckContext:
+    """The spec with the evaluation's tasks for its own, at the places where those are written."""
+    loaded = ctx.loaded
+    changed = loaded.spec.model_copy(update={"tasks": tasks})
+    moved = replace(
+        loaded, spec=changed, origins=_moved(loaded.origins), key_origins=_moved(loaded.key_origins), data=_data(ctx)
+    )
+    return CheckContext(moved, ctx.work)
+
+
+def _moved(places: Any) -> dict[DataPath, Any]:
+    kept = {path: origin for path, origin in places.items() if path[:1] != ("tasks",)}
+    return kept | {path[2:]: origin for path, origin in places.items() if path[:3] == TASKS}
+
+
+def _data(ctx: CheckContext) -> dict[str, Any]:
+    assert ctx.spec.train is not None
+    assert ctx.spec.train.eval is not None
+    return {**ctx.loaded.data, "tasks": ctx.spec.train.eval.tasks}

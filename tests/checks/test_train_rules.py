@@ -1,0 +1,250 @@
+"""What can go wrong in training is told before anything runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.checks import check_spec
+from engine.spec.load import load_spec
+
+HEAD = """\
+spec: episode/v1
+name: demo
+model: {path: m}
+tasks: {source: inline, rows: [{q: a}]}
+prompt: [{role: user, content: "{{q}}"}]
+machine: single_turn
+"""
+GROUP = "rollout: {samples_per_task: 8}\n"
+SERVER = 'backend: {kind: sglang, urls: ["http://127.0.0.1:30000"]}\n'
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def found(lines: str) -> list[str]:
+    """Findings about training, without their fixes."""
+    Path("s.yaml").write_text(HEAD + lines)
+    told = [str(item).removeprefix("s.yaml:") for item in check_spec(load_spec("s.yaml"))]
+    return [line.partition("; ")[0] for line in told if "[train." in line or "[world." in line]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "rollout: {samples_per_task: 1}\nsampling: {temperature: 0, top_p: 0.9, repetition_penalty: 1.2}\n",
+        GROUP + "train: {}\n",
+        GROUP + "sampling: {top_p: 1.0, top_k: -1, min_p: 0.0, repetition_penalty: 1.0, logit_bias: {}}\ntrain: {}\n",
+        GROUP + "train: {eval: {sampling: {temperature: 0, top_p: 0.9, presence_penalty: 1.0}}}\n",
+        GROUP + SERVER + "train: {lora: {}, weights: {via: adapter}}\n",
+        GROUP + SERVER + "train: {weights: {via: tensors}}\n",
+        GROUP + "limits: {episode_tokens: 2048}\ntrain: {loss: {kind: dr_grpo}}\n",
+        "train: {}\nrewards: {credit: {method: outcome, baseline: none}}\n",
+        "train: {}\nrewards: {credit: {method: outcome, baseline: leave_one_out}}\n",
+        "train: {}\nrewards: {credit: {method: gigpo, state_key: q}}\n",
+        "train: {filter_equal: false, entropy: 0.01}\n",
+    ],
+)
+def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
+    assert found(lines) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "problems"),
+    [
+        (
+            GROUP + "backend: {kind: openai, url: u, model: m}\ntrain: {}\n",
+            [
+                "8:17: error[train.backend] a `openai` backend gives no tokens, so nothing can be learnt from what it says"
+            ],
+        ),
+        (
+            GROUP + "backend: {kind: scripted, replies: []}\ntrain: {}\n",
+            [
+                "8:17: error[train.backend] a `scripted` backend has no weights, so nothing can be learnt from what it says"
+            ],
+        ),
+        (
+            GROUP + "sampling: {temperature: 0.0}\ntrain: {}\n",
+            [
+                "8:25: error[train.greedy] at temperature 0 every reply to a prompt is the same: "
+                "there is nothing to compare and to learn"
+            ],
+        ),
+        (
+            GROUP + "sampling: {top_p: 0.9, top_k: 20, min_p: 0.1}\ntrain: {}\n",
+            [
+                "8:19: warning[train.cut-sampling] `top_p: 0.9` leaves tokens out that the log-probs still count: "
+                "gradients are biased",
+                "8:31: warning[train.cut-sampling] `top_k: 20` leaves tokens out that the log-probs still count: "
+                "gradients are biased",
+                "8:42: warning[train.cut-sampling] `min_p: 0.1` leaves tokens out that the log-probs still count: "
+                "gradients are biased",
+            ],
+        ),
+        (
+            GROUP + 'sampling: {logit_bias: {"3": 1.0}, frequency_penalty: 0.5, json_schema: "{}"}\ntrain: {}\n',
+            [
+                f"8:{column}: error[train.shifted-sampling] `{key}` changes the probabilities that tokens are sampled "
+                "with, and the trainer has none"
+                for column, key in ((24, "logit_bias"), (55, "frequency_penalty"), (73, "json_schema"))
+            ],
+        ),
+        (
+            GROUP + "rewards: {credit: {method: bilevel_gae}}\ntrain: {}\n",
+            ["8:28: error[train.critic] `bilevel_gae` needs a critic's values, and `engine train` has no critic"],
+        ),
+        (
+            "train: {}\n",
+            [
+                "7:1: error[train.nothing-to-learn] `outcome` takes off the mean of a task's episodes, and there is one "
+                "of each: every advantage is 0"
+            ],
+        ),
+        (
+            "rollout: {samples_per_task: 1}\ntrain: {filter_equal: false}\nrewards: {credit: {method: progress}}\n",
+            [
+                "7:29: error[train.nothing-to-learn] `progress` takes off the mean of a task's episodes, and there is "
+                "one of each: every advantage is 0"
+            ],
+        ),
+        (
+            GROUP + "train: {loss: {kind: dr_grpo}}\n",
+            [
+                "8:22: error[train.length] `dr_grpo` divides by a constant length: neither `length` nor "
+                "`limits.episode_tokens` is set"
+            ],
+        ),
+        (
+            GROUP + "train: {freeze: ['ok', 'layers.[0']}\n",
+            ["8:32: error[train.freeze] this is no regular expression: unterminated character set"],
+        ),
+        (
+            GROUP + SERVER + "train: {weights: {via: adapter}}\n",
+            ["9:24: error[train.weights] only an adapter would be sent, and all weights are trained"],
+        ),
+        (
+            GROUP + "train: {weights: {via: disk}}\n",
+            ["8:24: warning[train.weights-way] `disk` has no effect: the local backend takes weights in memory"],
+        ),
+        (
+            GROUP + "backend: {kind: sglang, urls: ['http://gpu-7:30000']}\ntrain: {weights: {via: tensors}}\n",
+            [
+                "9:24: warning[train.weights-way] `tensors` is memory of this host, and `http://gpu-7:30000` may be another"
+            ],
+        ),
+        (
+            GROUP + "backend: {kind: sglang, urls: [u], adapter: polite}\ntrain: {lora: {}}\n",
+            [
+                "8:45: error[train.adapter] replies would be sampled with the adapter `polite`, "
+                "and the trainer learns without it"
+            ],
+        ),
+        (
+            GROUP + "train: {eval: {metric: eval/reward}}\n",
+            ["8:24: error[train.metric] there is no measure `eval/reward`"],
+        ),
+        (
+            GROUP + "train: {eval: {metric: pass@4, samples: 3}}\n",
+            ["8:24: error[train.metric] `pass@4` is not measured with 3 episodes of each task"],
+        ),
+        (
+            GROUP + "train: {eval: {metric: 'success@turn:8'}}\n",
+            [
+                "8:24: error[train.metric] turns are counted from 0, and `limits.assistant_turns` is 8: "
+                "`success@turn:8` is never measured"
+            ],
+        ),
+    ],
+)
+def test_what_cannot_be_learnt_from_is_told_at_its_place(lines: str, problems: list[str]) -> None:
+    assert found(lines) == problems
+
+
+@pytest.mark.parametrize(
+    "metric", ["reward", "success", "reward:correct", "success@turn:7", "pass@1", "pass@2", "pass@3"]
+)
+def test_measures_that_there_are(metric: str) -> None:
+    assert found(GROUP + f"train: {{eval: {{metric: '{metric}', samples: 3}}}}\n") == []
+
+
+def test_the_evaluations_tasks_are_held_to_the_rules_of_tasks() -> None:
+    Path("rows.jsonl").write_text('{"q": "a"}\n{"x": 1}\n')
+    lines = GROUP + "train:\n  eval:\n    tasks: {source: jsonl, path: rows.jsonl, map: {q: q}}\n"
+    rows = Path("rows.jsonl").absolute()
+    assert found(lines) == [f"{rows}:2:1: error[train.eval-tasks] in the evaluation: row 2 has no field `q`"]
+    lines = GROUP + "train:\n  eval:\n    tasks: {source: jsonl, path: row.jsonl}\n"
+    assert found(lines) == [
+        "10:33: error[train.eval-tasks] in the evaluation: the task file `row.jsonl` does not exist"
+    ]
+    lines = GROUP + "train:\n  eval:\n    tasks: {source: inline, rows: [{question: b}]}\n"
+    assert found(lines) == ["5:31: error[train.eval-tasks] in the evaluation: row 1 has no field `q`"]
+    lines = GROUP + "train:\n  eval:\n    tasks: {source: python, use: 'nowhere_at_all:rows'}\n"
+    assert found(lines) == ["10:34: error[train.eval-tasks] `nowhere_at_all:rows`: there is no module `nowhere_at_all`"]
+
+
+def test_the_evaluations_tasks_and_sampling_have_their_form() -> None:
+    lines = GROUP + "train:\n  eval:\n    tasks: {source: jsnl, path: x}\n    sampling: {temprature: 0, top_p: 2}\n"
+    assert found(lines) == [
+        "10:21: error[train.eval-form] `train.eval.tasks.source` must be one of inline, jsonl, parquet, hub, python",
+        "11:16: error[train.eval-form] `temprature` is no key of `train.eval.sampling`",
+        "11:38: error[train.eval-form] `train.eval.sampling.top_p` must be at most 1",
+    ]
+
+
+def test_a_path_of_the_evaluation_is_relative_to_the_file_that_says_it() -> None:
+    Path("base").mkdir()
+    Path("base/base.yaml").write_text("tasks: {source: jsonl, path: train.jsonl}\n")
+    Path("base/train.jsonl").write_text('{"q": "a"}\n')
+    Path("test.jsonl").write_text('{"q": "b"}\n')
+    lines = GROUP + "train: {eval: {tasks: {source: jsonl, path: test.jsonl}}}\n"
+    Path("s.yaml").write_text("extends: base/base.yaml\n" + HEAD.replace("tasks:", "#") + lines)
+    assert [item for item in check_spec(load_spec("s.yaml")) if item.severity == "error"] == []
+
+
+def test_bonuses_and_notices_import_and_can_be_called() -> None:
+    Path("train_entries.py").write_text(
+        "def curious(row, *, scale=1.0):\n    return row\n\n\ndef tell():\n    pass\n\n\nclass Bonus:\n    pass\n"
+    )
+    lines = GROUP + (
+        "train:\n  bonuses:\n"
+        "    - {use: 'train_entries:curious', with: {scale: 2.0}}\n"
+        "    - {use: 'train_entries:curious', with: {scal: 2.0}}\n"
+        "    - {use: 'train_entries:curios'}\n"
+        "    - {use: 'train_entries:Bonus'}\n"
+        "  notify: {use: 'train_entries:tell'}\n"
+    )
+    assert found(lines) == [
+        "11:45: error[world.protocol] `train_entries:curious` takes no argument `scal`",
+        "12:12: error[world.import] `train_entries` has no `curios`",
+        "13:12: error[world.protocol] `train_entries:Bonus` is a class, and a function is called here",
+        "14:17: error[world.protocol] `train_entries:tell` cannot be called: too many positional arguments",
+    ]
+
+
+def test_packages_that_are_missing_are_worth_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert found(GROUP + "train: {report: [tensorboard, mlflow], lora: {}}\n") == [
+        "8:31: info[train.no-package] `mlflow` is not installed here, and `engine train` needs it for this",
+        "8:46: info[train.no-package] `peft` is not installed here, and `engine train` needs it for this",
+    ]
+
+
+def test_a_spec_that_trains_is_validated_without_what_trains() -> None:
+    Path("s.yaml").write_text(
+        HEAD + GROUP + SERVER + "train: {lora: {}, report: [tensorboard, wandb], eval: {sampling: {temperature: 0}}}\n"
+    )
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom engine.cli.validate import examine\n"
+        "print([d.rule for d in examine(Path('s.yaml'), cost=True).diagnostics])\n"
+        "heavy = {'torch', 'transformers', 'peft', 'wandb', 'tensorboard', 'accelerate'}\nprint(sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == ["['model.not-at-hand']", "[]"]
