@@ -52,7 +52,8 @@ class Group:
 class Batch:
     """What one step has collected."""
 
-    step: int
+    version: int
+    """Of the weights that learn from it."""
     used: list[Group] = field(default_factory=list)
     """To be trained on, in the order in which they were begun."""
     left_out: list[Group] = field(default_factory=list)
@@ -96,7 +97,7 @@ class Batch:
         for row in self.rows:
             versions = row["weight_versions"][row["loss_mask"] == 1]
             for version, count in zip(*np.unique(versions, return_counts=True), strict=True):
-                behind[self.step - int(version)] += int(count)
+                behind[self.version - int(version)] += int(count)
         tokens = behind.total()
         return {
             "staleness/mean": sum(value * count for value, count in behind.items()) / tokens if tokens else 0.0,

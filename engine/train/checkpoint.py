@@ -40,7 +40,7 @@ class State:
     step: int
     """Batches that are trained on."""
     version: int
-    """Of the weights."""
+    """Of the weights: batches that changed them."""
     taken: int
     """Groups that are not collected again."""
     best: float | None = None

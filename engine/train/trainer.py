@@ -267,7 +267,7 @@ class Trainer:
         else:
             _something_came(batch, rollouts.faults)
         state.step += 1
-        state.version += 1
+        state.version += bool(batch.used)
         state.taken = rollouts.taken
         with self._timed("sync"):
             if batch.used:
@@ -278,7 +278,7 @@ class Trainer:
     async def _learn(self, batch: Batch) -> dict[str, float]:
         """One batch's updates, in a thread: rollouts go on meanwhile, where they may."""
         with self._timed("update"):
-            work = asyncio.ensure_future(asyncio.to_thread(self._learner.step, batch.rows, batch.step))
+            work = asyncio.ensure_future(asyncio.to_thread(self._learner.step, batch.rows, self._state.step))
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
