@@ -1,5 +1,8 @@
 """Calls into code that is not ours: in threads where it is synchronous, and always under a deadline.
 
+An `async` function with nothing to wait for in it is run where it is called: it holds the event loop for as long as it
+takes in either case, and a task of its own would cost more than most such calls do.
+
 A thread that hangs cannot be stopped from outside. It is abandoned: its caller gets a typed error at the
 deadline, and another thread takes its place, so that a hung call never holds a slot for ever. Threads are
 daemons and do not keep the process alive.
@@ -8,14 +11,18 @@ daemons and do not keep the process alive.
 from __future__ import annotations
 
 import asyncio
+import dis
 import inspect
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from contextvars import copy_context
+from functools import lru_cache, partial
+from types import CodeType
+from typing import Any, NoReturn
 
 from engine.deadline import Deadlines
 from engine.errors import EngineError, WorldError
@@ -168,6 +175,46 @@ def is_async(function: Callable[..., Any]) -> bool:
     )
 
 
+def never_waits(function: Callable[..., Any]) -> bool:
+    """Whether a call gives a coroutine that ends without ever giving way: an `async def` with nothing to wait for in it."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return code is not None and bool(code.co_flags & inspect.CO_COROUTINE) and not _gives_way(code)
+
+
+@lru_cache(maxsize=512)
+def _gives_way(code: CodeType) -> bool:
+    # Whatever a coroutine waits for (await, async with, async for), it does so by yielding in its own code.
+    return any(instruction.opname == "YIELD_VALUE" for instruction in dis.get_instructions(code))
+
+
+async def _at_once(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
+    """Run a coroutine that never waits where we stand: what a task of its own would do, without the loop's rounds for it.
+
+    Returns:
+        (value, what it raised); CancelledError where it cancelled its task, which is ours, and which goes on.
+    """
+    task = asyncio.current_task()
+    before = 0 if task is None else task.cancelling()
+    outcome: tuple[Any, BaseException | None]
+    try:
+        copy_context().run(function(*args).send, None)
+        outcome = (None, RuntimeError("a coroutine with nothing to wait for gave way"))
+    except StopIteration as done:
+        outcome = (done.value, None)
+    except BaseException as error:  # noqa: BLE001  (handed to the caller, whatever it is)
+        outcome = (None, error)
+    if task is not None and task.cancelling() > before:
+        while task.cancelling() > before:
+            task.uncancel()
+        try:
+            await asyncio.sleep(0)  # where the cancellation comes out
+        except asyncio.CancelledError as error:
+            outcome = (None, error)
+    return outcome
+
+
 async def call_world(
     workers: Workers,
     function: Callable[..., Any],
@@ -184,6 +231,14 @@ async def call_world(
         WorldError: kind `<blame>_timeout` past the deadline of `seconds` (None: it has its own), `<blame>_error` for what
             it raised.
     """
+    if never_waits(function):
+        began = time.perf_counter()
+        value, error = await _at_once(function, args)
+        if seconds is not None and time.perf_counter() - began > seconds:
+            raise _late(what, blame, seconds)
+        if error is not None:
+            _fail(what, blame, error)
+        return value
     pending: asyncio.Future[Any]
     if is_async(function):
         pending = asyncio.ensure_future(_contained(function(*args)))
@@ -197,21 +252,30 @@ async def call_world(
         raise
     except TimeoutError:
         _leave(workers, pending)
-        raise WorldError(
-            f"{what} did not answer within {seconds:g} s; give it a longer deadline or make it faster",
-            blame=blame,
-            kind=f"{blame}_timeout",
-        ) from None
+        assert seconds is not None  # or there is no deadline
+        raise _late(what, blame, seconds) from None
     try:
         return pending.result()
-    except EngineError:
-        raise
-    except asyncio.CancelledError:
+    except BaseException as error:  # noqa: BLE001  (raised again, as a failure)
+        _fail(what, blame, error)
+
+
+def _late(what: str, blame: Blame, seconds: float) -> WorldError:
+    """The failure of a call that took too long."""
+    return WorldError(
+        f"{what} did not answer within {seconds:g} s; give it a longer deadline or make it faster",
+        blame=blame,
+        kind=f"{blame}_timeout",
+    )
+
+
+def _fail(what: str, blame: Blame, error: BaseException) -> NoReturn:
+    """Raise what a call raised, as the failure that it is."""
+    if isinstance(error, EngineError):
+        raise error
+    if isinstance(error, asyncio.CancelledError):
         raise WorldError(f"{what} cancelled itself", blame=blame, kind=f"{blame}_error") from None
-    except BaseException as error:
-        raise WorldError(
-            f"{what} raised {type(error).__name__}: {error}",
-            blame=blame,
-            kind=f"{blame}_error",
-            trace="".join(traceback.format_exception(error)),
-        ) from error
+    trace = "".join(traceback.format_exception(error))
+    raise WorldError(
+        f"{what} raised {type(error).__name__}: {error}", blame=blame, kind=f"{blame}_error", trace=trace
+    ) from error

@@ -7,11 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from functools import partial
 
 import pytest
 
-from engine.actions.workers import Workers, call_world
+from engine.actions.workers import Workers, call_world, never_waits
 from engine.errors import WorldError
 
 
@@ -150,3 +151,84 @@ async def test_a_call_given_up_while_queued_never_runs() -> None:
     await first
     assert await ask(pool, lambda: list(ran)) == []
     pool.close()
+
+
+async def nothing_to_wait_for(n: int = 1) -> int:
+    return n + 1
+
+
+async def test_only_coroutines_without_anything_to_wait_for_are_run_at_once() -> None:
+    class Tool:
+        async def method(self) -> int:
+            return sum(n for n in range(3)) - 1
+
+        async def __call__(self) -> int:
+            return 4
+
+    async def awaits() -> None:
+        await asyncio.sleep(0)
+
+    async def enters() -> None:
+        async with asyncio.Lock():
+            pass
+
+    async def iterates() -> list[int]:
+        async def numbers():
+            yield 1
+
+        return [n async for n in numbers()]
+
+    assert never_waits(nothing_to_wait_for)
+    assert never_waits(partial(partial(nothing_to_wait_for, n=3)))
+    assert never_waits(Tool().method)
+    assert not any(map(never_waits, [awaits, enters, iterates, Tool(), len, lambda: 1, partial(awaits)]))
+    assert await iterates() == [1]
+    assert await Tool().method() == 2
+
+
+async def test_such_a_call_takes_no_task_and_leaves_no_trace_on_ours(workers: Workers) -> None:
+    seen: ContextVar[int] = ContextVar("seen", default=0)
+
+    async def remembers() -> asyncio.Task[object] | None:
+        seen.set(7)
+        return asyncio.current_task()
+
+    assert await ask(workers, remembers) is asyncio.current_task()
+    assert seen.get() == 0
+
+
+async def test_such_a_call_that_is_late_is_late(workers: Workers) -> None:
+    async def slow() -> int:
+        time.sleep(0.02)  # noqa: ASYNC251  (what a deadline is for)
+        return 1
+
+    with pytest.raises(WorldError) as caught:
+        await ask(workers, slow, seconds=0.01)
+    assert (caught.value.kind, caught.value.blame) == ("tool_timeout", "tool")
+
+
+async def test_such_a_call_that_cancels_its_task_fails_alone(workers: Workers) -> None:
+    async def cancels() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        task.cancel()
+
+    with pytest.raises(WorldError, match="cancelled itself"):
+        await ask(workers, cancels)
+    await asyncio.sleep(0)
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_a_failure_that_a_call_raises_is_raised_as_it_is(workers: Workers) -> None:
+    failure = WorldError("no", blame="user", kind="mine")
+
+    async def fails() -> None:
+        raise failure
+
+    with pytest.raises(WorldError) as caught:
+        await ask(workers, fails)
+    assert caught.value is failure
+    assert caught.value.__cause__ is None
