@@ -191,7 +191,7 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         by_hidden, by_weight, by_bias = ctx.needs_input_grad[:3]
         learns = rules.learns and (by_hidden or by_weight or by_bias)
-        ahead = learns and by_hidden and not (by_weight or by_bias or rules.entropy or rules.softcap)
+        ahead = learns and by_hidden and not (by_weight or by_bias or rules.softcap)
         keep = learns and not ahead and hidden.shape[0] * rules.vocab <= rules.cells
         found = _forward(_Blocks(hidden, weight, bias, rules, fresh=keep), labels, ahead, keep)
         ctx.set_materialize_grads(False)
@@ -210,7 +210,7 @@ class _LogProbs(torch.autograd.Function):
         grad = torch.zeros_like(logprobs) if grad is None else grad.to(rules.total)
         # A label that may not be sampled is -inf and stays so.
         picked = grad.masked_fill(torch.isneginf(logprobs), 0.0) / rules.temperature
-        if means is not None:
+        if means is not None and grad_entropy is None:
             by_hidden = weight[labels].to(rules.total).mul_(picked[:, None])
             by_hidden.addcmul_(means, grad[:, None], value=-1.0 / rules.temperature)
             return by_hidden.to(hidden.dtype), None, None, None, None

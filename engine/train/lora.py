@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +43,8 @@ class Adapter:
         )
         head = model.get_output_embeddings()
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # peft's, of transformers' newer names
                 torch.manual_seed(seed)
                 self._peft: Any = get_peft_model(model, config)
         except ValueError as error:
