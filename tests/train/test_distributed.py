@@ -1,0 +1,118 @@
+"""Two processes come to what one comes to."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from engine.errors import TrainError
+from engine.train.distributed import Alone, Shards, join
+
+sys.path.append(str(Path(__file__).parent))
+from team_worker import Learning, save_model, told_by
+
+HERE = Path(__file__).parent
+WORKER = HERE / "team_worker.py"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def launched(launcher: str, folder: Path, tied: str) -> list[str]:
+    port = str(free_port())
+    if launcher == "torchrun":
+        first = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    else:
+        # `--cpu` would be one process without MPI; without a GPU these two are on the CPU all the same.
+        first = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+        first += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
+    return [sys.executable, "-m", *first, str(WORKER), str(folder), tied]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "kind"), [("accelerate", "plain"), ("torchrun", "tied"), ("torchrun", "lora")])
+def test_two_processes_do_the_steps_of_one(launcher: str, kind: str, tmp_path: Path) -> None:
+    """Loss, gradient norm, metrics, weights and moments over three steps, and over weights that are put in."""
+    save_model(tmp_path / "model", tied=kind == "tied")
+    root = str(HERE.parents[1])
+    done = subprocess.run(
+        launched(launcher, tmp_path, kind),
+        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    told: dict[str, Any] = json.loads((tmp_path / "told.json").read_text())
+    tensors = load_file(tmp_path / "told.safetensors")
+
+    learning = Learning(Alone(), tmp_path / "model", kind)
+    before = learning.weights()
+    numbers, wanted = told_by(learning)
+    assert told["size"] == 2
+    assert told["share"] == pytest.approx(0.5, abs=0.02)
+    for step, alone in zip([*told["steps"], told["halved"]], [*numbers["steps"], numbers["halved"]], strict=True):
+        assert step == pytest.approx(alone, rel=1e-6, abs=1e-6)
+    assert told["measured"] == pytest.approx(numbers["measured"], rel=1e-6)
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-6)
+    assert max(float((wanted[f"weights.{name}"] - tensor).abs().max()) for name, tensor in before.items()) > 1e-2
+
+
+def test_a_process_of_its_own_is_a_team_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    team = join()
+    assert isinstance(team, Alone)
+    assert (team.main, team.size) == (True, 1)
+    model = nn.Linear(2, 1, bias=False)
+    run = team.shard(model)
+    run(model, torch.tensor([[3.0, 4.0]])).sum().backward()
+    assert team.clip_norm(list(model.parameters()), 1.0) == 5.0
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [pytest.approx([0.6, 0.8], rel=1e-5)]
+    assert team.deal(["a", "bc"], len) == [("a", True), ("bc", True)]
+    assert team.everyone(3) == [3]
+    with team.whole(model, write=True), torch.no_grad():
+        model.weight.fill_(2.0)
+    assert team.gather({"w": model.weight})["w"].tolist() == [[2.0, 2.0]]
+
+
+def test_a_team_that_does_not_come_together_says_how_to_launch_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(TrainError, match="accelerate launch") as raised:
+        join()
+    assert raised.value.kind == "train_setup"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 7])
+def test_packs_are_dealt_in_equal_numbers_and_count_once(size: int, count: int) -> None:
+    packs = [f"{number}" * (number % 3 + 1) for number in range(count)]
+    hands = []
+    for rank in range(size):
+        process = object.__new__(Shards)  # dealing asks nobody
+        process.rank, process.size = rank, size
+        hands.append(process.deal(packs, len))
+    assert {len(hand) for hand in hands} == {-(-count // size)}
+    assert sorted(pack for hand in hands for pack, counts in hand if counts) == sorted(packs)
+    for together in zip(*hands, strict=True):
+        costs = [len(pack) for pack, _ in together]
+        assert max(costs) - min(costs) <= 2
