@@ -1,4 +1,8 @@
-"""New weights on their way to whoever samples."""
+"""New weights reach who samples.
+
+Invariant: when `push` returns, a request that is sent from then on is sampled with these weights and its tokens carry
+their version; where that cannot be said, it raises.
+"""
 
 from __future__ import annotations
 
@@ -6,55 +10,86 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from engine.backends.local import LocalBackend
 from engine.errors import BackendError, TrainError
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
+    from engine.backends.local import LocalBackend
     from engine.train.policy import Policy
     from schemas.episode import EpisodeSpec
 
 
 class WeightSync(Protocol):
-    """Brings a policy's weights to a backend."""
+    """A way for weights."""
 
     async def push(self, policy: Policy, version: int) -> None:
-        """Have every token from now on sampled with these weights, and say `version` of it.
+        """Have the backend sample with the policy as it is now.
+
+        The policy must not change until this returns.
+
+        Args:
+            policy: What learns.
+            version: What every token that is sampled from now on carries; not negative.
 
         Raises:
-            TrainError: kind `weights_not_taken`: the backend does not sample with them.
+            TrainError: Kind `weights_not_taken`: the backend did not take them, or reports another version; the message
+                says which server, and with what the others sample.
         """
         ...
 
 
+def open_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) -> WeightSync:
+    """The way that `train.weights` names.
+
+    Args:
+        spec: Its `train.weights` says how.
+        backend: Started.
+        folder: The training's; weights for `disk` and `adapter` lie under its `weights`, unless the spec names another.
+        lora: Whether the policy is an adapter.
+
+    Raises:
+        TrainError: Kind `train_setup`: this backend or this policy does not have this way.
+    """
+    if spec.train is None:
+        raise TrainError("the spec has no `train:` section", kind="train_setup")
+    weights = spec.train.weights
+    if backend.kind == "local":
+        from engine.backends.local import LocalBackend
+
+        assert isinstance(backend, LocalBackend)
+        if weights.via not in ("auto", "tensors"):
+            raise TrainError(
+                f"`train.weights.via: {weights.via}` is for servers; the local backend takes tensors: leave it out",
+                kind="train_setup",
+            )
+        return LocalSync(backend)
+    if backend.kind == "sglang":
+        from engine.train.sync_sglang import open_sglang_sync
+
+        return open_sglang_sync(spec, backend, folder, lora=lora)
+    raise TrainError(
+        f"a `{backend.kind}` backend cannot take new weights; train with `local` or `sglang`", kind="train_setup"
+    )
+
+
 class LocalSync:
-    """Copies weights inside this process."""
+    """Into the model in this process: copied over the old weights between two of its steps, in its own precision."""
 
     def __init__(self, backend: LocalBackend) -> None:
         self._backend = backend
 
     async def push(self, policy: Policy, version: int) -> None:
-        """See `WeightSync.push`."""
+        """See `WeightSync`. Replies that are being made go on with the new weights (a model that sees ends them first)."""
+        weights = await asyncio.to_thread(policy.weights, "model")
         try:
-            await self._backend.update_weights(await asyncio.to_thread(policy.weights), version)
+            await self._backend.update_weights(weights, version)
         except BackendError as error:
             raise TrainError(
                 f"the local backend did not take version {version}: {error}", kind="weights_not_taken"
             ) from error
-
-
-def open_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) -> WeightSync:
-    """How this spec's weights reach this backend.
-
-    Args:
-        spec: Its `backend` and `train.weights`.
-        backend: Started.
-        folder: The training's, for weights that go by way of files.
-        lora: Only an adapter is trained.
-
-    Raises:
-        TrainError: kind `train_setup`: the backend takes no weights.
-    """
-    if isinstance(backend, LocalBackend):
-        return LocalSync(backend)
-    raise TrainError(f"a `{backend.kind}` backend takes no new weights", kind="train_setup")
+        taken = self._backend.stats().get("weights_version")
+        if taken != version:
+            raise TrainError(
+                f"the local backend samples with version {taken}, not {version}, which it was given",
+                kind="weights_not_taken",
+            )

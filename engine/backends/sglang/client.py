@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -24,7 +24,7 @@ from engine.backends.sglang.resume import can_resume, clean_cut, cut, join
 from engine.backends.sglang.wire import Encoder, Outgoing, Part, PromptMismatch, ReplyError, decode
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
-from schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
+from schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
     from engine.backends.sglang.control import Control
@@ -42,6 +42,13 @@ ABORT_SECONDS = 2.0
 """How long closing waits for servers to be told what to stop."""
 _TOO_LONG = re.compile(r"context length|longer than the model|maximum allowed length|max_req_input_len", re.IGNORECASE)
 _STATUS_KIND = {401: "unauthorized", 403: "unauthorized", 404: "not_found"}
+
+
+class PolicyAdapter(NamedTuple):
+    """The adapter that requests without one of their own are sampled with, while a policy is trained as one."""
+
+    name: str
+    version: int
 
 
 class SGLangBackend:
@@ -92,6 +99,12 @@ class SGLangBackend:
         """Longest prompt and reply that every server takes; known once started."""
         self.expected: str | None = None
         """Name of the weights that every request sent from now on must be sampled with, where it is known."""
+        self.prefixes: str | None = None
+        """Name of the weights that computed what requests from now on may take from a prefix cache; None: all of it."""
+        self.policy: PolicyAdapter | None = None
+        """Set while the policy is a LoRA adapter: the version of a reply is then the adapter's."""
+        self.adapter_uses: Counter[str] = Counter()
+        """Requests on their way, by the policy's adapter that they name."""
         self.dropped: list[str] = []
         """Parameters that a router does not pass on."""
         self._encoder = Encoder(vocab_size=self.vocab_size, vision=format.vision)
@@ -231,12 +244,26 @@ class SGLangBackend:
         return kept
 
     async def _part(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Part:
-        """One reply of one server, after as many attempts as it takes."""
+        """One reply of one server, sampled with the policy's adapter where it is one."""
+        policy = self.policy
+        if policy is None or request.adapter is not None:
+            return await self._tried(request, ids, most, sampled)
+        self.adapter_uses[policy.name] += 1
+        try:
+            named = request.model_copy(update={"adapter": policy.name})
+            part = await self._tried(named, ids, most, sampled)
+        finally:
+            self.adapter_uses[policy.name] -= 1
+        tokens = len(part.ids)
+        return part._replace(versions=[VersionSpan(version=policy.version, start=0, end=tokens)] if tokens else [])
+
+    async def _tried(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Part:
+        """The same after as many attempts as it takes."""
         failed: list[Server] = []
         for attempt in range(self._spec.retries + 1):
             server = self.pool.choose(request.episode_id, failed)
             try:
-                return await self._attempt(server, self._encoder.encode(request, self._rid(), ids, most, sampled))
+                return await self._attempt(server, self._encode(request, ids, most, sampled))
             except BackendError as error:
                 if self._closed.is_set():
                     raise BackendError("the backend was closed", kind="closed") from None
@@ -251,6 +278,9 @@ class SGLangBackend:
             if all(other in failed or not other.healthy for other in self.pool.servers):
                 await self._back_off(attempt)
         raise AssertionError("unreachable")
+
+    def _encode(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Outgoing:
+        return self._encoder.encode(request, self._rid(), ids, most, sampled, prefixes=self.prefixes)
 
     def _rid(self) -> str:
         """A name of fixed length: SGLang aborts every request whose name begins with the one it is given."""

@@ -7,7 +7,7 @@ that are given requests sample with the same weights and know the same adapters.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -27,10 +27,16 @@ UPDATE_SECONDS = 600.0
 PAUSE_SECONDS = 60.0
 
 
+Load = Callable[[Server, bool], Awaitable[None]]
+"""Gives a server weights; the bool says whether the prefixes that it has cached are dropped. Raises BackendError."""
+
+
 class _Weights(NamedTuple):
-    path: str
     name: str
-    load_format: str | None
+    load: Load
+    again: bool
+    """Whether a server that was away can be given them later."""
+    source: str
 
 
 class Control:
@@ -66,23 +72,35 @@ class Control:
         Raises:
             BackendError: a server did not; sampling goes on everywhere else.
         """
-        await self._all("POST", "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS)
-        self._paused = mode
+        await self._pause(mode, self._reachable())
 
     async def resume(self) -> None:
         """Have every server go on."""
-        self._paused = None
-        # emptying torch's cache on resuming needs CUDA; it is a hint, and the next allocation does without
-        await self._all("POST", "/continue_generation", {"torch_empty_cache": False}, seconds=PAUSE_SECONDS)
+        await self._resume(self._reachable())
 
     @asynccontextmanager
     async def paused(self, mode: PauseMode = "retract") -> AsyncIterator[None]:
         """Sampling stands still inside, and goes on afterwards whatever happens."""
+        async with self._held(mode, self._reachable()):
+            yield
+
+    async def _pause(self, mode: PauseMode, servers: list[Server]) -> None:
+        await self._all("POST", "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS, servers=servers)
+        self._paused = mode
+
+    async def _resume(self, servers: list[Server]) -> None:
+        self._paused = None
+        # emptying torch's cache on resuming needs CUDA; it is a hint, and the next allocation does without
+        body = {"torch_empty_cache": False}
+        await self._all("POST", "/continue_generation", body, seconds=PAUSE_SECONDS, servers=servers)
+
+    @asynccontextmanager
+    async def _held(self, mode: PauseMode, servers: list[Server]) -> AsyncIterator[None]:
         try:
-            await self.pause(mode)
+            await self._pause(mode, servers)
             yield
         finally:
-            await self.resume()
+            await self._resume(servers)
 
     # -- weights
 
@@ -92,8 +110,9 @@ class Control:
         """Load weights on every server, and have its replies carry `version` from there on.
 
         Pauses sampling unless it is paused already. Prefixes that were computed with the old weights are
-        dropped, except under `in_place` while replies are being sampled. A request that is sent after this
-        returns is sampled with these weights alone; a server that answers it with others is taken out.
+        dropped; under `in_place`, where replies still need them, they are kept from later requests (a router
+        does not pass that on). A request that is sent after this returns is sampled with these weights alone;
+        a server that answers it with others is taken out.
 
         Args:
             path: a folder that every server can read.
@@ -105,47 +124,70 @@ class Control:
             BackendError: a server did not take them (kind `update_failed`); it is out of the pool, and is given
                 them again before it comes back.
         """
+        load = from_disk(str(path), version, load_format)
+        await self.update_weights(load, version, source=f"weights from {path}", mode=mode)
+
+    async def update_weights(
+        self, load: Load, version: int, *, source: str, mode: PauseMode = "retract", again: bool = True
+    ) -> None:
+        """Give every server weights, however that is done; otherwise as `update_weights_from_disk`.
+
+        Args:
+            load: Gives them to one server, under the name `str(version)`; called for all at once.
+            version: not negative.
+            source: what they are, for errors.
+            mode: what becomes of replies that are being sampled.
+            again: whether `load` may be called later, for a server that was away. Without it such a server stays out
+                until it is given newer weights: it is asked each time, whether it is there again.
+        """
         if version < 0:
             raise ValueError(f"a weight version is not negative; got {version}")
         async with self._lock:
             backend = self._backend
-            weights = _Weights(str(path), str(version), load_format)
+            weights = _Weights(str(version), load, again, source)
             backend.expected = None  # until every server has them, either version is right
+            servers = await self._takers(again)
+            held = self._paused or mode
             try:
                 if self._paused is None:
-                    async with self.paused(mode):
-                        await self._load_everywhere(weights, flush=mode != "in_place")
+                    async with self._held(mode, servers):
+                        await self._load_everywhere(weights, servers, flush=held != "in_place")
                 else:
-                    await self._load_everywhere(weights, flush=self._paused != "in_place")
+                    await self._load_everywhere(weights, servers, flush=held != "in_place")
             finally:
                 if self._weights is not None:
                     backend.expected = self._weights.name
+                    if held == "in_place":
+                        backend.prefixes = self._weights.name
 
-    async def _load_everywhere(self, weights: _Weights, *, flush: bool) -> None:
+    async def _load_everywhere(self, weights: _Weights, servers: list[Server], *, flush: bool) -> None:
         previous, self._weights = self._weights, weights
-        servers = self._reachable()
         outcomes = await asyncio.gather(
             *(self._load(server, weights, flush) for server in servers), return_exceptions=True
         )
         failures = [(s, o) for s, o in zip(servers, outcomes, strict=True) if isinstance(o, BaseException)]
-        if len(failures) == len(servers):
+        if failures and len(failures) == len(servers) and weights.again:
             self._weights = previous  # nobody took them: what was there is still what everybody has
-        elif failures:
+        else:
             for server, error in failures:
                 self._out(server, f"did not take weights {weights.name!r}: {error}")
         if failures or not servers:
             reasons = "; ".join(str(error) for _, error in failures) or "no server is there"
-            raise BackendError(
-                f"weights from {weights.path} were not loaded everywhere: {reasons}", kind="update_failed"
-            )
+            raise BackendError(f"{weights.source} were not loaded everywhere: {reasons}", kind="update_failed")
+
+    async def _takers(self, again: bool) -> list[Server]:
+        """The servers that are there; where it is now or never, also those that were away and answer again."""
+        there = self._reachable()
+        if again:
+            return there
+        away = [server for server in self._backend.workers if not server.healthy]
+        answers = await asyncio.gather(
+            *(server.json("GET", "/model_info", timeout=5.0) for server in away), return_exceptions=True
+        )
+        return [*there, *(s for s, answer in zip(away, answers, strict=True) if isinstance(answer, dict))]
 
     async def _load(self, server: Server, weights: _Weights, flush: bool) -> None:
-        body: dict[str, Any] = {"model_path": weights.path, "weight_version": weights.name, "flush_cache": flush}
-        if weights.load_format is not None:
-            body["load_format"] = weights.load_format
-        reply = await server.json("POST", "/update_weights_from_disk", body, timeout=UPDATE_SECONDS)
-        if not reply.get("success"):
-            raise BackendError(f"{server.url}: {reply.get('message')}", kind="update_failed")
+        await weights.load(server, flush)
         server.version = weights.name
 
     async def versions(self) -> dict[str, str]:
@@ -225,6 +267,12 @@ class Control:
         if self._weights is not None:
             info = await server.json("GET", "/model_info")
             if str(info["weight_version"]) != self._weights.name:
+                if not self._weights.again:
+                    raise BackendError(
+                        f"{server.url} has weights {info['weight_version']!r}, not {self._weights.name!r}, and waits for "
+                        "the next ones",
+                        kind="stale_weights",
+                    )
                 await self._load(server, self._weights, flush=True)
         for name, (path, pinned) in self._adapters.items():
             try:
@@ -242,9 +290,11 @@ class Control:
         else:
             log.error("a server behind the router is out of step", server=server.url, reason=reason)
 
-    async def _all(self, method: str, path: str, body: Any = None, *, seconds: float = 30.0) -> dict[str, Any]:
-        """The same call to every server that is there: URL -> reply."""
-        servers = self._reachable()
+    async def _all(
+        self, method: str, path: str, body: Any = None, *, seconds: float = 30.0, servers: list[Server] | None = None
+    ) -> dict[str, Any]:
+        """The same call to these servers, else to every one that is there: URL -> reply."""
+        servers = self._reachable() if servers is None else servers
         if not servers:
             raise BackendError(f"{path}: no sglang server is there", kind="unreachable")
         replies = await asyncio.gather(
@@ -257,6 +307,20 @@ class Control:
         if failures:
             raise BackendError(f"{path} failed: " + "; ".join(map(str, failures)), kind="control_failed")
         return {server.url: reply for server, reply in zip(servers, replies, strict=True)}
+
+
+def from_disk(path: str, version: int, load_format: str | None = None) -> Load:
+    """A way to give a server the weights of a folder that it can read."""
+
+    async def load(server: Server, flush: bool) -> None:
+        body: dict[str, Any] = {"model_path": path, "weight_version": str(version), "flush_cache": flush}
+        if load_format is not None:
+            body["load_format"] = load_format
+        reply = await server.json("POST", "/update_weights_from_disk", body, timeout=UPDATE_SECONDS)
+        if not reply.get("success"):
+            raise BackendError(f"{server.url}: {reply.get('message')}", kind="update_failed")
+
+    return load
 
 
 def _adapter(name: str, path: str, pinned: bool) -> dict[str, Any]:

@@ -93,7 +93,14 @@ class Encoder:
         self._sampling: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[SamplingParams, bytes]] = {}
 
     def encode(
-        self, request: GenerateRequest, rid: str, ids: np.ndarray, max_new_tokens: int, sampled: int = 0
+        self,
+        request: GenerateRequest,
+        rid: str,
+        ids: np.ndarray,
+        max_new_tokens: int,
+        sampled: int = 0,
+        *,
+        prefixes: str | None = None,
     ) -> Outgoing:
         """The body that asks for up to `max_new_tokens` after `ids`.
 
@@ -103,6 +110,7 @@ class Encoder:
             ids: int32 [tokens]: `request.input_ids`, and what was sampled of this reply already.
             max_new_tokens: most tokens to sample now.
             sampled: how many of `ids` were sampled already; `min_new_tokens` counts them.
+            prefixes: cached prefixes are shared among requests that give the same name here.
 
         Raises:
             BackendError: an id is outside the vocabulary (kind `bad_prompt`).
@@ -115,9 +123,10 @@ class Encoder:
         if self.seeded:
             sampling.append(b'"sampling_seed":%d' % request.seed)
         head = b'{"rid":%b,"input_ids":[' % msgspec.json.encode(rid)
-        tail = b'],"return_logprob":true,"return_prompt_token_ids":%b%b%b,"sampling_params":{%b}}' % (
+        tail = b'],"return_logprob":true,"return_prompt_token_ids":%b%b%b%b,"sampling_params":{%b}}' % (
             b"true" if self.echo else b"false",
             images,
+            b"" if prefixes is None else b',"extra_key":' + msgspec.json.encode(prefixes),
             b"" if request.adapter is None else b',"lora_path":' + msgspec.json.encode(request.adapter),
             b",".join(piece for piece in sampling if piece),
         )

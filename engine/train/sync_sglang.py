@@ -1,0 +1,279 @@
+"""New weights for SGLang servers: from a folder, through shared memory, or as an adapter.
+
+Invariants:
+- A server that did not take what it was given is given no requests until it has (`engine.backends.sglang.control`).
+- What a server may still read from a folder stays there: the newest weights, and adapters that requests name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import structlog
+
+from engine.backends.sglang.client import PolicyAdapter, SGLangBackend
+from engine.backends.sglang.control import UPDATE_SECONDS, PauseMode, from_disk
+from engine.errors import BackendError, TrainError
+from engine.train.shared_tensors import buckets, dump, share
+
+if TYPE_CHECKING:
+    from engine.backends.base import Backend
+    from engine.backends.sglang.pool import Server
+    from engine.train.policy import Policy
+    from engine.train.sync import WeightSync
+    from schemas.episode import EpisodeSpec
+
+log = structlog.get_logger(__name__)
+
+PROBE_SECONDS = 30.0
+"""How long a server's first answer with new weights is waited for, before it is asked for its version alone."""
+
+
+def open_sglang_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) -> WeightSync:
+    """See `engine.train.sync.open_sync`."""
+    assert isinstance(backend, SGLangBackend)
+    assert spec.train is not None
+    assert spec.backend.kind == "sglang"
+    weights = spec.train.weights
+    via = weights.via if weights.via != "auto" else ("adapter" if lora else "disk")
+    if spec.backend.adapter is not None:
+        raise TrainError(
+            f"`backend.adapter: {spec.backend.adapter}` and `train:` do not go together: the trainer begins from the base "
+            "model; merge the adapter into it, and name that as `model.path`",
+            kind="train_setup",
+        )
+    place = Path(weights.folder).expanduser() if weights.folder is not None else folder / "weights"
+    mode: PauseMode = "retract" if weights.pause else "in_place"
+    if via == "disk":
+        return DiskSync(backend, place.resolve(), mode)
+    if via == "tensors":
+        _same_host([server.url for server in backend.workers])
+        return TensorSync(backend, mode)
+    if not lora:
+        raise TrainError(
+            "`train.weights.via: adapter` needs `train.lora`; without one all weights change: use `disk` or `tensors`",
+            kind="train_setup",
+        )
+    if "lora_path" in backend.dropped:
+        raise TrainError(
+            "the router drops `lora_path`: name the servers themselves in `backend.urls`", kind="train_setup"
+        )
+    return AdapterSync(backend, place.resolve())
+
+
+class DiskSync:
+    """A folder that every server reads."""
+
+    def __init__(self, backend: SGLangBackend, folder: Path, mode: PauseMode) -> None:
+        self._backend = backend
+        self._folder = folder
+        self._mode = mode
+
+    async def push(self, policy: Policy, version: int) -> None:
+        """See `WeightSync`. The folder stays until the next one is taken: a server that comes back reads it."""
+        target = self._folder / f"version-{version}"
+        await asyncio.to_thread(policy.save, target)
+        load = _retried(from_disk(str(target), version))
+        await _update(self._backend, load, version, f"weights from {target}", self._mode, again=True)
+        await _check(self._backend, version)
+        await asyncio.to_thread(_remove_others, self._folder, "version-*", {target.name})
+
+
+class TensorSync:
+    """Shared memory: nothing is written, and a bucket at a time is held twice."""
+
+    def __init__(self, backend: SGLangBackend, mode: PauseMode) -> None:
+        self._backend = backend
+        self._mode = mode
+
+    async def push(self, policy: Policy, version: int) -> None:
+        """See `WeightSync`. A server that was away meanwhile stays out until the next push."""
+        weights = await asyncio.to_thread(policy.weights)
+
+        async def load(server: Server, flush: bool) -> None:
+            ranks = int((await server.json("GET", "/server_info")).get("tp_size") or 1)
+            await _quietly(_post(server, "/end_weight_update", {}))  # of a push that was broken off
+            await _post(server, "/begin_weight_update", {})
+            try:
+                pieces = list(buckets(weights))
+                for number, piece in enumerate(pieces):
+                    shared = await asyncio.to_thread(share, piece)
+                    last = number == len(pieces) - 1
+                    body: dict[str, Any] = {
+                        "serialized_named_tensors": [dump(shared) for _ in range(ranks)],
+                        "flush_cache": flush and last,
+                    }
+                    # Its name comes with the last of it: a server that has half of it is not taken for one that has it.
+                    await _post(
+                        server, "/update_weights_from_tensor", body | ({"weight_version": str(version)} if last else {})
+                    )
+            except BaseException:
+                await _quietly(_post(server, "/end_weight_update", {}))
+                raise
+            await _post(server, "/end_weight_update", {})
+
+        await _update(self._backend, _retried(load), version, f"tensors of version {version}", self._mode, again=False)
+        await _check(self._backend, version)
+
+
+class AdapterSync:
+    """The LoRA adapter alone, under a new name for each version.
+
+    Nothing is paused: a reply ends with the adapter that it began with, and carries that one's version.
+    """
+
+    def __init__(self, backend: SGLangBackend, folder: Path) -> None:
+        self._backend = backend
+        self._folder = folder
+        self._stem = f"policy-{secrets.token_hex(4)}"
+        self._old: list[str] = []
+
+    async def push(self, policy: Policy, version: int) -> None:
+        """See `WeightSync`. Older adapters are unloaded when no request names them any more, at this push or a later one."""
+        backend = self._backend
+        name = f"{self._stem}-{version}"
+        target = self._folder / name
+        await asyncio.to_thread(_write_adapter, policy, target)
+        try:
+            await _once_more(lambda: backend.control.load_adapter(name, str(target)))
+        except BackendError as error:
+            raise _not_taken(backend, version, error) from error
+        await _check(backend, version, adapter=name)
+        before = backend.policy
+        backend.policy = PolicyAdapter(name, version)
+        if before is not None and before.name != name:
+            self._old.append(before.name)
+        for old in list(self._old):
+            if backend.adapter_uses[old]:
+                continue
+            self._old.remove(old)
+            try:
+                await backend.control.unload_adapter(old)
+            except BackendError as error:  # it takes memory there, and is asked for by nobody
+                log.warning("an old adapter was not unloaded", adapter=old, reason=str(error))
+            await asyncio.to_thread(shutil.rmtree, self._folder / old, True)
+
+
+Load = Callable[["Server", bool], Awaitable[None]]
+
+
+async def _update(
+    backend: SGLangBackend, load: Load, version: int, source: str, mode: PauseMode, *, again: bool
+) -> None:
+    try:
+        await backend.control.update_weights(load, version, source=source, mode=mode, again=again)
+    except BackendError as error:
+        raise _not_taken(backend, version, error) from error
+
+
+def _not_taken(backend: SGLangBackend, version: int, error: BackendError) -> TrainError:
+    told = ", ".join(
+        f"{server.url} ({'samples with ' + str(server.version) if server.healthy else 'is out'})"
+        for server in backend.workers
+    )
+    return TrainError(f"version {version} did not reach every server: {error}. Now: {told}", kind="weights_not_taken")
+
+
+async def _check(backend: SGLangBackend, version: int, adapter: str | None = None) -> None:
+    """Have every server sample a token, and hold the version that it says against the one that it was given."""
+    servers = [server for server in backend.workers if server.healthy]
+    outcomes = await asyncio.gather(*(_reported(server, adapter) for server in servers), return_exceptions=True)
+    for server, outcome in zip(servers, outcomes, strict=True):
+        if isinstance(outcome, BackendError):
+            raise TrainError(
+                f"{server.url} does not sample with version {version}: {outcome}", kind="weights_not_taken"
+            )
+        if isinstance(outcome, BaseException):
+            raise outcome
+        # With an adapter it names the base model's weights; that it knows the adapter is what is asked.
+        if adapter is None and outcome != str(version):
+            raise TrainError(
+                f"{server.url} was given version {version}, and reports {outcome!r} with its next reply: it is not the "
+                "only one that updates this server, or the server keeps no versions",
+                kind="weights_not_taken",
+            )
+
+
+async def _reported(server: Server, adapter: str | None) -> str:
+    body: dict[str, Any] = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+    if adapter is not None:
+        body["lora_path"] = adapter
+    try:
+        reply = await server.json("POST", "/generate", body, timeout=PROBE_SECONDS)
+        return str(reply["meta_info"]["weight_version"])
+    except BackendError as error:
+        if error.kind != "unreachable":
+            raise
+    except (KeyError, TypeError):
+        return "none"
+    # It works off a long queue: what it says of itself has to do.
+    return str((await server.json("GET", "/model_info")).get("weight_version"))
+
+
+def _retried(load: Load) -> Load:
+    async def twice(server: Server, flush: bool) -> None:
+        await _once_more(lambda: load(server, flush))
+
+    return twice
+
+
+async def _once_more(call: Callable[[], Awaitable[None]]) -> None:
+    """A second try where a connection failed."""
+    try:
+        await call()
+    except BackendError as error:
+        if error.kind != "unreachable":
+            raise
+        log.info("a server is given its weights once more", reason=str(error))
+        await call()
+
+
+async def _post(server: Server, path: str, body: dict[str, Any]) -> None:
+    reply = await server.json("POST", path, body, timeout=UPDATE_SECONDS)
+    if not reply.get("success"):
+        raise BackendError(f"{server.url}{path}: {reply.get('message')}", kind="update_failed")
+
+
+async def _quietly(call: Awaitable[None]) -> None:
+    try:
+        await call
+    except BackendError as error:
+        log.debug("nothing to end", reason=str(error))
+
+
+def _write_adapter(policy: Policy, target: Path) -> None:
+    draft = target.with_name(f".{target.name}.part")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    policy.save_adapter(draft)
+    shutil.rmtree(target, ignore_errors=True)
+    draft.rename(target)
+
+
+def _remove_others(folder: Path, pattern: str, keep: set[str]) -> None:
+    for path in folder.glob(pattern):
+        if path.name not in keep:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _same_host(urls: list[str]) -> None:
+    """Shared memory reaches no further than this host."""
+    for url in urls:
+        host = urlsplit(url).hostname or ""
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as trial:
+                trial.bind(address)  # an address that is this host's own
+        except OSError:
+            raise TrainError(
+                f"`train.weights.via: tensors` goes through shared memory, and {url} is not on this host: use `disk` with a "
+                "folder that both see (`train.weights.folder`)",
+                kind="train_setup",
+            ) from None
