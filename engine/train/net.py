@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Mean absolute difference of log-probs between the packed pass and the model's own, at most."""
+_SCALES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
+"""Settings of configurations that scale logits."""
 
 
 class PackedNet:
@@ -68,8 +70,7 @@ class PackedNet:
         self.banned: tuple[int, ...] = tuple(vision.banned) if vision is not None else ()
         text = self.model.config.get_text_config()
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
-        # Granite divides its logits, Cohere multiplies them.
-        self._scale = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", 1.0))
+        self._scale = 1.0
         self._prove()
 
     @property
@@ -86,13 +87,13 @@ class PackedNet:
         sources, labels, back = self._once(pack)
         with self.autocast():
             states = self._states(pack)[sources]
-            if self._scale != 1.0 and self._softcap is not None:
-                raise self._refusal("its logits are both scaled and capped")
+            if self._scale != 1.0:
+                states = states * self._scale
             found, entropies = chunked_logprobs(
                 states,
                 self._head.weight,
                 labels,
-                temperature=self.temperature / self._scale,
+                temperature=self.temperature,
                 banned=self.banned,
                 cells=self.cells,
                 bias=self._head.bias,
@@ -184,15 +185,27 @@ class PackedNet:
             with self.autocast():
                 out = self.model(input_ids=ids[None], use_cache=False, output_hidden_states=False)
                 states = self.inner(input_ids=ids[None], use_cache=False).last_hidden_state
-                logits = self._head(states) * self._scale
-            if self._softcap is not None:
-                logits = self._softcap * torch.tanh(logits / self._softcap)
-            off = max(off, float((logits - out.logits).abs().mean()))
+                off = max(off, self._find_scale(states, out.logits))
             chances = (out.logits[0].to(torch.promote_types(torch.float32, self.dtype)) / self.temperature)[:-1]
             chances = chances.masked_fill(~allowed, -torch.inf).log_softmax(-1)
             picked = chances.gather(1, ids[1:, None])[:, 0]
             found.append(torch.stack([picked, -(chances.exp() * chances.masked_fill(~allowed, 0.0)).sum(-1)]))
         return torch.cat(found, 1), off
+
+    def _find_scale(self, states: torch.Tensor, logits: torch.Tensor) -> float:
+        """What the model multiplies its logits by, of what its configuration names; how far they are off all the same."""
+        text = self.model.config.get_text_config()
+        given = {name: float(getattr(text, name, None) or 1.0) for name in _SCALES}
+        # Granite divides by `logits_scaling`, HyperCLOVA X multiplies by it.
+        choices = {1.0, *given.values(), 1.0 / given["logits_scaling"]}
+        off = {}
+        for scale in choices:
+            found = self._head(states * scale)
+            if self._softcap is not None:
+                found = self._softcap * torch.tanh(found / self._softcap)
+            off[scale] = float((found - logits).abs().mean())
+        self._scale = min(choices, key=lambda scale: off[scale])
+        return off[self._scale]
 
     def _take_attention(self) -> None:
         name: Any = attention.ATTENTION
