@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from engine.made import maker
 from engine.rewards.ledger import Ledger
 from engine.store.store import episode_id_of
 from engine.tokens.tape import as_seen
@@ -22,6 +23,8 @@ from schemas.trajectory import Failure, Outcome, Trajectory, Turn
 if TYPE_CHECKING:
     from engine.tokens.conversation import Conversation
     from schemas.episode import LimitsSpec
+
+_make_turn = maker(Turn)
 
 UNBOUNDED = 2**53 - 1
 """What a guard reads for a limit that is not set: the largest integer that a double holds exactly."""
@@ -241,7 +244,7 @@ class Episode:
         sealed = self.ledger.seal(self.turn + 1)
         conversation = self.conversation
         turns = [
-            Turn(index=index, **note._asdict(), **place._asdict(), rewards=self.ledger.turn(index))
+            _make_turn(index=index, **note._asdict(), **place._asdict(), rewards=self.ledger.turn(index))
             for index, (note, place) in enumerate(zip(self.turns, conversation.turns, strict=True))
         ]
         return Trajectory(

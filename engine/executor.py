@@ -21,8 +21,9 @@ import structlog
 from engine.actions.base import Action, World
 from engine.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, WorldError
+from engine.made import maker
 from engine.store.codec import Written, write_record
-from schemas.journal import FailureRecord, JournalEntry, LimitRecord, Record
+from schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
 from schemas.trajectory import Failure
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from engine.rewards.rules import Rules
 
 log = structlog.get_logger(__name__)
+
+_make_entry = maker(JournalEntry)
+_GAVE_UP = (LimitRecord, FailureRecord)
 
 MOST_STEPS = 100_000
 """No episode takes more steps: what a machine whose cycles no limit bounds is stopped by."""
@@ -152,9 +156,7 @@ class Executor:
             record = FailureRecord(failure=failure_of(error, episode))
             written = write_record(record)
         event, dest = self.feed(episode, record)
-        entry = JournalEntry(
-            seq=episode.seq, state=state, event=event, dest=dest, record=record, at=at, seconds=seconds
-        )
+        entry = _make_entry(seq=episode.seq, state=state, event=event, dest=dest, record=record, at=at, seconds=seconds)
         episode.seq += 1
         note_seconds(episode, entry)
         await self._append(episode.id, entry, written)
@@ -200,7 +202,9 @@ class Executor:
     async def _act(self, action: Action, episode: Episode, world: World) -> Record:
         """What the action brings back, its images put away."""
         record = await action.perform(episode, world)
-        return record if self._settle is None else await self._settle(episode, record)
+        if self._settle is None or isinstance(record, GenerationRecord):  # a model says no images
+            return record
+        return await self._settle(episode, record)
 
     def feed(self, episode: Episode, record: Record) -> tuple[str, str]:
         """Apply a record and take its transition. Pure: the whole of a replay.
@@ -213,7 +217,7 @@ class Executor:
             event = self._apply(episode, record)
             if episode.solved and episode.solved_turn is None:
                 episode.solved_turn = episode.turn
-            if not isinstance(record, LimitRecord | FailureRecord):
+            if not isinstance(record, _GAVE_UP):
                 self._rules.apply(state, episode.ledger, episode.turn, episode.context)
         except EngineError as error:
             event = self._failed(episode, failure_of(error, episode))
@@ -245,12 +249,11 @@ class Executor:
 
     def _next(self, episode: Episode, event: str) -> str | None:
         """Where the event leads; None where nothing handles it, which is itself a failure."""
-        for attempt in dict.fromkeys((event, "failed")):
-            try:
-                return self._machine.next(episode.state, attempt, episode.context)
-            except EngineError as error:
-                self._failed(episode, failure_of(error, episode))
-        return None
+        try:
+            return self._machine.next(episode.state, event, episode.context)
+        except EngineError as error:
+            self._failed(episode, failure_of(error, episode))
+        return self._next(episode, "failed") if event != "failed" else None
 
     async def restore(self, episode: Episode, world: World, journal: Sequence[JournalEntry]) -> None:
         """Bring an episode to where its journal ends, calling again only what must be called again.
@@ -262,7 +265,7 @@ class Executor:
         for entry in journal:
             action = self._actions.get(episode.state)
             again = None
-            if action is not None and not isinstance(entry.record, LimitRecord | FailureRecord):
+            if action is not None and not isinstance(entry.record, _GAVE_UP):
                 effects = action.effects(world, entry.record)
                 if effects == "external":
                     raise RestartNeededError(f"{episode.id}: what was called in {entry.state} cannot be called again")

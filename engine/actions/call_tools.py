@@ -7,8 +7,12 @@ from pathlib import Path
 from engine.actions.base import Services, World, post_rewards
 from engine.episode import Episode
 from engine.errors import WorldError
+from engine.made import maker
 from schemas.journal import ToolsRecord
 from schemas.message import Message
+
+_make_record = maker(ToolsRecord)
+_make_message = maker(Message)
 
 
 class CallToolsAction:
@@ -30,7 +34,8 @@ class CallToolsAction:
         if world.toolbox is None:
             raise WorldError("tools are called, but the spec has none", blame="spec", kind="no_tools")
         left = self._most - episode.tool_calls if self._most is not None else len(episode.attempts)
-        return ToolsRecord(results=await world.toolbox.call_all(episode.attempts, episode.view(), budget=left))
+        results = await world.toolbox.call_all(episode.attempts, episode.turn, episode.view, budget=left)
+        return _make_record(results=results)
 
     def apply(self, episode: Episode, record: ToolsRecord) -> str:
         """Show the results; write their rewards and facts. A fact `solved: true` marks the outcome as solved."""
@@ -44,7 +49,7 @@ class CallToolsAction:
             episode.solved = episode.solved or result.facts.get("solved") is True
         episode.conversation.add(
             [
-                Message(role="tool", content=result.content, tool_call_id=result.call_id, name=result.name)
+                _make_message(role="tool", content=result.content, tool_call_id=result.call_id, name=result.name)
                 for result in record.results
             ]
         )

@@ -8,12 +8,14 @@ from pathlib import Path
 from engine.actions.base import Services, World
 from engine.episode import Episode, TurnNote
 from engine.errors import BackendError
+from engine.made import maker
 from engine.rewards.state_key import compile_state_key
-from engine.tokens.tape import largest
 from schemas.generation import GenerateRequest, Generation
 from schemas.journal import GenerationRecord
 
 _attempt = itertools.count()
+_make_request = maker(GenerateRequest)
+_make_record = maker(GenerationRecord)
 
 
 class GenerateAction:
@@ -30,7 +32,6 @@ class GenerateAction:
         contexts = [spec.model.context or services.format.context, getattr(services.backend, "context", None)]
         self._context: int | None = min((value for value in contexts if value), default=None)
         self._stop = sorted({*services.format.stop_token_ids, *spec.sampling.stop_token_ids})
-        self._vocab = services.format.vocab_size
         self._vision = services.format.vision
         self._banned = self._vision.banned if self._vision is not None else []
         self._in_words = bool(getattr(services.backend, "wants_messages", False))
@@ -65,7 +66,7 @@ class GenerateAction:
         """One reply. It holds a generation slot while it is asked for, and at no other time."""
         prompt = episode.conversation.prompt()
         images, spans = episode.conversation.shown()
-        request = GenerateRequest(
+        request = _make_request(
             request_id=f"{episode.id}#{episode.turn + 1}.{next(_attempt)}",
             episode_id=episode.id,
             turn=episode.turn + 1,
@@ -83,21 +84,15 @@ class GenerateAction:
         )
         async with self._services.slots:
             generation = await self._services.backend.generate(request)
-        self._check(generation, request.max_new_tokens)
-        return GenerationRecord(generation=generation)
+        self._check(episode, generation, request.max_new_tokens)
+        return _make_record(generation=generation)
 
-    def _check(self, generation: Generation, most: int) -> None:
+    def _check(self, episode: Episode, generation: Generation, most: int) -> None:
         """What a backend may not do, whoever wrote it: checked before anything is written down."""
-        ids = generation.output_ids
-        if largest(ids) >= self._vocab:
-            bad = next(int(token) for token in ids if not 0 <= token < self._vocab)
-            raise BackendError(
-                f"the backend sampled token id {bad}; the vocabulary is [0, {self._vocab})", kind="bad_token"
-            )
-        if self._vision is not None:
-            self._vision.check_sampled(ids)
-        if len(ids) > most:
-            raise BackendError(f"the backend sampled {len(ids)} tokens where {most} were asked for", kind="bad_reply")
+        episode.conversation.check(generation)
+        count = len(generation.output_ids)
+        if count > most:
+            raise BackendError(f"the backend sampled {count} tokens where {most} were asked for", kind="bad_reply")
 
     def apply(self, episode: Episode, record: GenerationRecord) -> str:
         """Append the reply to the tape and read it."""

@@ -21,12 +21,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from engine.actions.workers import Workers, call_world
 from engine.errors import EngineError, WorldError
+from engine.made import maker
 from schemas.environment import EpisodeView, ToolReply
 from schemas.message import MalformedCall, ToolCall, ToolResult
 from schemas.reward import RewardEvent
 
 if TYPE_CHECKING:
     from schemas.episode import Effects
+
+_make_result = maker(ToolResult)
 
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
 _PARAMETER = re.compile(r"^(\s+)(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")
@@ -163,31 +166,38 @@ class Toolbox:
         return tool.effects if tool else "pure"
 
     async def call_all(
-        self, attempts: Sequence[ToolCall | MalformedCall], view: EpisodeView, *, budget: int
+        self,
+        attempts: Sequence[ToolCall | MalformedCall],
+        turn: int,
+        view: Callable[[], EpisodeView],
+        *,
+        budget: int,
     ) -> list[ToolResult]:
         """Carry out the attempts of one turn in parallel; results in their order.
 
         Args:
             attempts: What the model wrote.
-            view: For tools that ask for it.
+            turn: The newest assistant turn, from 0.
+            view: Gives what tools may see, for those that ask for it.
             budget: How many calls the limit `tool_calls` leaves.
         """
+        seen = lru_cache(1)(view) if len(attempts) > 1 else view  # one view for all calls of a turn
         jobs = []
         for index, attempt in enumerate(attempts):
             if isinstance(attempt, MalformedCall):
-                jobs.append(_answer(f"call_{view.turn}_{index}", "", "malformed", attempt.problem))
+                jobs.append(_answer(f"call_{turn}_{index}", "", "malformed", attempt.problem))
             elif budget <= 0:
                 jobs.append(
                     _answer(attempt.id, attempt.name, "limit", "You have no tool calls left. Answer without tools.")
                 )
             else:
                 budget -= 1
-                jobs.append(self.call(attempt, view))
+                jobs.append(self.call(attempt, seen))
         if len(jobs) == 1:
             return [await jobs[0]]
         return list(await asyncio.gather(*jobs))
 
-    async def call(self, call: ToolCall, view: EpisodeView) -> ToolResult:
+    async def call(self, call: ToolCall, view: Callable[[], EpisodeView]) -> ToolResult:
         """Carry out one call. What the tool raises is a result, not an exception."""
         tool = self.tools.get(call.name)
         if tool is None:
@@ -203,9 +213,9 @@ class Toolbox:
             return await _answer(
                 call.id, call.name, "invalid_arguments", f"Wrong arguments for `{call.name}`: {_explain(error)}."
             )
-        arguments = {name: getattr(checked, name) for name in tool.shape.arguments.model_fields}
+        arguments = dict(checked.__dict__)
         if tool.shape.view:
-            arguments[tool.shape.view] = view
+            arguments[tool.shape.view] = view()
         began = time.perf_counter()
         try:
             value = await call_world(
@@ -237,6 +247,8 @@ async def _answer(call_id: str, name: str, error: Any, words: str) -> ToolResult
 
 
 def _result(call: ToolCall, value: Any, seconds: float) -> ToolResult:
+    if type(value) is str and value.isascii():
+        return _make_result(call_id=call.id, name=call.name, content=value, rewards=[], facts={}, seconds=seconds)
     rewards: list[RewardEvent] = []
     facts: dict[str, Any] = {}
     if isinstance(value, ToolReply):

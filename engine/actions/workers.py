@@ -203,6 +203,8 @@ async def _at_once(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple
         outcome = (None, RuntimeError("a coroutine with nothing to wait for gave way"))
     except StopIteration as done:
         outcome = (done.value, None)
+    except (SystemExit, KeyboardInterrupt) as error:
+        outcome = (None, RuntimeError(f"{type(error).__name__}: {error}"))
     except BaseException as error:  # noqa: BLE001  (handed to the caller, whatever it is)
         outcome = (None, error)
     if task is not None and task.cancelling() > before:

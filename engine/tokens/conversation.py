@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from engine.errors import BackendError, BridgeError, RenderError
+from engine.made import maker
 from engine.tokens.format import ChatFormat, Parsed
 from engine.tokens.proof import Trail, View
 from engine.tokens.tape import IntVector, Tape, largest
@@ -22,6 +23,8 @@ from engine.tokens.vision import Placed
 from schemas.generation import Generation
 from schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from schemas.trajectory import Branch
+
+_make_message = maker(Message)
 
 _TAIL = 64
 """Ids before a reply that its parser may look at."""
@@ -70,6 +73,7 @@ class Conversation:
 
     __slots__ = (
         "_asked",
+        "_checked",
         "_end",
         "_heard",
         "_newest",
@@ -100,6 +104,7 @@ class Conversation:
         self._heard = 0
         """How many messages are in the current prompt, or were when it was replied to."""
         self._asked = False
+        self._checked: Generation | None = None
         self._newest: View = {}
         """The newest reply."""
         self._end = _End(None, False)
@@ -167,10 +172,16 @@ class Conversation:
         before = tape.ids[-_TAIL:]
         if generation.text is not None and not len(generation.output_ids):
             return self._reply_in_text(tape, generation.text, turn)
-        self._check(generation)
+        self.check(generation)
+        self._checked = None
         ids = generation.output_ids
         start, end = tape.append(
-            "generated", ids, turn=turn, logprobs=generation.logprobs, versions=generation.versions
+            "generated",
+            ids,
+            turn=turn,
+            logprobs=generation.logprobs,
+            versions=generation.versions,
+            checked=True,
         )
         parsed = self.form.parse(ids, before=before, turn=turn, tools=self._tools or ())
         return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), int(ids[-1]) if end > start else None)
@@ -247,7 +258,7 @@ class Conversation:
             tape = self._tapes[-1][0]
             bridge, images = self._expanded(found.bridge, self._heard)
             if found.closing:
-                tape.append("closing", found.closing)
+                tape.append("closing", found.closing, checked=True)  # one of the format's own stop ids
             tape.append("bridge", bridge, images=images)
         elif keep:
             raise BridgeError(f"the tape cannot go on exactly: {found}; set model.history: branch")
@@ -283,7 +294,14 @@ class Conversation:
 
     # --- replies ------------------------------------------------------------------------------------------
 
-    def _check(self, generation: Generation) -> None:
+    def check(self, generation: Generation) -> None:
+        """Refuse what no model may have sampled. The reply that was checked last is not checked again.
+
+        Raises:
+            BackendError, ImageError: As `reply` does.
+        """
+        if generation is self._checked:
+            return
         ids, size = generation.output_ids, self.form.vocab_size
         if largest(ids) >= size:
             wrong = next(int(id_) for id_ in ids if not 0 <= id_ < size)
@@ -296,6 +314,7 @@ class Conversation:
             self.form.vision.check_sampled(ids)
         if not math.isfinite(np.add.reduce(generation.logprobs)):
             raise BackendError("the backend gave a log-probability that is not a finite number", kind="bad_logprob")
+        self._checked = generation
 
     def _reply_in_text(self, tape: Tape, text: str, turn: int) -> Reply:
         """A backend that answers in text alone: nothing counts as sampled, and its text stands on the tape unmasked."""
@@ -305,7 +324,7 @@ class Conversation:
         return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), None)
 
     def _replied(self, parsed: Parsed, place: TurnPlace, last: int | None) -> Reply:
-        message = Message(
+        message = _make_message(
             role="assistant",
             content=parsed.content,
             reasoning=parsed.reasoning,

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from engine.errors import RenderError
+from engine.made import maker
 from engine.tokens.format import ChatFormat, Parsed, log, probe_tool
 from engine.tokens.hermes import Read, hermes_of
 from engine.tokens.proof import (
@@ -39,6 +41,8 @@ from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.toolcalls import Unreadable, as_arguments, call_parser
 from schemas.episode import ModelSpec
 from schemas.message import MalformedCall, ToolCall
+
+_make_call = maker(ToolCall)
 
 _QWEN, _GLM, _DEEPSEEK, _EOS = "<tool_response>", "[gMASK]", "<｜begin▁of▁sentence｜>", "〈|EOS|〉"
 _MARKS = {
@@ -386,7 +390,10 @@ def _attempt(call: Any, id_: str) -> ToolCall | MalformedCall:
         status = "missing_name"
     if status in ("ok", "unknown_tool") and call.name:
         try:
-            return ToolCall(id=id_, name=call.name, arguments=as_arguments(call.arguments or {}))
+            make = _make_call if call.name.isascii() else ToolCall  # JSON may spell half of a character
+            return make(id=id_, name=call.name, arguments=as_arguments(call.arguments or {}))
+        except ValidationError:
+            return MalformedCall(raw=call.raw, problem="Its name is not text.")
         except Unreadable as problem:
             return MalformedCall(raw=call.raw, problem=str(problem))
     return MalformedCall(raw=call.raw, problem=_PROBLEMS.get(status, f"It could not be read ({status})."))

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engine.made import maker
 from engine.tokens.images import Picture
 from schemas.generation import VersionSpan
 from schemas.trajectory import Branch, ImageSpan, Span, SpanKind
@@ -31,6 +32,8 @@ FloatVector = npt.NDArray[np.float32]
 _KINDS: tuple[SpanKind, ...] = ("prompt", "generated", "bridge", "closing")
 _CODE = {kind: code for code, kind in enumerate(_KINDS)}
 _PROMPT, _GENERATED, _BRIDGE, _CLOSING = range(4)
+_make_span = maker(Span)
+_make_branch = maker(Branch)
 _FIELDS = 4
 """Integers of one span's record: kind, start, end, turn."""
 _SLACK = 32
@@ -126,7 +129,9 @@ class Tape:
     @property
     def spans(self) -> list[Span]:
         """The spans, in order; they cover the tape without a gap."""
-        return [Span(kind=_KINDS[kind], start=start, end=end, turn=turn) for kind, start, end, turn in self._records()]
+        return [
+            _make_span(kind=_KINDS[kind], start=start, end=end, turn=turn) for kind, start, end, turn in self._records()
+        ]
 
     @property
     def has_turns(self) -> bool:
@@ -142,6 +147,7 @@ class Tape:
         logprobs: Sequence[float] | FloatVector | None = None,
         versions: Iterable[VersionSpan] = (),
         images: Sequence[tuple[Picture, int]] = (),
+        checked: bool = False,
     ) -> tuple[int, int]:
         """Write one span and answer where it lies: (start, end).
 
@@ -152,6 +158,7 @@ class Tape:
             logprobs: For `generated`: one for each id.
             versions: For `generated`: weight versions that cover [0, tokens); none means version 0.
             images: The images among `ids`, in order, and where in them each begins.
+            checked: The ids are known to lie in the vocabulary, and to hold no placeholder but those of `images`.
 
         Raises:
             ValueError: The span would break one of the tape's invariants. Nothing was written.
@@ -159,8 +166,10 @@ class Tape:
         tokens = np.asarray(ids, dtype=np.int32)
         count = len(tokens)
         code = _CODE[kind]
-        self._admit(code, tokens, turn)
-        if self._placeholder is not None or images:
+        if not checked:
+            self._admit_ids(tokens)
+        self._admit(code, count, turn)
+        if images or (self._placeholder is not None and not checked):
             self._admit_images(tokens, images)
         start, end = self._length, self._length + count
         if code == _GENERATED:
@@ -174,12 +183,14 @@ class Tape:
             self._turn = turn
         elif not count:
             return start, end
-        self._ids = _grown(self._ids, start, count)
+        if end > len(self._ids):
+            self._ids = _grown(self._ids, start, count)
         self._ids[start:end] = tokens
         self._length = end
         self._view = None
         self._spans.extend((code, start, end, turn))
-        self.images.extend((picture, start + at) for picture, at in images)
+        if images:
+            self.images.extend((picture, start + at) for picture, at in images)
         return start, end
 
     def branch(self, index: int, reason: str) -> Branch:
@@ -203,7 +214,7 @@ class Tape:
                 taken += end - start
         for run in self._versions:
             versions[run.start : run.end] = run.version
-        return Branch(
+        return _make_branch(
             index=index,
             reason=reason,
             spans=self.spans,
@@ -222,15 +233,17 @@ class Tape:
         record = iter(self._spans)
         return zip(record, record, record, record, strict=True)
 
-    def _admit(self, code: int, tokens: IntVector, turn: int) -> None:
+    def _admit_ids(self, tokens: IntVector) -> None:
         if tokens.ndim != 1:
             raise ValueError(f"ids are a flat list, not of shape {tokens.shape}")
         if largest(tokens) >= self._vocab:
             raise ValueError(f"ids must lie in [0, {self._vocab}); found {int(tokens.min())} to {int(tokens.max())}")
+
+    def _admit(self, code: int, count: int, turn: int) -> None:
         last = self._spans[-_FIELDS] if self._spans else None
         if (code == _PROMPT) != (last is None):
             raise ValueError("a tape begins with its one prompt span")
-        if code == _PROMPT and not len(tokens):
+        if code == _PROMPT and not count:
             raise ValueError("the prompt is empty")
         if code == _CLOSING and last == _PROMPT:
             raise ValueError("a closing span closes a turn; there is none yet")
@@ -260,7 +273,8 @@ class Tape:
             )
 
     def _keep_sampled(self, count: int, logprobs: Sequence[float] | FloatVector | None, runs: list[_Run]) -> None:
-        self._logprobs = _grown(self._logprobs, self._sampled, count)
+        if self._sampled + count > len(self._logprobs):
+            self._logprobs = _grown(self._logprobs, self._sampled, count)
         self._logprobs[self._sampled : self._sampled + count] = logprobs
         self._sampled += count
         self._versions.extend(run for run in runs if run.end > run.start)
@@ -275,7 +289,7 @@ def as_seen(branch: Branch) -> Branch:
     end = max((span.end for span in branch.spans if span.kind == "generated"), default=len(branch.input_ids))
     if end == len(branch.input_ids):
         return branch
-    return Branch(
+    return _make_branch(
         index=branch.index,
         reason=branch.reason,
         spans=[span for span in branch.spans if span.end <= end],

@@ -146,7 +146,7 @@ def test_functions_that_cannot_be_called_by_name_are_refused(source: str) -> Non
 async def test_results_come_in_the_order_of_the_calls(box: Toolbox) -> None:
     calls = [call("slow", 0, seconds=0.1), call("search", 1, query="q"), call("slow", 2, seconds=0.05)]
     began = time.perf_counter()
-    results = await box.call_all(calls, VIEW, budget=9)
+    results = await box.call_all(calls, VIEW.turn, lambda: VIEW, budget=9)
     assert [(r.call_id, r.content, r.error) for r in results] == [
         ("call_2_0", "waited 0.1", None),
         ("call_2_1", "q/5/new", None),
@@ -164,7 +164,7 @@ async def test_every_attempt_has_a_result_that_says_what_to_do(box: Toolbox) -> 
         call("slow", 4, seconds=5),
         call("search", 5, query="last"),
     ]
-    results = await box.call_all(attempts, VIEW, budget=4)
+    results = await box.call_all(attempts, VIEW.turn, lambda: VIEW, budget=4)
     assert [(r.call_id, r.error) for r in results] == [
         ("call_2_0", "unknown_tool"),
         ("call_2_1", "malformed"),
@@ -185,13 +185,13 @@ async def test_every_attempt_has_a_result_that_says_what_to_do(box: Toolbox) -> 
 
 
 async def test_tools_may_write_rewards_and_facts(box: Toolbox) -> None:
-    (result,) = await box.call_all([call("peek", word="see")], VIEW, budget=1)
+    (result,) = await box.call_all([call("peek", word="see")], VIEW.turn, lambda: VIEW, budget=1)
     assert (result.content, result.facts) == ("see t", {"peeked": True})
     assert result.rewards == [RewardEvent(value=0.5)]
 
 
 async def test_json_values_are_shown_as_json(box: Toolbox) -> None:
-    (result,) = await box.call_all([call("numbers")], VIEW, budget=1)
+    (result,) = await box.call_all([call("numbers")], VIEW.turn, lambda: VIEW, budget=1)
     assert result.content == '{"n":[1,2]}'
 
 
@@ -203,6 +203,6 @@ async def test_what_cannot_be_shown_is_the_tools_fault() -> None:
     workers = Workers(1)
     box = Toolbox([bind_tool(bad, name=None, seconds=1, effects="pure", where="tools")], workers)
     with pytest.raises(WorldError) as caught:
-        await box.call_all([call("bad")], VIEW, budget=1)
+        await box.call_all([call("bad")], VIEW.turn, lambda: VIEW, budget=1)
     assert (caught.value.blame, caught.value.kind) == ("tool", "tool_bad_result")
     workers.close()

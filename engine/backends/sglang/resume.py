@@ -12,7 +12,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from engine.backends.sglang.wire import Part
+from engine.made import maker
 from schemas.generation import FinishReason, Generation, SamplingParams, VersionSpan
+
+_make_generation = maker(Generation)
 
 TAIL = 64
 """Tokens at the cut that are decoded to look for the beginning of a stop string."""
@@ -87,7 +90,7 @@ def join(parts: Sequence[Part], finish: FinishReason, seconds: float) -> Generat
         ids = np.concatenate([part.ids for part in parts])
         logprobs = np.concatenate([part.logprobs for part in parts])
         versions = _join_versions(parts)
-    return Generation(
+    return _make_generation(
         output_ids=ids,
         logprobs=logprobs,
         finish=finish,
@@ -95,7 +98,7 @@ def join(parts: Sequence[Part], finish: FinishReason, seconds: float) -> Generat
         prompt_tokens=first.prompt_tokens,
         cached_tokens=first.cached_tokens,
         seconds=seconds,
-        queue_seconds=sum(part.queue_seconds for part in parts),
+        queue_seconds=first.queue_seconds if len(parts) == 1 else sum(part.queue_seconds for part in parts),
     )
 
 
