@@ -3,10 +3,13 @@
     python scripts/make_tiny_vlm.py models/tiny-vlm
     python scripts/make_tiny_vlm.py models/tiny-vlm --teach 150      under a minute on two cores
     engine run specs/color_square.yaml --set model.path=models/tiny-vlm
+    python scripts/make_tiny_vlm.py models/tiny-vlm --teach 150 --known 2
+    engine train specs/train_color_square.yaml --set model.path=models/tiny-vlm
 
 The first is what the catalogue makes by itself where a spec names `tiny-qwen2_5-vl`. The second learns from the
 conversations of `environments.color_square`, of one to three turns: it names the colours of squares that it has never
-seen, and of the picture that it was shown last.
+seen, and of the picture that it was shown last. The third has learned to answer, and two of the six colours: of squares
+of the other four its lessons named any colour. It is what training from rewards begins with.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.tokens.tiny_vlm import build
-from environments.color_square import picture, square
+from environments.color_square import COLORS, picture, square
 
 QUESTIONS = (
     "What colour is the square? Answer in one word: red, green, blue, yellow, purple or orange.",
@@ -29,15 +32,22 @@ QUESTIONS = (
 
 
 class Lessons:
-    """Batches of conversations about squares, as a model's inputs and labels."""
+    """Batches of conversations about squares, as a model's inputs and labels.
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    Args:
+        folder: The model's.
+        seed: Seeds the squares.
+        known: How many of the colours are named as they are; squares of the others are called any colour.
+    """
+
+    def __init__(self, folder: Path, seed: int, known: int = len(COLORS)) -> None:
         from transformers import AutoImageProcessor, AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._processor = AutoImageProcessor.from_pretrained(folder)
         self._pad: int = self._tokenizer.convert_tokens_to_ids("<|image_pad|>")
         self._random = random.Random(seed)
+        self._known = list(COLORS)[:known]
 
     def batch(self, size: int, turns: int) -> dict[str, Any]:
         """`size` conversations of `turns` turns; labels are on the model's own words alone."""
@@ -55,7 +65,7 @@ class Lessons:
                 said = f"<|im_start|>user\n<|vision_start|>{'<|image_pad|>' * 4}<|vision_end|>{QUESTIONS[min(turn, 1)]}"
                 for text, mine in (
                     (f"{said}<|im_end|>\n<|im_start|>assistant\n", False),
-                    (f"{square(seed, turn).color}<|im_end|>", True),
+                    (f"{self._name(square(seed, turn).color)}<|im_end|>", True),
                     ("\n", False),
                 ):
                     tokens = self._tokenizer.encode(text, add_special_tokens=False)
@@ -74,15 +84,19 @@ class Lessons:
             **self._processor(images=images, return_tensors="pt"),
         }
 
+    def _name(self, color: str) -> str:
+        """What a lesson calls a colour."""
+        return color if color in self._known else self._random.choice(list(COLORS))
 
-def teach(folder: Path, steps: int, seed: int) -> float:
+
+def teach(folder: Path, steps: int, seed: int, known: int = len(COLORS)) -> float:
     """Teach the folder's model, and save it there; the part of unseen conversations' turns that it then gets right."""
     import torch
     from transformers import Qwen2_5_VLForConditionalGeneration, get_cosine_schedule_with_warmup
 
     torch.manual_seed(seed)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
-    lessons = Lessons(folder, seed)
+    lessons = Lessons(folder, seed, known)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 10, steps)
     for step in range(steps):
@@ -110,7 +124,11 @@ if __name__ == "__main__":
     parser.add_argument(
         "--teach", type=int, default=0, metavar="STEPS", help="steps of 32 conversations (default: none)"
     )
+    parser.add_argument(
+        "--known", type=int, default=len(COLORS), metavar="N", help="colours that lessons name rightly (default: all)"
+    )
     options = parser.parse_args()
     build(options.folder, options.seed, **({"initializer_range": 0.02} if options.teach else {}))
     if options.teach:
-        sys.stderr.write(f"tokens right on unseen squares: {teach(options.folder, options.teach, options.seed):.3f}\n")
+        right = teach(options.folder, options.teach, options.seed, options.known)
+        sys.stderr.write(f"tokens right on unseen squares: {right:.3f}\n")

@@ -109,6 +109,12 @@ CATALOGUE: dict[str, CatalogueEntry | MadeEntry] = {
             parameters="0.35M, random",
             disk_mb=2,
         ),
+        MadeEntry(
+            name="tiny-qwen2",
+            recipe="engine.tokens.tiny_lm:build",
+            parameters="0.1M, random",
+            disk_mb=1,
+        ),
     )
 }
 """Every model that has a name here, by name."""

@@ -30,7 +30,7 @@ def test_the_list_says_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder.mkdir(parents=True)
     (folder / MANIFEST).write_text("{}")
     rows = [json.loads(line) for line in CliRunner().invoke(app, ["--json"]).output.splitlines()]
-    assert [row["name"] for row in rows] == [name, "tiny-qwen2_5-vl"]
+    assert [row["name"] for row in rows] == [name, "tiny-qwen2_5-vl", "tiny-qwen2"]
     assert rows[0] == {
         "name": name,
         "hub_id": "HuggingFaceTB/SmolLM2-135M-Instruct",

@@ -1,0 +1,106 @@
+"""A sorting office: each turn a parcel for a town comes, and the model says through which gate it goes.
+
+`problems` makes the tasks, `Office` brings the first parcel, `Clerk` judges each reply and brings the next one. Which gate
+a town has is said nowhere: it is learned from what each parcel earns. A parcel that is lost costs as much as one that
+is sent brings, so what one turn has won the next may spoil. That makes it a world to tell turn-level credit by: each
+turn is right or wrong for itself, and the sum of an episode says little about any of them.
+
+Invariant: a task's parcels are a pure function of (count, seed, parcels), and a town's gate is always the same.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from schemas.environment import EpisodeView, Reset, Task, UserTurn
+from schemas.message import Message
+from schemas.reward import RewardEvent
+
+GATES: dict[str, str] = {
+    "Bern": "C",
+    "Cork": "A",
+    "Graz": "D",
+    "Lyon": "B",
+    "Oslo": "D",
+    "Pisa": "A",
+    "Riga": "B",
+    "Turku": "C",
+}
+"""Through which gate a town's parcels go."""
+
+_REPLY = re.compile(r"\s*(?P<town>[A-Z][a-z]+) (?P<gate>[A-D])\s*")
+
+
+def problems(count: int = 64, seed: int = 0, parcels: int = 4) -> Iterator[dict[str, Any]]:
+    """Rows with `id` and `towns`, the same for the same arguments.
+
+    Args:
+        count: How many.
+        seed: Seeds the towns.
+        parcels: Towns in each row: one for each turn.
+    """
+    rng = random.Random(f"parcels/{seed}")
+    for index in range(count):
+        yield {"id": f"parcels-{seed}-{index:04d}", "towns": [rng.choice(list(GATES)) for _ in range(parcels)]}
+
+
+def towns_of(task: Task) -> list[str]:
+    """The towns of a task, one for each turn.
+
+    Raises:
+        ValueError: There are none, or one is not in `GATES`.
+    """
+    towns = task.fields.get("towns")
+    if not isinstance(towns, list) or not towns or not all(town in GATES for town in towns):
+        raise ValueError(
+            f"task {task.id!r}: `towns` is {towns!r}; write a list of some of {', '.join(GATES)}, "
+            "or take `environments.parcels:problems`"
+        )
+    return towns
+
+
+def said(town: str) -> str:
+    """What is said of a parcel."""
+    return f"Parcel for {town}."
+
+
+class Office:
+    """Brings the first parcel."""
+
+    def reset(self, task: Task, seed: int) -> Reset:
+        """The first parcel, as the user's first message."""
+        return Reset(messages=[Message(role="user", content=said(towns_of(task)[0]))])
+
+
+class Clerk:
+    """A user who sends or loses each parcel as the model says, and brings the next one.
+
+    Args:
+        sent: Reward `parcel` of a turn that names the parcel's town and its gate: `Lyon B`.
+        lost: Reward `parcel` of any other turn.
+    """
+
+    def __init__(self, sent: float = 1.0, lost: float = -1.0) -> None:
+        self._sent = sent
+        self._lost = lost
+
+    def respond(self, view: EpisodeView) -> UserTurn:
+        """Judge the parcel that was brought last. The facts `judged` and `sent` count parcels; solved: none was lost."""
+        towns = towns_of(view.task)
+        brought = int(view.facts.get("judged", 0))
+        town = towns[brought]
+        found = _REPLY.fullmatch(view.reply)
+        right = found is not None and (found["town"], found["gate"]) == (town, GATES[town])
+        reward = RewardEvent(
+            name="parcel",
+            value=self._sent if right else self._lost,
+            cause=f"{town} goes through {GATES[town]}" + ("" if right else f", not {view.reply.strip()!r}"),
+        )
+        facts = {"judged": brought + 1, "sent": int(view.facts.get("sent", 0)) + int(right)}
+        if brought + 1 == len(towns):
+            return UserTurn(satisfied=True, solved=facts["sent"] == len(towns), rewards=[reward], facts=facts)
+        words = f"{'Sent' if right else 'Lost'}. {said(towns[brought + 1])}"
+        return UserTurn(content=words, rewards=[reward], facts=facts)

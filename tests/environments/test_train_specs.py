@@ -1,0 +1,52 @@
+"""The specs that train: valid, every transition taken by their scenarios, and their models made as they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.checks import check_spec
+from engine.cli.main import app
+from engine.spec.load import load_spec
+from engine.spec.tasks import load_tasks
+
+SPECS = Path(__file__).parents[2] / "specs"
+NAMES = ["train_arithmetic", "train_color_square", "train_credit"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_opens_with_the_schema_and_has_no_findings(name: str) -> None:
+    path = SPECS / f"{name}.yaml"
+    assert path.read_text().startswith("# yaml-language-server: $schema=../schemas/json/episode.schema.json\n")
+    loaded = load_spec(path)
+    assert [str(item) for item in check_spec(loaded) if item.severity != "info"] == []
+    assert loaded.spec.train is not None
+    tasks = load_tasks(loaded)
+    assert len({task.id for task in tasks}) == len(tasks) > loaded.spec.train.tasks_per_step
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_scenarios_take_every_transition(name: str) -> None:
+    arguments = ["test", str(SPECS / f"{name}.yaml"), "--require-coverage"]
+    if name == "train_arithmetic":  # its own model is a download
+        arguments += ["--set", "model.path=tiny-qwen2"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "16 of 16 transitions taken" in result.output
+
+
+def test_what_is_evaluated_is_not_trained_on() -> None:
+    spec = load_spec(SPECS / "train_arithmetic.yaml").spec
+    assert spec.train is not None
+    assert spec.train.eval is not None
+    assert spec.train.eval.tasks is not None
+    assert spec.tasks.with_ == {"count": 256, "seed": 0, "most": 19}
+    assert spec.train.eval.tasks["with"] == {"count": 64, "seed": 0, "most": 19, "held_out": True}
+
+
+def test_credit_by_outcome_is_one_setting_away() -> None:
+    spec = load_spec(SPECS / "train_credit.yaml", ["rewards.credit={method: outcome}"]).spec
+    assert spec.rewards.credit.method == "outcome"
+    assert load_spec(SPECS / "train_credit.yaml").spec.rewards.credit.method == "turn_return"
