@@ -73,7 +73,7 @@ class Coach:
     def respond(self, view: EpisodeView) -> UserTurn:
         """Satisfied with the right answer in `<answer>` tags, and after the last try; help with any other answer."""
         wanted = _answer(view.task)
-        answer = final_number(view.reply, ("tags",))
+        answer = final_number(view.reply, ["tags"])
         rewards = []
         if answer is not None and not view.facts.get("in_form"):
             rewards.append(RewardEvent(name="form", value=self._form, cause="an answer in tags"))
