@@ -11,7 +11,7 @@ from engine.actions.events import ACTION_EVENTS, ALWAYS, SCORERS
 from engine.checks.chart import Chart, Edge
 from engine.checks.explore import Graph, explore
 from engine.checks.logic import ALWAYS as ALWAYS_TRUE
-from engine.checks.logic import Ranges, formula
+from engine.checks.logic import UNKNOWN, Formula, Ranges, formula
 from engine.checks.loops import Cycles, cycles_of
 from engine.checks.work import TooMuch, Work
 from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, resolve_machine
@@ -31,8 +31,10 @@ MOST_TRANSITIONS = 10_000
 """Of a machine that is looked at, with every list and `"*"` written out."""
 MOST_WORK = 200_000
 """What one rule may spend."""
-ENTRY = 1_000
-"""What it costs to import something."""
+MOST_ENTRIES = 100
+"""Entry points that are imported."""
+MOST_READ = 100_000
+"""Characters of conditions that are read for what they say."""
 PRESETS_STATES = frozenset(name for preset in PRESETS.values() for name in preset.states)
 
 
@@ -54,6 +56,9 @@ class CheckContext:
     work: Work = field(default_factory=Work)
     """What the rule that is tried may still spend; without bound unless `check_spec` bounds it."""
     _entries: dict[str, Any] = field(default_factory=dict)
+    _read: dict[str, bool] = field(default_factory=dict)
+    """Conditions that were asked for, and whether they are read."""
+    _characters: int = 0
 
     @property
     def spec(self) -> EpisodeSpec:
@@ -93,7 +98,8 @@ class CheckContext:
     def entry(self, use: str) -> Any:
         """What an entry point names, or the EntryError that says why it cannot be had."""
         if use not in self._entries:
-            self.work.spend(ENTRY)
+            if len(self._entries) == MOST_ENTRIES:
+                raise TooMuch
             try:
                 self._entries[use] = load_entry(use, self.loaded.base)
             except EntryError as error:
@@ -149,13 +155,25 @@ class CheckContext:
                     settled.add(group)
         return live
 
+    def formula(self, expression: str) -> Formula:
+        """A guard as clauses, under the spec's limits."""
+        return self._formula(expression, self.limit_values)
+
+    def _formula(self, expression: str, values: tuple[tuple[str, float], ...]) -> Formula:
+        """Of more than `MOST_READ` characters in all, the rest is not read: anything may come of it."""
+        known = self._read.get(expression)
+        if known is None:
+            known = self._read[expression] = self._characters + len(expression) <= MOST_READ
+            self._characters += len(expression)
+        return formula(expression, values if "limits" in expression else ()) if known else UNKNOWN
+
     def chart(self, limits: LimitsSpec | None = None) -> Chart:
         """The machine as it is walked through, within the spec's limits or other ones."""
         within = limits or self.spec.limits
         values = _values(within)
         groups: dict[tuple[str, str], list[Edge]] = {}
         for edge in self.machine.transitions:
-            guard = ALWAYS_TRUE if edge.conditions is None else formula(edge.conditions, values)
+            guard = ALWAYS_TRUE if edge.conditions is None else self._formula(edge.conditions, values)
             groups.setdefault((edge.source, edge.trigger), []).append(Edge(edge.dest, guard))
         triggers: dict[str, list[str]] = {}
         for source, trigger in groups:
@@ -164,14 +182,16 @@ class CheckContext:
         own = {name: self.events_of(self.states[name]) for name in working}
         events = {name: triggers.get(name, []) if known is None else known for name, known in own.items()}
         sampled = self.spec.sampling.max_new_tokens
+        counted = (within.assistant_turns, within.user_turns, within.tool_calls)
+        most = [None if limit is None else min(limit, UNBOUNDED) for limit in counted]
         return Chart(
             self.machine.initial,
             tuple((name, str(self.states[name].action)) for name in working),
             tuple((name, tuple(event for event in events[name] if event not in ALWAYS)) for name in working),
             tuple((key, tuple(group)) for key, group in groups.items()),
-            (within.assistant_turns, within.user_turns, within.tool_calls),
+            (most[0], most[1], most[2]),
             within.episode_seconds is not None,
-            within.turn_tokens if sampled is None else min(within.turn_tokens, sampled),
+            min(within.turn_tokens, UNBOUNDED if sampled is None else sampled, UNBOUNDED),
         )
 
     @cached_property

@@ -19,7 +19,7 @@ from engine.checks.logic import Formula, Ranges
 from engine.checks.walk import Walk
 from engine.checks.work import TooMuch, Work
 
-MOST_WORK = 250_000
+MOST_WORK = 150_000
 """Steps and comparisons that one graph may take."""
 
 

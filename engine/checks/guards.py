@@ -9,7 +9,7 @@ from typing import Literal
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
 from engine.errors import GuardError
-from engine.machine.guards import Guard, GuardProblem, guard_problems
+from engine.machine.guards import LONGEST, Guard, GuardProblem, guard_problems
 from engine.rewards.state_key import is_fact_name
 from engine.spec.diagnostic import DataPath
 
@@ -54,6 +54,7 @@ def _kind(expression: str, message: str) -> Kind:
 
 def _of(ctx: CheckContext, kind: Kind) -> Iterator[Finding]:
     for path, expression in expressions(ctx):
+        ctx.work.spend(min(len(expression), LONGEST))
         for found, problem in _problems(expression):
             if found == kind and not (kind == "not-boolean" and path == STATE_KEY):
                 yield Finding(problem.message, path, problem.fix, offset=problem.column - 1)

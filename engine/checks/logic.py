@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from math import ceil, floor, inf
+from math import ceil, floor, inf, isfinite
 
 from engine.machine.expression import Constant, ExpressionError, Index, ListOf, Name, Node, Operation, Select, parse
+from engine.machine.guards import LONGEST
 from engine.machine.variables import VARIABLES
 
 MOST_CLAUSES = 256
@@ -112,6 +113,8 @@ ALWAYS = Formula(((),), ())
 @lru_cache(maxsize=8192)
 def formula(expression: str, limits: tuple[tuple[str, float], ...] = ()) -> Formula:
     """A guard as clauses, given the values of `limits.*`. What cannot be read is unknown."""
+    if len(expression) > LONGEST:
+        return UNKNOWN
     try:
         tree = parse(expression)
     except ExpressionError:
@@ -303,6 +306,8 @@ class _Reader:
         terms = {term: left.terms.get(term, 0.0) - right.terms.get(term, 0.0) for term in {**left.terms, **right.terms}}
         linear = tuple(sorted((term, factor) for term, factor in terms.items() if factor))
         value = right.constant - left.constant
+        if not all(isfinite(number) for number in (value, *terms.values())):
+            raise TooMany
         if not linear:
             holds = {"<": value > 0, "<=": value >= 0, ">": value < 0, ">=": value <= 0, "==": value == 0}
             return ((),) if (value != 0 if operator == "!=" else holds[operator]) else ()

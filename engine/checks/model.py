@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from engine.checks.context import CheckContext
+from engine.checks.context import UNBOUNDED, CheckContext
 from engine.checks.model_files import ModelFiles, model_files
 from engine.checks.registry import Finding, rule
 from engine.checks.worst_case import context_bound, count_bound
@@ -259,7 +259,7 @@ def prompt_too_long(ctx: CheckContext) -> Iterator[Finding]:
     bound = context_bound(ctx)
     if files is None or bound.most is None:
         return
-    sampled = ctx.spec.sampling.max_new_tokens or ctx.spec.limits.turn_tokens
+    sampled = min(ctx.spec.sampling.max_new_tokens or ctx.spec.limits.turn_tokens, UNBOUNDED)
     room = bound.most - min(sampled, ctx.spec.limits.turn_tokens)
     if room <= 0:
         return  # `limits.contradiction` says it

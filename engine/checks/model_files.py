@@ -15,6 +15,8 @@ from typing import Any
 from engine.errors import SpecError
 from engine.spec.load import LoadedSpec
 
+LARGEST = 64 * 2**20
+"""Bytes of a file that is read."""
 _VISION_KEYS = ("vision_config", "image_token_id", "vision_tower", "mm_vision_tower")
 
 
@@ -155,6 +157,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str | None:
     try:
+        if not path.is_file() or path.stat().st_size > LARGEST:
+            return None
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.checks.context import CheckContext, nearest
-from engine.checks.prompts import known_fields, offset_of
+from engine.checks.prompts import is_file, known_fields, offset_of
 from engine.checks.registry import Finding, rule
 from engine.spec.diagnostic import DataPath
 from engine.spec.template import fields_of, has_field
@@ -34,6 +34,7 @@ def played_field(ctx: CheckContext) -> Iterator[Finding]:
         for index, message in enumerate(part.prompt):
             at = (*path, "prompt", index, "content")
             for name in fields_of(message.content):
+                ctx.work.spend(10 + len(rows))
                 yield from _field(name, message.content, known, rows, at)
 
 
@@ -69,7 +70,7 @@ def played_file(ctx: CheckContext) -> Iterator[Finding]:
             named.append((("backend", "replies"), part.backend.replies))
         for below, name in named:
             full = section_of(ctx.loaded, path).resolve(name, below)
-            if not full.is_file():
+            if not is_file(full):
                 yield Finding(f"the file `{name}` does not exist", (*path, *below), f"looked for {full}")
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from engine.checks.context import CheckContext, nearest
 from engine.checks.registry import Finding, rule
 from engine.errors import SpecError
 from engine.spec.diagnostic import DataPath
+from engine.spec.near import short
 from engine.spec.tasks import Row, rows_of, task_file, task_of
 from engine.spec.template import fields_of, has_field, is_reference, texts_of
 from schemas.episode import ScriptedBackend, Words
@@ -49,7 +51,9 @@ def prompt_field(ctx: CheckContext) -> Iterator[Finding]:
         for below, template in texts_of(message.content)
     ]
     for path, template in templates:
+        ctx.work.spend(1 + len(template) / 50)
         for name in fields_of(template):
+            ctx.work.spend(len(rows))
             for number, fields in rows:
                 lookup = name if number else name.partition(".")[0]
                 if not has_field(name, fields) and not has_field(lookup, fields):
@@ -70,6 +74,7 @@ def _recover_fields(ctx: CheckContext, rows: list[tuple[int, Mapping[str, Any]]]
                 offset = offset_of(template, name)
                 root, _, field = name.partition(".")
                 if root == "task" and field:
+                    ctx.work.spend(len(rows))
                     for number, fields in rows:
                         if not has_field(field if number else field.partition(".")[0], fields):
                             where = f"row {number} has" if number else "tasks have"
@@ -122,6 +127,14 @@ def recover_unused(ctx: CheckContext) -> Iterator[Finding]:
         yield Finding(f"`recover.{key}` has no effect: {who}", ("recover", key), "remove it", key=True)
 
 
+def is_file(path: Path) -> bool:
+    """Whether it is there; a name that no file can have is not."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def offset_of(template: str, name: str) -> int:
     match = re.search(r"\{\{\s*" + re.escape(name), template)
     return match.start() if match else 0
@@ -164,5 +177,5 @@ def missing_file(ctx: CheckContext) -> Iterator[Finding]:
                 named.append(((*above, *below), reference))
     for path, name in named:
         full = ctx.loaded.resolve(name, path)
-        if not full.is_file():
-            yield Finding(f"the file `{name}` does not exist", path, f"looked for {full}")
+        if not is_file(full):
+            yield Finding(f"the file `{short(name)}` does not exist", path, f"looked for {full}")

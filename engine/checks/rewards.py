@@ -11,7 +11,6 @@ from typing import Any
 
 from engine.checks.chart import Place
 from engine.checks.context import CheckContext
-from engine.checks.logic import formula
 from engine.checks.registry import Finding, rule
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
@@ -46,7 +45,7 @@ def _means(address: TurnAddress | None, turns: int) -> int | None:
 
 def _moments(ctx: CheckContext, item: ReassignRule) -> list[Place]:
     """How the episode may stand when a rule applies. At the end only episodes that had a turn count."""
-    when = None if item.when is None else formula(item.when, ctx.limit_values)
+    when = None if item.when is None else ctx.formula(item.when)
     moments = ctx.graph.moments(item.at)
     ctx.work.spend(len(moments))
     found = [place for place in moments if not place.late]

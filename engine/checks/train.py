@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
 from engine.spec.diagnostic import DataPath
-from engine.spec.near import near_or_known
+from engine.spec.near import near_or_known, short
 from schemas.episode import LocalBackend, SGLangBackend
 from schemas.train import DrGrpoLoss, TrainSpec
 
@@ -187,8 +187,8 @@ def metric(ctx: CheckContext) -> Iterator[Finding]:
             continue
         name, path = train.eval.metric, ("train", "eval", "metric")
         where: DataPath = path if ctx.written(*path) else ("train", "eval")
-        if not _MEASURE.fullmatch(name):
-            yield Finding(f"there is no measure `{name}`", where, near_or_known(name, _MEASURES))
+        if len(name) > 80 or not _MEASURE.fullmatch(name):
+            yield Finding(f"there is no measure `{short(name)}`", where, near_or_known(name, _MEASURES))
             continue
         kind, _, number = name.partition("@")
         most = ctx.spec.limits.assistant_turns
@@ -203,7 +203,7 @@ def metric(ctx: CheckContext) -> Iterator[Finding]:
 
 def _powers(most: int) -> list[str]:
     """1, 2, 4, … and `most` itself: the k of `pass@k` that are measured."""
-    return [str(k) for k in sorted({*(2**power for power in range(most.bit_length())), most})]
+    return [str(k) for k in sorted({*(2**power for power in range(min(most.bit_length(), 64))), most})]
 
 
 def _installed(package: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from engine.checks.context import CheckContext
-from engine.checks.logic import ALWAYS, Formula, formula, implies, overlap
+from engine.checks.logic import ALWAYS, Formula, implies, overlap
 from engine.checks.registry import Finding, rule
 from engine.machine.presets import ResolvedTransition
 from engine.spec.diagnostic import DataPath
@@ -24,7 +24,7 @@ class _Pair(NamedTuple):
 
 
 def _guard(ctx: CheckContext, edge: ResolvedTransition) -> Formula:
-    return ALWAYS if edge.conditions is None else formula(edge.conditions, ctx.limit_values)
+    return ALWAYS if edge.conditions is None else ctx.formula(edge.conditions)
 
 
 def _pairs(ctx: CheckContext) -> dict[int, list[_Pair]]:
@@ -172,7 +172,8 @@ def _constant(truth: bool, expression: str, path: DataPath, fix: str) -> Finding
 
 def _truth(ctx: CheckContext, expression: str, asked: list[tuple[str, str | None]]) -> bool | None:
     """What a guard always comes to wherever it is asked; None where that varies, or it never is."""
-    found = formula(expression, ctx.limit_values)
+    found = ctx.formula(expression)
+    ctx.work.spend(len(expression))
     ctx.work.spend(found.weight)
     hull = found.truth(ctx.hull)
     truths: set[bool | None] = set()

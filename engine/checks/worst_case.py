@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import ceil, inf
+from math import inf
 from typing import NamedTuple
 
 from engine.checks.chart import Place
-from engine.checks.context import CheckContext
+from engine.checks.context import UNBOUNDED, CheckContext
 from engine.checks.explore import Graph, explore
 from engine.checks.model_files import model_files
 from engine.errors import SpecError
@@ -41,7 +41,7 @@ class Bound(NamedTuple):
         """So many times as much."""
         if factor is None and self.most != 0:
             return Bound(None, "the number of tasks is not known")
-        return Bound(None if self.most is None else self.most * (factor or 0), self.by)
+        return Bound(None if self.most is None else self.most * min(factor or 0, UNBOUNDED), self.by)
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ def count_bound(ctx: CheckContext, name: str) -> Bound:
 def _count(ctx: CheckContext, graph: Graph, index: int) -> Bound:
     name = COUNTS[index]
     own = getattr(ctx.spec.limits, name)
+    own = None if own is None else min(own, UNBOUNDED)
     if not graph.exact:
         if graph.walked and not any(step.used == index for steps in graph.steps.values() for step in steps):
             return Bound(0.0, MACHINE)
@@ -162,6 +163,7 @@ def _tokens(ctx: CheckContext, turns: Bound) -> dict[str, Bound]:
     by_sampling = sampled is not None and sampled < spec.limits.turn_tokens
     each = spec.limits.turn_tokens if sampled is None else min(sampled, spec.limits.turn_tokens)
     by = "sampling.max_new_tokens" if by_sampling else "limits.turn_tokens"
+    each = min(each, UNBOUNDED)
     total = Bound(None, turns.by) if turns.most is None else Bound(turns.most * each, f"{turns.by} × {by}")
     return {"sampled_tokens": total, "context_tokens": context}
 
@@ -179,7 +181,7 @@ def context_bound(ctx: CheckContext) -> Bound:
     if not found:
         return Bound(None, "neither `limits.episode_tokens` nor `model.context` is set, and the model is not at hand")
     most, by = min(found)
-    return Bound(float(most), by)
+    return Bound(float(min(most, UNBOUNDED)), by)
 
 
 def _images(ctx: CheckContext) -> Bound:
@@ -191,7 +193,7 @@ def _images(ctx: CheckContext) -> Bound:
     if not known:
         return Bound(None, "neither `limits.images` nor `model.max_images` is set")
     most, by = min(known)
-    return Bound(float(most), by)
+    return Bound(float(min(most, UNBOUNDED)), by)
 
 
 # ---- time
@@ -251,7 +253,7 @@ def _run_seconds(spec: EpisodeSpec, one: Bound, episodes: int | None) -> Bound:
     if episodes is None or one.most is None:
         return one.times(episodes)
     live = spec.rollout.live_episodes or 2 * spec.rollout.concurrency
-    return Bound(one.most * ceil(episodes / live), one.by)
+    return Bound(one.most * min(-(-episodes // live), UNBOUNDED), one.by)
 
 
 def _tasks(ctx: CheckContext) -> int | None:

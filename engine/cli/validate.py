@@ -10,6 +10,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,12 @@ VALID, INVALID, UNREADABLE = 0, 1, 2
 _SPEC_KEY = re.compile(r"^(?:spec|extends)[ \t]*:", re.MULTILINE)
 _WORD = re.compile(r""""(?:[^"\\]|\\.)*"|'[^']*'|\{\{.*?\}\}|[\w./:*-]*[\w./*-]""")
 _COLORS = {"error": typer.colors.RED, "warning": typer.colors.YELLOW, "info": typer.colors.BLUE}
+
+
+WIDEST = 400
+"""Characters of a line that are shown."""
+MOST_SHOWN = 64 * 2**20
+"""Bytes of a file that a line is looked for in."""
 
 
 class Format(StrEnum):
@@ -192,7 +199,7 @@ def _cost(report: Report) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    return "unbounded" if value is None else f"{value:,.0f}"
+    return "unbounded" if value is None else f"{value:,.0f}" if value < 1e18 else "over 1e18"
 
 
 def _summary(reports: Sequence[Report]) -> str:
@@ -223,6 +230,9 @@ def _excerpt(item: Diagnostic, sources: Mapping[str, str]) -> list[str]:
         line, column, number = origin.via.partition("\n")[0], origin.column + len("--set "), ""
     else:
         line, column, number = _line(origin.file, origin.line, sources), origin.column, str(origin.line)
+    if len(line) > WIDEST:
+        start = max(0, column - WIDEST // 2)
+        line, column = line[start : start + WIDEST], column - start
     if not line.strip():
         return []
     before = line[: column - 1]
@@ -239,16 +249,30 @@ def _width(char: str) -> int:
 
 
 def _line(file: str, line: int, sources: Mapping[str, str]) -> str:
+    text = sources.get(file)
+    lines = _lines_of_file(file) if text is None else _lines_of(text)
+    return lines[line - 1] if 0 < line <= len(lines) else ""
+
+
+@lru_cache(maxsize=4)
+def _lines_of(text: str) -> list[str]:
     from engine.spec.tree import split_lines
 
-    text = sources.get(file)
-    if text is None:
-        try:
-            text = Path(file).read_text(encoding="utf-8-sig", errors="replace")
-        except (OSError, ValueError):
-            return ""
-    lines = split_lines(text)
-    return lines[line - 1] if 0 < line <= len(lines) else ""
+    return split_lines(text)
+
+
+def _lines_of_file(file: str) -> list[str]:
+    try:
+        status = Path(file).stat()
+        return _read_lines(str(Path(file).absolute()), status.st_mtime_ns, status.st_size)
+    except (OSError, ValueError):
+        return []
+
+
+@lru_cache(maxsize=4)
+def _read_lines(file: str, changed: int, size: int) -> list[str]:
+    with Path(file).open("rb") as stream:
+        return _lines_of(stream.read(MOST_SHOWN).decode("utf-8-sig", errors="replace"))
 
 
 # ---- json

@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 import sys
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,19 @@ def _where(error: BaseException) -> str:
 def _not_found(missing: str, use: str) -> str:
     parent, _, leaf = missing.rpartition(".")
     if not parent:
-        names = [info.name for info in pkgutil.iter_modules() if not info.name.startswith("_")]
+        names = _modules(tuple(sys.path))
         return f"`{use}`: there is no module `{missing}`{_nearest(missing, names, list_all=False)}"
     paths = getattr(sys.modules.get(parent), "__path__", None)
     if paths is None:
         return f"`{use}`: `{parent}` is a module, not a package, so it has no `{leaf}`; write `{parent}:Name`"
     names = [info.name for info in pkgutil.iter_modules(paths)]
     return f"`{use}`: the package `{parent}` has no module `{leaf}`{_nearest(leaf, names)}"
+
+
+@lru_cache(maxsize=4)
+def _modules(path: tuple[str, ...]) -> list[str]:
+    """Names of the modules that can be imported."""
+    return [info.name for info in pkgutil.iter_modules(path) if not info.name.startswith("_")]
 
 
 def _nearest(name: str, known: list[str], *, list_all: bool = True) -> str:

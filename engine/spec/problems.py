@@ -5,12 +5,12 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
 from engine.spec.diagnostic import DataPath, Diagnostic, show_path
+from engine.spec.near import nearest_name, short
 from engine.spec.places import (
     Spot,
     bare,
@@ -115,18 +115,18 @@ def _unknown_key(model: type[BaseModel], fault: _Fault, document: Document) -> D
     path, owner = fault.spot.path, fault.spot.owner
     key, known = str(path[-1]), fields_by_key(owner) if owner else {}
     names = [*known, "extends"] if owner is model and len(path) == 1 else list(known)
-    near = get_close_matches(key.replace("-", "_"), names, n=1, cutoff=0.6)
+    near = nearest_name(key.replace("-", "_"), names)
     elsewhere = [place for place in homes(model).get(key, []) if place != ".".join(map(str, path[:-1]))]
     highest = min((place.count(".") for place in elsewhere), default=0)
     elsewhere = [place for place in elsewhere if place.count(".") == highest]  # not each part's own sampling, say
     if near:
-        fix = f"did you mean `{near[0]}`?"
+        fix = f"did you mean `{near}`?"
     elif elsewhere:
         fix = f"`{key}` belongs under {' or '.join(f'`{place}`' for place in elsewhere[:3])}"
     else:
         fix = f"known here: {', '.join(names)}"
     place = show_path(path[:-1])
-    message = f"`{key}` is no key of {'the spec' if len(path) == 1 else f'`{place}`'}"
+    message = f"`{short(key)}` is no key of {'the spec' if len(path) == 1 else f'`{place}`'}"
     return Diagnostic("spec.unknown-key", "error", message, fix, document.origin(path, key=True), path)
 
 
@@ -302,8 +302,8 @@ def _is_number(text: str) -> bool:
 
 
 def _nearest(value: str, options: list[str]) -> str | None:
-    near = get_close_matches(value, options, n=1, cutoff=0.5)
-    return f"did you mean `{near[0]}`?" if near else None
+    near = nearest_name(value, options, cutoff=0.5)
+    return f"did you mean `{near}`?" if near else None
 
 
 def _value(document: Document, path: DataPath) -> Any:

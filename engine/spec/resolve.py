@@ -20,8 +20,12 @@ from engine.spec.tree import MAX_DEPTH, Mapping, Node, Place, Scalar, Sequence, 
 
 MAX_EXTENDS = 32
 """Longest chain of files that extend each other."""
-MAX_BYTES = 16 * 2**20
-"""Largest file that is read as a spec."""
+MAX_FILES = 64
+"""Most files that one spec is put together from."""
+MAX_BYTES = 4 * 2**20
+"""Most that these files may have together."""
+MOST_PROBLEMS = 200
+"""Mistakes that are told while a spec is put together."""
 
 DECIDES: dict[tuple[str, ...], tuple[str, frozenset[str]]] = {
     ("backend",): ("kind", frozenset()),
@@ -46,6 +50,8 @@ class Resolver:
         """Text of every file that was read, by the name that origins use."""
         self._environ = os.environ if environ is None else environ
         self._merged: dict[Path, Mapping | None] = {}
+        self._bytes = 0
+        self._uses = 0
 
     def resolve(self, path: str | Path, overrides: AbcSequence[str] = ()) -> Mapping | None:
         """The whole tree, or None where a file could not be read; `problems` says what is wrong."""
@@ -61,7 +67,11 @@ class Resolver:
         return resolved
 
     def _problem(self, rule: str, message: str, fix: str | None, at: Origin | None) -> None:
-        self.problems.append(Diagnostic(rule, "error", message, fix, at))
+        if len(self.problems) < MOST_PROBLEMS:
+            self.problems.append(Diagnostic(rule, "error", message, fix, at))
+        elif self.problems[-1].rule != "spec.more":
+            more = f"and more than {MOST_PROBLEMS} mistakes in all"
+            self.problems.append(Diagnostic("spec.more", "error", more, "correct these first", at))
 
     # ---- files and extends
 
@@ -79,9 +89,12 @@ class Resolver:
         rule, at = ("spec.extends", asked) if via else ("spec.unreadable", Origin(file, 1, 1))
         try:
             with Path(file).open("rb") as stream:
-                data = stream.read(MAX_BYTES + 1)
-            if len(data) > MAX_BYTES:
-                self._problem(rule, f"`{file}` has more than {MAX_BYTES:,} bytes", "keep rows in a jsonl file", at)
+                data = stream.read(MAX_BYTES + 1 - self._bytes)
+            self._bytes += len(data)
+            if self._bytes > MAX_BYTES:
+                whole = f"`{file}` has more than {MAX_BYTES:,} bytes"
+                words = whole if not via else f"{whole}, together with what it extends"
+                self._problem(rule, words, "keep rows in a jsonl file", at)
                 return None
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -133,6 +146,12 @@ class Resolver:
 
     def _base(self, base: str, node: Scalar, chain: list[str]) -> Mapping | None:
         real = _real(base)
+        self._uses += 1
+        if self._uses > MAX_FILES:
+            if self._uses == MAX_FILES + 1:
+                message = f"more than {MAX_FILES} files are extended"
+                self._problem("spec.extends", message, "put what they share into one", node.origin)
+            return None
         if any(_real(file) == real for file in chain):
             circle = " -> ".join([*chain, base])
             self._problem(

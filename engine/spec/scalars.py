@@ -21,6 +21,8 @@ _FIRST = frozenset("0123456789-+.")
 
 MAX_DIGITS = 4000
 """Python refuses to read longer integers by default."""
+MAX_HEX = 3000
+"""As many digits of base 16 are fewer of base 10 than Python refuses to write."""
 
 
 def read_scalar(text: str) -> ScalarValue:
@@ -40,7 +42,7 @@ def _read_number(text: str) -> ScalarValue:
     if _OCTAL.fullmatch(text):
         return int(text[2:], 8)
     if _HEX.fullmatch(text):
-        return int(text[2:], 16)
+        return int(text[2:], 16) if len(text) <= MAX_HEX else text
     if _FLOAT.fullmatch(text):
         return float(text)
     if sign := _INF.fullmatch(text):

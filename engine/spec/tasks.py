@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import SpecError
 from engine.spec.diagnostic import DataPath, Diagnostic, Origin
 from engine.spec.entry import EntryError, load_entry
+from engine.spec.near import near_or_known, nearest_name, short
 from schemas.environment import Task
 from schemas.episode import TasksSpec
 
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 
 TASKS: DataPath = ("tasks",)
 
-MOST_COUNTED = 1_000_000
+MOST_COUNTED = 100_000
 """Rows of a function that are counted: some never end."""
+MOST_READ = 256 * 2**20
+"""Bytes of a file whose rows are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,10 @@ def count_tasks(loaded: LoadedSpec) -> int | None:
     if spec.source == "inline":
         found = len(spec.rows or [])
     elif spec.source == "jsonl":
-        with task_file(loaded).open("rb") as stream:
+        file = task_file(loaded)
+        if file.stat().st_size > MOST_READ:
+            return spec.limit
+        with file.open("rb") as stream:
             found = sum(1 for line in stream if line.strip())
     elif spec.source == "parquet":
         found = _parquet_rows(task_file(loaded))
@@ -176,15 +182,20 @@ def task_file(loaded: LoadedSpec) -> Path:
     """
     named = loaded.spec.tasks.path or ""
     path = loaded.resolve(named, (*TASKS, "path"))
-    if path.exists():
-        return path
-    near: list[str] = []
-    if path.parent.is_dir():
-        near = get_close_matches(path.name, [item.name for item in path.parent.iterdir()], n=1)
-    fix = f"did you mean `{Path(named).parent / near[0]}`?" if near else f"looked for {path}"
-    raise _fault(
-        loaded, "tasks.no-file", f"the task file `{named}` does not exist", fix, loaded.origin((*TASKS, "path"))
-    )
+    at = loaded.origin((*TASKS, "path"))
+    near: str | None = None
+    try:
+        if path.is_file() or (path.is_dir() and loaded.spec.tasks.source == "parquet"):
+            return path
+        if path.exists():
+            raise _fault(loaded, "tasks.no-file", f"`{short(named)}` is no file of rows", f"looked at {path}", at)
+        if path.parent.is_dir():
+            near = nearest_name(path.name, (item.name for item in path.parent.iterdir()))
+    except OSError as error:
+        fault = f"the task file `{short(named)}` cannot be had: {error.strerror}"
+        raise _fault(loaded, "tasks.no-file", fault, None, at) from error
+    fix = f"did you mean `{Path(named).parent / near}`?" if near else f"looked for {path}"
+    raise _fault(loaded, "tasks.no-file", f"the task file `{named}` does not exist", fix, at)
 
 
 def _jsonl(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
@@ -287,8 +298,7 @@ _SOURCES: dict[str, Callable[[LoadedSpec, int | None], Iterator[Row]]] = {
 
 
 def _near(name: str, fields: Mapping[str, Any]) -> str:
-    near = get_close_matches(name, list(fields), n=1)
-    return f"did you mean `{near[0]}`?" if near else f"its fields: {', '.join(fields) or 'none'}"
+    return near_or_known(name, list(fields), what="its fields")
 
 
 def _fault(loaded: LoadedSpec, rule: str, message: str, fix: str | None, origin: Origin | None) -> SpecError:

@@ -34,7 +34,7 @@ class TemplateError(EngineError):
 
 def fields_of(template: str) -> list[str]:
     """The fields that a template names, each once, in order of first use."""
-    names = (match[2].strip() for match in _FIELD.finditer(template) if not match[1])
+    names = (match[2].strip() for match in _FIELD.finditer(template, 0, _end(template)) if not match[1])
     return list(dict.fromkeys(names))
 
 
@@ -47,7 +47,13 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
     Raises:
         TemplateError: a field is not there; the nearest one that is there is named.
     """
-    return _FIELD.sub(lambda match: _value(match, fields), template)
+    end = _end(template)
+    return _FIELD.sub(lambda match: _value(match, fields), template[:end]) + template[end:]
+
+
+def _end(template: str) -> int:
+    """Behind the last field: what is not closed is not looked through again and again."""
+    return template.rfind("}}") + 2 if "}}" in template else 0
 
 
 def texts_of(words: Words) -> list[tuple[tuple[str | int, ...], str]]:

@@ -21,6 +21,9 @@ MAX_DEPTH = 64
 MAX_NODES = 200_000
 """Most nodes of one document, each use of an alias counted in full."""
 
+MOST_PROBLEMS = 200
+"""Of one document that are told."""
+
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _CORE = "tag:yaml.org,2002:"
 _COLLECTION_TAGS = {"mapping": f"{_CORE}map", "list": f"{_CORE}seq"}
@@ -132,7 +135,8 @@ class _Builder:
         """Anchor -> the node, its size in nodes and its height in levels."""
 
     def problem(self, rule: str, message: str, fix: str | None, at: Origin, *, stop: bool = False) -> None:
-        self.problems.append(Diagnostic(rule, "error", message, fix, at))
+        if len(self.problems) < MOST_PROBLEMS or stop:
+            self.problems.append(Diagnostic(rule, "error", message, fix, at))
         self.stopped = self.stopped or stop
 
     def take(self, event: Any) -> None:

@@ -181,10 +181,10 @@ def test_the_evaluations_tasks_are_held_to_the_rules_of_tasks() -> None:
     assert found(lines) == [f"{rows}:2:1: error[train.eval-tasks] in the evaluation: row 2 has no field `q`"]
     lines = GROUP + "train:\n  eval:\n    tasks: {source: jsonl, path: row.jsonl}\n"
     assert found(lines) == [
-        "10:33: error[train.eval-tasks] in the evaluation: the task file `row.jsonl` does not exist"
+        "10:34: error[train.eval-tasks] in the evaluation: the task file `row.jsonl` does not exist"
     ]
     lines = GROUP + "train:\n  eval:\n    tasks: {source: inline, rows: [{question: b}]}\n"
-    assert found(lines) == ["5:31: error[train.eval-tasks] in the evaluation: row 1 has no field `q`"]
+    assert found(lines) == ["5:33: error[train.eval-tasks] in the evaluation: row 1 has no field `q`"]
     lines = GROUP + "train:\n  eval:\n    tasks: {source: python, use: 'nowhere_at_all:rows'}\n"
     assert found(lines) == ["10:34: error[train.eval-tasks] `nowhere_at_all:rows`: there is no module `nowhere_at_all`"]
 
@@ -222,8 +222,8 @@ def test_bonuses_and_notices_import_and_can_be_called() -> None:
     )
     assert found(lines) == [
         "11:45: error[world.protocol] `train_entries:curious` takes no argument `scal`",
-        "12:12: error[world.import] `train_entries` has no `curios`",
-        "13:12: error[world.protocol] `train_entries:Bonus` is a class, and a function is called here",
+        "12:13: error[world.import] `train_entries` has no `curios`",
+        "13:13: error[world.protocol] `train_entries:Bonus` is a class, and a function is called here",
         "14:17: error[world.protocol] `train_entries:tell` cannot be called: too many positional arguments",
     ]
 
