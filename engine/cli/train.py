@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from engine.runner.run import Runner
     from engine.spec.load import LoadedSpec
+    from engine.train.distributed import Team
     from engine.train.trainer import TrainResult
 
 
@@ -48,9 +49,16 @@ def train(
     console = Console(highlight=False, soft_wrap=True)
     folder: Path | None = None
     try:
+        from engine.train.distributed import join
+
+        team = join()
+        if not team.main:
+            _follow(team, spec, list(overrides or ()), out, resume)
+            return
         loaded, folder = _prepare(console, spec, list(overrides or ()), out, resume)
         began = time.perf_counter()
-        result = asyncio.run(_drive(loaded, folder, console, quiet=quiet))
+        result = asyncio.run(_drive(loaded, folder, team, console, quiet=quiet))
+        team.close()
     except EngineError as error:
         Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(str(error))
         if folder is not None:
@@ -58,6 +66,21 @@ def train(
             console.print(f"Kept so far: {folder}\nTo go on: engine train --resume {folder}", markup=False)
         raise typer.Exit(1) from None
     _conclude(result, folder, console, time.perf_counter() - began)
+
+
+def _follow(team: Team, spec: Path | None, overrides: list[str], out: Path | None, resume: str | None) -> None:
+    """In every process but the first. Ctrl-C reaches them all: what it means is process 0's to say."""
+    import signal
+
+    from engine.spec.load import load_spec
+    from engine.train import folder as folders
+    from engine.train.trainer import follow
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if resume is not None:
+        follow(folders.read_header(folders.find_training(resume, out or Path("runs"))).loaded_spec(), team)
+    elif spec is not None:
+        follow(load_spec(spec, overrides), team)
 
 
 def _prepare(
@@ -91,7 +114,7 @@ def _prepare(
     return loaded, folders.begin(out or Path(loaded.spec.rollout.out), header)
 
 
-async def _drive(loaded: LoadedSpec, folder: Path, console: Console, *, quiet: bool) -> TrainResult:
+async def _drive(loaded: LoadedSpec, folder: Path, team: Team, console: Console, *, quiet: bool) -> TrainResult:
     from engine.cli.run import stop_on_signals
     from engine.cli.train_panel import TrainPanel, shown
     from engine.train.trainer import Trainer, train_spec_of
@@ -103,7 +126,7 @@ async def _drive(loaded: LoadedSpec, folder: Path, console: Console, *, quiet: b
     def watch(runner: Runner) -> None:
         panel.live = runner.live
 
-    trainer = Trainer(loaded, folder, tell=panel.update, phase=panel.phase, watch=watch)
+    trainer = Trainer(loaded, folder, team=team, tell=panel.update, phase=panel.phase, watch=watch)
     with shown(panel, console, quiet=quiet):
         return await trainer.run(stop=stop)
 

@@ -25,12 +25,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from engine.errors import TrainError
+from engine.train.learner import RANDOM
 
 if TYPE_CHECKING:
     from engine.train.learner import Learner
 
 _STEP = "step-"
-_RANDOM = "torch_rng"
 
 
 @dataclass(slots=True)
@@ -82,13 +82,14 @@ class Checkpoints:
                 draft = final.with_name(f".{final.name}.part")
                 shutil.rmtree(draft, ignore_errors=True)
                 draft.mkdir(parents=True)
-                if learner.lora:
-                    learner.policy.save_adapter(draft / "adapter")
-                else:
-                    learner.policy.save(draft / "model")
-                save_file(_contiguous(learner.policy.state()), draft / "policy.safetensors")
+                with learner.team.whole(learner.policy.model):
+                    if learner.lora:
+                        learner.policy.save_adapter(draft / "adapter")
+                    else:
+                        learner.policy.save(draft / "model")
+                    save_file(_contiguous(learner.policy.state()), draft / "policy.safetensors")
                 save_file(
-                    _contiguous(learner.optimizer_state()) | {_RANDOM: torch.get_rng_state()},
+                    _contiguous(learner.optimizer_state()) | {RANDOM: torch.get_rng_state()},
                     draft / "optimizer.safetensors",
                 )
                 (draft / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
@@ -117,12 +118,10 @@ class Checkpoints:
         """
         try:
             told: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
-            learner.policy.load_state(load_file(checkpoint / "policy.safetensors"))
-            moments = load_file(checkpoint / "optimizer.safetensors")
-            torch.set_rng_state(moments.pop(_RANDOM))
-            state = State(**told)
-            learner.load_optimizer_state(moments)
-            return state
+            with learner.team.whole(learner.policy.model, write=True):
+                learner.policy.load_state(load_file(checkpoint / "policy.safetensors"))
+            torch.set_rng_state(learner.read_optimizer_state(checkpoint / "optimizer.safetensors"))
+            return State(**told)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             raise TrainError(f"cannot go on from {checkpoint}: {error}", kind="checkpoint") from error
 

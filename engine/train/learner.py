@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 
 from engine.errors import TrainError
 from engine.train.batches import means, normalised
+from engine.train.distributed import Alone, Team
 from engine.train.losses import objective
 from engine.train.packing import Pack, pack_rows
 from engine.train.shares import token_shares
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from schemas.train import TrainSpec
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+RANDOM = "torch_rng"
+"""torch's random state, beside the optimizer's in a checkpoint."""
 
 
 class Learner:
@@ -38,10 +43,15 @@ class Learner:
         policy: What learns.
         spec: How.
         episode_tokens: Tokens that an episode may have, for `dr_grpo` without a length of its own.
+        team: The processes that learn as one; every one of them has a learner, and process 0's is told what to do.
     """
 
-    def __init__(self, policy: Policy, spec: TrainSpec, *, episode_tokens: int | None = None) -> None:
+    def __init__(
+        self, policy: Policy, spec: TrainSpec, *, episode_tokens: int | None = None, team: Team | None = None
+    ) -> None:
         self.policy = policy
+        self.team: Team = team or Alone()
+        self._run = self.team.shard(policy.model)  # before the optimizer: its parameters are those that are sharded
         self._spec = spec
         self._length = episode_tokens
         self._names = [name for name, _ in policy.named_parameters()]
@@ -69,6 +79,7 @@ class Learner:
         Raises:
             TrainError: kind `diverged`: a loss or gradient is no finite number.
         """
+        self.team.tell("step", rows, step)
         self.dirty = False
         spec = self._spec
         advantages = normalised(rows) if spec.normalise == "batch" else [row["advantages"] for row in rows]
@@ -100,11 +111,14 @@ class Learner:
     def _with_proximal(self, rows: Sequence[Row]) -> list[Row]:
         """Rows with `proximal`, [trained tokens]: the policy's log-probs as they are now."""
         found = [np.zeros(len(_places(row)), np.float32) for row in rows]
-        for pack in self._packs(rows):
-            logprobs, _ = self.policy.forward(pack, entropy=False)
+        mine: dict[int, np.ndarray] = {}
+        for pack, _ in self.team.deal(self._packs(rows), _cost):
+            logprobs, _ = self._run(self.policy.forward, pack, entropy=False)
             values, numbers = logprobs.float().cpu().numpy(), pack.row.cpu().numpy()
-            for number in np.unique(numbers):
-                found[number][:] = values[numbers == number]
+            mine |= {int(number): values[numbers == number] for number in np.unique(numbers)}
+        for part in self.team.everyone(mine):
+            for number, values in part.items():
+                found[number][:] = values
         return [row | {"proximal": of} for row, of in zip(rows, found, strict=True)]
 
     def _packs(self, rows: Sequence[Row]) -> list[Pack]:
@@ -114,13 +128,20 @@ class Learner:
     def _update(self, rows: Sequence[Row], shares: Sequence[np.ndarray]) -> dict[str, float]:
         """One optimizer step. `shares`: each row's tokens' shares of its loss."""
         loss, tally = 0.0, Tally()
-        for pack in self._packs(rows):
-            part, counted = objective(self._spec, self._tokens(pack, rows, shares))
+        for pack, counts in self.team.deal(self._packs(rows), _cost):
+            tokens = self._tokens(pack, rows, shares)
+            part, counted = objective(self._spec, tokens if counts else _weightless(tokens))
             if part.requires_grad:
                 part.backward()  # type: ignore[no-untyped-call]
-            loss += float(part.detach())
-            tally.merge(counted)
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._spec.optimizer.max_grad_norm or math.inf))
+            if counts:
+                loss += float(part.detach())
+                tally.merge(counted)
+        if self.team.size > 1:
+            parts, tally = self.team.everyone((loss, tally.cpu())), Tally()
+            loss = sum(part for part, _ in parts)
+            for _, counted in parts:
+                tally.merge(counted)
+        norm = self.team.clip_norm(self._parameters, self._spec.optimizer.max_grad_norm or math.inf)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             raise TrainError(
@@ -142,8 +163,8 @@ class Learner:
     def _tokens(self, pack: Pack, rows: Sequence[Row], shares: Sequence[np.ndarray]) -> Tokens:
         """The forward pass of one pack, and what its tokens are judged by."""
         spec = self._spec
-        logprobs, entropy = self.policy.forward(pack, entropy=True)
-        reference = self.policy.reference(pack) if spec.kl.coefficient else None
+        logprobs, entropy = self._run(self.policy.forward, pack, entropy=True)
+        reference = self._run(self.policy.reference, pack) if spec.kl.coefficient else None
         device = logprobs.device
         numbers = pack.row.cpu().numpy()
         held = list(dict.fromkeys(numbers.tolist()))
@@ -188,19 +209,28 @@ class Learner:
         return wanted.lr * 0.5 * (1.0 + math.cos(math.pi * over))
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """AdamW's moments and step count by parameter: `<parameter>::exp_avg` and so on."""
+        """AdamW's moments and step count by parameter: `<parameter>::exp_avg` and so on; whole, on process 0."""
+        self.team.tell("optimizer_state")
         told: dict[str, torch.Tensor] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 told[f"{name}::{key}"] = torch.as_tensor(value)
-        return told
+        return self.team.gather(told)
 
-    def load_optimizer_state(self, state: dict[str, torch.Tensor]) -> None:
-        """What `optimizer_state` gave.
+    def read_optimizer_state(self, file: Path) -> torch.Tensor:
+        """Take back what `optimizer_state` gave, from a safetensors file that every process can read.
+
+        Returns:
+            The random state that lies beside it.
 
         Raises:
             ValueError: it is of other parameters.
         """
+        from safetensors.torch import load_file
+
+        self.team.tell("read_optimizer_state", file)
+        state = load_file(file)
+        random: torch.Tensor = state.pop(RANDOM)
         by_name = dict(zip(self._names, self._parameters, strict=True))
         for key, value in state.items():
             name, _, moment = key.rpartition("::")
@@ -209,8 +239,28 @@ class Learner:
                 raise ValueError(
                     f"the optimizer's state `{key}` {tuple(value.shape)} is of no parameter that is trained"
                 )
-            kept = value.to(parameter.device) if moment in _MOMENTS else value
+            kept = self.team.placed(value, parameter) if moment in _MOMENTS else value
             self.optimizer.state[parameter][moment] = kept
+        return random
+
+    def follow(self) -> None:
+        """In every process but the first: do what process 0 does, until it closes."""
+        self.team.follow(
+            {
+                "step": self.step,
+                "optimizer_state": self.optimizer_state,
+                "read_optimizer_state": self.read_optimizer_state,
+            }
+        )
+
+
+def _cost(pack: Pack) -> int:
+    return pack.tokens
+
+
+def _weightless(tokens: Tokens) -> Tokens:
+    """Tokens of a pass that is only made because the other processes make one."""
+    return replace(tokens, shares=torch.zeros_like(tokens.shares))
 
 
 def _places(row: Row) -> np.ndarray:

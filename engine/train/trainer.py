@@ -32,6 +32,7 @@ from engine.tokens.format import load_format
 from engine.train import folder as folders
 from engine.train.batches import Batch, RowMaker
 from engine.train.checkpoint import Checkpoints, State
+from engine.train.distributed import Alone, Team
 from engine.train.learner import Learner
 from engine.train.metrics import MetricsLog
 from engine.train.notify import Notifier, StallWatch
@@ -101,6 +102,7 @@ class Trainer:
         tell: Told of each step.
         phase: Told what it does from now on: `rollout`, `update`, `sync`, `eval`, `checkpoint`.
         watch: Given the runner once it is there, for a live display.
+        team: The processes that learn as one; this is the first of them, and the others `follow`.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Trainer:
         loaded: LoadedSpec,
         folder: Path,
         *,
+        team: Team | None = None,
         tell: Tell | None = None,
         phase: Callable[[str], None] | None = None,
         watch: Callable[[Runner], None] | None = None,
@@ -116,6 +119,7 @@ class Trainer:
         self.spec = loaded.spec
         self.train = train_spec_of(loaded)
         self.folder = folder
+        self._team = team or Alone()
         self._tell = tell
         self._phase = phase
         self._watch = watch
@@ -156,8 +160,7 @@ class Trainer:
         self._backend = open_backend(self.loaded, self._format)
         try:
             await self._backend.start()
-            policy = await asyncio.to_thread(self._policy)
-            self._learner = Learner(policy, self.train, episode_tokens=self.spec.limits.episode_tokens)
+            self._learner = await asyncio.to_thread(learner_of, self.loaded, self._format, self._team)
             self._sync = open_sync(self.spec, self._backend, self.folder, lora=self.train.lora is not None)
             resumed = self._checkpoints.newest()
             if resumed is not None:
@@ -165,7 +168,7 @@ class Trainer:
                 self._written = resumed
             if resumed is not None or self.spec.backend.kind == "sglang":
                 # A server may hold any weights: the first token is already of ours.
-                await self._sync.push(policy, self._state.version)
+                await self._push()
             metrics = MetricsLog(self.folder, self.train.report, self.folder.name, self.spec.model_dump(mode="json"))
             try:
                 metrics.truncate(self._state.step)
@@ -175,16 +178,12 @@ class Trainer:
         finally:
             await self._backend.close()
 
-    def _policy(self) -> Policy:
-        """The model that learns, as the sampler knows it: the same temperature and the same ids."""
-        model = self.spec.model
-        return Policy.load(
-            resolve_model(model.path, model.revision, self.loaded.base),
-            self.train,
-            temperature=self.spec.sampling.temperature,
-            vocab=self._format.vocab_size,
-            vision=self._format.vision,
-        )
+    async def _push(self) -> None:
+        """Have the backend sample with what is learnt."""
+        policy = self._learner.policy
+        with contextlib.ExitStack() as whole:
+            await asyncio.to_thread(whole.enter_context, self._team.whole(policy.model))
+            await self._sync.push(policy, self._state.version)
 
     async def _with_store(self, tasks: list[Task], metrics: MetricsLog, stop: asyncio.Event | None) -> TrainResult:
         name = folders.next_rollouts(self.folder)
@@ -271,7 +270,7 @@ class Trainer:
         state.taken = rollouts.taken
         with self._timed("sync"):
             if batch.used:
-                await self._sync.push(self._learner.policy, state.version)
+                await self._push()
             rollouts.consumed(state.version)
         return told | await self._kept(state.step)
 
@@ -345,6 +344,33 @@ class Trainer:
     def _say(self, step: int, told: Mapping[str, float]) -> None:
         if self._tell is not None:
             self._tell(step, told)
+
+
+def learner_of(loaded: LoadedSpec, format: ChatFormat, team: Team) -> Learner:
+    """The model that learns, as the sampler knows it (the same temperature and the same ids), and its optimizer.
+
+    Raises:
+        TrainError: kind `train_setup`: it cannot be trained here.
+        ModelError: its files cannot be had.
+    """
+    spec, train = loaded.spec, train_spec_of(loaded)
+    policy = Policy.load(
+        resolve_model(spec.model.path, spec.model.revision, loaded.base),
+        train,
+        temperature=spec.sampling.temperature,
+        vocab=format.vocab_size,
+        vision=format.vision,
+    )
+    return Learner(policy, train, episode_tokens=spec.limits.episode_tokens, team=team)
+
+
+def follow(loaded: LoadedSpec, team: Team) -> None:
+    """In every process but the first: learn as process 0 does, until it is done.
+
+    Raises:
+        EngineError: as `learner_of`.
+    """
+    learner_of(loaded, load_format(loaded.spec.model, loaded.base), team).follow()
 
 
 def evaluation_of(loaded: LoadedSpec) -> LoadedSpec:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine.errors import TrainError
-from engine.train.learner import Learner
+from engine.train.learner import RANDOM, Learner
 from engine.train.policy import Policy
 from schemas.train import TrainSpec
 
@@ -158,16 +159,19 @@ def test_no_update_is_made_of_what_is_no_number(tiny_model_dir: Path) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(learner).items())
 
 
-def test_the_optimizers_state_comes_back(tiny_model_dir: Path) -> None:
+def test_the_optimizers_state_comes_back(tiny_model_dir: Path, tmp_path: Path) -> None:
     rows = make_rows()
     whole, parted = learner_of(tiny_model_dir), learner_of(tiny_model_dir)
     whole.step(rows, 0)
     parted.step(rows, 0)
     fresh = learner_of(tiny_model_dir)
     fresh.policy.load_state(parted.policy.state())
-    fresh.load_optimizer_state({name: tensor.clone() for name, tensor in parted.optimizer_state().items()})
+    random = torch.arange(8, dtype=torch.uint8)
+    save_file(parted.optimizer_state() | {RANDOM: random}, tmp_path / "optimizer.safetensors")
+    assert torch.equal(fresh.read_optimizer_state(tmp_path / "optimizer.safetensors"), random)
     told = [learner.step(make_rows(seed=1), 1) for learner in (whole, fresh)]
     assert told[0] == told[1]
     assert all(torch.equal(weights(whole)[name], tensor) for name, tensor in weights(fresh).items())
+    save_file({"model.nothing::exp_avg": torch.zeros(2), RANDOM: random}, tmp_path / "strange.safetensors")
     with pytest.raises(ValueError, match="of no parameter that is trained"):
-        fresh.load_optimizer_state({"model.nothing::exp_avg": torch.zeros(2)})
+        fresh.read_optimizer_state(tmp_path / "strange.safetensors")

@@ -246,3 +246,33 @@ def test_from_the_command_line_killed_and_taken_up_again(train_spec: Any, tmp_pa
     )  # fmt: skip
     assert measured.returncode == 0, measured.stderr
     assert json.loads(measured.stdout)["estimates"]["reward"]["tasks"] == 2
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(train_spec: Any, tmp_path: Path) -> None:
+    """What they learn of the same episodes is the same; sharded weights reach the sampler, and a checkpoint whole."""
+    train = {"steps": 3, "minibatches": 2, "checkpoints": {"every": 3}, "memory": {"micro_tokens": 40}}
+    spec = train_spec(train=train)
+    environment = {**os.environ, "PYTHONPATH": str(Path(worlds.__file__).parent), "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    told = {}
+    for name, how in (("one", [sys.executable]), ("two", launch)):
+        command = [*how, "-m", "engine.cli.main", "train", str(spec), "--out", str(tmp_path / name)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (folder,) = folders.trainings(tmp_path / name)
+        told[name] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for one, two in zip(told["one"], told["two"], strict=True):
+        assert one["reward/mean"] == two["reward/mean"]  # the very same episodes, so the same weights were sampled with
+        for name in ("loss", "grad_norm", "policy/entropy", "policy/confidence"):
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6)
+        assert two["sampler/diff_max"] < 1e-4
+    (two,) = folders.trainings(tmp_path / "two")
+    command = [*launch, "-m", "engine.cli.main", "train", "--resume", str(two)]
+    assert load_file(checkpoints_of(two)[-1] / "model" / "model.safetensors")["model.norm.weight"].shape == (64,)
+    header = json.loads((two / "train.json").read_text())
+    header["spec"]["train"]["steps"] = 4
+    (two / "train.json").write_text(json.dumps(header))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len((two / "metrics.jsonl").read_text().splitlines()) == 4
