@@ -78,7 +78,7 @@ class Team(Protocol):
         """Whole tensors of sharded ones: on process 0, and nothing on the others. Alone, the tensors themselves."""
 
     def placed(self, value: Tensor, like: Tensor) -> Tensor:
-        """Process 0's whole value (elsewhere only its shape counts), sharded and placed as `like` is."""
+        """Process 0's whole value (elsewhere it does not matter which), sharded and placed as `like` is."""
 
     def close(self) -> None:
         """From process 0: let the others go. After an error that they did not have, exit instead: the launcher ends them."""
@@ -271,8 +271,7 @@ class Shards:
         """Give every process its share of process 0's values, which are those of the model's parameters in order."""
         parameters = list(dict.fromkeys(parameter for _, _, parameter in _held(model)))
         for number, parameter in enumerate(parameters):
-            value = values[number] if values else torch.empty(parameter.shape, dtype=parameter.dtype)
-            parameter.copy_(self.placed(value, parameter))
+            parameter.copy_(self.placed(values[number] if values else parameter, parameter))
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = {}
@@ -285,7 +284,8 @@ class Shards:
     def placed(self, value: Tensor, like: Tensor) -> Tensor:
         if not isinstance(like, DTensor):
             return value.to(like.device)
-        local = value.to(device=like.device, dtype=like.dtype).contiguous()
+        found = value if self.main else torch.empty(like.shape)
+        local = found.to(device=like.device, dtype=like.dtype).contiguous()
         return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=0)
 
     def close(self) -> None:
@@ -338,8 +338,8 @@ def _held(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, on the CPU, without its graph."""
+    """The whole of a tensor, on the CPU, without its graph, in memory of its own: files are written of it."""
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
-    return whole.cpu()
+    return whole.to("cpu", copy=True)  # gathered from uneven shards, it is a part of a larger memory
