@@ -123,7 +123,8 @@ class Learner:
 
     def _packs(self, rows: Sequence[Row]) -> list[Pack]:
         memory = self._spec.memory
-        return pack_rows(rows, memory.micro_tokens, share_prefixes=memory.share_prefixes)
+        share = memory.share_prefixes and self.policy.shares_prefixes
+        return pack_rows(rows, memory.micro_tokens, share_prefixes=share)
 
     def _update(self, rows: Sequence[Row], shares: Sequence[np.ndarray]) -> dict[str, float]:
         """One optimizer step. `shares`: each row's tokens' shares of its loss."""
