@@ -1,4 +1,4 @@
-"""Three steps of a tiny Llama, by one process or by several: what the test of `engine.train.distributed` launches."""
+"""Steps of a tiny Llama, by one process or by several: what the test of `engine.train.distributed` launches."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from engine.train.distributed import Alone, Run, Team, join
-from engine.train.losses import objective
-from engine.train.packing import Pack, pack_rows
+from engine.train.checkpoint import Checkpoints, State
+from engine.train.distributed import Alone, Team, join
+from engine.train.learner import Learner
 from engine.train.policy import Policy
-from engine.train.shares import token_shares
-from engine.train.tally import Tally
-from engine.train.tokens import Tokens
 from schemas.train import TrainSpec
 
-STEPS = 3
 VOCABULARY = 101
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "plain": {"loss": {"kind": "grpo"}, "entropy": 0.01},
-    "tied": {"loss": {"kind": "gspo"}, "memory": {"checkpointing": True}},
+    "tied": {
+        "loss": {"kind": "gspo"},
+        "memory": {"micro_tokens": 32, "checkpointing": True},
+        "passes": 2,
+        "minibatches": 2,
+    },
     "lora": {
         "loss": {"kind": "dapo"},
         "kl": {"coefficient": 0.5},
@@ -36,7 +37,8 @@ KINDS = {
 
 def spec_of(kind: str) -> TrainSpec:
     """AdamW with an eps above the gradients' rounding, which it would else divide by itself where they are all but 0."""
-    return TrainSpec.model_validate({"device": "cpu", "optimizer": {"lr": 1e-2, "eps": 1e-3}} | KINDS[kind])
+    common = {"device": "cpu", "optimizer": {"lr": 1e-2, "eps": 1e-3}, "memory": {"micro_tokens": 32}}
+    return TrainSpec.model_validate(common | KINDS[kind])
 
 
 def save_model(folder: Path, *, tied: bool) -> None:
@@ -69,8 +71,10 @@ def rows_of() -> list[dict[str, Any]]:
             {
                 "input_ids": rng.integers(0, VOCABULARY, size),
                 "loss_mask": mask,
+                "turn_ids": np.arange(size) // 8,
                 "images": [],
-                "episode_id": f"e{number // 2}",
+                "task_id": f"t{number // 3}",
+                "episode_id": f"e{number // 2 if number != 3 else 9}",
                 "logprobs": rng.normal(-4.6, 0.1, size),
                 "advantages": rng.normal(0, 1, size),
             }
@@ -78,102 +82,39 @@ def rows_of() -> list[dict[str, Any]]:
     return rows
 
 
-class Learning:
-    """The least that learns: the real policy, packs, losses and shares."""
-
-    def __init__(self, team: Team, folder: Path, kind: str) -> None:
-        self.team = team
-        self.spec = spec_of(kind)
-        self.policy = Policy.load(folder, self.spec, temperature=1.0, vocab=None, vision=None)
-        self._run: Run = team.shard(self.policy.model)
-        self.named = dict(self.policy.named_parameters())
-        self.optimizer = torch.optim.AdamW(self.named.values(), lr=self.spec.optimizer.lr, eps=self.spec.optimizer.eps)
-
-    def step(self, rows: list[dict[str, Any]]) -> dict[str, float]:
-        self.team.tell("step", rows)
-        places = [np.flatnonzero(row["loss_mask"] == 1) for row in rows]
-        shares = token_shares(self.spec.loss, [len(place) for place in places], [row["episode_id"] for row in rows])
-        packs = pack_rows(rows, 32, share_prefixes=False)
-        assert len(packs) == 5
-        loss, tally, passes = 0.0, Tally(), 0
-        for pack, counts in self.team.deal(packs, lambda pack: pack.tokens):
-            reference = self._run(self.policy.reference, pack) if self.spec.kl.coefficient else None
-            logprobs, entropy = self._run(self.policy.forward, pack, entropy=True)
-            passes += 1
-
-            def flat(by_row: list[np.ndarray], pack: Pack = pack) -> torch.Tensor:
-                return torch.tensor(np.concatenate([by_row[row] for row in pack.rows]), dtype=torch.float32)
-
-            share = flat(shares)
-            tokens = Tokens(
-                logprobs,
-                logprobs.detach(),
-                flat([row["logprobs"][place] for row, place in zip(rows, places, strict=True)]),
-                flat([row["advantages"][place] for row, place in zip(rows, places, strict=True)]),
-                share if counts else torch.zeros_like(share),
-                pack.row,
-                pack.row,
-                reference=reference,
-                entropy=entropy,
-            )
-            part, counted = objective(self.spec, tokens)
-            part.backward()
-            if counts:
-                loss += float(part.detach())
-                tally.merge(counted)
-        merged = Tally()
-        for other in self.team.everyone(tally.cpu()):
-            merged.merge(other)
-        assert len(set(self.team.everyone(passes))) == 1
-        norm = self.team.clip_norm(list(self.named.values()), 0.05)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return merged.result() | {"loss": sum(self.team.everyone(loss)), "grad_norm": norm}
-
-    def moments(self) -> dict[str, torch.Tensor]:
-        self.team.tell("moments")
-        found = {name: self.optimizer.state[parameter]["exp_avg"] for name, parameter in self.named.items()}
-        return {name: tensor.clone() for name, tensor in self.team.gather(found).items()}
-
-    @torch.no_grad()
-    def measure(self, rows: list[dict[str, Any]]) -> float:
-        """A pass without gradients."""
-        self.team.tell("measure", rows)
-        pack = pack_rows(rows[:1], 32, share_prefixes=False)[0]
-        return float(self._run(self.policy.forward, pack, entropy=False)[0].sum())
-
-    def halve(self) -> dict[str, torch.Tensor]:
-        """Put other weights in, and read them again."""
-        with self.team.whole(self.policy.model, write=True):
-            self.policy.load_state({name: tensor * 0.5 for name, tensor in self.policy.state().items()})
-        return self.weights()
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        with self.team.whole(self.policy.model):
-            return {name: tensor.clone() for name, tensor in self.policy.weights().items()}
+def learner_of(team: Team, folder: Path, kind: str) -> Learner:
+    spec = spec_of(kind)
+    return Learner(Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None), spec, team=team)
 
 
-def told_by(learning: Learning) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What process 0 comes to."""
+def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
+    with learner.team.whole(learner.policy.model):
+        return {name: tensor.detach().clone() for name, tensor in learner.policy.weights().items()}
+
+
+def told_by(learner: Learner, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Two steps, a checkpoint, a third; and that third again from the checkpoint."""
     rows = rows_of()
-    numbers: dict[str, Any] = {"steps": [learning.step(rows) for _ in range(STEPS)]}
-    numbers["measured"] = learning.measure(rows)
-    tensors = {f"weights.{name}": tensor for name, tensor in learning.weights().items()}
-    tensors |= {f"moments.{name}": tensor for name, tensor in learning.moments().items()}
-    tensors |= {f"halved.{name}": tensor for name, tensor in learning.halve().items()}
-    numbers["halved"] = learning.step(rows)
-    return numbers, {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    told = [learner.step(rows, number) for number in range(2)]
+    checkpoint = Checkpoints(folder, 1).write(State(step=2, version=2, taken=0), learner)
+    told.append(learner.step(rows, 2))
+    tensors = {f"weights.{name}": tensor for name, tensor in weights_of(learner).items()}
+    tensors |= {f"moments.{name}": tensor.clone() for name, tensor in learner.optimizer_state().items()}
+    Checkpoints.read(checkpoint, learner)
+    told.append(learner.step(rows, 2))
+    tensors |= {f"again.{name}": tensor for name, tensor in weights_of(learner).items()}
+    return {"steps": told, "checkpoint": str(checkpoint)}, {name: each.contiguous() for name, each in tensors.items()}
 
 
 def main(folder: Path, kind: str) -> None:
     team = join()
     assert not isinstance(team, Alone)
-    learning = Learning(team, folder / "model", kind)
+    learner = learner_of(team, folder / "model", kind)
     if not team.main:
-        team.follow({"step": learning.step, "moments": learning.moments, "measure": learning.measure})
+        learner.follow()
         return
-    numbers, tensors = told_by(learning)
-    parameters: list[Any] = list(learning.policy.model.parameters())
+    numbers, tensors = told_by(learner, folder / "several")
+    parameters: list[Any] = list(learner.policy.model.parameters())
     numbers["share"] = sum(each.to_local().numel() for each in parameters) / sum(each.numel() for each in parameters)
     numbers["size"] = team.size
     team.close()

@@ -19,7 +19,7 @@ from engine.errors import TrainError
 from engine.train.distributed import Alone, Shards, join
 
 sys.path.append(str(Path(__file__).parent))
-from team_worker import Learning, save_model, told_by
+from team_worker import learner_of, save_model, told_by, weights_of
 
 HERE = Path(__file__).parent
 WORKER = HERE / "team_worker.py"
@@ -46,7 +46,7 @@ def launched(launcher: str, folder: Path, tied: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "kind"), [("accelerate", "plain"), ("torchrun", "tied"), ("torchrun", "lora")])
 def test_two_processes_do_the_steps_of_one(launcher: str, kind: str, tmp_path: Path) -> None:
-    """Loss, gradient norm, metrics, weights and moments over three steps, and over weights that are put in."""
+    """Loss, gradient norm, metrics, weights and moments over three steps, checkpoints, and a step from one."""
     save_model(tmp_path / "model", tied=kind == "tied")
     root = str(HERE.parents[1])
     done = subprocess.run(
@@ -61,18 +61,29 @@ def test_two_processes_do_the_steps_of_one(launcher: str, kind: str, tmp_path: P
     told: dict[str, Any] = json.loads((tmp_path / "told.json").read_text())
     tensors = load_file(tmp_path / "told.safetensors")
 
-    learning = Learning(Alone(), tmp_path / "model", kind)
-    before = learning.weights()
-    numbers, wanted = told_by(learning)
+    learner = learner_of(Alone(), tmp_path / "model", kind)
+    before = weights_of(learner)
+    numbers, wanted = told_by(learner, tmp_path / "one")
     assert told["size"] == 2
     assert told["share"] == pytest.approx(0.5, abs=0.02)
-    for step, alone in zip([*told["steps"], told["halved"]], [*numbers["steps"], numbers["halved"]], strict=True):
+    for step, alone in zip(told["steps"], numbers["steps"], strict=True):
         assert step == pytest.approx(alone, rel=1e-6, abs=1e-6)
-    assert told["measured"] == pytest.approx(numbers["measured"], rel=1e-6)
-    assert tensors.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-6)
+    assert told["steps"][2] == told["steps"][3]
+    same_tensors(tensors, wanted)
+    for name in before:
+        assert tensors[f"again.{name}"].equal(tensors[f"weights.{name}"])
     assert max(float((wanted[f"weights.{name}"] - tensor).abs().max()) for name, tensor in before.items()) > 1e-2
+    files = [path.relative_to(numbers["checkpoint"]) for path in Path(numbers["checkpoint"]).rglob("*.safetensors")]
+    assert len(files) == 3
+    for file in files:
+        same_tensors(load_file(told["checkpoint"] / file), load_file(numbers["checkpoint"] / file))
+
+
+def same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        if name != "torch_rng":
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
 
 
 def test_a_process_of_its_own_is_a_team_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
