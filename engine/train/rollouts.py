@@ -11,7 +11,8 @@ that may be alive. Groups that have nothing to teach do not count, so others tak
 Invariants:
 - Without over-sampling, batches take groups in the order in which they were begun. Together with the bound, no token
   that trains is more than `max_staleness` versions old, and nobody is favoured for being quick.
-- With over-sampling, a batch takes whoever is ready; stragglers are cancelled, and so is what would be too old.
+- With over-sampling, a batch takes whoever is ready; stragglers are cancelled.
+- What would be too old for the next batch is cancelled: where `refill` ends a batch early, groups are still under way.
 - `max_staleness` 0: nothing is sampled between the last episode of a batch and the weights that it makes.
 """
 
@@ -192,8 +193,7 @@ class Rollouts:
                     self._held += 1
         finally:
             self._batch = None
-        if not self._ordered:
-            await self._cancel_stragglers(batch)
+        await self._cancel_stragglers(batch)
         batch.used.sort(key=lambda group: group.number)
         self.taken = min((each.number for each in self._open), default=self.begun)
         return batch

@@ -155,6 +155,14 @@ async def test_refilling_has_an_end() -> None:
     assert (batch.used, len(batch.left_out)) == ([], 6)
 
 
+async def test_what_is_under_way_when_refilling_ends_does_not_train_a_version_later() -> None:
+    world = World(lambda task, sample: float(sample) if task in ("t4", "t0~1", "t1~1") else 1.0, lambda *_: 1)
+    first, second = await steps(world, rollouts_of(world, refill=2), 2)
+    assert (ids(first.used), ids(first.left_out), first.cancelled) == ([], ["t0", "t1", "t2", "t3"], 1)
+    assert world.cancelled == ["t4/0", "t4/1"]
+    assert ids(second.used) == ["t0~1", "t1~1"]
+
+
 async def test_what_is_no_fault_of_the_policys_never_trains() -> None:
     broken = Failure(kind="tool_timeout", blame="tool", message="no")
     world = World(lambda task, sample: broken if sample == 0 else float(sample == 1), lambda *_: 1)
