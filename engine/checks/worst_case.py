@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from engine.checks.chart import Place
+from engine.checks.chart import NO_CALLS, Place
 from engine.checks.context import UNBOUNDED, CheckContext
 from engine.checks.explore import Graph, explore
 from engine.checks.model_files import model_files
@@ -208,6 +208,8 @@ def _seconds(ctx: CheckContext, graph: Graph) -> Bound:
     way = inf
     if graph.exact:
         rest = graph.at_rest()
+        calling = {name for name, state in ctx.states.items() if state.action == "call_tools"}
+        rest |= {place for place in graph.steps if place.newest == NO_CALLS and place.state in calling}
         way = heaviest(graph, lambda place, used: 0.0 if place in rest else worth.get(place.state, 0.0)) + ends
     if min(whole, way) == inf:
         return Bound(None, "`limits.episode_seconds` is not set, and not everything has a deadline")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from engine.cli.validate_scenarios import is_scenarios, scenario_problems
 from engine.spec.diagnostic import SET_FILE, Diagnostic
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Report:
     """Text of the files that were read, where it is at hand."""
     worst: WorstCase | None = None
     """The most that it can cost; None where its machine is not sound, or nobody asked."""
+    scenarios: bool = False
+    """It is a file of scenarios, held to the spec beside it."""
 
     @property
     def status(self) -> int:
@@ -65,7 +68,7 @@ class Report:
 def examine(
     path: Path, overrides: Sequence[str] = (), *, cost: bool = False, budget: Mapping[str, float] | None = None
 ) -> Report:
-    """Read one spec and try every rule on it.
+    """Read one spec and try every rule on it; a file of scenarios is held to the spec beside it.
 
     Args:
         path: The spec.
@@ -77,6 +80,9 @@ def examine(
     from engine.spec.load import UNREADABLE as UNREADABLE_RULES
     from engine.spec.load import read_spec
 
+    if is_scenarios(path):
+        found, unreadable = scenario_problems(path, overrides)
+        return Report(str(path), found, unreadable, scenarios=True)
     loaded, problems = read_spec(path, overrides)
     if loaded is None:
         return Report(str(path), problems, unreadable=any(item.rule in UNREADABLE_RULES for item in problems))
@@ -174,7 +180,7 @@ def as_text(reports: Sequence[Report], *, notes: bool = True, worst: bool = Fals
         for item in report.diagnostics
         if notes or item.severity != "info"
     ]
-    costs = [line for report in reports for line in _cost(report)] if worst else []
+    costs = [line for report in reports for line in _cost(report) if not report.scenarios] if worst else []
     return "\n".join([*blocks, *costs, _summary(reports)])
 
 
@@ -206,7 +212,9 @@ def _summary(reports: Sequence[Report]) -> str:
     found = [item.severity for report in reports for item in report.diagnostics]
     counts = [f"{found.count(name)} {name}{'s' if found.count(name) != 1 else ''}" for name in ("error", "warning")]
     bad = sum(report.status != VALID for report in reports)
-    specs = f"{len(reports)} spec{'s' if len(reports) != 1 else ''}"
+    played = sum(report.scenarios for report in reports)
+    counted = [(len(reports) - played, "spec", "specs"), (played, "file of scenarios", "files of scenarios")]
+    specs = " and ".join(f"{count} {one if count == 1 else many}" for count, one, many in counted if count)
     verdict = f"{specs}, {bad} invalid" if bad else f"{specs} valid"
     said = [count for count in counts if not count.startswith("0 ")]
     return f"{verdict}: {', '.join(said)}" if said else verdict

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from machine_simulator import CAP, TOKENS, WORLD, Simulator, Stand, endless, machines, most_seconds, on_cycle
 
 from engine.checks import check_spec
 from engine.checks.context import CheckContext
 from engine.checks.loops import cycles_of
 from engine.checks.worst_case import Bound, most_counts, worst_case
 from engine.machine.compile import EpisodeMachine
-from engine.machine.guards import Guard
 from engine.spec.load import load_spec
 from schemas.episode import LimitsSpec
 
@@ -28,19 +26,6 @@ model: {path: m}
 tasks: {source: inline, rows: [{q: a}, {q: b}]}
 prompt: [{role: user, content: "{{q}}"}]
 """
-EVENTS = {
-    "reset": ["ready"],
-    "generate": ["answered", "tool_calls", "malformed"],
-    "call_tools": ["results"],
-    "ask_user": ["feedback", "satisfied"],
-}
-TOKENS = 2
-"""Of one turn: it makes at most so many calls."""
-CAP = 9
-"""A count beyond it is called unbounded."""
-FREE = "facts.x == 1"
-"""What nobody can know beforehand."""
-GUARDS = [None, None, "turns.assistant < 2", "turns.user >= 1", "turns.user < limits.user_turns", FREE, "true", "false"]
 
 
 @pytest.fixture(autouse=True)
@@ -51,144 +36,6 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def load(lines: str) -> CheckContext:
     Path("s.yaml").write_text(HEAD + lines)
     return CheckContext(load_spec("s.yaml"))
-
-
-@st.composite
-def machines(draw: st.DrawFn) -> str:
-    """Three working states and one or two final ones, with random transitions and limits."""
-    names = ["A", "B", "C"]
-    ends = ["Y", "Z"][: draw(st.integers(1, 2))]
-    actions = {name: draw(st.sampled_from(sorted(EVENTS))) for name in names}
-    lines = ["machine:", "  initial: A", "  states:"]
-    lines += [f"    {name}: {{action: {action}}}" for name, action in actions.items()]
-    lines += [f"    {name}: {{final: true}}" for name in ends]
-    lines.append("  transitions:")
-    every = st.sampled_from([*names, *ends])
-    for name, action in actions.items():
-        for event in [*EVENTS[action], "limit", "failed"]:
-            if draw(st.booleans()):
-                guard = draw(st.sampled_from(GUARDS))
-                when = f", conditions: '{guard}'" if guard else ""
-                lines.append(f"    - {{trigger: {event}, source: {name}, dest: {draw(every)}{when}}}")
-            lines.append(f"    - {{trigger: {event}, source: {name}, dest: {draw(every)}}}")
-    if draw(st.booleans()):
-        lines.append("    - {trigger: [truncated, aborted], source: '*', dest: Y}")
-    limit = st.none() | st.integers(1, 3)
-    values = [draw(limit) for _ in range(3)]
-    seconds = draw(st.sampled_from(["null", "600"]))
-    shown = ["null" if value is None else str(value) for value in values]
-    lines.append(
-        f"limits: {{assistant_turns: {shown[0]}, user_turns: {shown[1]}, tool_calls: {shown[2]}, "
-        f"episode_seconds: {seconds}, turn_tokens: {TOKENS}}}"
-    )
-    return "\n".join(lines) + "\n"
-
-
-class Stand(NamedTuple):
-    """An episode, exactly."""
-
-    state: str
-    turns: int
-    user: int
-    calls: int
-    newest: int
-    """Calls of the newest reply that can be read."""
-    late: bool
-
-
-class Simulator:
-    """Every episode, step by step, as the executor drives them; knows nothing of what it is held against."""
-
-    def __init__(self, ctx: CheckContext) -> None:
-        self.ctx = ctx
-        self.limits = ctx.spec.limits
-
-    def moves(self, at: Stand) -> Iterator[tuple[str, Stand]]:
-        """(event, how the episode then stands) of whatever may happen; its state is still the old one."""
-        action = self.ctx.states[at.state].action
-        limits = self.limits
-        limit = {
-            "generate": (at.turns, limits.assistant_turns),
-            "ask_user": (at.user, limits.user_turns),
-            "call_tools": (at.calls, limits.tool_calls),
-        }.get(str(action), (0, None))
-        if at.late or (limit[1] is not None and limit[0] >= limit[1]):
-            yield "limit", at
-            return
-        if limits.episode_seconds is not None:
-            yield "limit", at._replace(late=True)
-        yield "failed", at
-        if action == "generate":
-            yield "limit", at  # the context is full
-            turns = min(at.turns + 1, CAP)
-            done = [("answered", 0)]
-            done += [("tool_calls", calls) for calls in range(1, TOKENS + 1)]
-            done += [(event, calls) for event in ("malformed", "truncated", "aborted") for calls in range(TOKENS + 1)]
-            for event, calls in done:
-                yield event, at._replace(turns=turns, newest=calls)
-        elif action == "ask_user":
-            for event in ("feedback", "satisfied"):
-                yield event, at._replace(user=min(at.user + 1, CAP))
-        elif action == "call_tools":
-            most = CAP if limits.tool_calls is None else limits.tool_calls
-            yield "results", at._replace(calls=min(at.calls + at.newest, most))
-        else:
-            yield "ready", at
-
-    def lead(self, event: str, at: Stand) -> Iterator[str]:
-        """Where the event may lead."""
-        for edge in self.ctx.machine.leaving(at.state, event):
-            if edge.conditions == FREE:
-                yield edge.dest
-                if event != "failed":
-                    yield from self.lead("failed", at)  # the fact was never told
-                continue
-            if edge.conditions is None or Guard(edge.conditions).evaluate(self.context(at)):
-                yield edge.dest
-                return
-        if event != "failed":
-            yield from self.lead("failed", at)
-
-    def context(self, at: Stand) -> dict[str, Any]:
-        limits = {name: 2**53 - 1 if value is None else value for name, value in self.limits}
-        return {"turns": {"assistant": at.turns, "user": at.user}, "tools": {"calls": at.calls}, "limits": limits}
-
-    def steps(self, at: Stand) -> set[Stand]:
-        state = self.ctx.states[at.state]
-        if state.final:
-            return set()
-        found = set()
-        for event, after in self.moves(at):
-            for outcome in (event, *(["failed"] if after.turns + after.user + after.calls > 0 else [])):
-                if outcome == event or (event != "limit" and self._worked(at, after)):
-                    found |= {after._replace(state=dest) for dest in self.lead(outcome, after)}
-        return found
-
-    @staticmethod
-    def _worked(at: Stand, after: Stand) -> bool:
-        return (at.turns, at.user, at.calls, at.newest) != (after.turns, after.user, after.calls, after.newest)
-
-    def everything(self) -> dict[Stand, set[Stand]]:
-        start = Stand("A", 0, 0, 0, 0, False)
-        found: dict[Stand, set[Stand]] = {}
-        waiting = [start]
-        while waiting:
-            at = waiting.pop()
-            if at not in found:
-                found[at] = self.steps(at)
-                waiting += found[at]
-        return found
-
-
-def on_cycle(found: dict[Stand, set[Stand]]) -> bool:
-    """Whether an episode can come back to where it stood, by taking away what cannot, over and over."""
-    left = {at: set(steps) for at, steps in found.items()}
-    while True:
-        ends = {at for at, steps in left.items() if not steps & left.keys()}
-        if not ends:
-            return bool(left)
-        for at in ends:
-            del left[at]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -205,6 +52,61 @@ def test_it_agrees_with_every_episode_that_there_can_be(machine: str) -> None:
     met = [max(getattr(at, name) for at in found) for name in ("turns", "user", "calls")]
     most = [CAP if count == inf else min(count, CAP) for count in most_counts(graph)]
     assert most == met
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(machines(), st.integers(1, 3))
+def test_every_number_of_the_worst_case_is_met_and_never_exceeded(machine: str, samples: int) -> None:
+    ctx = load(machine + WORLD + f"rollout: {{samples_per_task: {samples}, live_episodes: 2}}\n")
+    simulator = Simulator(ctx)
+    found = simulator.everything()
+    worst = worst_case(ctx)
+    assert (worst.exact, worst.tasks, worst.episodes) == (True, 2, 2 * samples)
+
+    met = {
+        "assistant_turns": max(at.turns for at in found),
+        "user_turns": max(at.user for at in found),
+        "tool_calls": max(at.calls for at in found),
+    }
+    met["sampled_tokens"] = TOKENS * met["assistant_turns"]
+    for name, count in met.items():
+        most, open_end = worst.episode[name].most, count >= (CAP if name != "sampled_tokens" else CAP * TOKENS)
+        assert (inf if most is None else most) == (inf if open_end else count), name
+        whole = worst.run[name].most
+        assert whole == (None if open_end else count * 2 * samples)
+    assert worst.episode["branches"] == worst.episode["assistant_turns"]
+
+    way, limit = most_seconds(simulator, found), ctx.spec.limits.episode_seconds
+    most_time = min(way, inf if limit is None else limit)
+    assert (worst.episode["seconds"].most or 0.0) == (0.0 if most_time == inf else most_time)
+    assert (worst.episode["seconds"].most is None) == (most_time == inf)
+    assert worst.run["seconds"].most == (None if most_time == inf else most_time * samples)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(machines())
+def test_dead_ends_and_endless_ways_are_those_that_there_are(machine: str) -> None:
+    ctx = load(machine + WORLD)
+    found = Simulator(ctx).everything()
+    told = check_spec(ctx.loaded)
+    back = endless(found)
+    late = any(at.late for at in back)
+    timed = ctx.spec.limits.episode_seconds is not None
+    ending = {name for name, state in ctx.states.items() if state.final} | ctx.ending
+    if any(at.state in ending for at in back):
+        rules = {item.rule for item in told}
+        assert ("machine.unbounded-cycle" in rules) or (timed and not late and "machine.cycle-by-time" in rules)
+    if not back:
+        assert not {item.rule for item in told} & {"machine.unbounded-cycle", "machine.cycle-by-time"}
+    stuck = {item.path[-1] for item in told if item.rule == "machine.done-unreachable"}
+    for at in found:  # where no end is said to be in reach, no episode ever ends
+        if at.state in stuck:
+            seen, waiting = {at}, [at]
+            while waiting:
+                new = found[waiting.pop()] - seen
+                seen |= new
+                waiting += new
+            assert not any(ctx.states[each.state].final for each in seen)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

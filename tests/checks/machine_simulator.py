@@ -1,0 +1,216 @@
+"""Every episode that a small machine can have, walked one step at a time, as the executor drives them.
+
+Knows nothing of the verifier: counts are exact, places are whole episodes' standings, and what is unbounded is found by
+taking away whatever ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from engine.checks.context import CheckContext
+from engine.machine.guards import Guard
+
+EVENTS = {
+    "reset": ["ready"],
+    "generate": ["answered", "tool_calls", "malformed"],
+    "call_tools": ["results"],
+    "ask_user": ["feedback", "satisfied"],
+}
+TOKENS = 2
+"""Of one turn: it makes at most so many calls."""
+CAP = 9
+"""A count beyond it is called unbounded."""
+FREE = "facts.x == 1"
+"""What nobody can know beforehand."""
+SECONDS = {"reset": 0.0, "generate": 0.5, "call_tools": 2.0, "ask_user": 3.0}
+"""What each action may take: no environment, a scripted model, tools and a user with deadlines."""
+WORLD = """\
+backend: {kind: scripted, replies: [], latency: 0.5}
+user: {use: "json:x", timeout: 3s}
+tools: [{use: "textwrap:indent"}]
+"""
+GUARDS = [None, None, "turns.assistant < 2", "turns.user >= 1", "turns.user < limits.user_turns", FREE, "true", "false"]
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> str:
+    """Three working states and one or two final ones, with random transitions and limits."""
+    names = ["A", "B", "C"]
+    ends = ["Y", "Z"][: draw(st.integers(1, 2))]
+    actions = {name: draw(st.sampled_from(sorted(EVENTS))) for name in names}
+    lines = ["machine:", "  initial: A", "  states:"]
+    lines += [f"    {name}: {{action: {action}}}" for name, action in actions.items()]
+    lines += [f"    {name}: {{final: true}}" for name in ends]
+    lines.append("  transitions:")
+    every = st.sampled_from([*names, *ends])
+    for name, action in actions.items():
+        for event in [*EVENTS[action], "limit", "failed"]:
+            if draw(st.booleans()):
+                guard = draw(st.sampled_from(GUARDS))
+                when = f", conditions: '{guard}'" if guard else ""
+                lines.append(f"    - {{trigger: {event}, source: {name}, dest: {draw(every)}{when}}}")
+            lines.append(f"    - {{trigger: {event}, source: {name}, dest: {draw(every)}}}")
+    if draw(st.booleans()):
+        lines.append("    - {trigger: [truncated, aborted], source: '*', dest: Y}")
+    limit = st.none() | st.integers(1, 3)
+    values = [draw(limit) for _ in range(3)]
+    seconds = draw(st.sampled_from(["null", "600", "5"]))
+    shown = ["null" if value is None else str(value) for value in values]
+    lines.append(
+        f"limits: {{assistant_turns: {shown[0]}, user_turns: {shown[1]}, tool_calls: {shown[2]}, "
+        f"episode_seconds: {seconds}, turn_tokens: {TOKENS}, tool_seconds: {SECONDS['call_tools']}}}"
+    )
+    return "\n".join(lines) + "\n"
+
+
+class Stand(NamedTuple):
+    """An episode, exactly."""
+
+    state: str
+    turns: int
+    user: int
+    calls: int
+    newest: int
+    """Calls of the newest reply that can be read."""
+    late: bool
+
+
+class Simulator:
+    """Every episode, step by step, as the executor drives them; knows nothing of what it is held against."""
+
+    def __init__(self, ctx: CheckContext) -> None:
+        self.ctx = ctx
+        self.limits = ctx.spec.limits
+
+    def moves(self, at: Stand) -> Iterator[tuple[str, Stand]]:
+        """(event, how the episode then stands) of whatever may happen; its state is still the old one."""
+        action = self.ctx.states[at.state].action
+        limits = self.limits
+        limit = {
+            "generate": (at.turns, limits.assistant_turns),
+            "ask_user": (at.user, limits.user_turns),
+            "call_tools": (at.calls, limits.tool_calls),
+        }.get(str(action), (0, None))
+        if at.late or (limit[1] is not None and limit[0] >= limit[1]):
+            yield "limit", at
+            return
+        if limits.episode_seconds is not None:
+            yield "limit", at._replace(late=True)
+        yield "failed", at
+        if action == "generate":
+            yield "limit", at  # the context is full
+            turns = min(at.turns + 1, CAP)
+            done = [("answered", 0)]
+            done += [("tool_calls", calls) for calls in range(1, TOKENS + 1)]
+            done += [(event, calls) for event in ("malformed", "truncated", "aborted") for calls in range(TOKENS + 1)]
+            for event, calls in done:
+                yield event, at._replace(turns=turns, newest=calls)
+        elif action == "ask_user":
+            for event in ("feedback", "satisfied"):
+                yield event, at._replace(user=min(at.user + 1, CAP))
+        elif action == "call_tools":
+            most = CAP if limits.tool_calls is None else limits.tool_calls
+            yield "results", at._replace(calls=min(at.calls + at.newest, most))
+        else:
+            yield "ready", at
+
+    def seconds(self, at: Stand) -> float:
+        """What the action may take here: nothing where it is not begun, and none where no tool is called."""
+        state = self.ctx.states[at.state]
+        if state.final or all(event == "limit" for event, _ in self.moves(at)):
+            return 0.0
+        return 0.0 if state.action == "call_tools" and not at.newest else SECONDS[str(state.action)]
+
+    def lead(self, event: str, at: Stand) -> Iterator[str]:
+        """Where the event may lead."""
+        for edge in self.ctx.machine.leaving(at.state, event):
+            if edge.conditions == FREE:
+                yield edge.dest
+                if event != "failed":
+                    yield from self.lead("failed", at)  # the fact was never told
+                continue
+            if edge.conditions is None or Guard(edge.conditions).evaluate(self.context(at)):
+                yield edge.dest
+                return
+        if event != "failed":
+            yield from self.lead("failed", at)
+
+    def context(self, at: Stand) -> dict[str, Any]:
+        limits = {name: 2**53 - 1 if value is None else value for name, value in self.limits}
+        return {"turns": {"assistant": at.turns, "user": at.user}, "tools": {"calls": at.calls}, "limits": limits}
+
+    def steps(self, at: Stand) -> set[Stand]:
+        state = self.ctx.states[at.state]
+        if state.final:
+            return set()
+        found = set()
+        for event, after in self.moves(at):
+            for outcome in (event, *(["failed"] if after.turns + after.user + after.calls > 0 else [])):
+                if outcome == event or (event != "limit" and self._worked(at, after)):
+                    found |= {after._replace(state=dest) for dest in self.lead(outcome, after)}
+        return found
+
+    @staticmethod
+    def _worked(at: Stand, after: Stand) -> bool:
+        return (at.turns, at.user, at.calls, at.newest) != (after.turns, after.user, after.calls, after.newest)
+
+    def everything(self) -> dict[Stand, set[Stand]]:
+        start = Stand("A", 0, 0, 0, 0, False)
+        found: dict[Stand, set[Stand]] = {}
+        waiting = [start]
+        while waiting:
+            at = waiting.pop()
+            if at not in found:
+                found[at] = self.steps(at)
+                waiting += found[at]
+        return found
+
+
+def on_cycle(found: dict[Stand, set[Stand]]) -> bool:
+    """Whether an episode can come back to where it stood, by taking away what cannot, over and over."""
+    left = {at: set(steps) for at, steps in found.items()}
+    while True:
+        ends = {at for at, steps in left.items() if not steps & left.keys()}
+        if not ends:
+            return bool(left)
+        for at in ends:
+            del left[at]
+
+
+def endless(found: dict[Stand, set[Stand]]) -> set[Stand]:
+    """How an episode may stand and come back to: tried from each."""
+    left = {at: set(steps) for at, steps in found.items()}
+    while ends := {at for at, steps in left.items() if not steps & left.keys()}:
+        for at in ends:
+            del left[at]
+    back = set()
+    for start in left:
+        seen: set[Stand] = set()
+        waiting = [start]
+        while waiting:
+            new = {step for step in found[waiting.pop()] if step in left} - seen
+            seen |= new
+            waiting += new
+        if start in seen:
+            back.add(start)
+    return back
+
+
+def most_seconds(simulator: Simulator, found: dict[Stand, set[Stand]]) -> float:
+    """The longest that an episode's actions may take together; infinite where it can go on for ever."""
+    cost = {at: simulator.seconds(at) for at in found}
+    if any(cost[at] > 0 for at in endless(found)):
+        return inf
+    value = dict.fromkeys(found, 0.0)
+    changed = True
+    while changed:  # what goes round costs nothing, so this ends
+        changed = False
+        for at in reversed(found):
+            new = cost[at] + max((value[step] for step in found[at]), default=0.0)
+            changed, value[at] = changed or new != value[at], new
+    return value[next(iter(found))]
