@@ -149,6 +149,10 @@ class ChatFormat(ABC):
         """The ids that end a reply."""
         return frozenset(self.stop_token_ids)
 
+    def borders(self, text: str) -> list[str]:
+        """Added tokens in a text that it is cut at, whatever is put around it: see `FastTokenizer.borders`."""
+        return self.fast.borders(text)
+
     @property
     def think_end_id(self) -> int | None:
         """The token that ends reasoning, where it is one."""

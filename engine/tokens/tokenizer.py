@@ -59,6 +59,7 @@ class FastTokenizer:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._vocab: dict[str, int] = tokenizer.get_vocab()
         self._memory: dict[str, list[int]] = {}
+        self._borders: dict[str, bool] = {}
         # Such a decoder joins the bytes of its tokens and reads them as UTF-8: looked up here, at a quarter of the cost.
         byte_level = type(getattr(self._backend, "decoder", None)).__name__ == "ByteLevel"
         self._pieces = _Pieces(self._backend) if byte_level else None
@@ -77,6 +78,27 @@ class FastTokenizer:
     def size(self) -> int:
         """One past the largest id."""
         return max(self._vocab.values(), default=-1) + 1
+
+    def borders(self, text: str) -> list[str]:
+        """Those added tokens in a text that it is cut at before anything else is done, whatever is put around it.
+
+        They take in no white space, are looked for in the text as it is written, and overlap with no added token.
+        """
+        return [token for token in self.added if token and token in text and self._is_border(token)]
+
+    def _is_border(self, token: str) -> bool:
+        known = self._borders.get(token)
+        if known is None:
+            flags = ("lstrip", "rstrip", "single_word", "normalized")
+            made = next(made for made in self.full.added_tokens_decoder.values() if str(made) == token)
+            sizes = range(1, len(token))
+            known = not any(getattr(made, flag, True) for flag in flags) and not any(
+                (token in other and token != other)
+                or any(other.endswith(token[:size]) or other.startswith(token[size:]) for size in sizes)
+                for other in self.added
+            )
+            self._borders[token] = known
+        return known
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         """Text -> ids, with no token added."""

@@ -3,7 +3,8 @@
 Invariant: a wrapper gives what `ChatFormat.extension` gives. It is made from extensions of probes: contents must come
 back as copies (trimmed, where the template trims), and what is assembled for three styles of content, with
 white space, punctuation and quotes at their edges, must equal the extension id for id, through text and back. Only
-contents without `<` are put in: a template could look for tags, and then the extension itself is asked.
+contents without `<` are put in: a template could look for tags, and then the extension itself is asked. What lies beyond
+an added token is kept as ids: a tokenizer cuts text at those that `borders` names before it does anything else.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Wrappable(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def borders(self, text: str) -> Sequence[str]: ...
+
 
 class Wrapper(NamedTuple):
     """Text around contents: pieces[0] + content 0 + pieces[1] + …"""
@@ -44,6 +47,10 @@ class Wrapper(NamedTuple):
     trims: tuple[Callable[[str], str], ...]
     closing: int
     """How many of the first ids close the reply."""
+    head: tuple[int, ...] = ()
+    """Ids of what stands before `pieces`, up to an added token: text is cut there before it is tokenised."""
+    tail: tuple[int, ...] = ()
+    """Ids of what stands behind them, from an added token on."""
 
     def text(self, contents: Sequence[str]) -> str:
         """The extension's text for these contents."""
@@ -55,7 +62,7 @@ class Wrapper(NamedTuple):
 
     def extension(self, form: Wrappable, contents: Sequence[str]) -> Extension:
         """The extension for these contents, each of which `plain` must hold of."""
-        ids = form.encode(self.text(contents))
+        ids = [*self.head, *form.encode(self.text(contents)), *self.tail]
         return Extension(ids[: self.closing], ids[self.closing :])
 
 
@@ -70,6 +77,7 @@ def make_wrapper(
 ) -> Wrapper | None:
     """The wrapper of messages like `new`, whatever their contents; None where the template does more than copy them."""
     made: Wrapper | None = None
+    short: Wrapper | None = None
     ids = {str(view["tool_call_id"]) for view in new if "tool_call_id" in view}
     ids |= {call["id"] for call in reply.get("tool_calls", ())}
     for style in _STYLES:
@@ -81,11 +89,23 @@ def make_wrapper(
         whole = [*found.closing, *found.bridge]
         if made is None:
             made = _cut(form.decode(whole), contents, len(found.closing))
+            short = _shortened(form, made) if made is not None else None
         if made is None or any(id_ in piece for id_ in ids for piece in made.pieces):
             return None
         if form.encode(made.text(contents)) != whole:
             return None
-    return made
+        if short is not None and short.extension(form, contents) != found:
+            short = None
+    return short or made
+
+
+def _shortened(form: Wrappable, whole: Wrapper) -> Wrapper:
+    """The wrapper with the ids of all that lies beyond the added tokens next to its contents."""
+    first, *between, last = whole.pieces
+    start = max((first.rfind(token) + len(token) for token in form.borders(first)), default=0)
+    end = min((last.find(token) for token in form.borders(last)), default=len(last))
+    head, tail = form.encode(first[:start]), form.encode(last[end:])
+    return whole._replace(pieces=(first[start:], *between, last[:end]), head=tuple(head), tail=tuple(tail))
 
 
 def _cut(text: str, contents: Sequence[str], closing: int) -> Wrapper | None:

@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 
 from engine.errors import BackendError
-from engine.tokens.tape import largest
 from schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
@@ -157,19 +156,20 @@ class Encoder:
 
     def _prompt(self, episode_id: str, ids: np.ndarray) -> bytes:
         known = self._known.get(episode_id)
-        if known is not None and np.array_equal(ids[: len(known.ids)], known.ids):
+        if known is not None and _begins_with(ids, known.ids):
             tail, text = ids[len(known.ids) :], known.text
         else:
             tail, text = ids, b""
         if len(tail):
-            if largest(tail) >= self.vocab_size:
+            new_ids = tail.tolist()
+            if max(new_ids) >= self.vocab_size or min(new_ids) < 0:
                 at = int(np.flatnonzero(tail.view(np.uint32) >= self.vocab_size)[0])
                 raise BackendError(
                     f"token {len(ids) - len(tail) + at} of the prompt is id {int(tail[at])}; the model's vocabulary is "
                     f"[0, {self.vocab_size}), and such an id would end the server",
                     kind="bad_prompt",
                 )
-            new = msgspec.json.encode(tail.tolist())[1:-1]
+            new = msgspec.json.encode(new_ids)[1:-1]
             text = text + b"," + new if text else new
         self._remember(episode_id, _Known(ids.copy() if ids.flags.writeable else ids, text))
         return text
@@ -194,6 +194,16 @@ class Encoder:
             # the object is kept beside its text, so that no other can come to have its id
             found = self._sampling[key] = (request.sampling, _dump(request.sampling, request))
         return found[1]
+
+
+def _begins_with(ids: np.ndarray, known: np.ndarray) -> bool:
+    """Whether a prompt begins with ids that were sent before."""
+    # Read-only views of one buffer from its beginning are a tape's, and what is on a tape is never changed.
+    if ids.base is known.base and ids.base is not None and len(ids) >= len(known) and not ids.flags.writeable:
+        start: int = ids.__array_interface__["data"][0]
+        if start == known.__array_interface__["data"][0] and not known.flags.writeable:
+            return True
+    return np.array_equal(ids[: len(known)], known)
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
@@ -244,13 +254,13 @@ class _Meta(msgspec.Struct):
 
 class _Reply(msgspec.Struct):
     meta_info: _Meta
-    output_ids: list[int] = []
+    output_ids: msgspec.Raw = msgspec.Raw()
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
 
 
 _decoder = msgspec.json.Decoder(_Reply)
 _ids_decoder = msgspec.json.Decoder(list[int])
-_flat_decoder = msgspec.json.Decoder(list[float | int | None])
+_flat_decoder = msgspec.json.Decoder(list[float | int])
 _rows_decoder = msgspec.json.Decoder(list[tuple[float | None, int, Any]])
 
 
@@ -297,7 +307,14 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
         PromptMismatch: the server worked on another prompt.
     """
     reply, echoed = _read(body, sent)
-    meta, ids = reply.meta_info, reply.output_ids
+    meta = reply.meta_info
+    try:
+        values, tokens = _columns(meta.output_token_logprobs)
+        # Read but once: where the ids of the rows, written down, are the ids of the reply, they are the same.
+        same = msgspec.json.encode(tokens) == bytes(reply.output_ids)
+        ids = tokens if same else _ids_decoder.decode(reply.output_ids or b"[]")
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ReplyError(f"its tokens and log-probs are not what SGLang answers: {error}") from None
     if meta.id and meta.id != sent.rid:
         raise ReplyError(f"it answers request {meta.id!r}, not {sent.rid!r}")
     if meta.prompt_tokens is not None and meta.prompt_tokens != len(sent.ids):
@@ -307,18 +324,9 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
     finish = _finish(meta.finish_reason)
     if finish.type != "abort" and meta.completion_tokens not in (None, len(ids)):
         raise ReplyError(f"it counts {meta.completion_tokens} tokens and holds {len(ids)}")
-    try:
-        values, tokens = _columns(meta.output_token_logprobs)
-    except msgspec.DecodeError as error:
-        raise ReplyError(f"its log-probs are not what SGLang answers: {error}") from None
-    if tokens != ids:
+    if not same and tokens != ids:
         raise ReplyError(f"its {len(tokens)} log-probs are not those of its {len(ids)} tokens")
-    try:
-        sampled = np.array(ids, dtype=np.int32)
-        outside = largest(sampled) >= vocab_size
-    except OverflowError:
-        outside = True
-    if outside:
+    if ids and (max(ids) >= vocab_size or min(ids) < 0):
         raise ReplyError(f"it holds an id outside the vocabulary of {vocab_size}")
     try:
         finite = math.isfinite(sum(values))
@@ -328,7 +336,7 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
         at = next(at for at, value in enumerate(values) if value is None or not math.isfinite(value))
         raise ReplyError(f"token {at} has no finite log-prob")
     return Part(
-        ids=sampled,
+        ids=np.array(ids, dtype=np.int32),
         logprobs=np.array(values, dtype=np.float32),
         finish=finish,
         versions=_versions(meta, len(ids)),
@@ -368,8 +376,10 @@ def _columns(rows: msgspec.Raw) -> tuple[list[Any], list[Any]]:
     raw = bytes(rows)
     flat = raw[1:-1].replace(b",null],[", b",")
     if flat.startswith(b"[") and flat.endswith(b",null]") and flat.count(b"[") == 1 and b'"' not in flat:
-        numbers = _flat_decoder.decode(flat)
-        numbers.pop()
+        try:
+            numbers = _flat_decoder.decode(b"%b]" % flat[: -len(b",null]")])
+        except msgspec.DecodeError:  # a null where a number belongs, most likely
+            numbers = []
         if len(numbers) == 2 * (raw.count(b"[") - 1):
             return numbers[0::2], numbers[1::2]
     decoded = _rows_decoder.decode(rows)
