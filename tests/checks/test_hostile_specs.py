@@ -1,0 +1,71 @@
+"""No spec makes the verifier fail or takes it long: what is too much is refused, or said to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_specs import BUSY, REFUSED, TASKS, WHOLE
+
+from engine.checks.pages import page_of
+from engine.cli.validate import FORMATS, Report, as_text, examine
+
+LONG = {
+    *("guards", "long guards", "guards that multiply", "dense", "ring", "larger ring", "wide limits", "huge limits"),
+    *("reward rules", "rows and prompts", "one tool often", "tools that are not there", "wrong types", "too many rows"),
+}
+"""Those that take a second."""
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text(WHOLE.replace(TASKS, "tasks: {source: inline, rows: [" + "{q: a}, " * 2000 + "]}\n"))
+
+
+def slow(names: Iterable[str]) -> list[Any]:
+    """The names, those that take a second marked."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in names]
+
+
+def examined(text: str) -> Report:
+    """As the command would, written in every format."""
+    Path("s.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    report = examine(Path("s.yaml"), cost=True, budget={"tokens": 1e9})
+    said = [as_text([report], worst=True), *(write([report]) for write in FORMATS.values())]
+    assert max(len(line) for line in as_text([report], worst=True).splitlines()) < 12_000
+    assert all(each.encode("utf-8") or not report.diagnostics for each in said)
+    for item in report.diagnostics:
+        assert item.origin is not None
+        assert page_of(item.rule) is not None
+    return report
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", slow(REFUSED))
+def test_what_is_refused(name: str) -> None:
+    text, rule = REFUSED[name]
+    report = examined(text)
+    assert rule in {item.rule for item in report.diagnostics}
+    assert report.status != 0
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", slow(BUSY))
+def test_what_is_not_looked_at_whole_is_said(name: str) -> None:
+    text, rule = BUSY[name]
+    said = {item.rule for item in examined(text).diagnostics}
+    incomplete = said & {"check.unfinished", "limits.too-wide", "machine.too-large"}
+    assert rule in said if rule is not None else not incomplete
+
+
+def test_a_folder_of_base_files_may_not_grow_without_end() -> None:
+    Path("big.yaml").write_text("description: " + "x" * 3_000_000 + "\n")
+    Path("bigger.yaml").write_text("extends: big.yaml\ndescription: " + "x" * 3_000_000 + "\n")
+    Path("s.yaml").write_text("extends: bigger.yaml\n" + WHOLE)
+    assert [str(item) for item in examine(Path("s.yaml")).diagnostics] == [
+        "bigger.yaml:1:10 (extends bigger.yaml): error[spec.extends] `big.yaml` has more than 4,194,304 bytes, together "
+        "with what it extends; keep rows in a jsonl file"
+    ]
