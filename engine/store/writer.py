@@ -17,7 +17,7 @@ import contextlib
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -155,16 +155,22 @@ class Writer:
         self._thread = threading.Thread(target=self._work, name="run-store", daemon=True)
         self._thread.start()
 
-    async def append(self, track: Track, row: tuple[Any, ...], size: int) -> None:
-        """Write a journal row; returns when it is committed. `size` is its payload's, in bytes."""
+    def append(self, track: Track, row: tuple[Any, ...], size: int) -> Awaitable[None]:
+        """Write a journal row; what is returned is done when it is committed. `size` is its payload's, in bytes."""
         lane = self._lane()
         weight = size + _OVERHEAD
         if not lane.take_room(weight):
-            try:
-                await lane.wait_for_room(weight)
-            except asyncio.CancelledError:
-                track.next -= 1  # nothing was handed over
-                raise
+            return self._append_late(lane, track, row, weight)
+        future: asyncio.Future[Any] = lane.loop.create_future()
+        lane.put(Write(future, weight, row, None, track))
+        return future
+
+    async def _append_late(self, lane: _Lane, track: Track, row: tuple[Any, ...], weight: int) -> None:
+        try:
+            await lane.wait_for_room(weight)
+        except asyncio.CancelledError:
+            track.next -= 1  # nothing was handed over
+            raise
         future: asyncio.Future[Any] = lane.loop.create_future()
         lane.put(Write(future, weight, row, None, track))
         await future

@@ -334,26 +334,26 @@ class FamilyFormat(ChatFormat):
         """See `ChatFormat.parse`: by the family's own grammar, over tokens."""
         if self.parser is not None:
             return super().parse(ids, before=before, turn=turn, tools=tools)
-        sampled: list[int] = ids.tolist()
-        closed = bool(sampled) and sampled[-1] in self.stop_set
-        said = sampled[:-1] if closed else sampled
-        found = self._read(sampled, before.tolist(), tools)
+        found = self._read(ids, before.tolist(), tools)
         thinking = found.reasoning_complete is False
         attempts = [_attempt(call, f"call_{turn}_{index}") for index, call in enumerate(found.tool_calls)]
         if not attempts:
             return Parsed(found.content, found.reasoning_content, [], found.content, thinking, True)
+        said: list[int] = ids.tolist()
+        if said[-1] in self.stop_set:
+            said.pop()
         read = all(isinstance(attempt, ToolCall) for attempt in attempts)
         as_calls = read and (len(attempts) == 1 or self.calls_shown > 1) and not self._said_more(said, found.tool_calls)
         body = found.content if as_calls else _after_reasoning(self.decode(said), found)
         return Parsed(found.content if read else body, found.reasoning_content, attempts, body, thinking, as_calls)
 
-    def _read(self, sampled: list[int], before: list[int], tools: Sequence[View]) -> Read | Any:
+    def _read(self, ids: IntVector, before: list[int], tools: Sequence[View]) -> Read | Any:
         """A reply as the library reads it."""
-        found = self._hermes.read(sampled, before) if self._hermes is not None else None
+        found = self._hermes.read(ids, before) if self._hermes is not None else None
         if found is not None:
             return found
         try:
-            return self._renderer.parse_response(sampled, tools=list(tools) or None, prompt_ids=before)
+            return self._renderer.parse_response(ids.tolist(), tools=list(tools) or None, prompt_ids=before)
         except Exception as error:
             raise RenderError(f"the renderer {self.name!r} cannot read a reply: {error}") from error
 

@@ -10,6 +10,10 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from engine.tokens.tape import IntVector
+
 _OPEN, _CLOSE = "<think>", "</think>"
 _READ_ALIKE = {("renderers.qwen3", "Qwen3Renderer"), ("renderers.qwen3_vl", "Qwen3VLRenderer")}
 """Renderers that read replies by `parse_qwen3`."""
@@ -61,18 +65,20 @@ class Hermes:
         self._opens = think[0]
         self._think = frozenset(think)
         self._marks = ends | self._think | {call, call_end}
+        self._lowest = min(self._marks)
 
-    def read(self, ids: list[int], before: Sequence[int]) -> Read | None:
-        """The reply `ids`, the id that ended it included; None where the library is to read it.
+    def read(self, array: IntVector, before: Sequence[int]) -> Read | None:
+        """The reply, the id that ended it included; None where the library is to read it.
 
         Args:
-            ids: What was sampled.
+            array: What was sampled, int32 [tokens].
             before: The last ids of the prompt.
         """
         if self._opens in before:
             return None
-        found = self._marks
-        marks = [at for at, token in enumerate(ids) if token in found]
+        found, ids = self._marks, array.tolist()
+        # Such ids are a vocabulary's last: numpy leaves few to look at.
+        marks = [at for at in np.flatnonzero(array >= self._lowest).tolist() if ids[at] in found]
         for number, at in enumerate(marks):
             if ids[at] in self._ends:
                 ids, marks = ids[:at], marks[:number]

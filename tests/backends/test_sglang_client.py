@@ -289,6 +289,22 @@ async def test_a_cancelled_request_is_stopped_on_the_server(chat_format: ChatFor
         await asyncio.wait(tasks)
 
 
+async def test_closing_leaves_no_abort_behind_that_nobody_answers(
+    chat_format: ChatFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.backends.sglang.client.ABORT_SECONDS", 0.05)
+    async with cluster(chat_format) as it:
+        it.fake.latency = 30
+        task = asyncio.create_task(it.backend.generate(request()))
+        await asyncio.sleep(0.1)
+        it.fake.hung = True
+        await it.backend.close()
+        await asyncio.wait([task])
+        assert isinstance(task.exception(), BackendError)
+        names = {task.get_coro().__qualname__ for task in asyncio.all_tasks()}  # type: ignore[union-attr]
+        assert not {name for name in names if name.startswith(("SGLangBackend.", "Pool."))}
+
+
 async def test_closing_stops_everything_and_fails_what_waits(chat_format: ChatFormat) -> None:
     async with cluster(chat_format) as it:
         it.fake.latency = 30

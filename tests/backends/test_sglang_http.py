@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -80,6 +81,25 @@ async def test_concurrent_requests_have_a_connection_each() -> None:
         replies = await asyncio.gather(*(client.request("GET", "/") for _ in range(3)))
         assert replies == [HttpReply(200, b"ok")] * 3
         assert raw.connections == 3
+
+
+def test_dropping_a_connection_after_its_loop_is_closed_raises_nothing() -> None:
+    loop = asyncio.new_event_loop()
+
+    async def ask() -> tuple[asyncio.Task[HttpReply], Coroutine[Any, Any, HttpReply]]:
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        call = client.request("POST", "/", b"x")
+        task = loop.create_task(call)
+        while not client.opened:  # noqa: ASYNC110  (the client tells nobody)
+            await asyncio.sleep(0)
+        return task, call
+
+    task, call = loop.run_until_complete(ask())
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    loop.close()
+    call.close()  # as the garbage collector does with what nobody waits for
+    assert not task.done()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -54,7 +55,7 @@ def test_a_reply_without_reasoning_is_read_as_the_library_reads_it(formats: Form
     form = formats("thinking")
     ids = form.encode("".join(pieces))
     before = form.render([{"role": "user", "content": "What is it?"}])[-64:]
-    found = form._hermes.read(ids, before)
+    found = form._hermes.read(np.array(ids, np.int32), before)
     assert found is not None
     assert _ours(found) == _library(form, ids, before)
 
@@ -64,7 +65,7 @@ def test_a_reply_without_reasoning_is_read_as_the_library_reads_it(formats: Form
 def test_any_ids_are_read_as_the_library_reads_them(formats: Formats, ids: list[int]) -> None:
     form = formats("thinking")
     before = form.render([{"role": "user", "content": "What is it?"}])[-64:]
-    found = form._hermes.read(ids, before)
+    found = form._hermes.read(np.array(ids, np.int32), before)
     assert found is None or _ours(found) == _library(form, ids, before)
 
 
@@ -75,13 +76,11 @@ def test_reasoning_is_left_to_the_library(formats: Formats, reply: str, opened: 
     form = formats("thinking")
     before = [*form.render([{"role": "user", "content": "What is it?"}]), *form.encode(opened)][-64:]
     reasons = any(mark in reply + opened for mark in _THOUGHTS)
-    assert (form._hermes.read(form.encode(reply), before) is None) == reasons
+    assert (form._hermes.read(np.array(form.encode(reply), np.int32), before) is None) == reasons
 
 
 def test_a_name_that_is_no_text_is_no_name(formats: Formats) -> None:
     form = formats("thinking")
-    import numpy as np
-
     ids = np.array(form.encode('<tool_call>{"name": 3, "arguments": {}}</tool_call><|im_end|>'), np.int32)
     parsed = form.parse(ids, before=np.zeros(0, np.int32), turn=0)
     assert [attempt.model_dump() for attempt in parsed.attempts] == [

@@ -112,6 +112,8 @@ class SGLangBackend:
         self._numbers = itertools.count()
         self._calls: dict[str, Server] = {}
         self._aborts: set[asyncio.Task[None]] = set()
+        self._told = False
+        """Closed: servers were told what to stop, and are told nothing more."""
         self._closed = asyncio.Event()
         self._deadlines = Deadlines(spec.timeout)
         self._counts: Counter[str] = Counter()
@@ -181,6 +183,11 @@ class SGLangBackend:
             self.abort(server, rid)
         if self._aborts:
             await asyncio.wait(list(self._aborts), timeout=ABORT_SECONDS)
+        self._told = True
+        late = list(self._aborts)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
         await self.pool.close()
         for worker in self.workers:
             await worker.http.close()
@@ -307,7 +314,8 @@ class SGLangBackend:
             reply = await server.http.request("POST", "/generate", *sent.pieces)
         except HttpFailure as failure:
             self.abort(server, sent.rid)
-            self.pool.failed(server, str(failure))
+            if not self._closed.is_set():  # or it is our own doing
+                self.pool.failed(server, str(failure))
             raise BackendError(f"{server.url}: {failure}", kind="unreachable", retryable=True) from None
         except asyncio.CancelledError:
             self.abort(server, sent.rid)
@@ -341,6 +349,8 @@ class SGLangBackend:
 
     def abort(self, server: Server, rid: str) -> None:
         """Have a server stop a request, without waiting for it; `close` waits."""
+        if self._told:
+            return
         self._counts["aborts"] += 1
         targets = [server] if server in self.workers else self.workers
         for target in targets:

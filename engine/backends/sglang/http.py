@@ -111,10 +111,23 @@ def _chunk_size(line: bytes) -> int:
 class _Connection(asyncio.Protocol):
     """One connection: one request, its reply, and then the next."""
 
-    __slots__ = ("_body", "_chunks", "_closing", "_head", "_keep", "_need", "_status", "_waiter", "served", "transport")
+    __slots__ = (
+        "_body",
+        "_chunks",
+        "_closing",
+        "_head",
+        "_keep",
+        "_loop",
+        "_need",
+        "_status",
+        "_waiter",
+        "served",
+        "transport",
+    )
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.served = 0
         self._waiter: asyncio.Future[HttpReply] | None = None
         self._closing = False
@@ -147,16 +160,17 @@ class _Connection(asyncio.Protocol):
         return self._waiter
 
     def close(self) -> None:
-        """Drop the connection at once; a reply on its way is not waited for."""
+        """Drop the connection at once; a reply on its way is not waited for. Its loop may be closed by then."""
         self._closing = True
         self._waiter = None
-        if self.transport is not None:
+        if self.transport is not None and self._loop is not None and not self._loop.is_closed():
             self.transport.abort()
 
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # other event loops have transports of their own
+        self._loop = asyncio.get_running_loop()
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             _keep_alive(sock)
@@ -361,16 +375,17 @@ class HttpClient:
             head = self._heads[method, path] = text.encode("latin-1")
         length = sum(map(len, body))
         pieces = (head, b"%d\r\n\r\n" % length, *body)
+        loop = asyncio.get_running_loop()
         try:
-            return await self._send(pieces, fresh=False)
+            return await self._send(self._idle() or await self._open(loop), pieces, loop)
         except HttpFailure as failure:
             if failure.answered or not failure.reused:
                 raise
-        return await self._send(pieces, fresh=True)
+        return await self._send(await self._open(loop), pieces, loop)
 
-    async def _send(self, pieces: tuple[bytes, ...], *, fresh: bool) -> HttpReply:
-        loop = asyncio.get_running_loop()
-        connection = await self._connection(loop, fresh=fresh)
+    async def _send(
+        self, connection: _Connection, pieces: tuple[bytes, ...], loop: asyncio.AbstractEventLoop
+    ) -> HttpReply:
         self._busy.add(connection)
         try:
             reply = await connection.send(pieces, loop)
@@ -383,11 +398,15 @@ class HttpClient:
             self._free.append(connection)
         return reply
 
-    async def _connection(self, loop: asyncio.AbstractEventLoop, *, fresh: bool) -> _Connection:
-        while self._free and not fresh:
+    def _idle(self) -> _Connection | None:
+        """The connection used last, where one is free."""
+        while self._free:
             connection = self._free.pop()
             if connection.usable:
                 return connection
+        return None
+
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> _Connection:
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
