@@ -47,7 +47,7 @@ def test_a_glob_may_name_specs_and_scenarios() -> None:
 
 
 def test_its_form_is_checked() -> None:
-    Path("s.scenarios.yaml").write_text("scenarios:\n  - {nam: one, replies: [], expect: {}}\n")
+    Path("s.scenarios.yaml").write_text("scenarios:\n  - {nam: one, replies: [], expect: {states: []}}\n")
     status, lines = run("s.scenarios.yaml")
     assert status == 1
     assert lines == [
@@ -62,15 +62,15 @@ def test_its_form_is_checked() -> None:
 def test_each_scenario_must_fit_the_spec() -> None:
     Path("s.scenarios.yaml").write_text(
         "scenarios:\n"
-        "  - {name: one, task: b, replies: [x], expect: {}}\n"
+        "  - {name: one, task: b, replies: [x], expect: {states: []}}\n"
         "  - {name: two, replies: [x], expect: {states: [PENDIN]}}\n"
-        "  - {name: three, set: {limits.user_turns: x}, replies: [x], expect: {}}\n"
+        "  - {name: three, set: {limits.user_turns: x}, replies: [x], expect: {states: []}}\n"
     )
     status, lines = run("s.scenarios.yaml")
     assert status == 1
     assert lines == [
         "s.scenarios.yaml:2:23: error[scenario.unknown-task] the spec has no task `b`",
-        "s.scenarios.yaml:3:48: error[scenario.unknown-state] there is no state `PENDIN`",
+        "s.scenarios.yaml:3:49: error[scenario.unknown-state] there is no state `PENDIN`",
         "s.scenarios.yaml:4:43: error[spec.wrong-type] `limits.user_turns` must be a whole number; it is `x`",
         "1 file of scenarios, 1 invalid: 3 errors",
     ]
