@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from engine.train.tokens import Tokens
 
 if TYPE_CHECKING:
     from engine.store.export import Row
+    from engine.tokens.images import Tensors
     from engine.train.policy import Policy
     from schemas.train import TrainSpec
 
@@ -66,12 +67,13 @@ class Learner:
         self.dirty = False
         """The batch under way, or the last one, has changed the weights."""
 
-    def step(self, rows: Sequence[Row], step: int) -> dict[str, float]:
+    def step(self, rows: Sequence[Row], step: int, images: Mapping[str, Tensors] | None = None) -> dict[str, float]:
         """Learn from one batch.
 
         Args:
             rows: Those that may train.
             step: The batch's number, from 0: sets the learning rate and the order of mini-batches.
+            images: Tensors of the rows' images, given to the processes that did not sample them.
 
         Returns:
             Means over the updates (greatest values for names that end in `max`).
@@ -79,7 +81,10 @@ class Learner:
         Raises:
             TrainError: kind `diverged`: a loss or gradient is no finite number.
         """
-        self.team.tell("step", rows, step)
+        self.team.tell("step", rows, step, self._images(rows))
+        vision = self.policy.net.vision
+        if images and vision is not None:
+            vision.bank.read_tensors_from(images.get)
         self.dirty = False
         spec = self._spec
         advantages = normalised(rows) if spec.normalise == "batch" else [row["advantages"] for row in rows]
@@ -98,6 +103,14 @@ class Learner:
                 told.append(self._update(part, shares[: len(part)]))
                 shares = shares[len(part) :]
         return means(told) | {"lr": rate, "updates": float(len(told))}
+
+    def _images(self, rows: Sequence[Row]) -> dict[str, Tensors]:
+        """What process 0 sends along with rows."""
+        vision = self.policy.net.vision
+        if vision is None or self.team.size == 1 or not self.team.main:
+            return {}
+        digests = dict.fromkeys(image["image"] for row in rows for image in row["images"])
+        return {digest: vision.bank.tensors(digest) for digest in digests}
 
     @property
     def _recompute(self) -> bool:

@@ -1,0 +1,63 @@
+"""A step of a model that sees, by one process or by several; the images are process 0's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from engine.store.loader import beside, read_rows
+from engine.tokens.format import load_format
+from engine.train.distributed import Team, join
+from engine.train.learner import Learner
+from engine.train.policy import Policy
+from schemas.episode import ModelSpec
+from schemas.train import TrainSpec
+
+
+def told_by(team: Team, model: Path, path: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]] | None:
+    """Metrics and weights; None in a process that follows."""
+    spec = TrainSpec.model_validate(
+        {"device": "cpu", "optimizer": {"lr": 1e-2, "eps": 1e-3}, "memory": {"micro_tokens": 1}}
+    )
+    vision = load_format(ModelSpec(path=str(model)), path.parent).vision
+    assert vision is not None
+    if team.main:
+        vision = beside(vision, path)
+    learner = Learner(Policy.load(model, spec, temperature=1.0, vocab=None, vision=vision), spec, team=team)
+    if not team.main:
+        learner.follow()
+        return None
+    rows: list[dict[str, Any]] = [
+        row | {"advantages": row["loss_mask"] * (1.0 + number)} for number, row in enumerate(read_rows(path))
+    ]
+    text = rows[0]["images"][0]["start"]  # one row, and one pass, that sees nothing: what stands before an image
+    blind = {name: value[:text] for name, value in rows[0].items() if hasattr(value, "shape")}
+    blind |= {"images": [], "episode_id": "blind", "task_id": rows[0]["task_id"]}
+    blind["loss_mask"] = blind["loss_mask"] * 0 + 1
+    blind["loss_mask"][0] = 0
+    blind["advantages"] = blind["loss_mask"] * 0.5
+    # By cost: two passes that see, then one that sees beside the one that does not.
+    told = learner.step([*rows, rows[0] | {"episode_id": "again"}, blind], 0)
+    with team.whole(learner.policy.model):
+        weights = {name: tensor.detach().clone().contiguous() for name, tensor in learner.policy.weights().items()}
+    return told, weights
+
+
+def main(model: Path, path: Path, out: Path) -> None:
+    team = join()
+    found = told_by(team, model, path)
+    if found is None:
+        return
+    team.close()
+    save_file(found[1], out / "told.safetensors")
+    (out / "told.json").write_text(json.dumps(found[0] | {"processes": team.size}))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""Two processes train a model that sees, and only the first has the images."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import team_vision_worker as worker
+import torch
+from safetensors.torch import load_file
+from test_policy_vision import gallery_rows
+
+from engine.store.export import write_jsonl
+from engine.store.loader import with_image_files
+from engine.train.distributed import Alone
+
+
+@pytest.mark.slow
+async def test_two_processes_train_a_model_that_sees(make_spec: Any, run_spec: Any, vlm: Any, tmp_path: Path) -> None:
+    """Images reach the process that did not sample them, and a pass that sees nothing keeps step with one that does."""
+    rows, vision = await gallery_rows(make_spec, run_spec, "qwen2_5_vl")
+    assert len(rows) == 2
+    path = tmp_path / "rows.jsonl"
+    write_jsonl(with_image_files(rows, path, lambda: vision), path)
+    root = Path(worker.__file__).parents[2]
+    arguments = [str(each) for each in (vlm("qwen2_5_vl"), path, tmp_path)]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", worker.__file__]
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, *launch, *arguments],
+        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=140,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = worker.told_by(Alone(), vlm("qwen2_5_vl"), path)
+    assert found is not None
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told.pop("processes") == 2
+    assert told == pytest.approx(found[0], rel=1e-5, abs=1e-6)
+    tensors = load_file(tmp_path / "told.safetensors")
+    assert tensors.keys() == found[1].keys()
+    for name, tensor in found[1].items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-6)
