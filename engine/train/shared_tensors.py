@@ -23,6 +23,8 @@ from engine.errors import TrainError
 BUCKET = 256 << 20
 """Bytes of tensors that are in shared memory at once, but for a larger tensor, which goes alone."""
 _SHARED = Path("/dev/shm")
+_ALIGN = 64
+"""Tensors begin at multiples of so many bytes."""
 _STRATEGY = threading.Lock()
 
 
@@ -40,23 +42,57 @@ def buckets(weights: Mapping[str, torch.Tensor], most: int = BUCKET) -> Iterator
         yield piece
 
 
-def share(piece: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Copies of tensors in shared memory, which is given back when the copies are dropped and read.
+class Shelf:
+    """A piece of shared memory that buckets are laid into, one after the other. It is given back when it is dropped.
 
-    Raises:
-        TrainError: Kind `train_setup`: there is not enough of it.
+    A reader must be done with a bucket before the next one is laid.
     """
-    piece = list(piece)
-    needed = sum(tensor.nbytes for _, tensor in piece)
-    free = free_bytes()
-    if free is not None and needed > free:
-        raise TrainError(
-            f"{needed >> 20} MiB of weights do not fit the {free >> 20} MiB that {_SHARED} has left: give it more "
-            "(of a container: --shm-size), or use `train.weights.via: disk`",
-            kind="train_setup",
-        )
-    with _by_name():
-        return [(name, _copy(tensor)) for name, tensor in piece]
+
+    def __init__(self, size: int) -> None:
+        """
+        Args:
+            size: Bytes of the largest bucket, as `room` counts them.
+
+        Raises:
+            TrainError: Kind `train_setup`: there is not so much shared memory.
+        """
+        free = free_bytes()
+        if free is not None and size > free:
+            raise TrainError(
+                f"{size >> 20} MiB of weights do not fit the {free >> 20} MiB that {_SHARED} has left: give it more "
+                "(of a container: --shm-size), or use `train.weights.via: disk`",
+                kind="train_setup",
+            )
+        with _by_name():
+            memory: Any = torch.empty(max(size, _ALIGN), dtype=torch.uint8)
+            self._memory: torch.Tensor = memory.share_memory_()
+        self._laid: list[tuple[str, torch.Tensor]] = []
+
+    def lay(self, piece: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy a bucket into it."""
+        at = 0
+        self._laid = []
+        for name, tensor in piece:
+            place = self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor.detach())
+            self._laid.append((name, place))
+            at += _padded(tensor.nbytes)
+
+    def dump(self) -> str:
+        """What one reader of the bucket gets: base64 of a pickle. Readers are counted, so each needs one of its own."""
+        buffer = io.BytesIO()
+        with _by_name():
+            ForkingPickler(buffer).dump(self._laid)
+        return base64.b64encode(buffer.getvalue()).decode()
+
+
+def room(piece: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Bytes that a bucket takes on a shelf."""
+    return sum(_padded(tensor.nbytes) for _, tensor in piece)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
 
 @contextmanager
@@ -70,20 +106,6 @@ def _by_name() -> Iterator[None]:
             yield
         finally:
             sharing.set_sharing_strategy(before)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    copied: Any = tensor.detach().to("cpu", copy=True).contiguous()
-    shared: torch.Tensor = copied.share_memory_()
-    return shared
-
-
-def dump(shared: list[tuple[str, torch.Tensor]]) -> str:
-    """What one reader gets: base64 of a pickle. Each reader needs one of its own, since readers are counted."""
-    buffer = io.BytesIO()
-    with _by_name():
-        ForkingPickler(buffer).dump(shared)
-    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def free_bytes() -> int | None:

@@ -21,7 +21,7 @@ import structlog
 from engine.backends.sglang.client import PolicyAdapter, SGLangBackend
 from engine.backends.sglang.control import UPDATE_SECONDS, PauseMode, from_disk
 from engine.errors import BackendError, TrainError
-from engine.train.shared_tensors import buckets, dump, share
+from engine.train.shared_tensors import Shelf, buckets, room
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
@@ -95,25 +95,25 @@ class TensorSync:
 
     async def push(self, policy: Policy, version: int) -> None:
         """See `WeightSync`. A server that was away meanwhile stays out until the next push."""
-        weights = await asyncio.to_thread(policy.weights)
+        pieces = list(buckets(await asyncio.to_thread(policy.weights)))
 
         async def load(server: Server, flush: bool) -> None:
             ranks = int((await server.json("GET", "/server_info")).get("tp_size") or 1)
             await _quietly(_post(server, "/end_weight_update", {}))  # of a push that was broken off
             await _post(server, "/begin_weight_update", {})
             try:
-                pieces = list(buckets(weights))
+                shelf = Shelf(max(map(room, pieces)))
                 for number, piece in enumerate(pieces):
-                    shared = await asyncio.to_thread(share, piece)
+                    await asyncio.to_thread(shelf.lay, piece)
                     last = number == len(pieces) - 1
                     body: dict[str, Any] = {
-                        "serialized_named_tensors": [dump(shared) for _ in range(ranks)],
+                        "serialized_named_tensors": [shelf.dump() for _ in range(ranks)],
                         "flush_cache": flush and last,
                     }
-                    # Its name comes with the last of it: a server that has half of it is not taken for one that has it.
-                    await _post(
-                        server, "/update_weights_from_tensor", body | ({"weight_version": str(version)} if last else {})
-                    )
+                    # Its name comes with the last of it: a server with half of it is not taken for one that has it.
+                    if last:
+                        body["weight_version"] = str(version)
+                    await _post(server, "/update_weights_from_tensor", body)
             except BaseException:
                 await _quietly(_post(server, "/end_weight_update", {}))
                 raise

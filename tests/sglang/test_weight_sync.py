@@ -16,7 +16,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, TrainError
 from engine.tokens.format import ChatFormat, load_format
 from engine.train.policy import Policy
-from engine.train.shared_tensors import dump, share
+from engine.train.shared_tensors import Shelf, room
 from engine.train.sync import open_sync
 from engine.train.sync_sglang import _check
 from schemas.episode import EpisodeSpec, ModelSpec
@@ -262,8 +262,10 @@ async def test_a_push_after_one_that_was_broken_off_begins_anew(
     policy = policy_of(tiny_model_dir)
     (server,) = backend.workers
     await server.json("POST", "/begin_weight_update", {})
-    shared = share(list(policy.weights().items())[:3])
-    body = {"serialized_named_tensors": [dump(shared)], "flush_cache": False}
+    piece = list(policy.weights().items())[:3]
+    shelf = Shelf(room(piece))
+    shelf.lay(piece)
+    body = {"serialized_named_tensors": [shelf.dump()], "flush_cache": False}
     assert (await server.json("POST", "/update_weights_from_tensor", body))["success"]
     nudge(policy)
     await open_sync(spec_of(tiny_model_dir, weights={"via": "tensors"}), backend, tmp_path, lora=False).push(policy, 3)
