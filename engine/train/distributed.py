@@ -11,8 +11,8 @@ Process 0 alone collects episodes and talks to the backend; a method that every 
 `team.tell`, which hands its arguments to the others.
 
 Invariants:
-- Gradients are summed over processes, never averaged: a token's share is already of the whole step's loss, so a step is
-  the same however many processes it is spread over.
+- Gradients are summed over processes (in float32), never averaged: a token's share is already of the whole step's loss,
+  so a step is the same however many processes it is spread over.
 - Every process makes the same number of passes: where one has fewer packs it makes one more, in which shares are 0.
 - Outside of passes no process holds whole weights, but within `whole`, where process 0 has them on the CPU.
 """
@@ -37,7 +37,7 @@ Run = Callable[..., Any]
 """run(function, *args, **kwargs) -> what the function answers: a pass, in which the weights are there."""
 
 _PATIENCE = timedelta(days=7)
-"""How long the others wait for process 0: as long as episodes take."""
+"""How long the others wait to be told something: as long as episodes take. Within a step, torch's own limit holds."""
 _STOP = "close"
 _WHOLE = "whole"
 _WRITE = "write"
@@ -136,7 +136,7 @@ def join() -> Team:
         if not cpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if not dist.is_initialized():
-            dist.init_process_group("gloo" if cpu else "cpu:gloo,cuda:nccl", timeout=_PATIENCE)
+            dist.init_process_group("gloo" if cpu else "cpu:gloo,cuda:nccl")
         return Shards("cpu" if cpu else "cuda")
     except (KeyError, ValueError, RuntimeError) as error:
         raise TrainError(
@@ -173,12 +173,13 @@ class Shards:
         rows; those that are tied stay so. What the model computes outside of its own `forward` (a head whose weight is
         used by itself) is covered: the pass is whatever is called through the function returned.
         """
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        sums = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in _blocks(model):
-            fully_shard(block, mesh=self._mesh)
+            fully_shard(block, mesh=self._mesh, mp_policy=sums)
         root = _Root(model)
-        fully_shard(root, mesh=self._mesh)
+        fully_shard(root, mesh=self._mesh, mp_policy=sums)
         for part in _sharded(root):
             if not hasattr(part, "set_reduce_scatter_unused_params"):
                 raise TrainError(
