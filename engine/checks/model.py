@@ -30,8 +30,8 @@ _TOOL = {
     },
 }
 _CALL = {"id": "call_0_0", "type": "function", "function": {"name": f"{_MARK}_tool", "arguments": {"x": 1}}}
-_LONGEST = 4_000_000
-"""Characters of a prompt that are still counted in tokens."""
+CHARACTER = 0.5
+"""What it costs to count one character in tokens."""
 
 View = dict[str, Any]
 
@@ -315,8 +315,9 @@ def _tokens_of(ctx: CheckContext, files: ModelFiles, messages: list[View]) -> in
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
         return None
     tokenizer = _tokenizer(str(files.source / "tokenizer.json"))
-    if tokenizer is None or len(text) > _LONGEST:
+    if tokenizer is None:
         return None
+    ctx.work.spend(len(text) * CHARACTER)
     return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 

@@ -62,6 +62,33 @@ def task_rows(ctx: CheckContext) -> Iterator[Finding]:
         yield Finding(found.message, found.path, found.fix, origin=found.origin)
 
 
+@rule("tasks.not-read", "info", "not every row of the task source is looked at")
+def not_read(ctx: CheckContext) -> Iterator[Finding]:
+    """Of long files the first rows, of very large ones none; `engine run` reads them all."""
+    tasks = ctx.spec.tasks
+    if tasks.source not in ("jsonl", "inline") or (tasks.limit or LARGEST) <= MOST_ROWS:
+        return
+    try:
+        if tasks.source == "inline":
+            found = f"the first {MOST_ROWS:,} rows are" if len(tasks.rows or []) > MOST_ROWS else ""
+        else:
+            found = _left_out(_state(ctx, task_file(ctx.loaded)))
+    except (SpecError, OSError):
+        return  # `tasks.unreadable` says it
+    if found:
+        path = ("tasks", "path" if tasks.source == "jsonl" else "rows")
+        yield Finding(f"only {found} checked: a later row may lack a field or share its id", path)
+
+
+@lru_cache(maxsize=256)
+def _left_out(state: _State) -> str:
+    if state.size > LARGEST:
+        return "the first row is"
+    with Path(state.path).open("rb") as stream:
+        rows = sum(1 for line in stream if line.strip())
+    return f"the first {MOST_ROWS:,} rows are" if rows > MOST_ROWS else ""
+
+
 def _state(ctx: CheckContext, file: Path) -> _State:
     status = file.stat()
     tasks = ctx.spec.tasks

@@ -69,3 +69,15 @@ def test_a_folder_of_base_files_may_not_grow_without_end() -> None:
         "bigger.yaml:1:10 (extends bigger.yaml): error[spec.extends] `big.yaml` has more than 4,194,304 bytes, together "
         "with what it extends; keep rows in a jsonl file"
     ]
+
+
+def test_rows_that_are_not_looked_at_are_said() -> None:
+    Path("rows.jsonl").write_text('{"q": "a"}\n' * 20_001)
+    text = WHOLE.replace("inline, rows: [{q: a}]", "jsonl, path: rows.jsonl")
+    told = [str(item) for item in examined(text).diagnostics if item.rule == "tasks.not-read"]
+    assert told == [
+        "s.yaml:4:30: info[tasks.not-read] only the first 20,000 rows are checked: a later row may lack a field or share "
+        "its id"
+    ]
+    limited = text.replace("rows.jsonl", "rows.jsonl, limit: 5")
+    assert "tasks.not-read" not in {item.rule for item in examined(limited).diagnostics}

@@ -30,7 +30,7 @@ REST = {
 """What an example leaves out."""
 WHOLE = {"spec.empty", "spec.missing-key"}
 """Rules whose bad example lacks something that must not be filled in."""
-ELSEWHERE = {"machine.too-large", "train.no-package"}
+ELSEWHERE = {"machine.too-large", "tasks.not-read", "train.no-package"}
 """Rules whose bad example would fill pages, or depends on what is installed; they have tests of their own."""
 NO_GOOD = {"tasks.hub"}
 """A good example would need the network."""

@@ -67,6 +67,7 @@ def test_ids_are_stable() -> None:
         ("rewards.unpayable", "error"),
         ("rules.unknown-state", "error"),
         ("spec.no-file", "error"),
+        ("tasks.not-read", "info"),
         ("tasks.row", "error"),
         ("tasks.unreadable", "error"),
         ("train.adapter", "error"),
