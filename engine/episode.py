@@ -244,7 +244,20 @@ class Episode:
         sealed = self.ledger.seal(self.turn + 1)
         conversation = self.conversation
         turns = [
-            _make_turn(index=index, **note._asdict(), **place._asdict(), rewards=self.ledger.turn(index))
+            _make_turn(
+                index=index,
+                branch=place.branch,
+                start=place.start,
+                end=place.end,
+                finish=note.finish,
+                event=note.event,
+                rewards=self.ledger.turn(index),
+                anchor=note.anchor,
+                seconds=note.seconds,
+                queue_seconds=note.queue_seconds,
+                cached_tokens=note.cached_tokens,
+                prompt_tokens=note.prompt_tokens,
+            )
             for index, (note, place) in enumerate(zip(self.turns, conversation.turns, strict=True))
         ]
         return Trajectory(

@@ -19,9 +19,10 @@ _checking = False
 
 
 def maker(contract: type[C]) -> Callable[..., C]:
-    """A function that builds a contract, from every field that has no default and any of the others."""
+    """A function that builds a contract, from every field that has no default and any of the others, in their order."""
     fields = contract.model_fields
     names = set(fields)
+    count = len(names)
     plain = {name: None if field.is_required() else field.get_default() for name, field in fields.items()}
     factories = [(name, field.default_factory) for name, field in fields.items() if field.default_factory is not None]
     new: Callable[[type[C]], C] = contract.__new__
@@ -30,10 +31,13 @@ def maker(contract: type[C]) -> Callable[..., C]:
         if _checking:
             _check(contract, values)
         made = new(contract)
-        _put(made, "__dict__", plain | values)
-        for name, factory in factories:
-            if name not in values:
-                made.__dict__[name] = factory()  # type: ignore[call-arg]
+        if len(values) == count:
+            _put(made, "__dict__", values)
+        else:
+            _put(made, "__dict__", plain | values)
+            for name, factory in factories:
+                if name not in values:
+                    made.__dict__[name] = factory()  # type: ignore[call-arg]
         _put(made, "__pydantic_fields_set__", names)
         _put(made, "__pydantic_extra__", None)
         _put(made, "__pydantic_private__", None)
@@ -45,6 +49,8 @@ def maker(contract: type[C]) -> Callable[..., C]:
 def _check(contract: type[BaseModel], values: dict[str, Any]) -> None:
     """Raise where validation would refuse the values, or change one."""
     valid = contract(**values)
+    if list(values) != [name for name in contract.model_fields if name in values]:
+        raise AssertionError(f"{contract.__name__}: {list(values)} are not in the order of its fields")
     changed = [
         name
         for name, value in values.items()

@@ -49,7 +49,14 @@ class CallToolsAction:
             episode.solved = episode.solved or result.facts.get("solved") is True
         episode.conversation.add(
             [
-                _make_message(role="tool", content=result.content, tool_call_id=result.call_id, name=result.name)
+                _make_message(
+                    role="tool",
+                    content=result.content,
+                    reasoning=None,
+                    tool_calls=[],
+                    tool_call_id=result.call_id,
+                    name=result.name,
+                )
                 for result in record.results
             ]
         )

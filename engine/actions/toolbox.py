@@ -248,7 +248,9 @@ async def _answer(call_id: str, name: str, error: Any, words: str) -> ToolResult
 
 def _result(call: ToolCall, value: Any, seconds: float) -> ToolResult:
     if type(value) is str and value.isascii():
-        return _make_result(call_id=call.id, name=call.name, content=value, rewards=[], facts={}, seconds=seconds)
+        return _make_result(
+            call_id=call.id, name=call.name, content=value, error=None, rewards=[], facts={}, seconds=seconds
+        )
     rewards: list[RewardEvent] = []
     facts: dict[str, Any] = {}
     if isinstance(value, ToolReply):

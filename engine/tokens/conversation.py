@@ -329,6 +329,8 @@ class Conversation:
             content=parsed.content,
             reasoning=parsed.reasoning,
             tool_calls=[attempt for attempt in parsed.attempts if isinstance(attempt, ToolCall)],
+            tool_call_id=None,
+            name=None,
         )
         view = self.form.reply_view(parsed)
         if parsed.attempts and not parsed.as_calls:

@@ -37,7 +37,7 @@ _make_branch = maker(Branch)
 _FIELDS = 4
 """Integers of one span's record: kind, start, end, turn."""
 _SLACK = 32
-"""Spare tokens beyond the quarter by which a buffer grows."""
+"""Spare tokens beyond the half by which a buffer grows."""
 
 
 class _Run(NamedTuple):
@@ -57,11 +57,11 @@ def largest(ids: IntVector) -> int:
 
 
 def _grown(buffer: np.ndarray, used: int, more: int) -> np.ndarray:
-    """`buffer` with room for `more` elements after the first `used`: itself, or a copy a quarter larger."""
+    """`buffer` with room for `more` elements after the first `used`: itself, or a copy half as large again."""
     if used + more <= len(buffer):
         return buffer
     room = used + more
-    larger = np.empty(room + room // 4 + _SLACK, buffer.dtype)
+    larger = np.empty(room + room // 2 + _SLACK, buffer.dtype)
     larger[:used] = buffer[:used]
     return larger
 

@@ -12,6 +12,7 @@ import worlds_for_tests as worlds
 import yaml
 
 from engine.backends.base import open_backend
+from engine.made import checked
 from engine.runner.run import Runner, RunResult
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks
@@ -38,6 +39,13 @@ class Ran:
     def only(self) -> Trajectory:
         (trajectory,) = self.store.trajectories()
         return trajectory
+
+
+@pytest.fixture(autouse=True)
+def _contracts_checked() -> Iterator[None]:
+    """What the engine makes without validation must be what validation would make of it."""
+    with checked():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -99,6 +99,7 @@ def join(parts: Sequence[Part], finish: FinishReason, seconds: float) -> Generat
         cached_tokens=first.cached_tokens,
         seconds=seconds,
         queue_seconds=first.queue_seconds if len(parts) == 1 else sum(part.queue_seconds for part in parts),
+        text=None,
     )
 
 
