@@ -69,14 +69,15 @@ def train(
 
 
 def _follow(team: Team, spec: Path | None, overrides: list[str], out: Path | None, resume: str | None) -> None:
-    """In every process but the first. Ctrl-C reaches them all: what it means is process 0's to say."""
+    """In every process but the first. Ctrl-C and a launcher's SIGTERM reach them all: what they mean is process 0's to say."""
     import signal
 
     from engine.spec.load import load_spec
     from engine.train import folder as folders
     from engine.train.trainer import follow
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     if resume is not None:
         follow(folders.read_header(folders.find_training(resume, out or Path("runs"))).loaded_spec(), team)
     elif spec is not None:
