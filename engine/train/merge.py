@@ -111,7 +111,8 @@ def _merge(adapter: Path, base: Path, target: Path) -> None:
             kind="checkpoint",
         ) from error
     _all_used(wrapped, adapter)
-    wrapped.merge_and_unload(safe_merge=True).save_pretrained(target)
+    with no_bars():
+        wrapped.merge_and_unload(safe_merge=True).save_pretrained(target)
     for file in base.iterdir():  # tokenizer, chat template, processor
         if file.is_file() and not (target / file.name).exists() and not any(map(file.match, _WEIGHTS)):
             if file.name.endswith(".index.json") or file.name.startswith("."):

@@ -16,6 +16,7 @@ from engine.train.metrics import read_metrics, series
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.ticker import Locator
 
 PHASES = ("rollout", "update", "sync", "eval", "checkpoint")
 """Of a step's time, in the order in which they are stacked; others come after."""
@@ -38,6 +39,8 @@ class Panel(NamedTuple):
     lines: list[Line]
     stacked: bool = False
     """The lines add up: areas on top of one another."""
+    limits: tuple[float, float] | None = None
+    """Of the vertical axis; by the values when left out."""
 
 
 def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[Panel]]:
@@ -65,8 +68,9 @@ def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[Panel]]:
         "policy": [
             Panel("KL", _lines(rows, ["policy/approx_kl", "policy/kl_ref", "policy/token_kl_max"])),
             Panel("clipped tokens, share", _lines(rows, ["policy/clip_low", "policy/clip_high"])),
-            Panel("entropy and confidence", _lines(rows, ["policy/entropy", "policy/confidence"])),
-            Panel("effective sample size, share", _lines(rows, ["policy/ess"])),
+            Panel("entropy of a token, nats", _lines(rows, ["policy/entropy"])),
+            Panel("probability of what was sampled", _lines(rows, ["policy/confidence"])),
+            Panel("effective sample size, share", _lines(rows, ["policy/ess"]), limits=(0.0, 1.05)),
             Panel("gradient norm", _lines(rows, ["grad_norm"])),
         ],
         "sampler": [
@@ -167,6 +171,7 @@ def draw_curves(
         axes.axhline(target, color="black", linestyle="--", linewidth=1, label=f"{target:g}")
     axes.set_title(title or metric)
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(_whole_steps())
     axes.set_ylabel(metric)
     axes.legend(fontsize="small")
     return _save(figure, out)
@@ -221,6 +226,12 @@ def _figure(count: int) -> tuple[Figure, list[Axes]]:
     return figure, axes[:count]
 
 
+def _whole_steps() -> Locator:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(integer=True)
+
+
 def _draw_panel(axes: Axes, panel: Panel) -> None:
     if panel.stacked:
         labels = [line.label for line in panel.lines]
@@ -230,6 +241,9 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
             axes.plot(line.steps, line.values, label=line.label, **_marks(len(line.steps)))
     axes.set_title(panel.title, fontsize="medium")
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(_whole_steps())
+    if panel.limits is not None:
+        axes.set_ylim(*panel.limits)
     axes.grid(alpha=0.25)
     if len(panel.lines) <= 12:
         axes.legend(fontsize="small")

@@ -49,7 +49,8 @@ def open_sglang_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora:
             "model; merge the adapter into it, and name that as `model.path`",
             kind="train_setup",
         )
-    place = Path(weights.folder).expanduser() if weights.folder is not None else folder / "weights"
+    # A folder that was named may be several trainings'.
+    place = Path(weights.folder).expanduser() / folder.name if weights.folder is not None else folder / "weights"
     mode: PauseMode = "retract" if weights.pause else "in_place"
     if via == "disk":
         return DiskSync(backend, place.resolve(), mode)

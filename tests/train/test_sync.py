@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.backends.local import LocalBackend
+from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
 from engine.tokens.format import load_format
 from engine.train.policy import Policy
@@ -23,6 +24,7 @@ from engine.train.shared_tensors import Shelf, buckets, room
 from engine.train.sync import open_sync
 from schemas.episode import EpisodeSpec, ModelSpec
 from schemas.episode import LocalBackend as LocalSpec
+from schemas.episode import SGLangBackend as SGLangSpec
 from schemas.generation import GenerateRequest, Generation, SamplingParams
 from schemas.train import TrainSpec
 
@@ -184,6 +186,77 @@ async def test_a_way_for_servers_is_not_for_the_local_backend(
     with pytest.raises(TrainError, match=f"`train.weights.via: {via}` is for servers") as caught:
         open_sync(spec, await open_backend(), tmp_path, lora=True)
     assert caught.value.kind == "train_setup"
+
+
+# -- servers, before anything is sent to them
+
+
+def serving(model: Path, url: str) -> SGLangBackend:
+    return SGLangBackend(
+        SGLangSpec(urls=[url]),
+        load_format(ModelSpec(path=str(model)), model),
+        sampling=SamplingParams(),
+        model=str(model),
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "lora", "backend", "weights", "said"),
+    [
+        (
+            "http://192.0.2.1:30000",
+            None,
+            {},
+            {"via": "tensors"},
+            r"http://192\.0\.2\.1:30000 is not on this host: use `disk`",
+        ),
+        ("http://127.0.0.1:30000", None, {}, {"via": "adapter"}, r"`train\.weights\.via: adapter` needs `train\.lora`"),
+        (
+            "http://127.0.0.1:30000",
+            None,
+            {"adapter": "tutor"},
+            {},
+            r"`backend\.adapter: tutor` and `train:` do not go together",
+        ),
+    ],
+)
+async def test_a_way_that_cannot_be_gone_is_an_error_at_the_start(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    url: str,
+    lora: Any,
+    backend: dict[str, Any],
+    weights: dict[str, Any],
+    said: str,
+) -> None:
+    spec = spec_of(tiny_model_dir, {"weights": weights}, {"kind": "sglang", "urls": [url], **backend})
+    with pytest.raises(TrainError, match=said) as caught:
+        open_sync(spec, serving(tiny_model_dir, url), tmp_path, lora=bool(lora))
+    assert caught.value.kind == "train_setup"
+
+
+@pytest.mark.parametrize(
+    ("lora", "weights", "kind"),
+    [
+        (False, {}, "DiskSync"),
+        (True, {}, "AdapterSync"),
+        (True, {"via": "disk"}, "DiskSync"),
+        (False, {"via": "tensors"}, "TensorSync"),
+    ],
+)
+async def test_auto_is_the_adapter_where_there_is_one_else_the_disk(
+    tiny_model_dir: Path, tmp_path: Path, lora: bool, weights: dict[str, Any], kind: str
+) -> None:
+    url = "http://localhost:30000"
+    spec = spec_of(tiny_model_dir, {"weights": weights}, {"kind": "sglang", "urls": [url]})
+    assert type(open_sync(spec, serving(tiny_model_dir, url), tmp_path, lora=lora)).__name__ == kind
+
+
+async def test_trainings_that_share_a_folder_have_their_own_places_in_it(tiny_model_dir: Path, tmp_path: Path) -> None:
+    url = "http://127.0.0.1:30000"
+    spec = spec_of(tiny_model_dir, {"weights": {"folder": str(tmp_path)}}, {"kind": "sglang", "urls": [url]})
+    sync = open_sync(spec, serving(tiny_model_dir, url), Path("runs/demo-train-1"), lora=False)
+    assert sync._folder == (tmp_path / "demo-train-1").resolve()  # type: ignore[attr-defined]
 
 
 # -- tensors for another process

@@ -110,9 +110,9 @@ class Control:
         """Load weights on every server, and have its replies carry `version` from there on.
 
         Pauses sampling unless it is paused already. Prefixes that were computed with the old weights are
-        dropped; under `in_place`, where replies still need them, they are kept from later requests (a router
-        does not pass that on). A request that is sent after this returns is sampled with these weights alone;
-        a server that answers it with others is taken out.
+        dropped; under `in_place`, where replies still need them, they are kept from later requests. A request
+        that is sent after this returns is sampled with these weights alone; a server that answers it with
+        others is taken out.
 
         Args:
             path: a folder that every server can read.
