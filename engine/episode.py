@@ -34,7 +34,7 @@ _NO_FEEDBACK: dict[str, Any] = {"solved": False, "satisfied": False, "malformed"
 
 def derive_seed(*parts: object) -> int:
     """A seed in [0, 2**63) that depends on every part and on nothing else."""
-    text = "\0".join(str(part) for part in parts).encode()
+    text = "\0".join(map(str, parts)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1
 
 

@@ -363,7 +363,8 @@ class FamilyFormat(ChatFormat):
         if any(span is None for span in spans):
             return False
         ends = [*(span[0] for span in spans[1:]), len(said)]
-        return any(self.decode(said[span[1] : end]).strip() for span, end in zip(spans, ends, strict=True))
+        between = ((span[1], end) for span, end in zip(spans, ends, strict=True))
+        return any(start < end and self.decode(said[start:end]).strip() for start, end in between)
 
 
 def _first_id(renderer: Any, *names: str) -> int | None:
