@@ -40,7 +40,9 @@ def scenario_problems(path: Path, overrides: Sequence[str] = ()) -> tuple[list[D
         try:
             stages.base()
         except SpecError as error:
-            message = f"the spec `{spec}` is not valid, so its scenarios cannot be held to it: {error.diagnostics[0].message}"
+            message = (
+                f"the spec `{spec}` is not valid, so its scenarios cannot be held to it: {error.diagnostics[0].message}"
+            )
             return [Diagnostic("scenario.bad-spec", "error", message, f"engine validate {spec}", here)], False
         found = list(_misfits(stages, scenarios))
     return list(dict.fromkeys(found)), False

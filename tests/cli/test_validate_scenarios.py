@@ -71,7 +71,7 @@ def test_each_scenario_must_fit_the_spec() -> None:
     assert lines == [
         "s.scenarios.yaml:2:23: error[scenario.unknown-task] the spec has no task `b`",
         "s.scenarios.yaml:3:49: error[scenario.unknown-state] there is no state `PENDIN`",
-        "s.scenarios.yaml:4:43: error[spec.wrong-type] `limits.user_turns` must be a whole number; it is `x`",
+        "s.scenarios.yaml:4:44: error[spec.wrong-type] `limits.user_turns` must be a whole number; it is `x`",
         "1 file of scenarios, 1 invalid: 3 errors",
     ]
 
