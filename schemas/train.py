@@ -188,7 +188,8 @@ class WeightsSpec(Contract):
     """`disk`: a folder that the server reads. `tensors`: shared memory on one host. `adapter`: only the LoRA adapter,
     by name. `auto`: `tensors` in this process, `adapter` with LoRA, else `disk`."""
     pause: bool = True
-    """Hold sampling while weights change (SGLang); else they change in flight and a reply may have two versions."""
+    """SGLang: replies wait while weights change, and go on after their prefix is computed anew; else they go on with
+    what the old weights computed. A reply may have tokens of two versions either way. An adapter pauses nothing."""
     folder: str | None = None
     """For `disk` and `adapter`: where weights are put, a path that the server sees too; the run's own when left out."""
 
