@@ -62,10 +62,6 @@ class Literal:
         """Whether it speaks of one quantity alone, so that taking quantities as independent loses nothing."""
         return len(self.linear) <= 1
 
-    def negated(self) -> Literal:
-        """The comparison that holds where this one does not."""
-        return Literal(self.key, _NEGATED[self.operator], self.value, self.linear, self.whole)
-
 
 Clause = tuple[Literal, ...]
 Clauses = tuple[Clause, ...]

@@ -163,10 +163,15 @@ def validate(
         typer.echo(f"no specs under {', '.join(map(str, specs))}", err=True)
         raise typer.Exit(UNREADABLE)
     if format is Format.TEXT:
-        typer.echo(as_text(reports, notes=notes, worst=worst))
+        typer.echo(_printable(as_text(reports, notes=notes, worst=worst)))
     elif said := FORMATS[format](reports):
-        typer.echo(said)
+        typer.echo(_printable(said))
     raise typer.Exit(max(report.status for report in reports))
+
+
+def _printable(text: str) -> str:
+    """Names and variables of the system may hold bytes that are no text."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 # ---- text

@@ -210,3 +210,12 @@ def test_a_hundred_specs_are_quick(record_property: pytest.TestReport) -> None:
     began = time.perf_counter()
     assert run(".") == (0, "100 specs valid\n")
     record_property("seconds", time.perf_counter() - began)  # type: ignore[operator]
+
+
+def test_bytes_of_the_system_that_are_no_text_are_shown_as_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ODD", "a\udcff")
+    Path("s.yaml").write_text(GOOD + "limits: {user_turns: '${ODD}'}\n")
+    for extra in ([], ["--set", "name=\udcff"], ["--format", "json"], ["--format", "sarif"], ["--format", "github"]):
+        status, output = run("s.yaml", *extra)
+        assert status == 1
+        assert "?" in output
