@@ -278,6 +278,14 @@ def test_no_bytes_are_read_as_a_reply_by_accident(data: bytes) -> None:
         decode(data, sent(), VOCAB)
 
 
+@pytest.mark.parametrize("token", [2.5, 1e22, None, "5"])
+def test_an_id_that_is_no_integer_is_refused(token: Any) -> None:
+    out = sent()
+    body = reply(out, output_ids=[token], output_token_logprobs=[[-0.5, token, None]], completion_tokens=1)
+    with pytest.raises(ReplyError, match="not what SGLang answers"):
+        decode(body, out, VOCAB)
+
+
 @given(st.data())
 def test_a_reply_that_is_cut_anywhere_is_refused(data: st.DataObject) -> None:
     out = sent()

@@ -311,7 +311,8 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
     try:
         values, tokens = _columns(meta.output_token_logprobs)
         # Read but once: where the ids of the rows, written down, are the ids of the reply, they are the same.
-        same = msgspec.json.encode(tokens) == bytes(reply.output_ids)
+        raw = bytes(reply.output_ids)
+        same = msgspec.json.encode(tokens) == raw and b"." not in raw and b"e" not in raw  # ids are integers
         ids = tokens if same else _ids_decoder.decode(reply.output_ids or b"[]")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ReplyError(f"its tokens and log-probs are not what SGLang answers: {error}") from None
