@@ -84,7 +84,10 @@ def attend(
     # The queries that share a key head are handed over as that head's several queries: nothing is repeated.
     grouped = query[0].view(key.shape[1], heads // key.shape[1], tokens, query.shape[-1])
     if query.device.type == "cpu" and sliding_window is None and query.shape[-1] == value.shape[-1]:
-        out: torch.Tensor = _Parts.apply(grouped, key[0], value[0], pack.segments, scaling)  # type: ignore[no-untyped-call]
+        # In bfloat16 this kernel's backward pass is several times slower on short segments, and less exact.
+        wide = torch.promote_types(query.dtype, torch.float32)
+        states = (grouped.to(wide), key[0].to(wide), value[0].to(wide))
+        out: torch.Tensor = _Parts.apply(*states, pack.segments, scaling).to(query.dtype)  # type: ignore[no-untyped-call]
     else:
         out = _paths(grouped, key[0], value[0], pack, sliding_window, scaling)
     return out.reshape(1, tokens, heads, -1), None
@@ -109,7 +112,9 @@ def _parts(segments: tuple[Segment, ...]) -> Iterator[_Part]:
 
 
 class _Parts(torch.autograd.Function):
-    """Grouped queries [kv_heads, group, T, width], keys and values [kv_heads, T, width] -> [T, kv_heads, group, width]."""
+    """Grouped queries [kv_heads, group, T, width], keys and values [kv_heads, T, width] -> [T, kv_heads, group, width];
+    float32 or float64.
+    """
 
     @staticmethod
     def forward(
@@ -124,9 +129,7 @@ class _Parts(torch.autograd.Function):
         keys, values = (found[:, None].expand(-1, group, -1, -1) for found in (key, value))
         out = query.new_empty((tokens, kv_heads, group, width))
         view = out.permute(1, 2, 0, 3)
-        sums = query.new_empty(
-            (tokens, kv_heads, group), dtype=torch.float64 if query.dtype == torch.float64 else torch.float32
-        ).permute(1, 2, 0)
+        sums = query.new_empty((tokens, kv_heads, group)).permute(1, 2, 0)
         for here, there, causal in _parts(segments):
             part, part_sums = _part_forward(
                 query[:, :, here], keys[:, :, there], values[:, :, there], 0.0, causal, scale=scaling
@@ -135,7 +138,7 @@ class _Parts(torch.autograd.Function):
                 view[:, :, here], sums[:, :, here] = part, part_sums
                 continue
             # Joined: softmax-weighted mean of the parts, by how much weight each has.
-            share = torch.sigmoid(part_sums - sums[:, :, here])[..., None].to(part.dtype)
+            share = torch.sigmoid(part_sums - sums[:, :, here])[..., None]
             view[:, :, here].lerp_(part, share)
             sums[:, :, here] = torch.logaddexp(sums[:, :, here], part_sums)
         ctx.save_for_backward(query, key, value, out, sums)
