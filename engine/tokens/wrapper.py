@@ -101,6 +101,8 @@ def make_wrapper(
 
 def _shortened(form: Wrappable, whole: Wrapper) -> Wrapper:
     """The wrapper with the ids of all that lies beyond the added tokens next to its contents."""
+    if len(whole.pieces) == 1:  # nothing new was said
+        return whole
     first, *between, last = whole.pieces
     start = max((first.rfind(token) + len(token) for token in form.borders(first)), default=0)
     end = min((last.find(token) for token in form.borders(last)), default=len(last))

@@ -159,3 +159,14 @@ def test_a_template_of_the_specs_own_replaces_the_tokenizers(tmp_path: Path, tok
     assert form.decode(form.render([{"role": "user", "content": "Hm?"}])) == "<s>Hm?<|im_end|><s>"
     with pytest.raises(RenderError, match=r"model\.chat_template: no\.jinja cannot be read"):
         load_format(ModelSpec(path=str(tokenizer_dirs["plain"]), chat_template="no.jinja"), tmp_path)
+
+
+@pytest.mark.parametrize("contents", [[], ["one"], ["one", "two, and (three)\n"]])
+def test_a_wrapper_keeps_as_ids_what_lies_beyond_added_tokens(formats: Formats, contents: list[str]) -> None:
+    form = formats("plain")
+    reply = {"role": "assistant", "content": "Yes."}
+    new = [{"role": "user", "content": content} for content in contents]
+    made = make_wrapper(form, reply, new, None, None)
+    assert made is not None
+    assert made.extension(form, contents) == form.extension(reply, new, None, None)
+    assert bool(made.head and made.tail) == bool(contents)
