@@ -50,6 +50,7 @@ class DapoLoss(ClippedLoss):
 
     kind: Literal["dapo"] = "dapo"
     clip_high: Clip = 0.28
+    """The ratio is held below 1 + clip_high: more room to rise than to fall."""
 
 
 class GspoLoss(ClippedLoss):
@@ -57,7 +58,9 @@ class GspoLoss(ClippedLoss):
 
     kind: Literal["gspo"] = "gspo"
     clip_low: float = Field(default=3e-4, ge=0.0, le=1.0)
+    """The row's ratio is held above 1 - clip_low."""
     clip_high: Clip = 4e-4
+    """The row's ratio is held below 1 + clip_high."""
 
 
 class CispoLoss(Contract):
@@ -115,7 +118,9 @@ class CorrectionSpec(Contract):
     level: Level = "token"
     """`turn` and `sequence` take the geometric mean of the ratios of that turn's or row's tokens."""
     low: float = Field(default=0.0, ge=0.0)
+    """The least ratio that is let through as it is."""
     high: float = Field(default=2.0, gt=0.0)
+    """The greatest one."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -132,15 +137,20 @@ class BonusSpec(Contract):
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """Its keyword arguments."""
     coefficient: float = 1.0
+    """What it is multiplied by."""
 
 
 class OptimizerSpec(Contract):
     """AdamW and its learning rate."""
 
     lr: float = Field(default=1e-6, gt=0.0)
+    """The learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Of the running means of gradients and of their squares."""
     eps: float = Field(default=1e-8, gt=0.0)
+    """Added to what gradients are divided by."""
     weight_decay: float = Field(default=0.0, ge=0.0)
+    """Of the weights, apart from their gradients."""
     max_grad_norm: float | None = Field(default=1.0, gt=0.0)
     """Longer gradients are scaled to this norm."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -153,8 +163,11 @@ class LoraSpec(Contract):
     """LoRA: the base model is frozen, low-rank matrices beside it are trained (package `peft`)."""
 
     rank: int = Field(default=16, ge=1)
+    """Rows of the low-rank matrices."""
     alpha: float = Field(default=32.0, gt=0.0)
+    """Their product is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of a layer's inputs that the adapter does not see, while training."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the layers that are adapted."""
 
@@ -232,6 +245,7 @@ class NotifySpec(Contract):
     on: list[Literal["failed", "stalled", "diverged", "finished"]] = Field(
         default_factory=lambda: ["failed", "stalled", "diverged", "finished"]  # type: ignore[arg-type]
     )
+    """What is told."""
     stall: Seconds = 1800.0
     """No episode and no step for so long is a stall."""
 
@@ -250,16 +264,21 @@ class TrainSpec(Contract):
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps in one pass over a batch."""
     seed: int = Field(default=0, ge=0)
+    """Of the order of tasks and of mini-batches."""
     loss: LossSpec = Field(default_factory=GrpoLoss)
+    """What is made smaller; `kind` says which."""
     proximal: Literal["auto", "sampler", "recompute"] = "auto"
     """What the clipped ratio is against: the sampler's log-probs, or the trainer's own before the batch's first update
     (decoupled PPO). `auto`: recomputed where a batch takes more than one update or may be stale, else the current
     ones, which they then are."""
     correction: CorrectionSpec = Field(default_factory=CorrectionSpec)
+    """For what sampler and trainer see differently."""
     kl: KlSpec = Field(default_factory=KlSpec)
+    """Penalty for moving away from where it began."""
     entropy: float = 0.0
     """Coefficient of the entropy bonus."""
     bonuses: list[BonusSpec] = Field(default_factory=list)
+    """Added to the advantages of sampled tokens."""
     normalise: Literal["none", "batch"] = "none"
     """`batch`: advantages of the whole batch to mean 0 and standard deviation 1 over tokens (REINFORCE++)."""
     filter_equal: bool = True
@@ -267,6 +286,7 @@ class TrainSpec(Contract):
     refill: int = Field(default=4, ge=1)
     """Times `tasks_per_step` groups are begun for one batch at most, where groups are left out; then it trains on fewer."""
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
+    """AdamW."""
     precision: Literal["float32", "mixed", "bfloat16"] = "float32"
     """`mixed`: float32 weights, bfloat16 autocast. `bfloat16`: weights as well."""
     device: str = "auto"
@@ -274,11 +294,18 @@ class TrainSpec(Contract):
     freeze: list[str] = Field(default_factory=list)
     """Regular expressions; parameters whose name one of them finds are not trained."""
     lora: LoraSpec | None = None
+    """Train low-rank matrices beside the layers; left out, the weights themselves."""
     memory: MemorySpec = Field(default_factory=MemorySpec)
+    """What an update may take at once."""
     asynchrony: AsynchronySpec = Field(default_factory=AsynchronySpec)
+    """How far rollouts may run ahead."""
     weights: WeightsSpec = Field(default_factory=WeightsSpec)
+    """How new weights reach the backend."""
     checkpoints: CheckpointsSpec = Field(default_factory=CheckpointsSpec)
+    """What is kept for later."""
     eval: TrainEvalSpec | None = None
+    """Evaluation while training; none when left out."""
     notify: NotifySpec = Field(default_factory=NotifySpec)
+    """Who is told when it fails, stalls, diverges or ends."""
     report: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
     """Where metrics go beside the run's own `metrics.jsonl`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from engine.checks.context import CheckContext
@@ -78,20 +77,4 @@ def eval_tasks(ctx: CheckContext) -> Iterator[Finding]:
 
 def _with_tasks(ctx: CheckContext, tasks: TasksSpec) -> CheckContext:
     """The spec with the evaluation's tasks for its own, at the places where those are written."""
-    loaded = ctx.loaded
-    changed = loaded.spec.model_copy(update={"tasks": tasks})
-    moved = replace(
-        loaded, spec=changed, origins=_moved(loaded.origins), key_origins=_moved(loaded.key_origins), data=_data(ctx)
-    )
-    return CheckContext(moved, ctx.work)
-
-
-def _moved(places: Any) -> dict[DataPath, Any]:
-    kept = {path: origin for path, origin in places.items() if path[:1] != ("tasks",)}
-    return kept | {path[2:]: origin for path, origin in places.items() if path[:3] == TASKS}
-
-
-def _data(ctx: CheckContext) -> dict[str, Any]:
-    assert ctx.spec.train is not None
-    assert ctx.spec.train.eval is not None
-    return {**ctx.loaded.data, "tasks": ctx.spec.train.eval.tasks}
+    return CheckContext(ctx.loaded.with_tasks_of(tasks, TASKS), ctx.work)

@@ -70,6 +70,8 @@ WORDS: dict[str, dict[str, str]] = {
 
 METHOD = "How turn rewards become advantages."
 """`method` of every way of credit."""
+LOSS = "What is made smaller."
+"""`kind` of every loss."""
 
 EXAMPLES: dict[str, dict[str, list[Any]]] = {
     "": {
@@ -132,6 +134,8 @@ def add_words(schema: dict[str, Any]) -> None:
     for name, definition in definitions.items():
         if name.endswith("Credit") and "method" in definition.get("properties", {}):
             definition["properties"]["method"].setdefault("description", METHOD)
+        if name.endswith("Loss") and "kind" in definition.get("properties", {}):
+            definition["properties"]["kind"].setdefault("description", LOSS)
     for name, examples in EXAMPLES.items():
         properties = (schema if not name else definitions[name])["properties"]
         for key, values in examples.items():

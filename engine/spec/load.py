@@ -13,7 +13,7 @@ files beneath this one, where mappings are merged and anything else is replaced;
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from engine.spec.problems import diagnose
 from engine.spec.resolve import Resolver
 from engine.spec.tree import Node, Scalar, split_lines
 from engine.spec.tree import Sequence as SequenceNode
-from schemas.episode import EpisodeSpec
+from schemas.episode import EpisodeSpec, TasksSpec
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -78,6 +78,31 @@ class LoadedSpec:
     def base(self) -> Path:
         """The spec's folder."""
         return self.path.parent
+
+    def with_tasks_of(self, tasks: TasksSpec, at: DataPath) -> LoadedSpec:
+        """The spec with other tasks of its own for its `tasks`, at the places where they are written.
+
+        Args:
+            tasks: They.
+            at: Where they stand in the document, such as `("train", "eval", "tasks")`.
+        """
+
+        def moved(places: Mapping[DataPath, Origin]) -> dict[DataPath, Origin]:
+            kept = {path: origin for path, origin in places.items() if path[:1] != ("tasks",)}
+            return kept | {
+                ("tasks", *path[len(at) :]): origin for path, origin in places.items() if path[: len(at)] == at
+            }
+
+        written: Any = self.data
+        for key in at:
+            written = written[key]
+        return replace(
+            self,
+            spec=self.spec.model_copy(update={"tasks": tasks}),
+            data={**self.data, "tasks": written},
+            origins=moved(self.origins),
+            key_origins=moved(self.key_origins),
+        )
 
     def resolve(self, relative: str | Path, path: Sequence[str | int] | None = None) -> Path:
         """A file that the spec names, as an absolute path.

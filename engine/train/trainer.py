@@ -384,14 +384,16 @@ def evaluation_of(loaded: LoadedSpec) -> LoadedSpec:
     if wanted is None:
         return loaded
     try:
-        tasks = TasksSpec.model_validate(wanted.tasks) if wanted.tasks is not None else spec.tasks
-        if wanted.limit is not None:
-            tasks = tasks.model_copy(update={"limit": wanted.limit})
+        if wanted.tasks is not None:
+            loaded = loaded.with_tasks_of(TasksSpec.model_validate(wanted.tasks), ("train", "eval", "tasks"))
         sampling = SamplingParams.model_validate(spec.sampling.model_dump() | wanted.sampling)
     except ValueError as error:
         raise TrainError(f"{loaded.path}: train.eval: {error}", kind="train_setup") from error
+    tasks = loaded.spec.tasks
+    if wanted.limit is not None:
+        tasks = tasks.model_copy(update={"limit": wanted.limit})
     rollout = spec.rollout.model_copy(update={"samples_per_task": wanted.samples})
-    changed = spec.model_copy(update={"tasks": tasks, "sampling": sampling, "rollout": rollout})
+    changed = loaded.spec.model_copy(update={"tasks": tasks, "sampling": sampling, "rollout": rollout})
     return replace(loaded, spec=changed)
 
 
