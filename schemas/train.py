@@ -300,9 +300,9 @@ class TrainSpec(Contract):
     asynchrony: AsynchronySpec = Field(default_factory=AsynchronySpec)
     """How far rollouts may run ahead."""
     weights: WeightsSpec = Field(default_factory=WeightsSpec)
-    """How new weights reach the backend."""
+    """The way of new weights to the backend."""
     checkpoints: CheckpointsSpec = Field(default_factory=CheckpointsSpec)
-    """What is kept for later."""
+    """How often everything is written down, and how much of it stays."""
     eval: TrainEvalSpec | None = None
     """Evaluation while training; none when left out."""
     notify: NotifySpec = Field(default_factory=NotifySpec)
