@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import vision_kit
@@ -58,7 +59,13 @@ async def test_rows_with_images_have_the_samplers_log_probs_and_plain_gradients(
         assert found.largest < 1e-4
     (pack,) = pack_rows(rows, 100_000, share_prefixes=True)
     assert len(pack.images) == sum(len(row["images"]) for row in rows) - 1
+    seen: list[Any] = []
+    spy = policy.model.base_model.get_image_features
+    policy.model.base_model.get_image_features = lambda **inputs: seen.append(inputs) or spy(**inputs)
     policy.forward(pack, entropy=True)[0].sum().backward()
+    (inputs,) = seen
+    wanted_tensors = vision.tensors([[digest] for digest in dict.fromkeys(image.image for image in pack.images)])
+    assert np.array_equal(inputs["pixel_values"].numpy(), wanted_tensors["pixel_values"])  # of three, once each
     wanted = plain_gradients(vlm(family), rows, vision)
     for name, parameter in policy.named_parameters():
         gradient = wanted[name]
