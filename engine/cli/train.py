@@ -74,7 +74,7 @@ def _follow(team: Team, spec: Path | None, overrides: list[str], out: Path | Non
 
     from engine.spec.load import load_spec
     from engine.train import folder as folders
-    from engine.train.trainer import follow
+    from engine.train.setup import follow
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -93,7 +93,7 @@ def _prepare(
     from engine.spec.load import load_spec
     from engine.store.header import RunHeader, new_run_id
     from engine.train import folder as folders
-    from engine.train.trainer import train_spec_of
+    from engine.train.setup import train_spec_of
 
     if resume is not None:
         if spec is not None or overrides:
@@ -118,7 +118,8 @@ def _prepare(
 async def _drive(loaded: LoadedSpec, folder: Path, team: Team, console: Console, *, quiet: bool) -> TrainResult:
     from engine.cli.run import stop_on_signals
     from engine.cli.train_panel import TrainPanel, shown
-    from engine.train.trainer import Trainer, train_spec_of
+    from engine.train.setup import train_spec_of
+    from engine.train.trainer import Trainer
 
     stop = asyncio.Event()
     stop_on_signals(stop)

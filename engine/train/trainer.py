@@ -14,20 +14,19 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
 from engine.backends.base import open_backend
-from engine.errors import EngineError, TrainError
+from engine.errors import TrainError
 from engine.runner.evaluate import evaluate
 from engine.runner.run import Runner
 from engine.runner.stats import label
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
-from engine.tokens.catalogue import resolve_model
 from engine.tokens.format import load_format
 from engine.train import folder as folders
 from engine.train.batches import Batch, RowMaker
@@ -36,12 +35,9 @@ from engine.train.distributed import Alone, Team
 from engine.train.learner import Learner
 from engine.train.metrics import MetricsLog
 from engine.train.notify import Notifier, StallWatch
-from engine.train.policy import Policy
 from engine.train.rollouts import Rollouts, TaskOrder
+from engine.train.setup import evaluation_of, learner_of, train_spec_of
 from engine.train.sync import open_sync
-from schemas.episode import TasksSpec
-from schemas.generation import SamplingParams
-from schemas.train import TrainSpec
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
@@ -72,25 +68,6 @@ class TrainResult:
     best_step: int | None = None
     interrupted: bool = False
     faults: list[str] = field(default_factory=list)
-
-
-def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
-    """The spec's `train:` section.
-
-    Raises:
-        TrainError: kind `train_setup`: there is none, or its backend gives no tokens.
-    """
-    spec = loaded.spec
-    if spec.train is None:
-        raise TrainError(
-            f"{loaded.path}: the spec has no `train:` section; `train: {{}}` takes every default", kind="train_setup"
-        )
-    if spec.backend.kind not in ("local", "sglang"):
-        raise TrainError(
-            f"{loaded.path}: a `{spec.backend.kind}` backend cannot take new weights; train with `local` or `sglang`",
-            kind="train_setup",
-        )
-    return spec.train
 
 
 class Trainer:
@@ -346,57 +323,6 @@ class Trainer:
             self._tell(step, told)
 
 
-def learner_of(loaded: LoadedSpec, format: ChatFormat, team: Team) -> Learner:
-    """The model that learns, as the sampler knows it (the same temperature and the same ids), and its optimizer.
-
-    Raises:
-        TrainError: kind `train_setup`: it cannot be trained here.
-        ModelError: its files cannot be had.
-    """
-    spec, train = loaded.spec, train_spec_of(loaded)
-    policy = Policy.load(
-        resolve_model(spec.model.path, spec.model.revision, loaded.base),
-        train,
-        temperature=spec.sampling.temperature,
-        vocab=format.vocab_size,
-        vision=format.vision,
-    )
-    return Learner(policy, train, episode_tokens=spec.limits.episode_tokens, team=team)
-
-
-def follow(loaded: LoadedSpec, team: Team) -> None:
-    """In every process but the first: learn as process 0 does, until it is done.
-
-    Raises:
-        EngineError: as `learner_of`.
-    """
-    learner_of(loaded, load_format(loaded.spec.model, loaded.base), team).follow()
-
-
-def evaluation_of(loaded: LoadedSpec) -> LoadedSpec:
-    """The spec of a training's evaluation: its tasks, samples and sampling in place of the training's.
-
-    Raises:
-        TrainError: kind `train_setup`: what `train.eval` says cannot be read as `tasks` or `sampling`.
-    """
-    spec = loaded.spec
-    wanted = spec.train.eval if spec.train is not None else None
-    if wanted is None:
-        return loaded
-    try:
-        if wanted.tasks is not None:
-            loaded = loaded.with_tasks_of(TasksSpec.model_validate(wanted.tasks), ("train", "eval", "tasks"))
-        sampling = SamplingParams.model_validate(spec.sampling.model_dump() | wanted.sampling)
-    except ValueError as error:
-        raise TrainError(f"{loaded.path}: train.eval: {error}", kind="train_setup") from error
-    tasks = loaded.spec.tasks
-    if wanted.limit is not None:
-        tasks = tasks.model_copy(update={"limit": wanted.limit})
-    rollout = spec.rollout.model_copy(update={"samples_per_task": wanted.samples})
-    changed = loaded.spec.model_copy(update={"tasks": tasks, "sampling": sampling, "rollout": rollout})
-    return replace(loaded, spec=changed)
-
-
 def _something_came(batch: Batch, faults: Sequence[str]) -> None:
     """A batch without anything to train on is well where all did equally, and an error where none could be used.
 
@@ -417,6 +343,3 @@ def _something_came(batch: Batch, faults: Sequence[str]) -> None:
 
 def _numbers(told: Mapping[str, float]) -> dict[str, float]:
     return {name.replace("/", "_"): value for name, value in told.items() if name in ("reward/mean", "eval/reward")}
-
-
-__all__ = ["EngineError", "TrainResult", "Trainer", "evaluation_of", "train_spec_of"]

@@ -1,0 +1,90 @@
+"""What a training is made of: its section of the spec, its learner, its evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.errors import TrainError
+from engine.tokens.catalogue import resolve_model
+from engine.tokens.format import load_format
+from engine.train.learner import Learner
+from engine.train.policy import Policy
+from schemas.episode import TasksSpec
+from schemas.generation import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
+    from engine.train.distributed import Team
+    from schemas.train import TrainSpec
+
+
+def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
+    """The spec's `train:` section.
+
+    Raises:
+        TrainError: kind `train_setup`: there is none, or its backend gives no tokens.
+    """
+    spec = loaded.spec
+    if spec.train is None:
+        raise TrainError(
+            f"{loaded.path}: the spec has no `train:` section; `train: {{}}` takes every default", kind="train_setup"
+        )
+    if spec.backend.kind not in ("local", "sglang"):
+        raise TrainError(
+            f"{loaded.path}: a `{spec.backend.kind}` backend cannot take new weights; train with `local` or `sglang`",
+            kind="train_setup",
+        )
+    return spec.train
+
+
+def learner_of(loaded: LoadedSpec, format: ChatFormat, team: Team) -> Learner:
+    """The model that learns, as the sampler knows it (the same temperature and the same ids), and its optimizer.
+
+    Raises:
+        TrainError: kind `train_setup`: it cannot be trained here.
+        ModelError: its files cannot be had.
+    """
+    spec, train = loaded.spec, train_spec_of(loaded)
+    policy = Policy.load(
+        resolve_model(spec.model.path, spec.model.revision, loaded.base),
+        train,
+        temperature=spec.sampling.temperature,
+        vocab=format.vocab_size,
+        vision=format.vision,
+    )
+    return Learner(policy, train, episode_tokens=spec.limits.episode_tokens, team=team)
+
+
+def follow(loaded: LoadedSpec, team: Team) -> None:
+    """In every process but the first: learn as process 0 does, until it is done.
+
+    Raises:
+        EngineError: as `learner_of`.
+    """
+    learner_of(loaded, load_format(loaded.spec.model, loaded.base), team).follow()
+
+
+def evaluation_of(loaded: LoadedSpec) -> LoadedSpec:
+    """The spec of a training's evaluation: its tasks, samples and sampling in place of the training's.
+
+    Raises:
+        TrainError: kind `train_setup`: what `train.eval` says cannot be read as `tasks` or `sampling`.
+    """
+    spec = loaded.spec
+    wanted = spec.train.eval if spec.train is not None else None
+    if wanted is None:
+        return loaded
+    try:
+        if wanted.tasks is not None:
+            loaded = loaded.with_tasks_of(TasksSpec.model_validate(wanted.tasks), ("train", "eval", "tasks"))
+        sampling = SamplingParams.model_validate(spec.sampling.model_dump() | wanted.sampling)
+    except ValueError as error:
+        raise TrainError(f"{loaded.path}: train.eval: {error}", kind="train_setup") from error
+    tasks = loaded.spec.tasks
+    if wanted.limit is not None:
+        tasks = tasks.model_copy(update={"limit": wanted.limit})
+    rollout = spec.rollout.model_copy(update={"samples_per_task": wanted.samples})
+    changed = loaded.spec.model_copy(update={"tasks": tasks, "sampling": sampling, "rollout": rollout})
+    return replace(loaded, spec=changed)
