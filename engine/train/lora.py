@@ -30,6 +30,7 @@ class Adapter:
         """
         try:
             from peft import LoraConfig, get_peft_model
+            from peft.tuners.tuners_utils import BaseTunerLayer
         except ImportError as error:
             raise TrainError(
                 "`train.lora` needs peft: pip install 'episode-engine[train]'", kind="train_setup"
@@ -54,6 +55,7 @@ class Adapter:
                 "`train.lora.targets`: the output layer cannot be adapted; leave it out", kind="train_setup"
             )
         self._model = model
+        self._layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         self._dropouts = [
             dropout
             for module in model.modules()
@@ -74,9 +76,14 @@ class Adapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model without it."""
-        with self._peft.disable_adapter():
+        """The model without it. peft's own way would thaw what `freeze` names when it puts the adapter back."""
+        for layer in self._layers:
+            layer._disable_adapters = True
+        try:
             yield
+        finally:
+            for layer in self._layers:
+                layer._disable_adapters = False
 
     def merged(self) -> dict[str, torch.Tensor]:
         """The model's weights with the adapter added, under the names they had without it; the model stays as it is."""

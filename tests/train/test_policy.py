@@ -161,6 +161,17 @@ def test_lora_trains_its_matrices_alone(folder: Path) -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+def test_a_frozen_part_of_an_adapter_stays_frozen(folder: Path) -> None:
+    policy = open_policy(folder, lora=LORA, freeze=[r"layers\.0\."])
+    names = [name for name, _ in policy.named_parameters()]
+    logprobs = policy.forward(one_pack(policy), entropy=False)[0]
+    policy.reference(one_pack(policy))
+    logprobs.sum().backward()
+    assert [name for name, _ in policy.named_parameters()] == names
+    assert all(".layers.1." in name for name in names)
+    assert all(parameter.grad is not None for parameter in policy.parameters())
+
+
 def test_lora_begins_the_same_with_the_same_seed(folder: Path) -> None:
     states = [open_policy(folder, lora=LORA, seed=seed).state() for seed in (1, 1, 2)]
     name = next(name for name in states[0] if "lora_A" in name)
