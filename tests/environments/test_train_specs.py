@@ -42,8 +42,8 @@ def test_what_is_evaluated_is_not_trained_on() -> None:
     assert spec.train is not None
     assert spec.train.eval is not None
     assert spec.train.eval.tasks is not None
-    assert spec.tasks.with_ == {"count": 256, "seed": 0, "most": 19}
-    assert spec.train.eval.tasks["with"] == {"count": 64, "seed": 0, "most": 19, "held_out": True}
+    assert spec.tasks.with_ == {"count": 256, "seed": 0, "most": 9}
+    assert spec.train.eval.tasks["with"] == {"count": 64, "seed": 0, "most": 9, "held_out": True}
 
 
 def test_credit_by_outcome_is_one_setting_away() -> None:
