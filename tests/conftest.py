@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -39,6 +40,11 @@ CORPUS = [
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
     "The quick brown fox jumps over the lazy dog; 0123456789 times.",
 ]
+
+
+# How long an example takes says more of the machine's other work than of the code: nothing here is timed.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def build_tokenizer(folder: Path, vocab_size: int = 1000) -> Path:

@@ -83,6 +83,7 @@ async def test_a_kind_that_is_not_asked_for_is_not_told(hook: Hook) -> None:
 
 
 async def test_a_server_that_refuses_is_said_aloud_once(hook: Hook) -> None:
+    structlog.reset_defaults()  # a command line that another test called may have set the level above debug
     hook.status = 500
     notifier = Notifier(NotifySpec(webhook_env="HOOK"), "run", environ=hook.environ)
     with structlog.testing.capture_logs() as logs:
