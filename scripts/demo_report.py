@@ -33,10 +33,10 @@ KEPT = (
 """Names, and beginnings of names."""
 
 PICTURES: dict[str, tuple[str, dict[str, str], float | None]] = {
-    "arithmetic": ("SmolLM2-135M learns to add: reward of an episode", {"arithmetic": "GRPO, credit by turn"}, 0.9),
-    "color_square": ("A tiny VLM learns to see: reward of an episode", {"color_square": "GRPO, credit by turn"}, 0.95),
+    "arithmetic": ("SmolLM2-135M adds: reward of an episode", {"arithmetic": "GRPO, credit by turn"}, 0.9),
+    "color_square": ("A tiny VLM sees: reward of an episode", {"color_square": "GRPO, credit by turn"}, 0.95),
     "credit": (
-        "Eight parcels, each right or wrong for itself: reward of an episode",
+        "Eight parcels, one a turn: reward of an episode",
         {"credit-turn": "credit by turn", "credit-outcome": "credit by outcome"},
         None,
     ),
