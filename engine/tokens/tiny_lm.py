@@ -9,19 +9,14 @@ Invariant: the same seed gives the same files. Nothing is read but this file's o
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from engine.tokens.tiny import save_model, save_tokenizer
 
 VOCABULARY = 512
 """Most tokens of the tokenizer, special ones included; its few words make fewer."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Qwen2's: transformers gives a Qwen2 model this one, whatever tokenizer.json says."""
 
 _WORDS = (
     "system\nuser\nassistant\ntool",
@@ -48,13 +43,10 @@ def build(folder: Path, seed: int = 0, **changes: Any) -> Path:
         seed: Seeds the weights.
         changes: Changes to the model's configuration.
     """
-    import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from engine.tokens.catalogue import no_bars
-
     folder.mkdir(parents=True, exist_ok=True)
-    ids, size = _tokenizer(folder)
+    ids, size = save_tokenizer(folder, _WORDS, VOCABULARY, SPECIAL, template=CHAT_TEMPLATE, context=2048)
     settings: dict[str, Any] = {
         "vocab_size": size,
         "hidden_size": 64,
@@ -70,46 +62,5 @@ def build(folder: Path, seed: int = 0, **changes: Any) -> Path:
         "tie_word_embeddings": True,
     }
     config = Qwen2Config(**(settings | changes))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
-    with no_bars():
-        model.save_pretrained(folder)
-    (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]], "pad_token_id": ids["<|endoftext|>"]})
-    )
+    save_model(folder, lambda: Qwen2ForCausalLM(config), seed, ids)
     return folder
-
-
-def _tokenizer(folder: Path) -> tuple[dict[str, int], int]:
-    """Train a byte-level BPE tokenizer on a few words and save it: the special tokens' ids, and how many tokens."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(SPECIAL),
-        min_frequency=1,
-        show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )
-    tokenizer.train_from_iterator(_WORDS, trainer)
-    tokenizer.add_special_tokens(list(SPECIAL))
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=2048,
-    )
-    fast.save_pretrained(folder)
-    vocabulary = tokenizer.get_vocab()
-    return {token: vocabulary[token] for token in SPECIAL}, len(vocabulary)

@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from engine.tokens.tiny import save_model, save_tokenizer
+
 VOCABULARY = 1024
 """Most tokens of the tokenizer, special ones included; its few words make fewer."""
 SPECIAL = (
@@ -26,12 +28,6 @@ SPECIAL = (
 )
 MARKUP = ("<tool_call>", "</tool_call>")
 """Added tokens that are text to a reader, as in Qwen2.5."""
-
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Qwen2's: transformers gives a Qwen2 model this one, whatever tokenizer.json says."""
 
 _WORDS = (
     "What colour is the square? And this one? Right. No. Answer in one word.",
@@ -90,13 +86,10 @@ def build(folder: Path, seed: int = 0, **text: Any) -> Path:
         seed: Seeds the weights.
         text: Changes to the language model's configuration.
     """
-    import torch
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    from engine.tokens.catalogue import no_bars
-
     folder.mkdir(parents=True, exist_ok=True)
-    ids, size = _tokenizer(folder)
+    ids, size = save_tokenizer(folder, _WORDS, VOCABULARY, SPECIAL, markup=MARKUP, template=CHAT_TEMPLATE, context=8192)
     _image_processor(folder)
     config = Qwen2_5_VLConfig(
         text_config={
@@ -130,51 +123,8 @@ def build(folder: Path, seed: int = 0, **text: Any) -> Path:
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=True,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(config)
-    with no_bars():
-        model.save_pretrained(folder)
-    (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]], "pad_token_id": ids["<|endoftext|>"]})
-    )
+    save_model(folder, lambda: Qwen2_5_VLForConditionalGeneration(config), seed, ids)
     return folder
-
-
-def _tokenizer(folder: Path) -> tuple[dict[str, int], int]:
-    """Train a byte-level BPE tokenizer on a few words and save it: the special tokens' ids, and how many tokens."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(SPECIAL) - len(MARKUP),
-        min_frequency=1,
-        show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )
-    tokenizer.train_from_iterator(_WORDS, trainer)
-    tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKUP])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=list(SPECIAL[3:]),
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=8192,
-    )
-    fast.save_pretrained(folder)
-    vocabulary = tokenizer.get_vocab()
-    return {token: vocabulary[token] for token in SPECIAL}, len(vocabulary)
 
 
 def _image_processor(folder: Path) -> None:

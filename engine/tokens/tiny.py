@@ -1,0 +1,101 @@
+"""What the tiny models that are made on the spot share: a tokenizer of a few words, and their files.
+
+Invariant: the same words and the same seed give the same files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+END, TURN, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Qwen2's: transformers gives a Qwen2 model this one, whatever tokenizer.json says."""
+
+
+def save_tokenizer(
+    folder: Path,
+    words: Sequence[str],
+    size: int,
+    special: Sequence[str],
+    *,
+    markup: Sequence[str] = (),
+    template: str,
+    context: int,
+) -> tuple[dict[str, int], int]:
+    """Train a byte-level BPE tokenizer on a few words and save it.
+
+    Args:
+        folder: Where to.
+        words: What it is trained on.
+        size: Most tokens, special ones included.
+        special: Special tokens; `END`, `TURN` and `TURN_END` first.
+        markup: Added tokens that are text to a reader.
+        template: The chat template.
+        context: Most tokens of a conversation.
+
+    Returns:
+        The special tokens' ids, and how many tokens there are.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - len(special) - len(markup),
+        min_frequency=1,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(words, trainer)
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in markup])
+    more: dict[str, Any] = {"additional_special_tokens": list(special[3:])} if special[3:] else {}
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=END,
+        chat_template=template,
+        model_max_length=context,
+        **more,
+    )
+    fast.save_pretrained(folder)
+    vocabulary = tokenizer.get_vocab()
+    return {token: vocabulary[token] for token in special}, len(vocabulary)
+
+
+def save_model(folder: Path, make: Callable[[], Any], seed: int, ids: dict[str, int]) -> None:
+    """Make a model of random weights, and save it with what ends its replies.
+
+    Args:
+        folder: Where to.
+        make: Makes it.
+        seed: Of the weights; torch's own random state stays as it is.
+        ids: The special tokens'.
+    """
+    import torch
+
+    from engine.tokens.catalogue import no_bars
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = make()
+    with no_bars():
+        model.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [ids[TURN_END], ids[END]], "pad_token_id": ids[END]})
+    )
