@@ -269,8 +269,8 @@ class TrainSpec(Contract):
     """What is made smaller; `kind` says which."""
     proximal: Literal["auto", "sampler", "recompute"] = "auto"
     """What the clipped ratio is against: the sampler's log-probs, or the trainer's own before the batch's first update
-    (decoupled PPO). `auto`: recomputed where a batch takes more than one update or may be stale, else the current
-    ones, which they then are."""
+    (decoupled PPO). `auto`: recomputed where a batch takes more than one update; with one, the current ones are
+    those before it, however stale the batch."""
     correction: CorrectionSpec = Field(default_factory=CorrectionSpec)
     """For what sampler and trainer see differently."""
     kl: KlSpec = Field(default_factory=KlSpec)
