@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, SpecError
 from engine.spec.diagnostic import Diagnostic, Origin
-from engine.spec.load import UNREADABLE
 
 if TYPE_CHECKING:
     from engine.scenarios.load import ScenarioSet, Stages
@@ -24,6 +23,7 @@ def is_scenarios(path: Path) -> bool:
 def scenario_problems(path: Path, overrides: Sequence[str] = ()) -> tuple[list[Diagnostic], bool]:
     """What is wrong with a file of scenarios, and whether it could not be read at all."""
     from engine.scenarios.load import Stages, load_scenarios, spec_of
+    from engine.spec.load import UNREADABLE
 
     try:
         scenarios = load_scenarios(path)
