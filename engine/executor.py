@@ -1,7 +1,9 @@
 """Drives one episode through its machine: action, record, event, transition.
 
 Invariants:
-- An action begins only when the record before it is durable, so a crash loses no finished turn.
+- An action that anything outside can tell of begins only when the record before it is durable. Sampling, and calls of
+  tools that are `pure`, may begin while that record is being written: nobody can tell that they were done. A reply is
+  written down only when everything before it is durable, so a crash loses one turn at most, which was not finished.
 - Whatever goes wrong inside one episode becomes a `Failure` on it. `run` raises for cancellation alone.
 - Limits are checked before an action, in this order: `episode_seconds`; for `generate` then
   `assistant_turns`, `images`, `episode_tokens`, the model's `context`; for `call_tools` then `tool_calls`; for
@@ -14,15 +16,14 @@ import asyncio
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 
 from engine.actions.base import Action, World
 from engine.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, WorldError
-from engine.made import maker
-from engine.store.codec import Written, write_record
+from engine.store.codec import Step, Written, write_record
 from schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
 from schemas.trajectory import Failure
 
@@ -33,14 +34,28 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_make_entry = maker(JournalEntry)
 _GAVE_UP = (LimitRecord, FailureRecord)
 
 MOST_STEPS = 100_000
 """No episode takes more steps: what a machine whose cycles no limit bounds is stopped by."""
 
-Append = Callable[[str, JournalEntry, Written], Awaitable[None]]
-"""Writes an entry down, given its record in columns; returns when it is durable."""
+
+class _Stage(NamedTuple):
+    """What a state does."""
+
+    action: Action | None
+    final: bool
+    ahead: Callable[[Episode, World], bool]
+    """See `Action.ahead`."""
+
+
+def _never(episode: Episode, world: World) -> bool:
+    return False
+
+
+Append = Callable[[str, Step, Written], Awaitable[None]]
+"""Takes an entry, given its record in columns. What it gives is done when the entry is durable; where that is a future,
+the entry has its place in the journal already."""
 Watch = Callable[[Episode, str, str], None]
 """Told of each transition: the episode, where it stood, and the event."""
 
@@ -114,6 +129,10 @@ class Executor:
     ) -> None:
         self._machine = machine
         self._actions = actions
+        self._stages = {
+            state: _Stage(action := actions.get(state), state in machine.final, getattr(action, "ahead", _never))
+            for state in machine.states
+        }
         self._rules = rules
         self._seconds = episode_seconds
         self._append = append
@@ -130,40 +149,58 @@ class Executor:
                 clock.stop()
 
     async def _steps(self, episode: Episode, world: World, clock: _Clock | None) -> None:
+        written: asyncio.Future[None] | None = None
+        """Of the newest entry, where nobody has waited for it yet."""
         while True:
-            state = episode.state
-            final = state in self._machine.final
-            action = self._actions.get(state)
-            if action is None and final:
-                return
+            stage = self._stages[episode.state]
+            if stage.action is None and stage.final:
+                break
+            if written is not None and not stage.ahead(episode, world):
+                await written
+                written = None
             at = time.time()
             began = time.perf_counter()
-            record = await self._perform(episode, action, world, None if final else clock)
-            if not await self._commit(episode, record, at, time.perf_counter() - began):
-                return
+            record = await self._perform(episode, stage, world, clock)
+            seconds = time.perf_counter() - began
+            if written is not None and isinstance(record, GenerationRecord):
+                await written
+            written, goes_on = await self._commit(episode, record, at, seconds)
+            if not goes_on:
+                break
+        if written is not None:
+            await written
 
     async def run_failed(self, episode: Episode, world: World, record: FailureRecord) -> None:
         """An episode whose world could not be built: it fails where it stands, and goes on from there."""
-        if await self._commit(episode, record, time.time(), 0.0):
+        written, goes_on = await self._commit(episode, record, time.time(), 0.0)
+        if written is not None:
+            await written
+        if goes_on:
             await self.run(episode, world)
 
-    async def _commit(self, episode: Episode, record: Record, at: float, seconds: float) -> bool:
-        """Feed a record and write it down; whether the episode goes on."""
+    async def _commit(
+        self, episode: Episode, record: Record, at: float, seconds: float
+    ) -> tuple[asyncio.Future[None] | None, bool]:
+        """Feed a record and write it down: what is done when it is durable, unless it is; and whether the episode goes on."""
         state = episode.state
         try:
-            written = write_record(record)
+            columns = write_record(record)
         except EngineError as error:  # a world said what cannot be written down: nothing of it may count
             record = FailureRecord(failure=failure_of(error, episode))
-            written = write_record(record)
+            columns = write_record(record)
         event, dest = self.feed(episode, record)
-        entry = _make_entry(seq=episode.seq, state=state, event=event, dest=dest, record=record, at=at, seconds=seconds)
+        entry = Step(episode.seq, state, event, dest, record, at, seconds)
         episode.seq += 1
-        note_seconds(episode, entry)
-        await self._append(episode.id, entry, written)
-        return bool(dest)
+        episode.seconds[state] = episode.seconds.get(state, 0.0) + seconds
+        written = self._append(episode.id, entry, columns)
+        if isinstance(written, asyncio.Future):
+            return written, dest != ""
+        await written
+        return None, dest != ""
 
-    async def _perform(self, episode: Episode, action: Action | None, world: World, clock: _Clock | None) -> Record:
+    async def _perform(self, episode: Episode, stage: _Stage, world: World, clock: _Clock | None) -> Record:
         """The record of this state: what the action brought back, or the limit or failure that forbade it."""
+        action = stage.action
         try:
             if action is None:
                 raise WorldError(
@@ -177,14 +214,15 @@ class Executor:
                     blame="spec",
                     kind="unbounded",
                 )
-            if clock is None:
+            if stage.final:
                 return await self._act(action, episode, world)
-            late = clock.spent()
-            if late is not None:
+            if clock is not None and (late := clock.spent()) is not None:
                 return LimitRecord(limit="episode_seconds", value=late)
             reached = action.limit(episode)
             if reached is not None:
                 return LimitRecord(limit=reached[0], value=reached[1])
+            if clock is None:
+                return await self._act(action, episode, world)
             try:
                 with clock:
                     return await self._act(action, episode, world)
@@ -292,12 +330,7 @@ class Executor:
                 f"now it leads by `{event}` to {dest or 'the end'}"
             )
         episode.seq += 1
-        note_seconds(episode, entry)
-
-
-def note_seconds(episode: Episode, entry: JournalEntry) -> None:
-    """Add an entry's wall time to its state's."""
-    episode.seconds[entry.state] = episode.seconds.get(entry.state, 0.0) + entry.seconds
+        episode.seconds[entry.state] = episode.seconds.get(entry.state, 0.0) + entry.seconds
 
 
 def _told(record: Record) -> Any:

@@ -62,6 +62,11 @@ class CallToolsAction:
         )
         return "results"
 
+    def ahead(self, episode: Episode, world: World) -> bool:
+        """Where every tool that is called is pure: such calls can be made again as if they never had been."""
+        toolbox = world.toolbox
+        return toolbox is None or all(toolbox.effects(call.name) == "pure" for call in episode.calls)
+
     def effects(self, world: World, record: ToolsRecord) -> str:
         """The strongest among the tools that were called."""
         called = {world.toolbox.effects(result.name) for result in record.results} if world.toolbox else set()

@@ -137,6 +137,10 @@ class GenerateAction:
             return "malformed"
         return "tool_calls" if episode.attempts else "answered"
 
+    def ahead(self, episode: Episode, world: World) -> bool:
+        """Always: a reply that is lost was seen by nobody, and is sampled again."""
+        return True
+
     def effects(self, world: World, record: GenerationRecord) -> str:
         """A reply that is written down is never asked for again."""
         return "pure"

@@ -1,8 +1,8 @@
 """Drives many episodes: a bounded number alive, each on its own, all written down.
 
 Invariants:
-- One episode's failure, whatever it is, stops no other. Only the store's failure stops the run: what cannot
-  be written down must not be sampled.
+- One episode's failure, whatever it is, stops no other. Only the store's failure stops the run: no turn is sampled
+  after one that cannot be written down.
 - A generation slot is held while a generation is asked for, and at no other time (`actions/generate.py`).
 - Cancelling leaves everything that was finished in the store; `resume` does the rest and nothing twice.
 """
@@ -132,7 +132,7 @@ class Runner:
             build_actions(resolved.states, self._services, loaded.base),
             compile_rules(spec.rewards.reassign),
             episode_seconds=spec.limits.episode_seconds,
-            append=store.append,
+            append=store.post,
             watch=self.live.watch,
             settle=ImageDesk(format, store, stored_images(store)).settle,
         )

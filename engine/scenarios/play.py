@@ -32,7 +32,7 @@ from schemas.script import Script
 if TYPE_CHECKING:
     from engine.machine.presets import ResolvedMachine
     from engine.spec.load import LoadedSpec
-    from engine.store.codec import Written
+    from engine.store.codec import Step, Written
     from engine.tokens.format import ChatFormat
     from schemas.environment import Task
     from schemas.scenario import Scenario
@@ -108,8 +108,8 @@ class _Stage:
             settle=ImageDesk(services.format, images := MemoryImages(), images.fetch).settle,
         )
 
-    async def _append(self, episode_id: str, entry: JournalEntry, written: Written) -> None:
-        self._journal.append(entry)
+    async def _append(self, episode_id: str, entry: Step, written: Written) -> None:
+        self._journal.append(JournalEntry(**entry._asdict()))
 
     async def play(self, task: Task, scenarios: ScenarioSet, index: int) -> Played:
         """The episode, to its end."""

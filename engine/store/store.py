@@ -11,7 +11,7 @@
 
 Invariants:
 - One writer to a run; readers in any number, in any process, while it writes.
-- A journal has no gaps: entries of an attempt are numbered from 0, each durable before the next is taken.
+- A journal has no gaps: entries of an attempt are numbered from 0, and none is durable before those ahead of it are.
 - An episode that is done is whole: outcome, trajectory, branches and postings are of one commit.
 """
 
@@ -21,7 +21,7 @@ import asyncio
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -213,11 +213,19 @@ class RunStore(RunReader):
                 failed write the episode takes no more.
             WorldError: it holds something that JSON cannot say.
         """
-        writer = self._writing()
+        await self.post(episode_id, entry, written or codec.write_record(entry.record))
+
+    def post(self, episode_id: str, entry: JournalEntry | codec.Step, written: codec.Written) -> Awaitable[None]:
+        """`append` that does not wait: what it gives is done when the entry is committed.
+
+        A future is given where the entry has its place already, so that others may follow before it is committed; they
+        are lost with it where it cannot be. Anything else must be awaited first.
+        """
         track = self._tracks.get(episode_id)
         if track is None or track.broken is not None or entry.seq != track.next or track.closing:
+            self._writing()
             raise self._refusal(episode_id, track, entry.seq)
-        kind, payload, tokens = written or codec.write_record(entry.record)
+        kind, payload, tokens = written
         row = (
             track.number,
             track.attempt,
@@ -232,7 +240,7 @@ class RunStore(RunReader):
             entry.seconds,
         )
         track.next += 1
-        await writer.append(track, row, len(payload) + (len(tokens) if tokens else 0))
+        return self._writing().append(track, row, len(payload) + (len(tokens) if tokens else 0))
 
     async def restart(self, episode_id: str) -> None:
         """Begin an episode anew: a new attempt with an empty journal. The old one stays, under its attempt."""

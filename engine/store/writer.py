@@ -127,6 +127,7 @@ class _Lane:
                 future.set_result(write.result)
             else:
                 future.set_exception(write.error)
+                future.exception()  # whoever posted it may be gone: that is no error of its own
         self._admit()
 
     def _admit(self) -> None:

@@ -14,6 +14,7 @@ import asyncio
 import socket
 import ssl
 from collections import deque
+from functools import partial
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -21,6 +22,8 @@ MAX_HEAD = 64 * 1024
 """Most bytes of a reply's status line and headers."""
 MAX_BODY = 1 << 30
 """Most bytes of a reply's body."""
+_ROOM = 256 * 1024
+"""Bytes that are read at once."""
 
 
 class HttpFailure(Exception):
@@ -108,7 +111,17 @@ def _chunk_size(line: bytes) -> int:
     return int(digits, 16)
 
 
-class _Connection(asyncio.Protocol):
+class _Room:
+    """Where replies arrive: one for all connections of a client, since what came is taken before anything else comes."""
+
+    __slots__ = ("bytes", "view")
+
+    def __init__(self) -> None:
+        self.bytes = bytearray(_ROOM)
+        self.view = memoryview(self.bytes)
+
+
+class _Connection(asyncio.BufferedProtocol):
     """One connection: one request, its reply, and then the next."""
 
     __slots__ = (
@@ -119,13 +132,15 @@ class _Connection(asyncio.Protocol):
         "_keep",
         "_loop",
         "_need",
+        "_room",
         "_status",
         "_waiter",
         "served",
         "transport",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, room: _Room) -> None:
+        self._room = room
         self.transport: asyncio.Transport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.served = 0
@@ -175,12 +190,20 @@ class _Connection(asyncio.Protocol):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             _keep_alive(sock)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._room.view
+
+    def buffer_updated(self, nbytes: int) -> None:
         if self._waiter is None:  # nobody asked: whatever it is, the next reply could not be told from it
             self.close()
             return
         try:
-            self._take(data)
+            if self._need == -1 and not self._head:
+                end = self._room.bytes.find(b"\r\n\r\n", 0, nbytes)
+                if end >= 0:  # its head came in one piece, as most do
+                    self._take_head(bytes(self._room.view[:end]), bytes(self._room.view[end + 4 : nbytes]))
+                    return
+            self._take(bytes(self._room.view[:nbytes]))
         except MalformedReply as error:
             self.fail(error)
         except ValueError as error:
@@ -207,20 +230,28 @@ class _Connection(asyncio.Protocol):
     # -- reading
 
     def _take(self, data: bytes) -> None:
-        if self._need == -1:
-            data = self._head + data if self._head else data
-            end = data.find(b"\r\n\r\n")
-            if end < 0:
-                if len(data) > MAX_HEAD:
-                    raise MalformedReply(f"headers of over {MAX_HEAD} bytes")
-                self._head = data
-                return
-            self._head, data = data[:end], data[end + 4 :]
-            if not self._read_head(self._head):  # 100 Continue and its like: the reply follows
-                self._head = b""
-                if data:
-                    self._take(data)
-                return
+        if self._need != -1:
+            self._take_body(data)
+            return
+        data = self._head + data
+        end = data.find(b"\r\n\r\n")
+        if end >= 0:
+            self._take_head(data[:end], data[end + 4 :])
+            return
+        if len(data) > MAX_HEAD:
+            raise MalformedReply(f"headers of over {MAX_HEAD} bytes")
+        self._head = data
+
+    def _take_head(self, head: bytes, rest: bytes) -> None:
+        self._head = head
+        if self._read_head(head):
+            self._take_body(rest)
+            return
+        self._head = b""  # 100 Continue and its like: the reply follows
+        if rest:
+            self._take(rest)
+
+    def _take_body(self, data: bytes) -> None:
         if self._chunks is not None:
             rest = self._chunks.feed(data)
             if rest is not None:
@@ -353,6 +384,7 @@ class HttpClient:
                 raise ValueError(f"the header {name} holds a line break")
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._heads: dict[tuple[str, str], bytes] = {}
+        self._connection = partial(_Connection, _Room())
         self._free: deque[_Connection] = deque()
         self._busy: set[_Connection] = set()
         self.opened = 0
@@ -409,7 +441,7 @@ class HttpClient:
     async def _open(self, loop: asyncio.AbstractEventLoop) -> _Connection:
         try:
             async with asyncio.timeout(self._connect_timeout):
-                _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
+                _, connection = await loop.create_connection(self._connection, self._host, self._port, ssl=self._tls)
         except TimeoutError:
             raise HttpFailure(f"{self.url} did not accept a connection within {self._connect_timeout:g} s") from None
         except OSError as error:

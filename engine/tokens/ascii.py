@@ -1,0 +1,140 @@
+"""Encoding of ASCII text by the pieces that a byte-level tokenizer cuts it into, each of which is tokenised once.
+
+Such a tokenizer cuts text by a regular expression and merges bytes inside of each piece alone, so ids of a text are the
+ids of its pieces in a row. Most of what an `encode` costs is the cutting. For ASCII text Python's `re` cuts alike, at a
+fraction of the cost: classes of characters, white space and the case of letters mean the same there.
+
+Invariant: `AsciiEncoder.encode` gives what the tokenizer gives, or None where it leaves a text to it: one that is not
+ASCII or spells an added token. `ascii_encoder` makes none for a tokenizer whose steps are not those that are known here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""What `ByteLevel(use_regex=True)` cuts by."""
+_CLASSES = {r"\p{L}": "a-zA-Z", r"\p{N}": "0-9"}
+_ESCAPES = frozenset(r"\s \S \r \n \t \. \- \/ \' \? \( \) \[ \] \+ \*".split())
+_TOKEN = re.compile(r"\\[pP]\{\^?\w+\}|\\.|\[\^?\]?|.", re.DOTALL)
+_REMEMBERED = 1 << 17
+"""Most pieces whose ids are kept."""
+
+Cut = Callable[[str], list[str]]
+
+
+class _Ids(dict[str, list[int]]):
+    """Piece -> ids, filled as pieces are met."""
+
+    def __init__(self, model: Any, characters: dict[int, str]) -> None:
+        self._tokenize = model.tokenize
+        self._characters = characters
+
+    def __missing__(self, piece: str) -> list[int]:
+        ids = [token.id for token in self._tokenize(piece.translate(self._characters))]
+        if len(self) >= _REMEMBERED:
+            self.clear()
+        self[piece] = ids
+        return ids
+
+
+class AsciiEncoder:
+    """Encodes what it can of one tokenizer's texts; made by `ascii_encoder`."""
+
+    def __init__(self, model: Any, cuts: Sequence[Cut], added: Iterable[str], characters: dict[int, str]) -> None:
+        self._first, *self._then = cuts
+        self._ids = _Ids(model, characters)
+        tokens = sorted({token for token in added if token})
+        self._starts = sorted({token[0] for token in tokens})
+        self._added = re.compile("|".join(map(re.escape, tokens)) or "(?!)").search
+
+    def encode(self, text: str) -> list[int] | None:
+        """The ids of a text, no token added; None where the tokenizer itself is to be asked."""
+        if not text.isascii():
+            return None
+        for start in self._starts:
+            if start in text:
+                if self._added(text):
+                    return None
+                break
+        pieces = self._first(text)
+        for cut in self._then:
+            pieces = [part for piece in pieces for part in cut(piece)]
+        if sum(map(len, pieces)) != len(text):  # the expression leaves something out, which is a piece of its own
+            return None
+        return list(chain.from_iterable(map(self._ids.__getitem__, pieces)))
+
+
+def ascii_encoder(backend: Any, added: Iterable[str], characters: dict[int, str]) -> AsciiEncoder | None:
+    """An encoder for a `tokenizers.Tokenizer`; None where it takes other steps than those that are known here.
+
+    Args:
+        backend: The tokenizer.
+        added: Its added tokens: text is cut at them before anything else.
+        characters: Byte -> the character that stands for it in a byte-level vocabulary.
+    """
+    model = backend.model
+    if type(model).__name__ != "BPE" or model.dropout or backend.truncation or backend.padding:
+        return None
+    if backend.normalizer is not None and _state(backend.normalizer) != {"type": "NFC"}:  # ASCII is in that form
+        return None
+    if backend.pre_tokenizer is None:
+        return None
+    cuts = _cuts(_state(backend.pre_tokenizer))
+    return AsciiEncoder(model, cuts, added, characters) if cuts else None
+
+
+def _state(step: Any) -> Any:
+    """A step of a tokenizer as its file spells it."""
+    return json.loads(step.__getstate__())
+
+
+def _cuts(step: dict[str, Any]) -> list[Cut] | None:
+    """How the steps of a pre-tokenizer cut, in order; None where one is not known, or they do not end in bytes."""
+    steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
+    if not steps or [step["type"] for step in steps].index("ByteLevel") != len(steps) - 1:
+        return None
+    found = [_cut(step) for step in steps]
+    known = [cut for cut in found if cut is not None]
+    return None if len(known) < len(found) else [cut for cut in known if cut is not _whole]
+
+
+def _whole(text: str) -> list[str]:
+    return [text]
+
+
+def _cut(step: dict[str, Any]) -> Cut | None:
+    match step:
+        case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}:
+            return _by(pattern)
+        case {"type": "Digits", "individual_digits": bool(each)}:
+            return re.compile("[0-9]|[^0-9]+" if each else "[0-9]+|[^0-9]+").findall
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": bool(cuts)}:
+            return _by(_GPT2) if cuts else _whole
+    return None
+
+
+def _by(pattern: str) -> Cut | None:
+    """A regular expression of `tokenizers` as `re` has it for ASCII text; None where it says more than is known here."""
+    parts: list[str] = []
+    inside = False
+    for token in _TOKEN.findall(pattern):
+        if token in _CLASSES:
+            parts.append(_CLASSES[token] if inside else f"[{_CLASSES[token]}]")
+            continue
+        if token.startswith("[") or (token.startswith("\\") and token not in _ESCAPES):
+            if inside or not token.startswith("["):
+                return None
+            inside = True
+        elif token == "]":
+            inside = False
+        parts.append(token)
+    try:
+        compiled = re.compile("".join(parts), re.ASCII)
+    except re.error:
+        return None
+    return compiled.findall if not compiled.groups and "&&" not in pattern else None
