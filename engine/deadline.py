@@ -32,8 +32,7 @@ class Deadlines:
         """One call's deadline; its time begins with the `with` block."""
         return Deadline(self)
 
-    def _add(self, call: Deadline) -> None:
-        loop = asyncio.get_running_loop()
+    def _add(self, call: Deadline, loop: asyncio.AbstractEventLoop) -> None:
         call.ends = loop.time() + self.seconds
         if self._loop is not loop:
             self._loop, self._timer = loop, None
@@ -41,10 +40,6 @@ class Deadlines:
         self._calls[call] = None
         if self._timer is None:
             self._timer = loop.call_at(call.ends, self._ring)
-
-    def _drop(self, call: Deadline) -> None:
-        # The timer is left to ring for nothing: that is cheaper than setting it anew for each call.
-        self._calls.pop(call, None)
 
     def _ring(self) -> None:
         assert self._loop is not None
@@ -86,16 +81,18 @@ class Deadline:
         self._task.cancel()
 
     def __enter__(self) -> Deadline:
-        task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task(loop)
         if task is None:
             raise RuntimeError("a deadline needs a task to cancel")
         self._task = task
         self._before = task.cancelling()
-        self._group._add(self)
+        self._group._add(self, loop)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._group._drop(self)
+        # The timer is left to ring for nothing: that is cheaper than setting it anew for each call.
+        self._group._calls.pop(self, None)
         if self.over and self._task is not None:
             alone = self._task.uncancel() <= self._before  # cancelled from outside as well: then that is what happened
             if alone and kind is asyncio.CancelledError:

@@ -97,6 +97,7 @@ class Episode:
     """
 
     __slots__ = (
+        "_seeds",
         "aborted",
         "attempts",
         "conversation",
@@ -147,6 +148,8 @@ class Episode:
         self.sample_index = sample_index
         self.seed = derive_seed(run_seed, task.id, sample_index)
         self.salt = salt
+        self._seeds = blake2b(f"{self.seed}\0".encode(), digest_size=8)
+        """What the seeds of all turns begin with: see `derive_seed`."""
         self.conversation = conversation
         self.ledger = Ledger()
         self.limits = limits
@@ -187,7 +190,9 @@ class Episode:
 
     def turn_seed(self) -> int:
         """The sampling seed of the turn that comes next."""
-        return derive_seed(self.seed, self.turn + 1, *((self.salt,) if self.salt else ()))
+        seeds = self._seeds.copy()  # as `derive_seed(seed, turn, salt)` does it, from where the seed has been read
+        seeds.update(b"%d\0%d" % (self.turn + 1, self.salt) if self.salt else b"%d" % (self.turn + 1))
+        return int.from_bytes(seeds.digest(), "big") >> 1
 
     def view(self) -> EpisodeView:
         """What a world may see now."""

@@ -16,6 +16,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
@@ -47,6 +48,9 @@ class _Stage(NamedTuple):
     final: bool
     ahead: Callable[[Episode, World], bool]
     """See `Action.ahead`."""
+
+
+_UNTIMED = nullcontext()
 
 
 def _never(episode: Episode, world: World) -> bool:
@@ -214,20 +218,20 @@ class Executor:
                     blame="spec",
                     kind="unbounded",
                 )
-            if stage.final:
-                return await self._act(action, episode, world)
-            if clock is not None and (late := clock.spent()) is not None:
+            timed = None if stage.final else clock
+            if timed is not None and (late := timed.spent()) is not None:
                 return LimitRecord(limit="episode_seconds", value=late)
-            reached = action.limit(episode)
+            reached = None if stage.final else action.limit(episode)
             if reached is not None:
                 return LimitRecord(limit=reached[0], value=reached[1])
-            if clock is None:
-                return await self._act(action, episode, world)
             try:
-                with clock:
-                    return await self._act(action, episode, world)
+                with timed or _UNTIMED:
+                    record = await action.perform(episode, world)
+                    if self._settle is None or isinstance(record, GenerationRecord):  # a model says no images
+                        return record
+                    return await self._settle(episode, record)
             except TimeoutError:
-                if not clock.over:
+                if timed is None or not timed.over:
                     raise
                 return LimitRecord(limit="episode_seconds", value=self._seconds or 0.0)
         except ContextOverflow:

@@ -91,13 +91,16 @@ class Summary:
         self.solved += outcome.solved
         self.reward += outcome.reward
         self.outcomes[label(outcome)] += 1
-        self.transitions.update(trajectory.path)
+        transitions = self.transitions
+        for taken in trajectory.path:
+            transitions[taken] += 1
         self.branches += len(trajectory.branches)
         for turn in trajectory.turns:
             if turn.index == len(self.turn_rewards):
                 self.turn_rewards.append([0.0, 0.0])
             row = self.turn_rewards[turn.index]
-            row[0] += sum(turn.rewards.values())
+            if turn.rewards:
+                row[0] += sum(turn.rewards.values())
             row[1] += 1
             self.queue_seconds += turn.queue_seconds
             self.prompt_tokens += turn.prompt_tokens

@@ -19,7 +19,7 @@ from typing import Any
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What `ByteLevel(use_regex=True)` cuts by."""
 _CLASSES = {r"\p{L}": "a-zA-Z", r"\p{N}": "0-9"}
-_ESCAPES = frozenset(r"\s \S \r \n \t \. \- \/ \' \? \( \) \[ \] \+ \*".split())
+_ESCAPES = frozenset(f"\\{character}" for character in "sSrnt.-/'?()[]+*")
 _TOKEN = re.compile(r"\\[pP]\{\^?\w+\}|\\.|\[\^?\]?|.", re.DOTALL)
 _REMEMBERED = 1 << 17
 """Most pieces whose ids are kept."""

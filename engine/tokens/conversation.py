@@ -147,14 +147,15 @@ class Conversation:
         if self._asked and self._heard == len(self.messages):
             return self._tapes[-1][0].ids
         new = self._views(self._heard)
+        kinds = bytes([self.form.kind(view) for view in new])
         if not self._tapes:
             self._begin("")
         elif self._asked:
             self._begin("the prompt was changed before it was replied to")
         else:
-            self._go_on(new)
-        for view in new:
-            self._trail.add(self.form.kind(view))
+            self._go_on(new, kinds)
+        for kind in kinds:
+            self._trail.add(kind)
         self._heard = len(self.messages)
         self._asked = True
         return self._tapes[-1][0].ids
@@ -242,13 +243,14 @@ class Conversation:
             views.append(view)
         return views
 
-    def _go_on(self, new: list[View]) -> None:
+    def _go_on(self, new: list[View], kinds: bytes) -> None:
         """Continue the tape after its newest reply, or begin another."""
         keep = self.history == "keep"
         found = self.form.bridge(
             self._trail,
             self._newest,
             new,
+            kinds=kinds,
             tools=self._tools,
             last=self._end.last,
             thinking=self._end.thinking,

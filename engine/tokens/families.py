@@ -342,7 +342,7 @@ class FamilyFormat(ChatFormat):
         said: list[int] = ids.tolist()
         if said[-1] in self.stop_set:
             said.pop()
-        read = all(isinstance(attempt, ToolCall) for attempt in attempts)
+        read = MalformedCall not in map(type, attempts)
         as_calls = read and (len(attempts) == 1 or self.calls_shown > 1) and not self._said_more(said, found.tool_calls)
         body = found.content if as_calls else _after_reasoning(self.decode(said), found)
         return Parsed(found.content if read else body, found.reasoning_content, attempts, body, thinking, as_calls)
@@ -360,11 +360,14 @@ class FamilyFormat(ChatFormat):
     def _said_more(self, said: list[int], calls: list[Any]) -> bool:
         """Whether there is text between or behind the calls, which the parser leaves out."""
         spans = [call.token_span for call in calls]
-        if any(span is None for span in spans):
+        if None in spans:
             return False
-        ends = [*(span[0] for span in spans[1:]), len(said)]
-        between = ((span[1], end) for span, end in zip(spans, ends, strict=True))
-        return any(start < end and self.decode(said[start:end]).strip() for start, end in between)
+        after = spans[0][1]
+        for start, end in [*spans[1:], (len(said), 0)]:
+            if after < start and self.decode(said[after:start]).strip():
+                return True
+            after = end
+        return False
 
 
 def _first_id(renderer: Any, *names: str) -> int | None:

@@ -227,6 +227,7 @@ class ChatFormat(ABC):
         *,
         tools: list[View] | None,
         last: int | None,
+        kinds: bytes | None = None,
         thinking: bool = False,
         keep: bool = False,
     ) -> Extension | str:
@@ -240,12 +241,14 @@ class ChatFormat(ABC):
             new: The messages that follow.
             tools: The conversation's tools.
             last: The reply's last sampled id; None where nothing was sampled.
+            kinds: The kinds of `new`, where they are known already.
             thinking: The reply ended inside its reasoning.
             keep: Go on although the template would rewrite what was said.
         """
         if trail.odd and not keep:
             return "a reply has reasoning markers where the template may read them in ways of its own"
-        kinds = bytes([self.kind(view) for view in new])
+        if kinds is None:
+            kinds = bytes([self.kind(view) for view in new])
         key = (trail.signature(kinds), tools is not None)
         verdict = self._verdicts.get(key)
         if verdict is None:

@@ -10,11 +10,11 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from engine.tokens.tape import IntVector
 
 _OPEN, _CLOSE = "<think>", "</think>"
+_decode = json.JSONDecoder().raw_decode
+"""`json.loads` without its outer layers, for text without white space around it."""
 _READ_ALIKE = {("renderers.qwen3", "Qwen3Renderer"), ("renderers.qwen3_vl", "Qwen3VLRenderer")}
 """Renderers that read replies by `parse_qwen3`."""
 
@@ -78,7 +78,7 @@ class Hermes:
             return None
         found, ids = self._marks, array.tolist()
         # Such ids are a vocabulary's last: numpy leaves few to look at.
-        marks = [at for at in np.flatnonzero(array >= self._lowest).tolist() if ids[at] in found]
+        marks = [at for at in (array >= self._lowest).nonzero()[0].tolist() if ids[at] in found]
         for number, at in enumerate(marks):
             if ids[at] in self._ends:
                 ids, marks = ids[:at], marks[:number]
@@ -107,7 +107,9 @@ class Hermes:
 
 def _call(raw: str, span: tuple[int, int]) -> Call:
     try:
-        read = json.loads(raw)
+        read, end = _decode(raw)
+        if end != len(raw):
+            read = json.loads(raw)  # which says that there is more
     except json.JSONDecodeError:
         return Call(raw, None, None, span, "invalid_json")
     name, arguments = (read.get("name", ""), read.get("arguments", {})) if isinstance(read, dict) else ("", {})

@@ -84,22 +84,28 @@ def kind_of(view: View, markers: Sequence[str] = ()) -> int:
         markers: Those of MARKERS that the template knows of.
     """
     role, content = view["role"], view["content"]
-    own = _ROLES.get(role, ASSISTANT)
-    if isinstance(content, list) and own < ASSISTANT and any(part["type"] == "image" for part in content):
-        if all(part["type"] == "image" for part in content):
-            return PICTURED + 6 + own
-        return PICTURED + (3 if content[0]["type"] == "image" else 0) + own
-    text = content if isinstance(content, str) else "x"
+    if isinstance(content, str):
+        text = content
+    else:
+        own = _ROLES.get(role, ASSISTANT)
+        if own < ASSISTANT and any(part["type"] == "image" for part in content):
+            if all(part["type"] == "image" for part in content):
+                return PICTURED + 6 + own
+            return PICTURED + (3 if content[0]["type"] == "image" else 0) + own
+        text = "x"
     bare = text.strip()
     if role != "assistant":
         if role == "user" and bare.startswith(_WRAP[0]) and bare.endswith(_WRAP[1]):
             return WRAPPED if bare == text else WRAPPED_LOOSELY
         return _ROLES[role] if bare else BLANK_SYSTEM + _ROLES[role]
     kind = ASSISTANT + CALLS * min(len(view.get("tool_calls", ())), 2)
-    if any(marker in text for marker in markers):
-        kind += ODD if view.get("reasoning_content") or not _is_marked(bare) else MARKED
-    elif view.get("reasoning_content"):
-        kind += REASONS
+    reasons = bool(view.get("reasoning_content"))
+    for marker in markers:
+        if marker in text:
+            kind += ODD if reasons or not _is_marked(bare) else MARKED
+            break
+    else:
+        kind += REASONS * reasons
     return kind if bare else kind + BLANK
 
 
@@ -130,13 +136,15 @@ class Trail:
 
     def add(self, kind: int) -> None:
         """One more message."""
-        if kind >= ASSISTANT and self._head is None:
-            self._head = bytes(self.kinds)
-        if self.kinds:
-            self._pairs |= 1 << (self.kinds[-1] * _KINDS + kind)
+        kinds = self.kinds
+        if kind >= ASSISTANT:
+            if self._head is None:
+                self._head = bytes(kinds)
+            self.odd = self.odd or is_odd(kind)
+        if kinds:
+            self._pairs |= 1 << (kinds[-1] * _KINDS + kind)
         self._since = 1 << kind if kind == USER else self._since | 1 << kind
-        self.odd = self.odd or is_odd(kind)
-        self.kinds.append(kind)
+        kinds.append(kind)
 
     def signature(self, new: bytes) -> tuple[bytes | None, int, int, int, bytes]:
         """What the verdict on `new` after these messages is kept under."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,12 +39,8 @@ _SLACK = 32
 """Spare tokens beyond the half by which a buffer grows."""
 
 
-class _Run(NamedTuple):
-    """Tokens [start, end) of the tape were sampled with weights `version`."""
-
-    version: int
-    start: int
-    end: int
+_Run = tuple[int, int, int]
+"""(version, start, end): tokens [start, end) of the tape were sampled with weights `version`."""
 
 
 def largest(ids: IntVector) -> int:
@@ -174,12 +169,12 @@ class Tape:
         start, end = self._length, self._length + count
         if code == _GENERATED:
             self._admit_sampled(count, turn, logprobs)
-            runs = [_Run(run.version, start + run.start, start + run.end) for run in versions]
-            if runs and (runs[0].start != start or runs[-1].end != end):
+            runs = [(run.version, start + run.start, start + run.end) for run in versions] or [(0, start, end)]
+            if runs[0][1] != start or runs[-1][2] != end:
                 raise ValueError(
-                    f"weight versions cover [{runs[0].start - start}, {runs[-1].end - start}) of {count} tokens"
+                    f"weight versions cover [{runs[0][1] - start}, {runs[-1][2] - start}) of {count} tokens"
                 )
-            self._keep_sampled(count, logprobs, runs or [_Run(0, start, end)])
+            self._keep_sampled(count, logprobs, runs)
             self._turn = turn
         elif not count:
             return start, end
@@ -212,8 +207,8 @@ class Tape:
                 logprobs[start:end] = self._logprobs[taken : taken + end - start]
                 turns[start:end] = turn
                 taken += end - start
-        for run in self._versions:
-            versions[run.start : run.end] = run.version
+        for version, start, end in self._versions:
+            versions[start:end] = version
         return _make_branch(
             index=index,
             reason=reason,
@@ -273,11 +268,12 @@ class Tape:
             )
 
     def _keep_sampled(self, count: int, logprobs: Sequence[float] | FloatVector | None, runs: list[_Run]) -> None:
-        if self._sampled + count > len(self._logprobs):
-            self._logprobs = _grown(self._logprobs, self._sampled, count)
-        self._logprobs[self._sampled : self._sampled + count] = logprobs
-        self._sampled += count
-        self._versions.extend(run for run in runs if run.end > run.start)
+        start, end = self._sampled, self._sampled + count
+        if end > len(self._logprobs):
+            self._logprobs = _grown(self._logprobs, start, count)
+        self._logprobs[start:end] = logprobs
+        self._sampled = end
+        self._versions += [run for run in runs if run[2] > run[1]]
 
 
 def as_seen(branch: Branch) -> Branch:

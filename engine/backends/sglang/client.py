@@ -13,6 +13,7 @@ import re
 import secrets
 import time
 from collections import Counter
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -159,16 +160,21 @@ class SGLangBackend:
             raise ContextOverflow(f"{len(request.input_ids)} tokens; the servers take fewer than {self.context}")
         try:
             with self._deadlines.begin():
-                parts, finish = await self._parts(request)
+                part = await self._part(request, request.input_ids, request.max_new_tokens, 0)
+                parts, finish = [part], part.finish
+                if finish.type == "abort" and self._spec.interrupted != "report":
+                    parts, finish = await self._taken_up(request, part)
         except TimeoutError:
             self._counts["timeouts"] += 1
             raise BackendError(f"no reply within {self._spec.timeout:g} s", kind="timeout") from None
         generation = join(parts, finish, time.perf_counter() - began)
-        self._counts["turns"] += 1
-        self._counts["checked" if all(part.echoed for part in parts) else "unchecked"] += 1
-        self._counts["tokens"] += len(generation.output_ids)
-        self._counts["cached_tokens"] += generation.cached_tokens
-        self._counts["prompt_tokens"] += generation.prompt_tokens
+        counts = self._counts
+        counts["turns"] += 1
+        checked = part.echoed if len(parts) == 1 else all(part.echoed for part in parts)
+        counts["checked" if checked else "unchecked"] += 1
+        counts["tokens"] += len(generation.output_ids)
+        counts["cached_tokens"] += generation.cached_tokens
+        counts["prompt_tokens"] += generation.prompt_tokens
         return generation
 
     def release(self, episode_id: str) -> None:
@@ -221,21 +227,20 @@ class SGLangBackend:
 
     # -- one reply
 
-    async def _parts(self, request: GenerateRequest) -> tuple[list[Part], FinishReason]:
-        """The parts of a reply: one, unless it is interrupted on its way."""
-        ids, sampled = request.input_ids, 0
+    async def _taken_up(self, request: GenerateRequest, part: Part) -> tuple[list[Part], FinishReason]:
+        """The parts of a reply whose first one was interrupted."""
         parts: list[Part] = []
-        for interruption in itertools.count():
-            part = await self._part(request, ids, request.max_new_tokens - sampled, sampled)
-            if part.finish.type != "abort" or self._spec.interrupted == "report" or interruption == INTERRUPTIONS:
-                return [*parts, part], part.finish
+        for _ in range(INTERRUPTIONS):
             self._counts["interruptions"] += 1
             parts = self._kept(request, [*parts, part])
             sampled = sum(len(kept.ids) for kept in parts)
             if sampled == request.max_new_tokens:
                 return parts, FinishReason(type="length")
             ids = np.concatenate([request.input_ids, *(kept.ids for kept in parts)])
-        raise AssertionError("unreachable")
+            part = await self._part(request, ids, request.max_new_tokens - sampled, sampled)
+            if part.finish.type != "abort":
+                break
+        return [*parts, part], part.finish
 
     def _kept(self, request: GenerateRequest, parts: list[Part]) -> list[Part]:
         """What of an interrupted reply its rest may be sampled after."""
@@ -250,11 +255,15 @@ class SGLangBackend:
             keep -= len(part.ids)
         return kept
 
-    async def _part(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Part:
+    def _part(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Coroutine[Any, Any, Part]:
         """One reply of one server, sampled with the policy's adapter where it is one."""
-        policy = self.policy
-        if policy is None or request.adapter is not None:
-            return await self._tried(request, ids, most, sampled)
+        if self.policy is None or request.adapter is not None:
+            return self._tried(request, ids, most, sampled)
+        return self._adapted(self.policy, request, ids, most, sampled)
+
+    async def _adapted(
+        self, policy: PolicyAdapter, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int
+    ) -> Part:
         self.adapter_uses[policy.name] += 1
         try:
             named = request.model_copy(update={"adapter": policy.name})

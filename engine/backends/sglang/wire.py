@@ -199,12 +199,7 @@ class Encoder:
 
 def _begins_with(ids: np.ndarray, known: np.ndarray) -> bool:
     """Whether a prompt begins with ids that were sent before."""
-    # Read-only views of one buffer from its beginning are a tape's, and what is on a tape is never changed.
-    if ids.base is known.base and ids.base is not None and len(ids) >= len(known) and not ids.flags.writeable:
-        start: int = ids.__array_interface__["data"][0]
-        if start == known.__array_interface__["data"][0] and not known.flags.writeable:
-            return True
-    return np.array_equal(ids[: len(known)], known)
+    return len(ids) >= len(known) and ids[: len(known)].tobytes() == known.tobytes()  # as bytes: a fifth of the cost
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
@@ -329,7 +324,9 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
     if not same and tokens != ids:
         raise ReplyError(f"its {len(tokens)} log-probs are not those of its {len(ids)} tokens")
     array = _int32(ids)
-    if array is None or (ids and np.maximum.reduce(array.view(np.uint32)) >= vocab_size):  # a negative one is the largest
+    if array is None or (
+        ids and np.maximum.reduce(array.view(np.uint32)) >= vocab_size
+    ):  # a negative one is the largest
         raise ReplyError(f"it holds an id outside the vocabulary of {vocab_size}")
     logprobs = _float32(values)
     if logprobs is None:
@@ -394,7 +391,7 @@ def _columns(rows: msgspec.Raw) -> tuple[list[Any], list[Any]]:
     """Log-probs and ids out of `[[logprob, id, text], …]`.
 
     Without texts the rows are `[a,b,null]`: without their brackets they are one flat list, which is read faster than
-    rows are. It is taken only where every third value is null, no other is, and there were as many brackets as rows.
+    rows are.
     """
     raw = bytes(rows)
     inner = raw.translate(None, b"[]")
@@ -404,11 +401,10 @@ def _columns(rows: msgspec.Raw) -> tuple[list[Any], list[Any]]:
         except msgspec.DecodeError:  # rows of another form
             flat = []
         count = len(flat) // 3
-        # as many brackets as so many rows have, and a null at the end of each and nowhere else
+        # As many brackets as so many rows have, and as many nulls: one that is no row's last is a value or an id, which
+        # `decode` refuses.
         if len(flat) == 3 * count and len(raw) - len(inner) == 2 * (count + 1) and flat.count(None) == count:
-            values, tokens = flat[0::3], flat[1::3]
-            if flat[2::3].count(None) == count:
-                return values, tokens
+            return flat[0::3], flat[1::3]
     decoded = _rows_decoder.decode(rows)
     return [row[0] for row in decoded], [row[1] for row in decoded]
 
