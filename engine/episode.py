@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from engine.made import maker
 from engine.rewards.ledger import Ledger
@@ -71,7 +73,7 @@ class Past(Sequence[Any]):
         return repr(self._items[: self._length])
 
 
-class TurnNote(NamedTuple):
+class TurnNote(msgspec.Struct, frozen=True):
     """What is told of a turn beside where it lies and what it earned, which is known at the end. See `Turn`."""
 
     finish: FinishReason

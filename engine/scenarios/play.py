@@ -9,6 +9,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
+
 from engine.actions.base import Services, World
 from engine.actions.images import ImageDesk, MemoryImages
 from engine.actions.registry import build_actions
@@ -109,7 +111,7 @@ class _Stage:
         )
 
     async def _append(self, episode_id: str, entry: Step, written: Written) -> None:
-        self._journal.append(JournalEntry(**entry._asdict()))
+        self._journal.append(JournalEntry(**asdict(entry)))
 
     async def play(self, task: Task, scenarios: ScenarioSet, index: int) -> Played:
         """The episode, to its end."""

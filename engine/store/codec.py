@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import orjson
 from pydantic import BaseModel
@@ -87,7 +88,7 @@ _SPEAKERS: dict[str, Blame] = {"user": "user", "tools": "tool"}
 """Who said what a record of that kind holds; otherwise the environment."""
 
 
-class Step(NamedTuple):
+class Step(msgspec.Struct, frozen=True):
     """A journal entry in the making: the fields of `JournalEntry`."""
 
     seq: int
@@ -99,7 +100,7 @@ class Step(NamedTuple):
     seconds: float
 
 
-class Written(NamedTuple):
+class Written(msgspec.Struct, frozen=True):
     """A journal record in columns."""
 
     kind: str

@@ -225,7 +225,7 @@ class RunStore(RunReader):
         if track is None or track.broken is not None or entry.seq != track.next or track.closing:
             self._writing()
             raise self._refusal(episode_id, track, entry.seq)
-        kind, payload, tokens = written
+        payload, tokens = written.payload, written.tokens
         row = (
             track.number,
             track.attempt,
@@ -233,7 +233,7 @@ class RunStore(RunReader):
             entry.state,
             entry.event,
             entry.dest,
-            kind,
+            written.kind,
             payload,
             tokens,
             entry.at,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 from engine.errors import BackendError, BridgeError, RenderError
@@ -30,7 +31,7 @@ _TAIL = 64
 """Ids before a reply that its parser may look at."""
 
 
-class Reply(NamedTuple):
+class Reply(msgspec.Struct, frozen=True):
     """What the model said."""
 
     message: Message
@@ -48,7 +49,7 @@ class TurnPlace(NamedTuple):
     end: int
 
 
-class _End(NamedTuple):
+class _End(msgspec.Struct, frozen=True):
     """How the newest reply ended."""
 
     last: int | None

@@ -11,12 +11,12 @@ import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import structlog
 from pydantic_core import to_json
@@ -63,8 +63,7 @@ _MOST_OPENINGS = 256
 """Prompts whose ids are remembered, the newest: as many tasks as may be under way at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
+class Parsed(msgspec.Struct, frozen=True):
     """A reply, read."""
 
     content: str

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from engine.tokens.tape import IntVector
 
@@ -19,7 +21,7 @@ _READ_ALIKE = {("renderers.qwen3", "Qwen3Renderer"), ("renderers.qwen3_vl", "Qwe
 """Renderers that read replies by `parse_qwen3`."""
 
 
-class Call(NamedTuple):
+class Call(msgspec.Struct, frozen=True):
     """One attempt at a call, by the names that the library has."""
 
     raw: str
@@ -29,7 +31,7 @@ class Call(NamedTuple):
     status: str
 
 
-class Read(NamedTuple):
+class Read(msgspec.Struct, frozen=True):
     """A reply without reasoning, by the names that the library has."""
 
     content: str

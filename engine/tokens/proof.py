@@ -37,6 +37,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from engine.errors import RenderError
 
 View = dict[str, Any]
@@ -164,7 +166,7 @@ class Verdict(NamedTuple):
     """What failed."""
 
 
-class Extension(NamedTuple):
+class Extension(msgspec.Struct, frozen=True):
     """What follows a reply: its closing tokens where it has none, and the bridge."""
 
     closing: list[int]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.backends.sglang.resume import can_resume, clean_cut, cut, join
 from engine.backends.sglang.wire import Part
@@ -19,7 +20,7 @@ def part(ids: list[int], *versions: tuple[int, int], **changes: object) -> Part:
     for version, count in versions:
         spans.append(VersionSpan(version=version, start=at, end=at + count))
         at += count
-    return Part(
+    made = Part(
         ids=np.array(ids, np.int32),
         logprobs=-np.array(ids, np.float32),
         finish=FinishReason(type="abort"),
@@ -29,7 +30,8 @@ def part(ids: list[int], *versions: tuple[int, int], **changes: object) -> Part:
         cached_tokens=4,
         queue_seconds=0.5,
         echoed=True,
-    )._replace(**changes)
+    )
+    return replace(made, **changes)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ from schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory
 
 
 def through(record: Record, at: float = 1.5, seconds: float = 0.25) -> JournalEntry:
-    kind, payload, tokens = codec.write_record(record)
-    return codec.read_entry((3, "A", "e", "B", kind, payload, tokens, at, seconds))
+    written = codec.write_record(record)
+    return codec.read_entry((3, "A", "e", "B", written.kind, written.payload, written.tokens, at, seconds))
 
 
 json_values = st.recursive(

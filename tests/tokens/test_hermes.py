@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import astuple
 
 from engine.tokens.families import FamilyFormat
 from engine.tokens.hermes import Read
@@ -45,7 +46,7 @@ def _library(form: FamilyFormat, ids: list[int], before: list[int]) -> tuple[Any
 
 
 def _ours(found: Read) -> tuple[Any, ...]:
-    calls = [tuple(call) for call in found.tool_calls]
+    calls = [astuple(call) for call in found.tool_calls]
     return found.content, found.reasoning_content, found.reasoning_complete is False, calls
 
 

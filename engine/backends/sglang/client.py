@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import structlog
+from msgspec.structs import replace
 
 from engine.backends.sglang.http import HttpFailure, HttpReply
 from engine.backends.sglang.pool import Pool, Server, error_text
@@ -271,7 +272,7 @@ class SGLangBackend:
         finally:
             self.adapter_uses[policy.name] -= 1
         tokens = len(part.ids)
-        return part._replace(versions=[VersionSpan(version=policy.version, start=0, end=tokens)] if tokens else [])
+        return replace(part, versions=[VersionSpan(version=policy.version, start=0, end=tokens)] if tokens else [])
 
     async def _tried(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Part:
         """The same after as many attempts as it takes."""

@@ -15,8 +15,10 @@ import socket
 import ssl
 from collections import deque
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 from urllib.parse import urlsplit
+
+import msgspec
 
 MAX_HEAD = 64 * 1024
 """Most bytes of a reply's status line and headers."""
@@ -42,7 +44,7 @@ class MalformedReply(HttpFailure):
         super().__init__(message, answered=True)
 
 
-class HttpReply(NamedTuple):
+class HttpReply(msgspec.Struct, frozen=True):
     """A whole reply."""
 
     status: int

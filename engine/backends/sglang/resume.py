@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from engine.backends.sglang.wire import Part
 from engine.made import maker
@@ -72,7 +73,7 @@ def cut(part: Part, count: int) -> Part:
         for span in part.versions
         if span.start < count
     ]
-    return part._replace(ids=part.ids[:count], logprobs=part.logprobs[:count], versions=versions)
+    return replace(part, ids=part.ids[:count], logprobs=part.logprobs[:count], versions=versions)
 
 
 def join(parts: Sequence[Part], finish: FinishReason, seconds: float) -> Generation:

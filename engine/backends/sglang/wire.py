@@ -17,7 +17,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -45,7 +45,7 @@ class ReplyError(Exception):
 # -- out
 
 
-class Outgoing(NamedTuple):
+class Outgoing(msgspec.Struct, frozen=True):
     """A body for /generate."""
 
     pieces: tuple[bytes, ...]
@@ -57,7 +57,7 @@ class Outgoing(NamedTuple):
     max_new_tokens: int
 
 
-class _Known(NamedTuple):
+class _Known(msgspec.Struct, frozen=True):
     ids: np.ndarray
     """Of a prompt that was sent: the tape's own where they are read-only, since what is on a tape is never changed."""
     text: bytes
@@ -260,7 +260,7 @@ _flat_decoder = msgspec.json.Decoder(list[float | int | None])
 _rows_decoder = msgspec.json.Decoder(list[tuple[float | None, int, Any]])
 
 
-class Part(NamedTuple):
+class Part(msgspec.Struct, frozen=True):
     """One reply of the server: a whole generation, or what was sampled before it was interrupted."""
 
     ids: np.ndarray
