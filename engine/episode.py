@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from schemas.episode import LimitsSpec
 
 _make_turn = maker(Turn)
+_make_trajectory = maker(Trajectory)
 
 UNBOUNDED = 2**53 - 1
 """What a guard reads for a limit that is not set: the largest integer that a double holds exactly."""
@@ -267,7 +268,7 @@ class Episode:
             )
             for index, (note, place) in enumerate(zip(self.turns, conversation.turns, strict=True))
         ]
-        return Trajectory(
+        return _make_trajectory(
             run_id=run_id,
             episode_id=self.id,
             task_id=self.task.id,

@@ -27,17 +27,16 @@ def maker(contract: type[C]) -> Callable[..., C]:
     factories = [(name, field.default_factory) for name, field in fields.items() if field.default_factory is not None]
     new: Callable[[type[C]], C] = contract.__new__
 
-    def make(**values: Any) -> C:
+    def complete(values: dict[str, Any]) -> dict[str, Any]:
         if _checking:
             _check(contract, values)
-        made = new(contract)
         if len(values) == count:
-            _put(made, "__dict__", values)
-        else:
-            _put(made, "__dict__", plain | values)
-            for name, factory in factories:
-                if name not in values:
-                    made.__dict__[name] = factory()  # type: ignore[call-arg]
+            return values
+        return plain | {name: factory() for name, factory in factories} | values  # type: ignore[call-arg]
+
+    def make(**values: Any) -> C:
+        made = new(contract)
+        _put(made, "__dict__", complete(values) if _checking or len(values) != count else values)
         _put(made, "__pydantic_fields_set__", names)
         _put(made, "__pydantic_extra__", None)
         _put(made, "__pydantic_private__", None)

@@ -6,11 +6,11 @@ know. `apply` is pure: the same record always leads to the same event. A replay 
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from engine.actions.slots import Slots
     from engine.actions.toolbox import Toolbox
     from engine.actions.voice import Cast
     from engine.actions.workers import Workers
@@ -29,7 +29,7 @@ class Services:
     format: ChatFormat
     backend: Backend
     workers: Workers
-    slots: asyncio.Semaphore
+    slots: Slots
     """One for each generation that may be in flight."""
     cast: Cast | None = None
     """Models that play users or judge; None where nobody may be asked."""

@@ -82,8 +82,13 @@ class GenerateAction:
             messages=list(episode.conversation.messages) if self._in_words else None,
             tools=world.toolbox.schemas if self._in_words and world.toolbox else None,
         )
-        async with self._services.slots:
+        slots = self._services.slots
+        if not slots.take():
+            await slots.wait()
+        try:
             generation = await self._services.backend.generate(request)
+        finally:
+            slots.give()
         self._check(episode, generation, request.max_new_tokens)
         return _make_record(generation=generation)
 

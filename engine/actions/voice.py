@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from engine.actions.slots import Slots
 from engine.backends.base import open_backend
 from engine.errors import ContextOverflow, EngineError, WorldError
 from engine.spec.load import LoadedSpec
@@ -53,7 +54,7 @@ class Mouth:
     """A backend that voices speak through."""
 
     backend: Backend
-    slots: asyncio.Semaphore
+    slots: Slots
     """One for each generation that may be in flight."""
     borrowed: bool
     """It is the policy's: opened and closed by whoever runs the policy."""
@@ -182,7 +183,7 @@ class Cast:
         loaded: LoadedSpec,
         format: ChatFormat,
         backend: Backend,
-        slots: asyncio.Semaphore,
+        slots: Slots,
         *,
         only: Sequence[str] | None = None,
     ) -> None:
@@ -220,7 +221,7 @@ class Cast:
             key += str(path)  # a script is one part's
         if key not in self._mouths:
             backend = open_backend(section, form)
-            mouth = Mouth(backend, asyncio.Semaphore(self._loaded.spec.rollout.concurrency), borrowed=False)
+            mouth = Mouth(backend, Slots(self._loaded.spec.rollout.concurrency), borrowed=False)
             self._mouths[key] = mouth  # before it starts, so that it is closed where that fails
             await backend.start()
         return self._mouths[key]

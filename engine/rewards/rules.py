@@ -52,7 +52,10 @@ class Rules:
             GuardError: a rule's `when` cannot be told on these values.
         """
         postings: list[Posting] = []
-        for rule in self._at.get(state, ()):
+        rules = self._at.get(state)
+        if rules is None:
+            return postings
+        for rule in rules:
             where = f"rewards.reassign[{rule.index}]"
             try:
                 if rule.guard is None or rule.guard.evaluate(context(rule.guard.names)):

@@ -5,7 +5,6 @@ No model and no world is asked: only the journal's records are fed to the machin
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from engine.actions.base import Services, World
 from engine.actions.registry import build_actions
+from engine.actions.slots import Slots
 from engine.actions.workers import Workers
 from engine.actions.world import WorldBuilder
 from engine.backends.replay import ReplayBackend
@@ -69,7 +69,7 @@ class Replayer:
             format=format,
             backend=ReplayBackend(trainable=self._exact),
             workers=self._workers,
-            slots=asyncio.Semaphore(1),
+            slots=Slots(1),
         )
         resolved = resolve_machine(spec.machine)
         machine = EpisodeMachine(resolved)

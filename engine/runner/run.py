@@ -21,6 +21,7 @@ import structlog
 from engine.actions.base import Services, World
 from engine.actions.images import ImageDesk
 from engine.actions.registry import build_actions
+from engine.actions.slots import Slots
 from engine.actions.voice import Cast
 from engine.actions.workers import Workers
 from engine.actions.world import WorldBuilder
@@ -119,7 +120,7 @@ class Runner:
             format=format,
             backend=backend,
             workers=self._workers,
-            slots=asyncio.Semaphore(spec.rollout.concurrency),
+            slots=Slots(spec.rollout.concurrency),
         )
         self.cast = Cast(loaded, format, backend, self._services.slots)
         self._services.cast = self.cast

@@ -5,7 +5,6 @@ Invariant: what comes out depends on the spec, the scenario and the tokenizer al
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from msgspec.structs import asdict
 from engine.actions.base import Services, World
 from engine.actions.images import ImageDesk, MemoryImages
 from engine.actions.registry import build_actions
+from engine.actions.slots import Slots
 from engine.actions.voice import Cast
 from engine.actions.workers import Workers
 from engine.actions.world import WorldBuilder
@@ -71,7 +71,7 @@ async def play(stages: Stages, scenarios: ScenarioSet, index: int, form: ChatFor
     task = stages.task(loaded, scenarios, index)
     backend = ScriptedBackend(_script(scenario), form)
     await backend.start()
-    slots = asyncio.Semaphore(1)
+    slots = Slots(1)
     cast = Cast(loaded, form, backend, slots, only=("scripted",))  # no scenario waits for a model
     services = Services(loaded.spec, form, backend, workers, slots, cast)
     stage = _Stage(loaded, resolved, services, scenario)

@@ -196,17 +196,12 @@ class Tape:
             reason: Why it was begun; empty for the first.
         """
         n = self._length
-        mask = np.zeros(n, np.int32)
+        kinds, starts, ends, turns_of = np.array(self._spans, np.int32).reshape(-1, _FIELDS).T
+        lengths = ends - starts
+        sampled = np.repeat(kinds == _GENERATED, lengths)
         logprobs = np.zeros(n, np.float32)
+        logprobs[sampled] = self._logprobs[: self._sampled]
         versions = np.full(n, -1, np.int32)
-        turns = np.full(n, -1, np.int32)
-        taken = 0
-        for kind, start, end, turn in self._records():
-            if kind == _GENERATED:
-                mask[start:end] = 1
-                logprobs[start:end] = self._logprobs[taken : taken + end - start]
-                turns[start:end] = turn
-                taken += end - start
         for version, start, end in self._versions:
             versions[start:end] = version
         return _make_branch(
@@ -214,10 +209,10 @@ class Tape:
             reason=reason,
             spans=self.spans,
             input_ids=self._ids[:n].copy(),
-            loss_mask=mask,
+            loss_mask=sampled.astype(np.int32),
             logprobs=logprobs,
             weight_versions=versions,
-            turn_ids=turns,
+            turn_ids=np.repeat(turns_of, lengths),
             images=[
                 ImageSpan(image=picture.digest, start=start, end=start + len(picture.ids), grid=list(picture.grid))
                 for picture, start in self.images

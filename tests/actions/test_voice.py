@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from engine.actions.slots import Slots
 from engine.actions.voice import Cast, parts_of, section_of, shares_policy
 from engine.backends.scripted import ScriptedBackend
 from engine.errors import WorldError
@@ -62,7 +62,7 @@ async def cast_of(spec: LoadedSpec, **kwargs: Any) -> tuple[Cast, ScriptedBacken
     form = load_format(spec.spec.model, spec.base)
     backend = ScriptedBackend(Script.model_validate(["policy"]), form)
     await backend.start()
-    cast = Cast(spec, form, backend, asyncio.Semaphore(4), **kwargs)
+    cast = Cast(spec, form, backend, Slots(4), **kwargs)
     await cast.start()
     return cast, backend
 

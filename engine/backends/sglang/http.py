@@ -407,30 +407,28 @@ class HttpClient:
         if head is None:
             text = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}Content-Length: "
             head = self._heads[method, path] = text.encode("latin-1")
-        length = sum(map(len, body))
-        pieces = (head, b"%d\r\n\r\n" % length, *body)
+        pieces = (head, b"%d\r\n\r\n" % sum(map(len, body)), *body)
         loop = asyncio.get_running_loop()
-        try:
-            return await self._send(self._idle() or await self._open(loop), pieces, loop)
-        except HttpFailure as failure:
-            if failure.answered or not failure.reused:
+        fresh = False
+        while True:
+            connection = (None if fresh else self._idle()) or await self._open(loop)
+            self._busy.add(connection)
+            try:
+                reply = await connection.send(pieces, loop)
+            except HttpFailure as failure:
+                connection.close()
+                if fresh or failure.answered or not failure.reused:
+                    raise
+                fresh = True
+                continue
+            except BaseException:
+                connection.close()
                 raise
-        return await self._send(await self._open(loop), pieces, loop)
-
-    async def _send(
-        self, connection: _Connection, pieces: tuple[bytes, ...], loop: asyncio.AbstractEventLoop
-    ) -> HttpReply:
-        self._busy.add(connection)
-        try:
-            reply = await connection.send(pieces, loop)
-        except BaseException:
-            connection.close()
-            raise
-        finally:
-            self._busy.discard(connection)
-        if connection.usable:
-            self._free.append(connection)
-        return reply
+            finally:
+                self._busy.discard(connection)
+            if connection.usable:
+                self._free.append(connection)
+            return reply
 
     def _idle(self) -> _Connection | None:
         """The connection used last, where one is free."""
