@@ -75,24 +75,22 @@ class _Clock:
         await action.perform(episode, world)    # TimeoutError, and `over`, where the time ended in here
     """
 
-    __slots__ = ("_acting", "_before", "_loop", "_seconds", "_task", "_timer", "ends", "over")
+    __slots__ = ("_acting", "_before", "_seconds", "_task", "_timer", "ends", "over")
 
     def __init__(self, seconds: float, spent: float) -> None:
-        self._loop = loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._seconds = seconds
         self._acting = False
         self._before = 0
         self.over = False
         """It ended an action."""
-        self.ends = loop.time() + seconds - spent
-        """When it is over, by the loop's time."""
-        self._timer = loop.call_at(self.ends, self._strike)
+        self.ends = time.perf_counter() + seconds - spent
+        """When it is over, by `perf_counter`."""
+        self._timer = asyncio.get_running_loop().call_later(seconds - spent, self._strike)
 
-    def spent(self) -> float | None:
-        """Seconds that the episode has taken, once it has taken too many; None before."""
-        left = self.ends - self._loop.time()
-        return self._seconds - left if left <= 0 else None
+    def spent(self, now: float) -> float:
+        """Seconds that the episode has taken."""
+        return self._seconds - self.ends + now
 
     def stop(self) -> None:
         """The episode has ended."""
@@ -164,7 +162,7 @@ class Executor:
                 written = None
             at = time.time()
             began = time.perf_counter()
-            record = await self._perform(episode, stage, world, clock)
+            record = await self._perform(episode, stage, world, clock, began)
             seconds = time.perf_counter() - began
             if written is not None and isinstance(record, GenerationRecord):
                 await written
@@ -202,7 +200,7 @@ class Executor:
         await written
         return None, dest != ""
 
-    async def _perform(self, episode: Episode, stage: _Stage, world: World, clock: _Clock | None) -> Record:
+    async def _perform(self, episode: Episode, stage: _Stage, world: World, clock: _Clock | None, now: float) -> Record:
         """The record of this state: what the action brought back, or the limit or failure that forbade it."""
         action = stage.action
         try:
@@ -219,8 +217,8 @@ class Executor:
                     kind="unbounded",
                 )
             timed = None if stage.final else clock
-            if timed is not None and (late := timed.spent()) is not None:
-                return LimitRecord(limit="episode_seconds", value=late)
+            if timed is not None and now >= timed.ends:
+                return LimitRecord(limit="episode_seconds", value=timed.spent(now))
             reached = None if stage.final else action.limit(episode)
             if reached is not None:
                 return LimitRecord(limit=reached[0], value=reached[1])
@@ -229,7 +227,8 @@ class Executor:
                     record = await action.perform(episode, world)
                     if self._settle is None or isinstance(record, GenerationRecord):  # a model says no images
                         return record
-                    return await self._settle(episode, record)
+                    settled = self._settle(episode, record)
+                    return record if settled is None else await settled
             except TimeoutError:
                 if timed is None or not timed.over:
                     raise
@@ -246,7 +245,8 @@ class Executor:
         record = await action.perform(episode, world)
         if self._settle is None or isinstance(record, GenerationRecord):  # a model says no images
             return record
-        return await self._settle(episode, record)
+        settled = self._settle(episode, record)
+        return record if settled is None else await settled
 
     def feed(self, episode: Episode, record: Record) -> tuple[str, str]:
         """Apply a record and take its transition. Pure: the whole of a replay.
@@ -276,12 +276,12 @@ class Executor:
         return event, dest
 
     def _apply(self, episode: Episode, record: Record) -> str:
+        if not isinstance(record, _GAVE_UP):
+            return self._actions[episode.state].apply(episode, record)
         if isinstance(record, LimitRecord):
             episode.limit = record.limit
             return "limit"
-        if isinstance(record, FailureRecord):
-            return self._failed(episode, record.failure)
-        return self._actions[episode.state].apply(episode, record)
+        return self._failed(episode, record.failure)
 
     @staticmethod
     def _failed(episode: Episode, failure: Failure) -> str:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from engine.tokens.vision import Vision
     from schemas.trajectory import Blame
 Content = str | list[ContentPart]
-Settle = Callable[["Episode", Record], Awaitable[Record]]
+Settle = Callable[["Episode", Record], Awaitable[Record] | None]
+"""None, where there is nothing to put away."""
 
 
 def _in_parts(record: Record) -> bool:
@@ -79,15 +80,16 @@ class ImageDesk:
         if self._vision is not None:
             self._vision.bank.read_from(fetch)
 
-    async def settle(self, episode: Episode, record: Record) -> Record:
-        """The record with digests for images.
+    def settle(self, episode: Episode, record: Record) -> Awaitable[Record] | None:
+        """The record with digests for images; None where it holds none, and the model sees none.
 
         Raises:
             ImageError: An image cannot be shown, there are too many, or a text spells a placeholder.
             RenderError: The model sees nothing.
         """
-        if self._vision is None and not _in_parts(record):
-            return record
+        return None if self._vision is None and not _in_parts(record) else self._settled(episode, record)
+
+    async def _settled(self, episode: Episode, record: Record) -> Record:
         if isinstance(record, ResetRecord):
             spec = await self._messages(record.prompt or (), "spec", episode)
             own = await self._messages(record.reset.messages, "environment", episode)

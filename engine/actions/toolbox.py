@@ -181,7 +181,9 @@ class Toolbox:
             view: Gives what tools may see, for those that ask for it.
             budget: How many calls the limit `tool_calls` leaves.
         """
-        seen = lru_cache(1)(view) if len(attempts) > 1 else view  # one view for all calls of a turn
+        if len(attempts) == 1 and budget > 0 and isinstance(attempts[0], ToolCall):
+            return [await self.call(attempts[0], view)]
+        seen = lru_cache(1)(view)  # one view for all calls of a turn
         jobs = []
         for index, attempt in enumerate(attempts):
             if isinstance(attempt, MalformedCall):
@@ -193,8 +195,6 @@ class Toolbox:
             else:
                 budget -= 1
                 jobs.append(self.call(attempt, seen))
-        if len(jobs) == 1:
-            return [await jobs[0]]
         return list(await asyncio.gather(*jobs))
 
     async def call(self, call: ToolCall, view: Callable[[], EpisodeView]) -> ToolResult:

@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import msgspec
 import structlog
 
 from engine.errors import EngineError, StoreError
@@ -51,26 +52,16 @@ class Track:
         """Its last write is under way."""
 
 
-class Write:
+class Write(msgspec.Struct, eq=False):
     """One write: a journal row, or a function of the connection."""
 
-    __slots__ = ("error", "future", "job", "result", "row", "track", "weight")
-
-    def __init__(
-        self,
-        future: asyncio.Future[Any],
-        weight: int,
-        row: tuple[Any, ...] | None,
-        job: Callable[[sqlite3.Connection], Any] | None,
-        track: Track | None,
-    ) -> None:
-        self.future = future
-        self.weight = weight
-        self.row = row
-        self.job = job
-        self.track = track
-        self.result: Any = None
-        self.error: BaseException | None = None
+    future: asyncio.Future[Any]
+    weight: int
+    row: tuple[Any, ...] | None
+    job: Callable[[sqlite3.Connection], Any] | None
+    track: Track | None
+    result: Any = None
+    error: BaseException | None = None
 
 
 class _Lane:

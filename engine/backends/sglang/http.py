@@ -11,6 +11,7 @@ given to another request.
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 from collections import deque
@@ -26,6 +27,11 @@ MAX_BODY = 1 << 30
 """Most bytes of a reply's body."""
 _ROOM = 256 * 1024
 """Bytes that are read at once."""
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)(?=\r\n|\Z)", re.IGNORECASE)
+_EMPTY = (204, 304)
+"""Statuses of replies without a body, whatever length is named."""
+_HEADS = 64
+"""Most heads that a client remembers."""
 
 
 class HttpFailure(Exception):
@@ -113,6 +119,14 @@ def _chunk_size(line: bytes) -> int:
     return int(digits, 16)
 
 
+def _length(value: bytes) -> int:
+    if not value.isdigit():
+        raise MalformedReply(f"{value[:60]!r} is no length")
+    if len(value) > 12 or int(value) > MAX_BODY:
+        raise MalformedReply(f"a reply of {value[:60].decode()} bytes; at most {MAX_BODY} are read")
+    return int(value)
+
+
 class _Room:
     """Where replies arrive: one for all connections of a client, since what came is taken before anything else comes."""
 
@@ -131,6 +145,7 @@ class _Connection(asyncio.BufferedProtocol):
         "_chunks",
         "_closing",
         "_head",
+        "_heads",
         "_keep",
         "_loop",
         "_need",
@@ -141,8 +156,9 @@ class _Connection(asyncio.BufferedProtocol):
         "transport",
     )
 
-    def __init__(self, room: _Room) -> None:
+    def __init__(self, room: _Room, heads: dict[bytes, tuple[int, bool]]) -> None:
         self._room = room
+        self._heads = heads
         self.transport: asyncio.Transport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.served = 0
@@ -281,6 +297,26 @@ class _Connection(asyncio.BufferedProtocol):
             self._body = bytearray(data)
 
     def _read_head(self, head: bytes) -> bool:
+        """Read a reply's head; False for one that only announces it."""
+        # A server's heads are alike but for the length: what the rest of one says is kept.
+        sized = _LENGTH.search(head)
+        if sized is None:
+            return self._parse_head(head)
+        rest = head[: sized.start(1)] + head[sized.end(1) :]
+        known = self._heads.get(rest)
+        if known is not None:
+            self._status, self._keep = known
+            self._need = _length(sized[1])
+            return True
+        final = self._parse_head(head)
+        sized_by_it = self._chunks is None and self._status not in _EMPTY and self._need == int(sized[1])
+        if sized_by_it and rest.lower().count(b"content-length") == 1:
+            if len(self._heads) >= _HEADS:
+                self._heads.clear()
+            self._heads[rest] = self._status, self._keep
+        return final
+
+    def _parse_head(self, head: bytes) -> bool:
         lines = head.split(b"\r\n")
         version, _, rest = lines[0].partition(b" ")
         if not version.startswith(b"HTTP/1.") or not rest[:3].isdigit() or rest[3:4] not in (b"", b" "):
@@ -299,9 +335,9 @@ class _Connection(asyncio.BufferedProtocol):
             name = name.lower()
             if name == b"content-length":
                 value = value.strip()
-                if not value.isdigit() or (length is not None and length != int(value)):
+                if length is not None and length != _length(value):
                     raise MalformedReply(f"{value[:60]!r} is no length")
-                length = int(value)
+                length = _length(value)
             elif name == b"transfer-encoding":
                 if value.strip().lower() != b"chunked":
                     raise MalformedReply(f"transfer encoding {value.strip()[:60]!r} is not read here")
@@ -313,11 +349,9 @@ class _Connection(asyncio.BufferedProtocol):
         if chunked:
             self._chunks = ChunkedBody()
             self._need = 0
-        elif status in (204, 304):
+        elif status in _EMPTY:
             self._need = 0
         elif length is not None:
-            if length > MAX_BODY:
-                raise MalformedReply(f"a reply of {length} bytes; at most {MAX_BODY} are read")
             self._need = length
         else:
             self._need, self._keep = -2, False
@@ -386,7 +420,7 @@ class HttpClient:
                 raise ValueError(f"the header {name} holds a line break")
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._heads: dict[tuple[str, str], bytes] = {}
-        self._connection = partial(_Connection, _Room())
+        self._connection = partial(_Connection, _Room(), {})
         self._free: deque[_Connection] = deque()
         self._busy: set[_Connection] = set()
         self.opened = 0
