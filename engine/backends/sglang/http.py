@@ -130,11 +130,20 @@ def _length(value: bytes) -> int:
 class _Room:
     """Where replies arrive: one for all connections of a client, since what came is taken before anything else comes."""
 
-    __slots__ = ("bytes", "view")
+    __slots__ = ("bytes", "outbox", "view")
 
     def __init__(self) -> None:
         self.bytes = bytearray(_ROOM)
         self.view = memoryview(self.bytes)
+        self.outbox: list[tuple[_Connection, bytes]] = []
+        """What one round of the loop has to send, all of it at the round's end: to send is to wake a server that sleeps, and
+        one that is sent much in a row is woken once."""
+
+    def post(self) -> None:
+        """Send it."""
+        outbox, self.outbox = self.outbox, []
+        for connection, data in outbox:
+            connection.post(data)
 
 
 class _Connection(asyncio.BufferedProtocol):
@@ -189,8 +198,16 @@ class _Connection(asyncio.BufferedProtocol):
         assert self._waiter is None, "a connection serves one request at a time"
         self._reset()
         self._waiter = loop.create_future()
-        self.transport.write(b"".join(pieces))
+        outbox = self._room.outbox
+        if not outbox:
+            loop.call_soon(self._room.post)
+        outbox.append((self, b"".join(pieces)))
         return self._waiter
+
+    def post(self, data: bytes) -> None:
+        """Send what is still waited for."""
+        if self._waiter is not None and self.transport is not None and not self.transport.is_closing():
+            self.transport.write(data)
 
     def close(self) -> None:
         """Drop the connection at once; a reply on its way is not waited for. Its loop may be closed by then."""
