@@ -7,6 +7,7 @@ one with reasoning, or after a prompt that may have opened some.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,8 +67,7 @@ class Hermes:
         self._call_end = call_end
         self._opens = think[0]
         self._think = frozenset(think)
-        self._marks = ends | self._think | {call, call_end}
-        self._lowest = min(self._marks)
+        self._spelled = [struct.pack("i", mark) for mark in sorted(ends | self._think | {call, call_end})]
 
     def read(self, array: IntVector, before: Sequence[int]) -> Read | None:
         """The reply, the id that ended it included; None where the library is to read it.
@@ -78,9 +78,7 @@ class Hermes:
         """
         if self._opens in before:
             return None
-        found, ids = self._marks, array.tolist()
-        # Such ids are a vocabulary's last: numpy leaves few to look at.
-        marks = [at for at in (array >= self._lowest).nonzero()[0].tolist() if ids[at] in found]
+        ids, marks = array.tolist(), self._find(array.tobytes())
         for number, at in enumerate(marks):
             if ids[at] in self._ends:
                 ids, marks = ids[:at], marks[:number]
@@ -90,6 +88,18 @@ class Hermes:
         calls = self._calls(ids, marks)
         said = ids[: calls[0].token_span[0]] if calls else ids
         return Read(self._decode(said).strip(), calls)
+
+    def _find(self, data: bytes) -> list[int]:
+        """Where marks stand among ids of four bytes each, in order: bytes are searched faster than numbers are compared."""
+        marks: list[int] = []
+        for mark in self._spelled:
+            at = data.find(mark)
+            while at >= 0:
+                if at % 4 == 0:
+                    marks.append(at // 4)
+                at = data.find(mark, at + 1)
+        marks.sort()
+        return marks
 
     def _calls(self, ids: list[int], marks: list[int]) -> list[Call]:
         calls: list[Call] = []

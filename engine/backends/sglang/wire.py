@@ -308,7 +308,9 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
         values, tokens = _columns(meta.output_token_logprobs)
         # Read but once: where the ids of the rows, written down, are the ids of the reply, they are the same.
         raw = bytes(reply.output_ids)
-        same = msgspec.json.encode(tokens) == raw and b"." not in raw and b"e" not in raw  # ids are integers
+        same = (
+            msgspec.json.encode(tokens) == raw and b"." not in raw and b"e" not in raw and b"n" not in raw
+        )  # 1.0, 1e3, null
         ids = tokens if same else _ids_decoder.decode(reply.output_ids or b"[]")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ReplyError(f"its tokens and log-probs are not what SGLang answers: {error}") from None
@@ -401,9 +403,8 @@ def _columns(rows: msgspec.Raw) -> tuple[list[Any], list[Any]]:
         except msgspec.DecodeError:  # rows of another form
             flat = []
         count = len(flat) // 3
-        # As many brackets as so many rows have, and as many nulls: one that is no row's last is a value or an id, which
-        # `decode` refuses.
-        if len(flat) == 3 * count and len(raw) - len(inner) == 2 * (count + 1) and flat.count(None) == count:
+        # As many brackets as so many rows have, and a null at each one's end; another null is no id, and no finite value.
+        if len(flat) == 3 * count and len(raw) - len(inner) == 2 * (count + 1) and flat[2::3].count(None) == count:
             return flat[0::3], flat[1::3]
     decoded = _rows_decoder.decode(rows)
     return [row[0] for row in decoded], [row[1] for row in decoded]
