@@ -136,6 +136,7 @@ class Executor:
             for state in machine.states
         }
         self._rules = rules
+        self._ruled = rules.states
         self._seconds = episode_seconds
         self._append = append
         self._watch = watch
@@ -259,7 +260,7 @@ class Executor:
             event = self._apply(episode, record)
             if episode.solved and episode.solved_turn is None:
                 episode.solved_turn = episode.turn
-            if not isinstance(record, _GAVE_UP):
+            if state in self._ruled and not isinstance(record, _GAVE_UP):
                 self._rules.apply(state, episode.ledger, episode.turn, episode.context)
         except EngineError as error:
             event = self._failed(episode, failure_of(error, episode))

@@ -35,7 +35,7 @@ class CallToolsAction:
             raise WorldError("tools are called, but the spec has none", blame="spec", kind="no_tools")
         left = self._most - episode.tool_calls if self._most is not None else len(episode.attempts)
         results = await world.toolbox.call_all(episode.attempts, episode.turn, episode.view, budget=left)
-        return _make_record(results=results)
+        return _make_record(kind="tools", results=results)
 
     def apply(self, episode: Episode, record: ToolsRecord) -> str:
         """Show the results; write their rewards and facts. A fact `solved: true` marks the outcome as solved."""

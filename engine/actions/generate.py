@@ -90,7 +90,7 @@ class GenerateAction:
         finally:
             slots.give()
         self._check(episode, generation, request.max_new_tokens)
-        return _make_record(generation=generation)
+        return _make_record(kind="generation", generation=generation)
 
     def _check(self, episode: Episode, generation: Generation, most: int) -> None:
         """What a backend may not do, whoever wrote it: checked before anything is written down."""

@@ -30,10 +30,12 @@ class _Rule:
 class Rules:
     """The rules of one spec. Shared by all its episodes: it holds nothing of any one."""
 
-    __slots__ = ("_at",)
+    __slots__ = ("_at", "states")
 
     def __init__(self, at: Mapping[str, Sequence[_Rule]]) -> None:
         self._at = at
+        self.states = frozenset(at)
+        """Those with rules."""
 
     def apply(self, state: str, ledger: Ledger, at_turn: int, context: ReadContext) -> list[Posting]:
         """Try the rules of a state whose action is done.
@@ -52,10 +54,7 @@ class Rules:
             GuardError: a rule's `when` cannot be told on these values.
         """
         postings: list[Posting] = []
-        rules = self._at.get(state)
-        if rules is None:
-            return postings
-        for rule in rules:
+        for rule in self._at.get(state, ()):
             where = f"rewards.reassign[{rule.index}]"
             try:
                 if rule.guard is None or rule.guard.evaluate(context(rule.guard.names)):

@@ -78,6 +78,7 @@ class Conversation:
         "_end",
         "_heard",
         "_newest",
+        "_pending",
         "_places",
         "_tapes",
         "_tools",
@@ -99,6 +100,8 @@ class Conversation:
         self._tools = list(tools) or None
         self._verbatim: dict[int, View] = {}
         """Replies whose calls a template is shown as they were written, by message."""
+        self._pending: dict[int, View] = {}
+        """What was said since the last prompt, likewise."""
         self._trail = Trail()
         self._tapes: list[tuple[Tape, str]] = []
         self._places: list[TurnPlace] = []
@@ -155,6 +158,7 @@ class Conversation:
             self._begin("the prompt was changed before it was replied to")
         else:
             self._go_on(new, kinds)
+        self._pending.clear()
         for kind in kinds:
             self._trail.add(kind)
         self._heard = len(self.messages)
@@ -231,16 +235,17 @@ class Conversation:
     # --- prompts ------------------------------------------------------------------------------------------
 
     def _say(self, message: Message) -> None:
-        self.form.view(message)  # refuses what cannot be shown before it is said
+        view = self.form.view(message)  # refuses what cannot be shown before it is said
+        self._pending[len(self.messages)] = view
         self.messages.append(message)
 
     def _views(self, start: int) -> list[View]:
         """Messages from number `start` on, as the template is shown them."""
         views: list[View] = []
         for index in range(start, len(self.messages)):
-            view = self._verbatim.get(index) or self.form.view(self.messages[index])
+            view = self._verbatim.get(index) or self._pending.get(index) or self.form.view(self.messages[index])
             if self.form.alternates and views and views[-1]["role"] == view["role"] == "user":
-                view["content"] = _joined(views.pop()["content"], view["content"])
+                view = {**view, "content": _joined(views.pop()["content"], view["content"])}
             views.append(view)
         return views
 

@@ -120,16 +120,18 @@ class Encoder:
         sent, images = prompt, b""
         if request.images:
             sent, images = self._with_images(request, ids)
-        sampling = [self._sampling_text(request, sampled), b'"max_new_tokens":%d' % max_new_tokens]
+        fields = b'"max_new_tokens":%d' % max_new_tokens
+        if sampling := self._sampling_text(request, sampled):
+            fields = b"%b,%b" % (sampling, fields)
         if self.seeded:
-            sampling.append(b'"sampling_seed":%d' % request.seed)
+            fields = b'%b,"sampling_seed":%d' % (fields, request.seed)
         head = b'{"rid":%b,"input_ids":[' % msgspec.json.encode(rid)
         tail = b'],"return_logprob":true,"return_prompt_token_ids":%b%b%b%b,"sampling_params":{%b}}' % (
             b"true" if self.echo else b"false",
             images,
             b"" if prefixes is None else b',"extra_key":' + msgspec.json.encode(prefixes),
             b"" if request.adapter is None else b',"lora_path":' + msgspec.json.encode(request.adapter),
-            b",".join(piece for piece in sampling if piece),
+            fields,
         )
         return Outgoing((head, sent, tail), rid, prompt, ids, max_new_tokens)
 
