@@ -67,20 +67,20 @@ class Write(msgspec.Struct, eq=False):
 class _Lane:
     """One event loop's side. Touched from that loop's thread alone, except where noted."""
 
-    __slots__ = ("_queue", "_weight", "fresh", "loop", "parked")
+    __slots__ = ("_queue", "fresh", "loop", "parked", "weight")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, queue: SimpleQueue[tuple[_Lane, list[Write]] | None]) -> None:
         self.loop = loop
         self.fresh: list[Write] = []
         self.parked: deque[tuple[asyncio.Future[None], int]] = deque()
         self._queue = queue
-        self._weight = 0
+        self.weight = 0
 
     def take_room(self, weight: int) -> bool:
         """Whether there was room for a write of this weight; it is taken then."""
-        if self.parked or self._weight > BOUND:
+        if self.parked or self.weight > BOUND:
             return False
-        self._weight += weight
+        self.weight += weight
         return True
 
     async def wait_for_room(self, weight: int) -> None:
@@ -91,7 +91,7 @@ class _Lane:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # room was taken already
-                self._weight -= weight
+                self.weight -= weight
                 self._admit()
             raise
 
@@ -110,7 +110,7 @@ class _Lane:
     def settle(self, writes: list[Write]) -> None:
         """Wake everybody who waited for a commit."""
         for write in writes:
-            self._weight -= write.weight
+            self.weight -= write.weight
             future = write.future
             if future.done():
                 continue  # cancelled: the write stands all the same
@@ -122,10 +122,10 @@ class _Lane:
         self._admit()
 
     def _admit(self) -> None:
-        while self.parked and self._weight <= BOUND:
+        while self.parked and self.weight <= BOUND:
             turn, weight = self.parked.popleft()
             if not turn.done():
-                self._weight += weight
+                self.weight += weight
                 turn.set_result(None)
 
 
@@ -151,8 +151,9 @@ class Writer:
         """Write a journal row; what is returned is done when it is committed. `size` is its payload's, in bytes."""
         lane = self._lane()
         weight = size + _OVERHEAD
-        if not lane.take_room(weight):
+        if lane.parked or lane.weight > BOUND:
             return self._append_late(lane, track, row, weight)
+        lane.weight += weight
         future: asyncio.Future[Any] = lane.loop.create_future()
         lane.put(Write(future, weight, row, None, track))
         return future

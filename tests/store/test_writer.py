@@ -95,7 +95,7 @@ async def test_what_waits_to_be_written_is_bounded(
     def put(self: Any, write: Any) -> None:
         nonlocal most
         inner(self, write)
-        most = max(most, self._weight)
+        most = max(most, self.weight)
 
     monkeypatch.setattr(writer._Lane, "put", put)
     entries = [maker.entry(seq, tokens=256) for seq in range(6)]
@@ -107,7 +107,7 @@ async def test_what_waits_to_be_written_is_bounded(
     await asyncio.gather(*(episode(index) for index in range(100)))
     assert [len(store.journal(f"t{index}/0")) for index in range(100)] == [6] * 100
     assert 20_000 < most < 20_000 + 3_000  # one write over: the last that found room
-    assert (lane._weight, len(lane.parked)) == (0, 0)
+    assert (lane.weight, len(lane.parked)) == (0, 0)
 
 
 async def test_a_cancelled_wait_for_room_leaves_no_gap(

@@ -152,7 +152,6 @@ class _Connection(asyncio.BufferedProtocol):
     __slots__ = (
         "_body",
         "_chunks",
-        "_closing",
         "_head",
         "_heads",
         "_keep",
@@ -161,6 +160,7 @@ class _Connection(asyncio.BufferedProtocol):
         "_room",
         "_status",
         "_waiter",
+        "closing",
         "served",
         "transport",
     )
@@ -172,7 +172,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._loop: asyncio.AbstractEventLoop | None = None
         self.served = 0
         self._waiter: asyncio.Future[HttpReply] | None = None
-        self._closing = False
+        self.closing = False
         self._reset()
 
     def _reset(self) -> None:
@@ -187,7 +187,7 @@ class _Connection(asyncio.BufferedProtocol):
     @property
     def usable(self) -> bool:
         """Whether another request may be sent."""
-        return not self._closing and self.transport is not None and not self.transport.is_closing()
+        return not self.closing and self.transport is not None and not self.transport.is_closing()
 
     def send(self, pieces: tuple[bytes, ...], loop: asyncio.AbstractEventLoop) -> asyncio.Future[HttpReply]:
         """Send a whole request; the future is its reply, or HttpFailure.
@@ -211,7 +211,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Drop the connection at once; a reply on its way is not waited for. Its loop may be closed by then."""
-        self._closing = True
+        self.closing = True
         self._waiter = None
         if self.transport is not None and self._loop is not None and not self._loop.is_closed():
             self.transport.abort()
@@ -250,7 +250,7 @@ class _Connection(asyncio.BufferedProtocol):
         return None  # the transport closes itself, and connection_lost follows
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._closing = True
+        self.closing = True
         if self._waiter is not None:
             if self._need == -2 and exc is None:
                 self._done(b"")
@@ -280,7 +280,11 @@ class _Connection(asyncio.BufferedProtocol):
     def _take_head(self, head: bytes, rest: bytes) -> None:
         self._head = head
         if self._read_head(head):
-            self._take_body(rest)
+            if len(rest) == self._need and self._chunks is None:  # it came in one piece, as most do: no copy
+                self._body = rest
+                self._done(b"")
+            else:
+                self._take_body(rest)
             return
         self._head = b""  # 100 Continue and its like: the reply follows
         if rest:
@@ -298,10 +302,7 @@ class _Connection(asyncio.BufferedProtocol):
                 raise MalformedReply(f"a reply of over {MAX_BODY} bytes")
         elif len(data) >= self._need:
             data, rest = data[: self._need], data[self._need :]
-            if self._body:
-                self._grow(data)
-            else:
-                self._body = data  # it came in one piece, as most do: no copy
+            self._grow(data)
             self._done(rest)
         else:
             self._grow(data)
@@ -477,7 +478,7 @@ class HttpClient:
                 raise
             finally:
                 self._busy.discard(connection)
-            if connection.usable:
+            if not connection.closing:
                 self._free.append(connection)
             return reply
 
