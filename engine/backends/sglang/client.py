@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -321,7 +322,8 @@ class SGLangBackend:
         self._calls[sent.rid] = server
         server.begin()
         try:
-            reply = await server.http.request("POST", "/generate", *sent.pieces)
+            read = partial(_read, sent, self.vocab_size)
+            reply = await server.http.request("POST", "/generate", *sent.pieces, read=read)
         except HttpFailure as failure:
             self.abort(server, sent.rid)
             if not self._closed.is_set():  # or it is our own doing
@@ -335,20 +337,18 @@ class SGLangBackend:
             del self._calls[sent.rid]
         self.pool.answered(server, reply.status)
         if reply.status != 200:
-            raise refusal(server.url, reply)
-        return self._read(server, reply.body, sent, expected)
+            raise refusal(server.url, HttpReply(reply.status, reply.read))
+        return self._accepted(server, reply.read, expected)
 
-    def _read(self, server: Server, body: bytes, sent: Outgoing, expected: str | None) -> Part:
-        try:
-            part = decode(body, sent, self.vocab_size)
-        except ReplyError as error:
+    def _accepted(self, server: Server, part: Part | ReplyError | PromptMismatch, expected: str | None) -> Part:
+        if isinstance(part, ReplyError):
             self._counts["bad_replies"] += 1
             raise BackendError(
-                f"{server.url} sent a reply that cannot be used: {error}", kind="bad_reply", retryable=True
-            ) from None
-        except PromptMismatch:
+                f"{server.url} sent a reply that cannot be used: {part}", kind="bad_reply", retryable=True
+            )
+        if isinstance(part, PromptMismatch):
             self._counts["mismatches"] += 1
-            raise
+            raise part
         if part.version is not None:
             server.version = part.version
             if expected is not None and expected == self.expected and part.version != expected and len(part.ids):
@@ -386,6 +386,16 @@ class SGLangBackend:
             return
         if (found.vocab_size or self.vocab_size) < self.vocab_size or (found.context or self.context) < self.context:
             raise BackendError(f"{server.url} came back with a smaller vocabulary or context", kind="wrong_server")
+
+
+def _read(sent: Outgoing, vocab_size: int, status: int, body: bytes) -> Part | ReplyError | PromptMismatch | bytes:
+    """A reply decoded, or what is wrong with it; one that is no 200 as it is."""
+    if status != 200:
+        return body
+    try:
+        return decode(body, sent, vocab_size)
+    except (ReplyError, PromptMismatch) as error:
+        return error
 
 
 def refusal(url: str, reply: HttpReply) -> BackendError:

@@ -15,8 +15,9 @@ import re
 import socket
 import ssl
 from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -55,6 +56,8 @@ class HttpReply(msgspec.Struct, frozen=True):
 
     status: int
     body: bytes
+    read: Any = None
+    """What the request's `read` made of it."""
 
 
 class ChunkedBody:
@@ -157,6 +160,7 @@ class _Connection(asyncio.BufferedProtocol):
         "_keep",
         "_loop",
         "_need",
+        "_read",
         "_room",
         "_status",
         "_waiter",
@@ -172,6 +176,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._loop: asyncio.AbstractEventLoop | None = None
         self.served = 0
         self._waiter: asyncio.Future[HttpReply] | None = None
+        self._read: Callable[[int, bytes], Any] | None = None
         self.closing = False
         self._reset()
 
@@ -189,7 +194,12 @@ class _Connection(asyncio.BufferedProtocol):
         """Whether another request may be sent."""
         return not self.closing and self.transport is not None and not self.transport.is_closing()
 
-    def send(self, pieces: tuple[bytes, ...], loop: asyncio.AbstractEventLoop) -> asyncio.Future[HttpReply]:
+    def send(
+        self,
+        pieces: tuple[bytes, ...],
+        loop: asyncio.AbstractEventLoop,
+        read: Callable[[int, bytes], Any] | None = None,
+    ) -> asyncio.Future[HttpReply]:
         """Send a whole request; the future is its reply, or HttpFailure.
 
         It is put together here, so that it is not kept beside its pieces for as long as the reply takes.
@@ -198,6 +208,7 @@ class _Connection(asyncio.BufferedProtocol):
         assert self._waiter is None, "a connection serves one request at a time"
         self._reset()
         self._waiter = loop.create_future()
+        self._read = read
         outbox = self._room.outbox
         if not outbox:
             loop.call_soon(self._room.post)
@@ -381,7 +392,13 @@ class _Connection(asyncio.BufferedProtocol):
         if rest or not self._keep:
             self.close()
         if waiter is not None and not waiter.done():
-            waiter.set_result(HttpReply(self._status, bytes(self._body)))
+            status, body, read = self._status, bytes(self._body), self._read
+            try:
+                waiter.set_result(
+                    HttpReply(status, body) if read is None else HttpReply(status, b"", read(status, body))
+                )
+            except Exception as error:  # noqa: BLE001  (told to whoever asked, not to the event loop)
+                waiter.set_exception(error)
         self._body = b""
 
     def fail(self, error: HttpFailure) -> None:
@@ -444,13 +461,17 @@ class HttpClient:
         self.opened = 0
         """Connections opened so far."""
 
-    async def request(self, method: str, path: str, *body: bytes) -> HttpReply:
+    async def request(
+        self, method: str, path: str, *body: bytes, read: Callable[[int, bytes], Any] | None = None
+    ) -> HttpReply:
         """Send one request and read its whole reply, whatever its status. Cancelling it closes its connection.
 
         Args:
             method: such as `POST`.
             path: after the URL's own.
             body: pieces that make up the body, joined once.
+            read: called with status and body where the reply arrives, while its bytes are at hand: later they have to be
+                fetched again. It must not raise. The reply then has no body but what this made of it.
 
         Raises:
             HttpFailure: no connection, or it broke; MalformedReply: what came is not HTTP.
@@ -466,7 +487,7 @@ class HttpClient:
             connection = (None if fresh else self._idle()) or await self._open(loop)
             self._busy.add(connection)
             try:
-                reply = await connection.send(pieces, loop)
+                reply = await connection.send(pieces, loop, read)
             except HttpFailure as failure:
                 connection.close()
                 if fresh or failure.answered or not failure.reused:
