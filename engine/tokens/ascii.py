@@ -90,13 +90,16 @@ def ascii_encoder(backend: Any, added: Iterable[str], characters: dict[int, str]
 
 def _state(step: Any) -> Any:
     """A step of a tokenizer as its file spells it."""
-    return json.loads(step.__getstate__())
+    try:
+        return json.loads(step.__getstate__())
+    except Exception:  # noqa: BLE001  (one that is written in Python cannot be spelled, and says so by a bare Exception)
+        return {"type": None}
 
 
 def _cuts(step: dict[str, Any]) -> list[Cut] | None:
     """How the steps of a pre-tokenizer cut, in order; None where one is not known, or they do not end in bytes."""
     steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
-    if not steps or [step["type"] for step in steps].index("ByteLevel") != len(steps) - 1:
+    if not steps or [step["type"] == "ByteLevel" for step in steps] != [False] * (len(steps) - 1) + [True]:
         return None
     found = [_cut(step) for step in steps]
     known = [cut for cut in found if cut is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -181,3 +182,55 @@ def test_messages_with_images_return_equal() -> None:
     parts = [TextPart(text="look"), ImagePart(image="sha256:00", mime="image/png", width=3, height=4)]
     record = ResetRecord(reset=Reset(messages=[Message(role="user", content=parts)]))
     assert through(record).record == record
+
+
+@given(
+    finish=st.sampled_from(
+        [FinishReason(type="stop", matched=7), FinishReason(type="stop", matched="</é>"), FinishReason(type="length")]
+    ),
+    spans=st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 3)), max_size=3),
+    seconds=st.floats(allow_nan=False, allow_infinity=False),
+    text=st.none() | st.just("said"),
+)
+def test_the_short_way_of_writing_a_generation_says_the_same(
+    finish: FinishReason, spans: list[tuple[int, int]], seconds: float, text: str | None
+) -> None:
+    versions, at = [], 0
+    for version, count in spans:
+        versions.append(VersionSpan(version=version, start=at, end=at + count))
+        at += count
+    generation = Generation(
+        output_ids=[5] * at, logprobs=[-0.5] * at, finish=finish, versions=versions, seconds=seconds, text=text
+    )
+    short = codec._generation_text(generation)
+    if text is None:
+        assert short is not None
+        assert json.loads(short) == json.loads(codec.json_text(GenerationRecord(generation=generation), codec._ARRAYS))
+    else:
+        assert short is None
+
+
+@given(
+    content=st.text(),
+    name=st.text(max_size=5),
+    facts=st.dictionaries(st.text("xy"), json_values, max_size=1),
+    error=st.sampled_from([None, "raised"]),
+)
+def test_the_short_way_of_writing_results_says_the_same(
+    content: str, name: str, facts: dict[str, Any], error: Any
+) -> None:
+    result = ToolResult(call_id="call_0_0", name=name, content=content, facts=facts, error=error, seconds=0.25)
+    record = ToolsRecord(results=[result, result])
+    short = codec._results_text(record)
+    if facts:
+        assert short is None
+    else:
+        assert short is not None
+        assert json.loads(short) == json.loads(codec.json_text(record))
+
+
+def test_results_that_are_more_than_text_are_written_the_long_way() -> None:
+    told = ToolResult(call_id="c", name="t", content=[TextPart(text="x")])
+    paid = ToolResult(call_id="c", name="t", content="x", rewards=[RewardEvent(value=1.0)])
+    assert codec._results_text(ToolsRecord(results=[told])) is None
+    assert codec._results_text(ToolsRecord(results=[paid])) is None
