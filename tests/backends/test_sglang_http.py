@@ -273,3 +273,65 @@ def test_no_bytes_make_a_chunked_body_raise_anything_but_malformed(data: bytes, 
                 break
     except MalformedReply:
         pass
+
+
+def head(length: int, *lines: str, status: str = "200 OK") -> bytes:
+    return "\r\n".join([f"HTTP/1.1 {status}", *lines, f"content-length: {length}", "server: x", "", ""]).encode()
+
+
+async def test_heads_that_differ_in_their_length_alone_are_told_apart() -> None:
+    bodies = [b"one", b"", b"three", b"x" * 70_000, b"five"]
+    async with serving(*([head(len(body)) + body] for body in bodies)) as (raw, client):
+        assert [(await client.request("GET", "/")).body for _ in bodies] == bodies
+    assert raw.connections == 1
+
+
+async def test_a_head_that_was_met_says_again_what_it_said() -> None:
+    gone = head(2, "connection: close", status="404 Not Found") + b"no"
+    async with serving([head(2) + b"ok"], [gone], [gone], [head(0, status="204 No Content")], [gone]) as (raw, client):
+        said = [await client.request("GET", "/") for _ in range(5)]
+    assert [(reply.status, reply.body) for reply in said] == [
+        (200, b"ok"),
+        (404, b"no"),
+        (404, b"no"),
+        (204, b""),
+        (404, b"no"),
+    ]
+    assert raw.connections == 3
+
+
+@pytest.mark.parametrize("lengths", [("2", "3"), ("+2",), ("2x",), ("9999999999999",)])
+async def test_a_length_that_is_none_is_refused_though_its_like_was_met(lengths: tuple[str, ...]) -> None:
+    bad = "\r\n".join(["HTTP/1.1 200 OK", *(f"content-length: {length}" for length in lengths), "server: x", "", ""])
+    async with serving([head(2) + b"ok"], [bad.encode() + b"ok"]) as (_, client):
+        assert (await client.request("GET", "/")).body == b"ok"
+        with pytest.raises(MalformedReply):
+            await client.request("GET", "/")
+
+
+async def test_a_reply_can_be_read_where_it_arrives() -> None:
+    async with serving(OK, [b"HTTP/1.1 500 No\r\nContent-Length: 3\r\n\r\nbad"]) as (_, client):
+        for wanted in ((200, b"ok"), (500, b"bad")):
+            reply = await client.request("GET", "/", read=lambda status, body: (status, body))
+            assert (reply.body, reply.read) == (b"", wanted)
+
+
+async def test_a_reader_that_raises_tells_whoever_asked_and_nobody_else() -> None:
+    def broken(status: int, body: bytes) -> None:
+        raise KeyError("mine")
+
+    async with serving(OK, OK) as (_, client):
+        with pytest.raises(KeyError, match="mine"):
+            await client.request("GET", "/", read=broken)
+        assert (await client.request("GET", "/")).body == b"ok"
+
+
+async def test_a_request_that_is_cancelled_before_the_round_ends_is_never_sent() -> None:
+    async with serving(OK, OK) as (raw, client):
+        assert (await client.request("GET", "/first")).body == b"ok"
+        asked = asyncio.create_task(client.request("GET", "/second"))
+        asyncio.get_running_loop().call_soon(asked.cancel)  # runs behind the request's first step, ahead of the sending
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert (await client.request("GET", "/third")).body == b"ok"
+    assert [request.split()[1] for request in raw.requests] == [b"/base/first", b"/base/third"]

@@ -51,6 +51,7 @@ def _contracts_checked() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _fresh_worlds() -> Iterator[None]:
     worlds.CALLS.clear()
+    worlds.ON_CALL.clear()
     worlds.ACTIVE.clear()
     worlds.MOST.clear()
     worlds.GATE.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from schemas.environment import EpisodeView, Reset, Step, Task, ToolReply, UserTurn, action
@@ -13,6 +14,8 @@ from schemas.reward import RewardEvent
 
 CALLS: Counter[str] = Counter()
 """How often each thing was asked, since a test cleared it."""
+ON_CALL: list[Callable[[], None]] = []
+"""Called wherever `add` or a user is."""
 GATE = threading.Event()
 ACTIVE: Counter[str] = Counter()
 MOST: Counter[str] = Counter()
@@ -79,6 +82,8 @@ class Critic:
 
     def respond(self, view: EpisodeView) -> UserTurn:
         CALLS["asked"] += 1
+        for call in ON_CALL:
+            call()
         if self.log:
             with Path(self.log).open("a") as file:
                 file.write(f"{view.episode_id} {view.turn} {view.reply}\n")
@@ -111,6 +116,8 @@ def add(a: int, b: int) -> str:
         b: The other.
     """
     CALLS["add"] += 1
+    for call in ON_CALL:
+        call()
     return str(a + b)
 
 

@@ -217,8 +217,9 @@ class _Connection(asyncio.BufferedProtocol):
 
     def post(self, data: bytes) -> None:
         """Send what is still waited for."""
-        if self._waiter is not None and self.transport is not None and not self.transport.is_closing():
-            self.transport.write(data)
+        waiter, transport = self._waiter, self.transport
+        if waiter is not None and not waiter.done() and transport is not None and not transport.is_closing():
+            transport.write(data)
 
     def close(self) -> None:
         """Drop the connection at once; a reply on its way is not waited for. Its loop may be closed by then."""

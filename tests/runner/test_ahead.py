@@ -1,0 +1,81 @@
+"""What may begin before the record ahead of it is durable, and what waits: nothing that anybody outside could tell of."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from typing import Any
+
+import pytest
+import worlds_for_tests as worlds
+
+from engine.errors import StoreError
+from engine.store.writer import Writer
+
+ADD = {"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
+
+
+class SlowJournal:
+    """A journal that takes its time: how many entries are durable, and how many were when each was handed over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fails_at: int | None = None) -> None:
+        self.durable = 0
+        self.handed: list[tuple[str, int, int]] = []
+        """(kind, seq, entries that were durable by then)"""
+        commit, append = Writer._commit, Writer.append
+
+        def slow(writer: Writer, writes: Any) -> None:
+            rows = [write.row for write in writes if write.row is not None]
+            if rows:
+                time.sleep(0.03)
+                if fails_at is not None and any(row[2] >= fails_at for row in rows):
+                    raise sqlite3.OperationalError("disk I/O error")
+            commit(writer, writes)
+            self.durable += len(rows)
+
+        def noted(writer: Writer, track: Any, row: Any, size: int) -> Any:
+            self.handed.append((row[6], row[2], self.durable))
+            return append(writer, track, row, size)
+
+        monkeypatch.setattr(Writer, "_commit", slow)
+        monkeypatch.setattr(Writer, "append", noted)
+
+
+@pytest.mark.parametrize(("effects", "before_the_tool"), [("pure", 1), ("replayable", 2), ("external", 2)])
+async def test_a_pure_tool_is_called_at_once_and_others_and_users_when_all_is_durable(
+    make_spec, run_spec, monkeypatch, effects, before_the_tool
+) -> None:
+    journal = SlowJournal(monkeypatch)
+    seen: list[int] = []
+    worlds.ON_CALL.append(lambda: seen.append(journal.durable))
+    tools = [{"use": "worlds_for_tests:add", "effects": effects}]
+    ran = await run_spec(make_spec([ADD, "It is 41.", "It is 42."], tools=tools))
+    assert ran.only.outcome.solved
+    # reset and reply, [tool], results and reply, [user], feedback and reply, [user]
+    assert seen == [before_the_tool, 4, 6]
+
+
+async def test_a_reply_is_written_down_only_behind_what_is_durable(make_spec, run_spec, monkeypatch) -> None:
+    journal = SlowJournal(monkeypatch)
+    await run_spec(make_spec([ADD, ADD, ADD, "It is 42."]))
+    replies = [(seq, durable) for kind, seq, durable in journal.handed if kind == "generation"]
+    assert [seq for seq, _ in replies] == [1, 3, 5, 7]
+    assert all(durable == seq for seq, durable in replies)
+    assert [seq for _, seq, _ in journal.handed] == list(range(10))
+
+
+@pytest.mark.parametrize("seq", range(6))
+async def test_what_cannot_be_written_down_ends_the_run_within_a_turn(make_spec, run_spec, monkeypatch, seq) -> None:
+    journal = SlowJournal(monkeypatch, fails_at=seq)
+    path = make_spec([ADD] * 20, limits={"assistant_turns": 20, "tool_calls": 20})
+    with pytest.raises(StoreError, match="disk I/O error"):
+        await run_spec(path)
+    assert journal.durable <= seq
+    assert max(handed for _, handed, _ in journal.handed) <= seq + 1
+    assert worlds.CALLS["add"] <= seq // 2 + 1
+
+
+async def test_limits_hold_where_an_episode_has_all_the_time_there_is(make_spec, run_spec) -> None:
+    ran = await run_spec(make_spec([ADD] * 9, limits={"episode_seconds": None, "assistant_turns": 2}))
+    assert ran.only.outcome.limit == "assistant_turns"
+    assert len(ran.only.turns) == 2
