@@ -31,6 +31,8 @@ _ROOM = 256 * 1024
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)(?=\r\n|\Z)", re.IGNORECASE)
 _EMPTY = (204, 304)
 """Statuses of replies without a body, whatever length is named."""
+_OUTBOX = 8
+"""Most requests that wait for the end of the loop's round: many replies at once make for a long one."""
 _HEADS = 64
 """Most heads that a client remembers."""
 
@@ -213,6 +215,8 @@ class _Connection(asyncio.BufferedProtocol):
         if not outbox:
             loop.call_soon(self._room.post)
         outbox.append((self, b"".join(pieces)))
+        if len(outbox) >= _OUTBOX:
+            self._room.post()
         return self._waiter
 
     def post(self, data: bytes) -> None:
