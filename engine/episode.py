@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.made import maker
+from engine.made import maker, row_maker
 from engine.rewards.ledger import Ledger
 from engine.store.store import episode_id_of
 from engine.tokens.tape import as_seen
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.tokens.conversation import Conversation
     from schemas.episode import LimitsSpec
 
-_make_turn = maker(Turn)
+_make_turns = row_maker(Turn)
 _make_trajectory = maker(Trajectory)
 
 UNBOUNDED = 2**53 - 1
@@ -251,23 +251,23 @@ class Episode:
         """What is handed on. Seals the ledger."""
         sealed = self.ledger.seal(self.turn + 1)
         conversation = self.conversation
-        turns = [
-            _make_turn(
-                index=index,
-                branch=place.branch,
-                start=place.start,
-                end=place.end,
-                finish=note.finish,
-                event=note.event,
-                rewards=self.ledger.turn(index),
-                anchor=note.anchor,
-                seconds=note.seconds,
-                queue_seconds=note.queue_seconds,
-                cached_tokens=note.cached_tokens,
-                prompt_tokens=note.prompt_tokens,
-            )
+        turns = _make_turns(
+            {
+                "index": index,
+                "branch": place.branch,
+                "start": place.start,
+                "end": place.end,
+                "finish": note.finish,
+                "event": note.event,
+                "rewards": self.ledger.turn(index),
+                "anchor": note.anchor,
+                "seconds": note.seconds,
+                "queue_seconds": note.queue_seconds,
+                "cached_tokens": note.cached_tokens,
+                "prompt_tokens": note.prompt_tokens,
+            }
             for index, (note, place) in enumerate(zip(self.turns, conversation.turns, strict=True))
-        ]
+        )
         return _make_trajectory(
             run_id=run_id,
             episode_id=self.id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.made import checked, maker
+from engine.made import checked, maker, row_maker
 from schemas.generation import FinishReason, Generation, VersionSpan
 from schemas.journal import ScoreRecord
 from schemas.message import Message
@@ -22,6 +22,17 @@ def test_what_is_made_is_what_validation_makes() -> None:
     assert made.model_copy(update={"content": "?"}).content == "?"
     assert maker(Message)(role="user").tool_calls is not maker(Message)(role="user").tool_calls
     assert maker(ScoreRecord)(rewards=[]) == ScoreRecord(rewards=[])
+
+
+def test_rows_are_made_as_validation_makes_them_and_checked_alike() -> None:
+    rows = [
+        {"kind": "prompt", "start": 0, "end": 3, "turn": -1},
+        {"kind": "generated", "start": 3, "end": 5, "turn": 0},
+    ]
+    with checked():
+        assert row_maker(Span)(iter(rows)) == [Span(**row) for row in rows]
+        with pytest.raises(ValueError, match="kind"):
+            row_maker(Span)([{"kind": "answer", "start": 0, "end": 1, "turn": 0}])
 
 
 def test_what_is_made_is_frozen() -> None:

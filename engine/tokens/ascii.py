@@ -5,7 +5,7 @@ ids of its pieces in a row. Most of what an `encode` costs is the cutting. For A
 fraction of the cost: classes of characters, white space and the case of letters mean the same there.
 
 Invariant: `AsciiEncoder.encode` gives what the tokenizer gives, or None where it leaves a text to it: one that is not
-ASCII or spells an added token. `ascii_encoder` makes none for a tokenizer whose steps are not those that are known here.
+ASCII, spells an added token or is very long. `ascii_encoder` makes none for a tokenizer whose steps are not those that are known here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _CLASSES = {r"\p{L}": "a-zA-Z", r"\p{N}": "0-9"}
 _ESCAPES = frozenset(f"\\{character}" for character in "sSrnt.-/'?()[]+*")
 _TOKEN = re.compile(r"\\[pP]\{\^?\w+\}|\\.|\[\^?\]?|.", re.DOTALL)
+_LONGEST = 1 << 16
+"""Characters of the longest text that is encoded here: the tokenizer lets other threads run meanwhile, and `re` does not."""
 _REMEMBERED = 1 << 17
 """Most pieces whose ids are kept."""
 
@@ -54,7 +56,7 @@ class AsciiEncoder:
 
     def encode(self, text: str) -> list[int] | None:
         """The ids of a text, no token added; None where the tokenizer itself is to be asked."""
-        if not text.isascii():
+        if len(text) > _LONGEST or not text.isascii():
             return None
         for start in self._starts:
             if start in text:

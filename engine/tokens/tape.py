@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.made import maker
+from engine.made import maker, row_maker
 from engine.tokens.images import Picture
 from schemas.generation import VersionSpan
 from schemas.trajectory import Branch, ImageSpan, Span, SpanKind
@@ -31,7 +31,7 @@ FloatVector = npt.NDArray[np.float32]
 _KINDS: tuple[SpanKind, ...] = ("prompt", "generated", "bridge", "closing")
 _CODE = {kind: code for code, kind in enumerate(_KINDS)}
 _PROMPT, _GENERATED, _BRIDGE, _CLOSING = range(4)
-_make_span = maker(Span)
+_make_spans = row_maker(Span)
 _make_branch = maker(Branch)
 _FIELDS = 4
 """Integers of one span's record: kind, start, end, turn."""
@@ -124,9 +124,10 @@ class Tape:
     @property
     def spans(self) -> list[Span]:
         """The spans, in order; they cover the tape without a gap."""
-        return [
-            _make_span(kind=_KINDS[kind], start=start, end=end, turn=turn) for kind, start, end, turn in self._records()
-        ]
+        return _make_spans(
+            {"kind": _KINDS[kind], "start": start, "end": end, "turn": turn}
+            for kind, start, end, turn in self._records()
+        )
 
     @property
     def has_turns(self) -> bool:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -335,3 +339,31 @@ async def test_a_request_that_is_cancelled_before_the_round_ends_is_never_sent()
             await asked
         assert (await client.request("GET", "/third")).body == b"ok"
     assert [request.split()[1] for request in raw.requests] == [b"/base/first", b"/base/third"]
+
+
+def certified(folder: Path) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 and its key."""
+    key, certificate = folder / "key.pem", folder / "cert.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return certificate, key
+
+
+@pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="NOT CHECKED OVER TLS: there is no openssl to make a certificate"
+)
+async def test_replies_of_any_size_arrive_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*certified(tmp_path))
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+    bodies = [b"ok", b"", b"x" * 700_000, b"y" * 5]
+    raw = Raw([[head(len(body)) + body] for body in bodies])
+    server = await asyncio.start_server(raw.handle, "127.0.0.1", 0, ssl=context)
+    client = HttpClient(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    try:
+        assert [(await client.request("POST", "/", b"[1]")).body for _ in bodies] == bodies
+        assert raw.connections == 1
+    finally:
+        await client.close()
+        server.close()

@@ -117,6 +117,7 @@ def test_other_texts_are_left_to_the_tokenizer() -> None:
     assert ours is not None
     assert ours.encode("naïve") is None
     assert ours.encode("one <|im_end|> more") is None
+    assert ours.encode("a b " * 20_000) is None
     assert ours.encode("") == []
 
 
