@@ -24,7 +24,7 @@ import structlog
 from engine.actions.base import Action, World
 from engine.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, WorldError
-from engine.store.codec import Step, Written, write_record
+from engine.store.codec import Draft, Written, write_record
 from schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
 from schemas.trajectory import Failure
 
@@ -46,18 +46,12 @@ class _Stage(NamedTuple):
 
     action: Action | None
     final: bool
-    ahead: Callable[[Episode, World], bool]
-    """See `Action.ahead`."""
 
 
 _UNTIMED = nullcontext()
 
 
-def _never(episode: Episode, world: World) -> bool:
-    return False
-
-
-Append = Callable[[str, Step, Written], Awaitable[None]]
+Append = Callable[[str, Draft, Written], Awaitable[None]]
 """Takes an entry, given its record in columns. What it gives is done when the entry is durable; where that is a future,
 the entry has its place in the journal already."""
 Watch = Callable[[Episode, str, str], None]
@@ -131,10 +125,7 @@ class Executor:
     ) -> None:
         self._machine = machine
         self._actions = actions
-        self._stages = {
-            state: _Stage(action := actions.get(state), state in machine.final, getattr(action, "ahead", _never))
-            for state in machine.states
-        }
+        self._stages = {state: _Stage(actions.get(state), state in machine.final) for state in machine.states}
         self._rules = rules
         self._ruled = rules.states
         self._seconds = episode_seconds
@@ -158,7 +149,7 @@ class Executor:
             stage = self._stages[episode.state]
             if stage.action is None and stage.final:
                 break
-            if written is not None and not stage.ahead(episode, world):
+            if written is not None and (stage.action is None or not stage.action.ahead(episode, world)):
                 await written
                 written = None
             at = time.time()
@@ -192,7 +183,7 @@ class Executor:
             record = FailureRecord(failure=failure_of(error, episode))
             columns = write_record(record)
         event, dest = self.feed(episode, record)
-        entry = Step(episode.seq, state, event, dest, record, at, seconds)
+        entry = Draft(episode.seq, state, event, dest, record, at, seconds)
         episode.seq += 1
         episode.seconds[state] = episode.seconds.get(state, 0.0) + seconds
         written = self._append(episode.id, entry, columns)

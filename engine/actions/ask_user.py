@@ -104,6 +104,10 @@ class AskUserAction:
         post_rewards(episode, turn.rewards, "user")
         return "satisfied" if turn.satisfied else "feedback"
 
+    def ahead(self, episode: Episode, world: World) -> bool:
+        """Never: a world is told."""
+        return False
+
     def effects(self, world: World, record: UserRecord) -> str:
         """The user's own; a canned answer never asked it."""
         user = self._people.get(world.user_name)

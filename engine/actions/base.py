@@ -66,8 +66,9 @@ class Action(Protocol):
         """Feed the record to the episode; the event that it means."""
         ...
 
-    # `ahead(episode, world) -> bool`, where an action has it: whether it may begin now although the record before it is
-    # not durable yet, because nobody outside can tell that it was performed.
+    def ahead(self, episode: Episode, world: World) -> bool:
+        """Whether it may begin although the record before it is not durable yet: nobody outside can tell that it did."""
+        ...
 
     def effects(self, world: World, record: Any) -> str:
         """What a crash may do with this record: `pure`, `replayable` or `external`."""

@@ -83,6 +83,10 @@ class StepAction:
         episode.solved = episode.solved or bool(episode.facts.get("solved"))
         return record.step.event
 
+    def ahead(self, episode: Episode, world: World) -> bool:
+        """Never: a world is told."""
+        return False
+
     def effects(self, world: World, record: StepRecord) -> str:
         """As declared."""
         return self._effects

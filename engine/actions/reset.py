@@ -70,6 +70,10 @@ class ResetAction:
         episode.conversation.open([*prompt, *record.reset.messages])
         return "ready"
 
+    def ahead(self, episode: Episode, world: World) -> bool:
+        """Never: a world is told."""
+        return False
+
     def effects(self, world: World, record: ResetRecord) -> str:
         """The environment's own."""
         return self._environment.effects if self._environment else "pure"

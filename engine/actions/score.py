@@ -79,6 +79,10 @@ class ScoreAction:
         post_rewards(episode, record.rewards, "score")
         return ""
 
+    def ahead(self, episode: Episode, world: World) -> bool:
+        """Never: a world is told."""
+        return False
+
     def effects(self, world: World, record: ScoreRecord) -> str:
         """Nothing comes after it."""
         return "pure"

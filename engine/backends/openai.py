@@ -22,7 +22,8 @@ from engine.backends.base import refuse_parameters
 from engine.backends.calls import write_calls
 from engine.backends.sglang import read_key
 from engine.backends.sglang.client import BACKOFF, MOST_BACKOFF, refusal
-from engine.backends.sglang.http import HttpClient, HttpFailure
+from engine.backends.sglang.connection import HttpFailure
+from engine.backends.sglang.http import HttpClient
 from engine.errors import BackendError
 from engine.tokens.images import DIGEST
 from schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams

@@ -29,7 +29,7 @@ from schemas.trajectory import EpisodeScore, Failure
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
-    from engine.store.codec import Step, Written
+    from engine.store.codec import Draft, Written
     from engine.store.store import RunStore
     from engine.tokens.format import ChatFormat
     from schemas.environment import Task
@@ -48,7 +48,7 @@ class Replayed:
     """The first difference from what was stored; None when there is none."""
 
 
-async def _no_append(episode_id: str, entry: Step, written: Written) -> None:
+async def _no_append(episode_id: str, entry: Draft, written: Written) -> None:
     raise AssertionError("a replay writes nothing")
 
 

@@ -34,7 +34,7 @@ from schemas.script import Script
 if TYPE_CHECKING:
     from engine.machine.presets import ResolvedMachine
     from engine.spec.load import LoadedSpec
-    from engine.store.codec import Step, Written
+    from engine.store.codec import Draft, Written
     from engine.tokens.format import ChatFormat
     from schemas.environment import Task
     from schemas.scenario import Scenario
@@ -110,7 +110,7 @@ class _Stage:
             settle=ImageDesk(services.format, images := MemoryImages(), images.fetch).settle,
         )
 
-    async def _append(self, episode_id: str, entry: Step, written: Written) -> None:
+    async def _append(self, episode_id: str, entry: Draft, written: Written) -> None:
         self._journal.append(JournalEntry(**asdict(entry)))
 
     async def play(self, task: Task, scenarios: ScenarioSet, index: int) -> Played:

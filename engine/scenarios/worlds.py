@@ -204,6 +204,10 @@ class OutOfTimeAction:
         """The action's own."""
         return self._real.apply(episode, record)
 
+    def ahead(self, episode: Episode, world: World) -> bool:
+        """The action's own."""
+        return self._real.ahead(episode, world)
+
     def effects(self, *arguments: Any) -> str:
         """The action's own."""
         return self._real.effects(*arguments)

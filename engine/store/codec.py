@@ -88,7 +88,7 @@ _SPEAKERS: dict[str, Blame] = {"user": "user", "tools": "tool"}
 """Who said what a record of that kind holds; otherwise the environment."""
 
 
-class Step(msgspec.Struct, frozen=True):
+class Draft(msgspec.Struct, frozen=True):
     """A journal entry in the making: the fields of `JournalEntry`."""
 
     seq: int

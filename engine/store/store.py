@@ -215,7 +215,7 @@ class RunStore(RunReader):
         """
         await self.post(episode_id, entry, written or codec.write_record(entry.record))
 
-    def post(self, episode_id: str, entry: JournalEntry | codec.Step, written: codec.Written) -> Awaitable[None]:
+    def post(self, episode_id: str, entry: JournalEntry | codec.Draft, written: codec.Written) -> Awaitable[None]:
         """`append` that does not wait: what it gives is done when the entry is committed.
 
         A future is given where the entry has its place already, so that others may follow before it is committed; they

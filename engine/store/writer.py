@@ -151,9 +151,8 @@ class Writer:
         """Write a journal row; what is returned is done when it is committed. `size` is its payload's, in bytes."""
         lane = self._lane()
         weight = size + _OVERHEAD
-        if lane.parked or lane.weight > BOUND:
+        if not lane.take_room(weight):
             return self._append_late(lane, track, row, weight)
-        lane.weight += weight
         future: asyncio.Future[Any] = lane.loop.create_future()
         lane.put(Write(future, weight, row, None, track))
         return future

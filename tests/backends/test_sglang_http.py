@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.sglang.http import ChunkedBody, HttpClient, HttpFailure, HttpReply, MalformedReply
+from engine.backends.sglang.connection import ChunkedBody, HttpFailure, HttpReply, MalformedReply
+from engine.backends.sglang.http import HttpClient
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import structlog
 
-from engine.backends.sglang.http import HttpFailure, HttpReply
+from engine.backends.sglang.connection import HttpFailure, HttpReply
 from engine.backends.sglang.pool import Server, error_text
 from engine.backends.sglang.wire import Encoder, ReplyError, decode, sampling_fields
 from engine.errors import BackendError

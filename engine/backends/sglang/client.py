@@ -21,7 +21,7 @@ import numpy as np
 import structlog
 from msgspec.structs import replace
 
-from engine.backends.sglang.http import HttpFailure, HttpReply
+from engine.backends.sglang.connection import HttpFailure, HttpReply
 from engine.backends.sglang.pool import Pool, Server, error_text
 from engine.backends.sglang.resume import can_resume, clean_cut, cut, join
 from engine.backends.sglang.wire import Encoder, Outgoing, Part, PromptMismatch, ReplyError, decode

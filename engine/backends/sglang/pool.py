@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 import structlog
 
-from engine.backends.sglang.http import HttpClient, HttpFailure, HttpReply
+from engine.backends.sglang.connection import HttpFailure, HttpReply
+from engine.backends.sglang.http import HttpClient
 from engine.errors import BackendError
 
 log = structlog.get_logger(__name__)
