@@ -81,6 +81,22 @@ class Call:
         self.connection.drop()
 
 
+def _completion(tokens: int) -> dict[str, Any]:
+    """A chat completion that calls `calculate`."""
+    function = {"name": "calculate", "arguments": '{"expression": "17 * 25 - 3"}'}
+    said = "First I work out how many apples there are in all of the crates together. " * 7
+    calls = [{"id": "call_0", "type": "function", "function": function}]
+    message = {"role": "assistant", "content": said, "tool_calls": calls}
+    return {
+        "id": "fake",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "fake",
+        "choices": [{"index": 0, "finish_reason": "tool_calls", "message": message}],
+        "usage": {"prompt_tokens": 347, "completion_tokens": tokens, "total_tokens": 347 + tokens},
+    }
+
+
 class FakeSGLang:
     """The server. In a test it runs in the test's own loop:
 
@@ -208,6 +224,9 @@ class FakeSGLang:
             }
         if path == "/tokenize" and self.tokenize is not None:
             return 200, {"tokens": self.tokenize(json.loads(body)["prompt"])}
+        if path == "/v1/chat/completions":  # for peers that talk to a chat endpoint
+            self.requests += 1
+            return 200, _completion(len(self.output))
         if path == "/v1/loads":
             return 200, {"loads": [{"num_running_reqs": len(self.running), "num_waiting_reqs": 0}]}
         if path == "/abort_request":

@@ -264,6 +264,11 @@ def main() -> None:
     parser.add_argument("--total", type=int, default=8192, help="turns of each measurement of `cost`")
     parser.add_argument("--json", help="write the figures to this file too")
     arguments = parser.parse_args()
+    if arguments.peer:
+        import peer_verifiers
+
+        SUBJECTS[arguments.peer] = peer_verifiers.run
+        arguments.subjects.append(arguments.peer)
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR), cache_logger_on_first_use=False
     )
