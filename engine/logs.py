@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import MutableMapping
 from typing import Any, TextIO, cast
 
 import structlog
+
+from engine.terminal import visible, visible_json
 
 LEVEL_VARIABLE = "EPISODE_ENGINE_LOG"
 """Environment variable that sets the level: debug, info, warning, error."""
@@ -30,9 +33,25 @@ class _Stderr:
 
 
 def _json(event: Any, **_: Any) -> str:
+    import json
+
     import orjson
 
-    return orjson.dumps(event, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
+    try:
+        line = orjson.dumps(event, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
+    except TypeError:  # lone surrogates, integers of more than 64 bits
+        line = json.dumps(event, default=repr, ensure_ascii=False)
+    return visible_json(line)
+
+
+def _visible_values(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A processor: escapes control characters, before the renderer adds colours of its own."""
+    for key, value in event.items():
+        if not isinstance(value, str | int | float | bool | None):
+            value = repr(value)
+        if isinstance(value, str):
+            event[key] = visible(value)
+    return event
 
 
 def configure_logging(level: str | None = None, *, json: bool | None = None) -> None:
@@ -61,7 +80,13 @@ def configure_logging(level: str | None = None, *, json: bool | None = None) -> 
     if as_json:
         ending = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_json)]
     else:
-        ending = [structlog.dev.ConsoleRenderer(colors=terminal and "NO_COLOR" not in os.environ)]
+        ending = [
+            structlog.processors.format_exc_info,  # without local variables, which may hold secrets
+            _visible_values,
+            structlog.dev.ConsoleRenderer(
+                colors=terminal and "NO_COLOR" not in os.environ, exception_formatter=structlog.dev.plain_traceback
+            ),
+        ]
 
     stream = cast(TextIO, _Stderr())
     structlog.configure(

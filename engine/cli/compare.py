@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from engine.cli.eval import Format
+from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,8 +30,7 @@ def compare(
     Of a training's folder the newest evaluation is taken. Only tasks that both runs have, and that are the same in
     both, are compared; the others are counted. Episodes that failed through no fault of the policy's are left out.
     """
-    from rich.console import Console
-
+    from engine.cli.console import make_console
     from engine.errors import EngineError, StoreError
     from engine.runner.evaluate import compare as hold
     from engine.store import RunStore, find_run
@@ -49,7 +48,7 @@ def compare(
                 f"({found.changed} of the same name differ); compare runs of the same tasks"
             )
     except EngineError as error:
-        Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(str(error))
+        echo(str(error), err=True)
         raise typer.Exit(2) from None
     if format is Format.JSON:
         told = {
@@ -62,9 +61,9 @@ def compare(
             "masked": list(found.masked),
             "differences": {name: difference.plain() for name, difference in found.differences.items()},
         }
-        typer.echo(json.dumps(told, indent=2))
+        echo_json(told)
     else:
-        _tell(Console(highlight=False, soft_wrap=True), found, one.run_id, other.run_id)
+        _tell(make_console(soft_wrap=True), found, one.run_id, other.run_id)
 
 
 def _run(word: str) -> str:
@@ -82,7 +81,7 @@ def _tell(console: Console, found: Comparison, first: str, second: str) -> None:
     for name, each in found.differences.items():
         ends = f"{each.low:+.3f} to {each.high:+.3f}" if each.low == each.low else "–"
         table.add_row(words(name), f"{each.first:.3f}", f"{each.second:.3f}", f"{each.difference:+.3f}", ends)
-    console.print(f"first: {first}\nsecond: {second}", markup=False)
+    console.print(f"first: {first}\nsecond: {second}")
     console.print(table)
     left_out = [
         f"{count} tasks {what}"

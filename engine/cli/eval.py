@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from engine.terminal import echo, echo_json
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -48,13 +50,12 @@ def evaluate(
     that failed through no fault of the policy's are left out and counted. Of a training the best checkpoint is taken;
     a LoRA adapter is merged into a copy of the spec's model.
     """
-    from rich.console import Console
-
+    from engine.cli.console import make_console
     from engine.errors import EngineError
     from engine.logs import configure_logging
 
     configure_logging()
-    console = Console(stderr=format is Format.JSON, highlight=False, soft_wrap=True)
+    console = make_console(stderr=format is Format.JSON, soft_wrap=True)
     changes = list(overrides or ())
     if samples is not None:
         changes.append(f"rollout.samples_per_task={samples}")
@@ -65,15 +66,15 @@ def evaluate(
             _evaluate(console, spec, changes, limit, out, seed, quiet or format is Format.JSON)
         )
     except EngineError as error:
-        Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(str(error))
+        echo(str(error), err=True)
         raise typer.Exit(1) from None
     if format is Format.JSON:
-        typer.echo(json.dumps(plain(found) | {"run": str(folder)}, indent=2))
+        echo_json(plain(found) | {"run": str(folder)})
     else:
         tell(console, found)
-        console.print(f"Run: {folder}", markup=False)
+        console.print(f"Run: {folder}")
     for fault in faults:
-        console.print(f"could not be finished: {fault}", style="red", markup=False)
+        console.print(f"could not be finished: {fault}", style="red")
     if faults:
         raise typer.Exit(1)
 
@@ -105,7 +106,7 @@ def _other_model(console: Console, spec: Path, changes: list[str], model: str) -
 
     folder = trained_model(given, base)
     if folder != given.resolve():
-        console.print(f"{given}: {folder}", markup=False)
+        console.print(f"{given}: {folder}")
     if loaded.spec.backend.kind == "sglang":
         _served(loaded.spec.backend.urls, loaded.spec.backend.api_key_env, folder)
     return str(folder)
@@ -149,7 +150,7 @@ async def _evaluate(
     finally:
         store.close()
     if result.interrupted:
-        console.print(f"Interrupted. To finish it: engine run --resume {store.folder}", markup=False)
+        console.print(f"Interrupted. To finish it: engine run --resume {store.folder}")
         raise typer.Exit(INTERRUPTED)
     return store.folder, measure(store.trajectories(), seed=seed), result.faults
 
@@ -175,7 +176,7 @@ def tell(console: Console, found: Evaluation) -> None:
     console.print(f"{found.episodes} episodes of {found.tasks} tasks")
     if found.masked:
         listed = ", ".join(f"{kind} {count}" for kind, count in found.masked.most_common())
-        console.print(f"{found.masked.total()} episodes left out, not the policy's failure: {listed}", markup=False)
+        console.print(f"{found.masked.total()} episodes left out, not the policy's failure: {listed}")
 
 
 def words(name: str) -> str:

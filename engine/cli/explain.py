@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from engine.terminal import echo
+
 UNKNOWN = 2
 
 
@@ -25,12 +27,12 @@ def explain(
         for name in ids:
             page = page_of(name)
             if page is not None:
-                typer.echo(f"{name:<{width}}  {page.severity:<7}  {page.about}")
+                echo(f"{name:<{width}}  {page.severity:<7}  {page.about}")
         return
     page = page_of(rule.strip().strip("[]`"))
     if page is None:
         near = get_close_matches(rule, ids, n=3, cutoff=0.4)
         hint = f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ""
-        typer.echo(f"there is no rule `{rule}`{hint} (`engine explain` lists them all)", err=True)
+        echo(f"there is no rule `{rule}`{hint} (`engine explain` lists them all)", err=True)
         raise typer.Exit(UNKNOWN)
-    typer.echo(page.text.rstrip())
+    echo(page.text.rstrip())

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.terminal import echo
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -54,8 +56,7 @@ def export(
     exported too. Rewards and advantages are computed from the stored ledgers, so that --credit needs no new run. What a
     forward pass takes of images goes into a folder beside the file, FILE.images, one file for each image.
     """
-    from rich.console import Console
-
+    from engine.cli.console import make_console
     from engine.errors import EngineError
     from engine.store.export import export_rows
     from engine.store.find import find_run
@@ -78,9 +79,9 @@ def export(
             partly = _partly_done(store)
             evaluation = store.header.evaluation
     except EngineError as error:
-        Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(str(error))
+        echo(str(error), err=True)
         raise typer.Exit(2) from None
-    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console = make_console(soft_wrap=True)
     console.print(f"{count} rows: {path}")
     if evaluation:
         console.print("none of them trains: this run is an evaluation")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.terminal import echo
+
 if TYPE_CHECKING:
     from collections import Counter
 
@@ -48,20 +50,20 @@ def graph(
         machine = resolve_machine(loaded.spec.machine)
         counts = _counts(run, Path(loaded.spec.rollout.out)) if run is not None else None
     except EngineError as error:
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         raise typer.Exit(1) from None
     if format is None:
         format = GraphFormat.SVG if out is not None and out.suffix == ".svg" else GraphFormat.MERMAID
     events = _events(machine)
     text = svg(machine, counts, events) if format is GraphFormat.SVG else mermaid(machine, counts, events)
     if out is None:
-        typer.echo(text, nl=False)
+        echo(text, nl=False)
         return
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        typer.echo(f"cannot write {out}: {error.strerror}", err=True)
+        echo(f"cannot write {out}: {error.strerror}", err=True)
         raise typer.Exit(1) from None
 
 

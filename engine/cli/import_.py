@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from engine.terminal import echo
+
 import_app = typer.Typer(help="Make a spec of what is written for another engine.", no_args_is_help=True)
 
 
@@ -44,8 +46,8 @@ def verl(
             raise ValueError(f"{target} is there already, and nothing was changed; choose another with --out")
         target.write_text(as_yaml(spec, notes, config.name), encoding="utf-8")
     except (OSError, ValueError, yaml.YAMLError) as error:
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         raise typer.Exit(1) from None
     for note in notes:
-        typer.echo(f"note: {note}")
-    typer.echo(f"Made {target}\nNext: engine validate {target}")
+        echo(f"note: {note}")
+    echo(f"Made {target}\nNext: engine validate {target}")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
+from types import TracebackType
 
 import typer
+
+from engine.terminal import echo
 
 # Read when torch is imported: threads that spin while they wait make a busy machine several times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -63,7 +67,15 @@ _register()
 
 def main() -> None:
     """Entry point of the console script."""
+    sys.excepthook = _print_traceback
     app()
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A defect's traceback: its message may quote a model's text."""
+    import traceback
+
+    echo("".join(traceback.format_exception(kind, error, trace)), err=True, nl=False)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from engine.terminal import echo_json
+
 
 def models(
     as_json: bool = typer.Option(False, "--json", help="One JSON object a line, for programs."),
@@ -13,11 +15,9 @@ def models(
     A spec may name any of them as `model.path`; the first run fetches it. Other models are named by
     folder or by hub id.
     """
-    import json
-
-    from rich.console import Console
     from rich.table import Table
 
+    from engine.cli.console import make_console
     from engine.tokens.catalogue import CATALOGUE, cache_root, cached
 
     rows = [(entry, cached(entry.name)) for entry in CATALOGUE.values()]
@@ -31,7 +31,7 @@ def models(
                 "licence": entry.licence,
                 "cached": None if folder is None else str(folder),
             }
-            typer.echo(json.dumps(row))
+            echo_json(row, indent=None)
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("name", "parameters", "download", "licence", "cached"):
@@ -44,6 +44,6 @@ def models(
         )
         download = f"{entry.download_mb} MB" if entry.download_mb else "none"
         table.add_row(entry.name, entry.parameters, download, entry.licence, here)
-    console = Console()
+    console = make_console()
     console.print(table)
-    console.print(f"Cache: {cache_root()} (EPISODE_ENGINE_CACHE moves it).", highlight=False)
+    console.print(f"Cache: {cache_root()} (EPISODE_ENGINE_CACHE moves it).")

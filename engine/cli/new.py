@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from engine.terminal import echo
+
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
 _TEMPLATES = Path(__file__).parent / "scaffold"
 
@@ -29,15 +31,15 @@ def new(
     try:
         files = scaffold(name, dir)
     except (OSError, ValueError) as error:
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         raise typer.Exit(1) from None
     folder = dir / name
-    typer.echo(f"Made {folder}/:")
+    echo(f"Made {folder}/:")
     for file in files:
-        typer.echo(f"  {file.name}")
-    typer.echo("\nNext:")
+        echo(f"  {file.name}")
+    echo("\nNext:")
     for command in (f"engine validate {folder}/spec.yaml", f"engine run {folder}/spec.yaml", f"pytest {folder}"):
-        typer.echo(f"  {command}")
+        echo(f"  {command}")
 
 
 def scaffold(name: str, parent: Path) -> list[Path]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.terminal import echo
+
 if TYPE_CHECKING:
     from engine.runner.replay import Replayed
 
@@ -31,13 +33,12 @@ def replay(
     With --from-turn K a new run is made instead: each episode begins with what the old one's journal says up to turn K,
     and goes on against the backend. An episode that never came to turn K is taken over as it is.
     """
-    from rich.console import Console
-
+    from engine.cli.console import make_console
     from engine.errors import EngineError
     from engine.logs import configure_logging
 
     configure_logging()
-    console = Console(highlight=False)
+    console = make_console()
     if from_turn is not None:
         if episode is not None:
             raise typer.BadParameter("--from-turn forks a whole run; leave out EPISODE")
@@ -48,11 +49,11 @@ def replay(
     try:
         results = asyncio.run(_replay(run, episode, out))
     except EngineError as error:
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         raise typer.Exit(1) from None
     differing = [result for result in results if result.difference is not None]
     for result in differing:
-        console.print(f"{result.episode_id}: {result.difference}", style="red", markup=False)
+        console.print(f"{result.episode_id}: {result.difference}", style="red")
     tokens = sum(result.tokens for result in results)
     console.print(
         f"{len(results)} episodes, {tokens} tokens replayed: {len(results) - len(differing)} the same to the byte"

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.terminal import echo
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -31,17 +33,16 @@ def rescore(
     What the run's own rules came to is kept; `engine show` and `engine export` take --score LABEL. A rule that cannot
     be carried out on an episode, or that would have led it elsewhere, is a failure of that episode's score.
     """
-    from rich.console import Console
-
+    from engine.cli.console import make_console
     from engine.errors import EngineError
     from engine.logs import configure_logging
 
     configure_logging()
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = make_console(soft_wrap=True)
     try:
         result, folder = asyncio.run(_rescore(run, spec, list(overrides or ()), label or spec.stem, out, replace))
     except EngineError as error:
-        Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(str(error))
+        echo(str(error), err=True)
         raise typer.Exit(1) from None
     _report(console, result, folder)
 

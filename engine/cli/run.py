@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from engine.terminal import echo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,30 +49,28 @@ def run(
     Exits with 0 when every episode came to an end (a failed episode is data), 1 when the spec is
     invalid or an episode could not be finished, 130 after Ctrl-C.
     """
-    from rich.console import Console
-
+    from engine.cli.console import make_console
     from engine.errors import EngineError
     from engine.logs import configure_logging
 
     configure_logging()
-    console = Console()
+    console = make_console()
     try:
         loaded, tasks, store = prepare(console, spec, list(overrides or ()), limit, out, resume)
     except EngineError as error:
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         raise typer.Exit(1) from None
     _conclude(loaded, tasks, store, console, quiet=quiet)
 
 
 def fork_run(run: str, out: Path, turn: int, salt: int) -> None:
     """Begin a run whose episodes share another run's journal up to a turn, and drive it to its end."""
-    from rich.console import Console
-
+    from engine.cli.console import make_console
     from engine.errors import EngineError
     from engine.spec.tasks import load_tasks
     from engine.store import RunHeader, RunStore, find_run
 
-    console = Console()
+    console = make_console()
     try:
         source = RunStore.open(find_run(run, out=out), readonly=True)
         loaded = source.header.loaded_spec()
@@ -82,7 +81,7 @@ def fork_run(run: str, out: Path, turn: int, salt: int) -> None:
         store = RunStore.create(out, RunHeader.of(loaded, overrides=changes))
         asyncio.run(store.put_images_of(source))
     except EngineError as error:
-        typer.echo(str(error), err=True)
+        echo(str(error), err=True)
         raise typer.Exit(1) from None
 
     def prefix(episode_id: str) -> list[JournalEntry]:
@@ -114,20 +113,20 @@ def _conclude(
     try:
         result = asyncio.run(drive(loaded, tasks, store, console, quiet=quiet, fork=fork))
     except EngineError as error:
-        typer.echo(str(error), err=True)
-        console.print(f"Stored so far: {store.folder}\nTo go on: engine run --resume {store.folder}", highlight=False)
+        echo(str(error), err=True)
+        console.print(f"Stored so far: {store.folder}\nTo go on: engine run --resume {store.folder}")
         raise typer.Exit(1) from None
     finally:
         store.close()
-    console.print(f"Run: {store.folder}", highlight=False)
+    console.print(f"Run: {store.folder}")
     for fault in result.faults:
-        console.print(f"could not be finished: {fault}", style="red", markup=False)
+        console.print(f"could not be finished: {fault}", style="red")
     if result.interrupted:
-        console.print(f"Interrupted. To finish it: engine run --resume {store.folder}", highlight=False)
+        console.print(f"Interrupted. To finish it: engine run --resume {store.folder}")
         raise typer.Exit(INTERRUPTED)
     if result.faults:
         raise typer.Exit(1)
-    console.print(f"Look at it: engine show {store.folder}", highlight=False)
+    console.print(f"Look at it: engine show {store.folder}")
 
 
 def prepare(
@@ -167,7 +166,7 @@ def prepare(
         raise SpecError(errors)
     for item in found:
         if item.severity == "warning":
-            console.print(str(item), style="yellow", markup=False, highlight=False)
+            console.print(str(item), style="yellow")
     tasks = load_tasks(loaded)
     folder = out or Path(loaded.spec.rollout.out)
     return loaded, tasks, RunStore.create(folder, RunHeader.of(loaded, overrides=changes, evaluation=evaluation))
@@ -199,7 +198,6 @@ async def drive(
         console.print(
             f"{loaded.spec.name}: {len(tasks)} tasks × {loaded.spec.rollout.samples_per_task} samples on "
             f"{backend.kind}, ready after {time.perf_counter() - began:.1f} s",
-            highlight=False,
         )
         runner = Runner(loaded, tasks, chat_format, backend, store, fork)
         began = time.perf_counter()
@@ -214,7 +212,6 @@ async def drive(
         console.print(
             f"Certificate: {certificate['turns_checked']} prompts compared with what the server worked on, "
             f"{certificate['prompt_mismatches']} differ, {certificate['turns_unchecked']} could not be compared",
-            highlight=False,
         )
     return result
 
@@ -235,15 +232,14 @@ async def _with_progress(runner: Runner, stop: asyncio.Event, console: Console, 
         return await runner.run(stop=stop)
     finally:
         ticker.cancel()
-        sys.stdout.write(panel.line() + "\n")
+        echo(panel.line())
 
 
 async def _tick(panel: object, seconds: float = 5.0) -> None:
     """Where there is no terminal: a line now and then."""
     while True:
         await asyncio.sleep(seconds)
-        sys.stdout.write(panel.line() + "\n")  # type: ignore[attr-defined]
-        sys.stdout.flush()
+        echo(panel.line())  # type: ignore[attr-defined]
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:

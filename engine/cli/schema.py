@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from engine.terminal import echo
+
 UP_TO_DATE, OUT_OF_DATE = 0, 1
 SCHEMAS = Path("schemas/json")
 REFERENCE = Path("docs/spec.md")
@@ -50,9 +52,9 @@ def schema(
     outdated = list(stale(root))
     if check:
         for path in outdated:
-            typer.echo(f"{path} is out of date")
+            echo(f"{path} is out of date")
         if outdated:
-            typer.echo("run `engine schema` and commit what it writes")
+            echo("run `engine schema` and commit what it writes")
         raise typer.Exit(OUT_OF_DATE if outdated else UP_TO_DATE)
     files = generated()
     for path in outdated:
@@ -60,9 +62,9 @@ def schema(
         if path in files:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(files[path], encoding="utf-8")
-            typer.echo(f"wrote {file}")
+            echo(f"wrote {file}")
         else:
             file.unlink()
-            typer.echo(f"removed {file}")
+            echo(f"removed {file}")
     if not outdated:
-        typer.echo("everything is up to date")
+        echo("everything is up to date")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.terminal import echo
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -30,13 +32,12 @@ def show(
     Without EPISODE: every episode, how it ended, its turns, tokens and reward. With it: what was said, the reward of
     each turn, and who moved what between turns, when and why.
     """
-    from rich.console import Console
-
+    from engine.cli.console import make_console
     from engine.errors import EngineError
     from engine.store.find import find_run
     from engine.store.store import RunStore
 
-    console = Console(highlight=False)
+    console = make_console()
     try:
         with RunStore.open(find_run(run, out), readonly=True) as store:
             if episode is None:
@@ -44,7 +45,7 @@ def show(
             else:
                 _tell(console, store, episode, score)
     except EngineError as error:
-        Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(str(error))
+        echo(str(error), err=True)
         raise typer.Exit(2) from None
 
 

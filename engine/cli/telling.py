@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine.terminal import visible
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -72,9 +74,9 @@ def tell_done(console: Console, trajectory: Trajectory, row: EpisodeRow) -> None
         failure = outcome.failure
         console.print()
         console.print(Text(f"Failed in {failure.state} at turn {failure.turn}: {failure.kind}", style="bold red"))
-        console.print(Text(f"blame: {failure.blame}\n{failure.message}", style="red"))
+        console.print(Text(visible(f"blame: {failure.blame}\n{failure.message}"), style="red"))
         if failure.trace:
-            console.print(Text(failure.trace.rstrip(), style="dim"))
+            console.print(Text(visible(failure.trace.rstrip()), style="dim"))
 
 
 def moves(postings: Sequence[Posting]) -> dict[int, list[str]]:
@@ -126,7 +128,7 @@ def _print_moves(console: Console, lines: Sequence[str]) -> None:
     from rich.text import Text
 
     for line in lines:
-        console.print(Padding(Text(f"⇄ {line}", style="magenta"), (0, 0, 0, 2)))
+        console.print(Padding(Text(visible(f"⇄ {line}"), style="magenta"), (0, 0, 0, 2)))
 
 
 def _rest(outcome: Outcome, trajectory: Trajectory, row: EpisodeRow) -> str:
@@ -160,7 +162,7 @@ def _print_message(console: Console, message: Message, turn: Turn | None) -> Non
     style = _STYLES[message.role]
     head = Text(f"\n{message.role}", style=f"bold {style}")
     if message.role == "tool" and message.name:
-        head.append(f" {message.name}")
+        head.append(visible(f" {message.name}"))
     if turn is not None:
         head.append(f" · turn {turn.index} · {_count(turn.end - turn.start, 'token')}", style="dim not bold")
         head.append(f" · {turn.event} · {turn.seconds:.2f} s", style="dim not bold")
@@ -169,14 +171,14 @@ def _print_message(console: Console, message: Message, turn: Turn | None) -> Non
     console.print(head)
     lines = []
     if message.reasoning:
-        lines.append(Text(message.reasoning.rstrip(), style="italic dim"))
+        lines.append(Text(visible(message.reasoning.rstrip()), style="italic dim"))
     if message.text.strip():
-        lines.append(Text(message.text))
+        lines.append(Text(visible(message.text)))
     for image in message.images:
         lines.append(Text(f"[image {image.image} {image.width or '?'}×{image.height or '?'}]", style="dim"))
     for call in message.tool_calls:
         arguments = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
-        lines.append(Text(f"→ {call.name}({arguments})", style="yellow"))
+        lines.append(Text(visible(f"→ {call.name}({arguments})"), style="yellow"))
     body = Text("\n").join(lines)
     console.print(Padding(body, (0, 0, 0, 2)))
 
@@ -208,12 +210,12 @@ def ledger_table(postings: Sequence[Posting]) -> Table:
             str(posting.seq),
             str(posting.at_turn),
             str(posting.turn),
-            Text(posting.name),
+            Text(visible(posting.name)),
             posting.op,
             Text(f"{posting.delta:+.3f}", style="green" if posting.delta > 0 else "red" if posting.delta < 0 else ""),
             f"{posting.after:.3f}",
-            Text(posting.source),
-            Text(posting.cause),
+            Text(visible(posting.source)),
+            Text(visible(posting.cause)),
         )
     return table
 
@@ -276,7 +278,7 @@ def what_happened(entry: JournalEntry) -> Text:
             words = f"{record.failure.kind} ({record.failure.blame}): {record.failure.message}"
         case _:
             words = _count(len(record.rewards), "reward")
-    return Text(words)
+    return Text(visible(words))
 
 
 def _short(content: object, most: int = 60) -> str:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from engine.terminal import echo, echo_json, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,13 +60,13 @@ def test(
     configure_logging()
     specs = list(_specs(paths))
     if not specs:
-        typer.echo(f"no specs under {', '.join(map(str, paths))}", err=True)
+        echo(f"no specs under {', '.join(map(str, paths))}", err=True)
         raise typer.Exit(INVALID)
     formats = Formats()
     suites = [run_suite(spec, formats, overrides or (), only) for spec in specs]
     least = 100.0 if require_coverage else fail_under
     if format is Format.JSON:
-        typer.echo(json.dumps(as_data(suites, least), indent=2, ensure_ascii=False))
+        echo_json(as_data(suites, least))
     else:
         _print(suites, least)
     raise typer.Exit(status(suites, least))
@@ -98,9 +99,9 @@ def status(suites: Sequence[SuiteResult], least: float | None) -> int:
 
 
 def _print(suites: Sequence[SuiteResult], least: float | None) -> None:
-    from rich.console import Console
+    from engine.cli.console import make_console
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console(soft_wrap=True)
     for suite in suites:
         _print_suite(console, suite, least)
     results = [result for suite in suites for result in suite.results]
@@ -118,13 +119,11 @@ def _specs_said(count: int) -> str:
 
 
 def _print_suite(console: Console, suite: SuiteResult, least: float | None) -> None:
-    from rich.markup import escape
-
-    console.print(f"[bold]{escape(str(suite.spec))}[/bold]")
+    console.print(str(suite.spec), style="bold")
     for problem in suite.problems:
-        console.print(f"  {problem}", style="red", markup=False)
+        console.print(f"  {problem}", style="red")
     if suite.scenarios is None and not suite.problems:
-        console.print(f"  no scenarios: write {suite.spec.stem}.scenarios.yaml beside it", style="yellow", markup=False)
+        console.print(f"  no scenarios: write {suite.spec.stem}.scenarios.yaml beside it", style="yellow")
     for result in suite.results:
         _print_result(console, result)
     if suite.coverage is not None:
@@ -138,15 +137,15 @@ def _print_result(console: Console, result: ScenarioResult) -> None:
     mark = ("✓ ", "green") if result.passed else ("✗ ", "bold red")
     console.print(Text.assemble("  ", mark, result.name, (f"  {result.seconds * 1e3:.0f} ms", "dim")))
     for problem in result.problems:
-        console.print(f"      {problem}", style="red", markup=False)
+        console.print(f"      {problem}", style="red")
     if not result.differences:
         return
-    console.print(f"      {result.origin}", style="dim", markup=False)
+    console.print(f"      {result.origin}", style="dim")
     console.print(Text.assemble("      ", ("--- expected", "red"), "  ", ("+++ actual", "green")))
     for difference in result.differences:
-        console.print(Text(f"      @@ {difference.what} @@", style="cyan"))
+        console.print(Text(visible(f"      @@ {difference.what} @@"), style="cyan"))
         for side, line in difference.lines:
-            console.print(Text(f"      {side}{line}", style=_STYLES[side]))
+            console.print(Text(visible(f"      {side}{line}"), style=_STYLES[side]))
 
 
 def _print_coverage(console: Console, coverage: Coverage, least: float | None, *, low: bool) -> None:
@@ -156,9 +155,9 @@ def _print_coverage(console: Console, coverage: Coverage, least: float | None, *
     said = f"  {len(coverage.taken) - len(missing)} of {len(coverage.taken)} transitions taken"
     if low and least is not None:
         said += f": {coverage.percent:.1f} %, {least:g} % are required"
-    console.print(said, style="red" if low else "yellow" if missing else "", markup=False)
+    console.print(said, style="red" if low else "yellow" if missing else "")
     for edge in missing:
-        console.print(f"    never: {show_edge(edge)}", style="red" if low else "yellow", markup=False)
+        console.print(f"    never: {show_edge(edge)}", style="red" if low else "yellow")
 
 
 # ---- json

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.terminal import echo
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -40,13 +42,12 @@ def train(
     Weights, optimizer, random state and the place among the tasks are kept in checkpoints; --resume goes on from the
     newest. Exits with 0 when the last step is done, 1 when training cannot begin or go on, 130 after Ctrl-C.
     """
-    from rich.console import Console
-
+    from engine.cli.console import make_console
     from engine.errors import EngineError
     from engine.logs import configure_logging
 
     configure_logging()
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console(soft_wrap=True)
     folder: Path | None = None
     try:
         from engine.train.distributed import join
@@ -60,10 +61,10 @@ def train(
         result = asyncio.run(_drive(loaded, folder, team, console, quiet=quiet))
         team.close()
     except EngineError as error:
-        Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(str(error))
+        echo(str(error), err=True)
         if folder is not None:
             _pictures(folder, console)
-            console.print(f"Kept so far: {folder}\nTo go on: engine train --resume {folder}", markup=False)
+            console.print(f"Kept so far: {folder}\nTo go on: engine train --resume {folder}")
         raise typer.Exit(1) from None
     _conclude(result, folder, console, time.perf_counter() - began)
 
@@ -109,7 +110,7 @@ def _prepare(
         raise SpecError(errors)
     for item in told:
         if item.severity == "warning":
-            console.print(str(item), style="yellow", markup=False)
+            console.print(str(item), style="yellow")
     train_spec_of(loaded)
     header = RunHeader.of(loaded, overrides=overrides, run_id=new_run_id(f"{loaded.spec.name}-train"))
     return loaded, folders.begin(out or Path(loaded.spec.rollout.out), header)
@@ -146,12 +147,12 @@ def _conclude(result: TrainResult, folder: Path, console: Console, seconds: floa
         console.print(f"Best evaluation: {result.best:.3f} after step {result.best_step}")
     _pictures(folder, console)
     for fault in result.faults:
-        console.print(f"could not be finished: {fault}", style="red", markup=False)
-    console.print(f"Training: {folder}", markup=False)
+        console.print(f"could not be finished: {fault}", style="red")
+    console.print(f"Training: {folder}")
     if result.checkpoint is not None:
-        console.print(f"Checkpoint: {result.checkpoint}", markup=False)
+        console.print(f"Checkpoint: {result.checkpoint}")
     if result.interrupted:
-        console.print(f"Interrupted. To go on: engine train --resume {folder}", markup=False)
+        console.print(f"Interrupted. To go on: engine train --resume {folder}")
         raise typer.Exit(INTERRUPTED)
     if result.faults:
         raise typer.Exit(1)
@@ -164,7 +165,7 @@ def _pictures(folder: Path, console: Console) -> None:
     try:
         drawn = draw(folder)
     except EngineError as error:
-        console.print(f"no pictures: {error}", markup=False)
+        console.print(f"no pictures: {error}")
         return
     if drawn:
-        console.print(f"Pictures: {drawn[0].parent}", markup=False)
+        console.print(f"Pictures: {drawn[0].parent}")

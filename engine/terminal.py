@@ -1,0 +1,66 @@
+"""Text on a terminal: control characters of a model, a tool or a file are shown, never sent.
+
+A terminal obeys what is printed: ESC and C1 sequences move the cursor, write to the clipboard (OSC 52) and set titles;
+bidirectional controls and invisible characters make text read differently from what it says (CVE-2021-42574). Every
+command prints through `engine.cli.console`, `echo` or `echo_json`, and logs go through `visible` too; all of them
+replace such a character by its escape, such as `\\x1b` or `\\u202e`. Line feeds and tabs stay.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+_UNSAFE = re.compile(
+    "["
+    "\x00-\x08\x0b-\x1f"  # C0 without tab and line feed: ESC, BEL, backspace, carriage return
+    "\x7f-\x9f"  # DEL and C1: CSI, OSC and DCS as one character
+    "\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb"  # bidi, invisible
+    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e00ff\U000e01f0-\U000e0fff"  # tags: ASCII that nobody sees
+    "\ud800-\udfff"  # lone surrogates, which cannot be encoded
+    "]"
+)
+"""Characters that a terminal obeys or does not show. Joiners and variation selectors stay: scripts and emoji need them."""
+
+
+def visible(text: str, *, newlines: bool = True) -> str:
+    """Replace each character that a terminal would obey or hide by its escape.
+
+    Args:
+        text: Any text; lone surrogates are allowed.
+        newlines: Keep line feeds. False for text that must stay on one line, such as a finding in a CI log, where a
+            line of its own could be read as a command.
+
+    Returns:
+        Text that can be encoded as UTF-8.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    text = _UNSAFE.sub(_escaped, text)
+    return text if newlines else text.replace("\n", "\\n")
+
+
+def visible_json(text: str) -> str:
+    """The same for a JSON document: escapes are JSON's own, so that it still means the same to a parser."""
+    return _UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print a line of plain text, on stderr if `err`; `nl=False` leaves out the line feed at the end."""
+    stream = sys.stderr if err else sys.stdout
+    stream.write(visible(text) + ("\n" if nl else ""))
+    stream.flush()
+
+
+def echo_json(data: Any, *, indent: int | None = 2) -> None:
+    """Print a value as JSON on stdout."""
+    sys.stdout.write(visible_json(json.dumps(data, indent=indent, ensure_ascii=False)) + "\n")
+    sys.stdout.flush()
