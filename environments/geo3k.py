@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator
 
 from environments.geo3k_data import problems as problems
-from environments.math_answers import Number, final_answer, need_math_verify, read_number, same_number
+from environments.math_answers import Number, final_answer, read_number, same_number
 from schemas.environment import EpisodeView, Reset, Task, ToolReply, UserTurn
 from schemas.message import ContentPart, Message, TextPart, image_part
 from schemas.reward import RewardEvent
@@ -86,7 +86,6 @@ class Geo3k:
     """
 
     def __init__(self, instruction: str = "", correct: float = 1.0) -> None:
-        need_math_verify()
         self._instruction = instruction
         self._correct = correct
 
@@ -125,7 +124,6 @@ class Grader:
     }
 
     def __init__(self, correct: float = 1.0, retry: float = 1.0) -> None:
-        need_math_verify()
         self._correct = correct
         self._retry = retry
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from environments.math_answers import need_math_verify
 from schemas.message import image_part
 
 SHIPPED = Path(__file__).parent / "data" / "geo3k" / "problems.jsonl"
@@ -34,11 +33,9 @@ def problems(path: str | None = None, split: str | None = None, tolerance: float
             answers to two decimals.
 
     Raises:
-        MissingExtra: math-verify, which answers are checked with, is not installed.
         FileNotFoundError: There is no such file.
         ValueError: A row has no question, answer or picture.
     """
-    need_math_verify()
     for file in _files(SHIPPED if path is None else Path(path).expanduser(), split):
         rows = _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
         for number, row in enumerate(rows, start=1):

@@ -3,8 +3,6 @@
 Invariant: an answer is one finite real number, or it is none. A list, an interval, an equation between numbers, two
 candidates side by side are no answers, so nothing is won by naming several. What is read is bounded before it is
 parsed (length, kinds of signs, powers), so no answer takes long to check.
-
-`math-verify` is asked for by name: `pip install 'episode-engine[math]'`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import re
 import threading
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 LONGEST = 120
@@ -52,18 +49,6 @@ class Number(NamedTuple):
     """As it was written."""
 
 
-class MissingExtra(ImportError):
-    """A package is needed that only an extra of the project installs."""
-
-
-def need_math_verify() -> None:
-    """Raises MissingExtra where math-verify is not installed."""
-    if find_spec("math_verify") is None:
-        raise MissingExtra(
-            "answers are checked by math-verify, which is not installed: pip install 'episode-engine[math]'"
-        )
-
-
 def final_answer(reply: str) -> str | None:
     r"""What a reply gives as its answer: inside its last `\boxed{…}` or `<answer>…</answer>` that is closed."""
     found = [(match.start(), match[1]) for match in _TAGS.finditer(reply)]
@@ -89,9 +74,6 @@ def read_number(text: str) -> Number | None:
     r"""The number that an answer comes to: `12`, `x = 5`, `\frac{8}{15}`, `2\sqrt{221}`, `53^\circ`, `1,200 cm`.
 
     Of `x = 14.72 \approx 15`, what follows the last sign. Units and degree signs are left out.
-
-    Raises:
-        MissingExtra: math-verify is not installed.
     """
     latex = _tidy(text)
     if latex is None:
@@ -161,7 +143,6 @@ _parsing = threading.Lock()
 
 def _parse(latex: str) -> Any:
     """The one SymPy expression that math-verify reads; None where it reads none."""
-    need_math_verify()
     import logging
 
     from math_verify import LatexExtractionConfig, parse

@@ -13,10 +13,8 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from environments import geo3k_data, math_answers
 from environments.geo3k import Geo3k, Geo3kTool, Grader, Reminder, ask, gold_answer, problems
 from environments.geo3k_data import SHIPPED
-from environments.math_answers import MissingExtra
 from schemas.environment import Environment, EpisodeView, Reset, Task, ToolReply, User, UserTurn
 from schemas.message import ImagePart, MalformedCall, Message, TextPart, ToolCall
 from schemas.reward import RewardEvent
@@ -164,13 +162,6 @@ def test_a_row_that_cannot_be_a_task_is_named(row: Any, problem: str, tmp_path: 
     with pytest.raises(ValueError) as caught:  # noqa: PT011  (the message is compared whole)
         list(problems(str(tmp_path / "own.jsonl")))
     assert str(caught.value) == f"own.jsonl, row 2: {problem}"
-
-
-def test_without_math_verify_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_answers, "find_spec", lambda name: None)
-    for begin in (lambda: next(geo3k_data.problems()), Geo3k, Geo3kTool, Grader):
-        with pytest.raises(MissingExtra, match="pip install 'episode-engine\\[math\\]'"):
-            begin()
 
 
 # --- asking -------------------------------------------------------------------------------------------------

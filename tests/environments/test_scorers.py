@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from environments.scorers import CHECKER, AnswerChecker, check_answer, math_verify
 from schemas.environment import EpisodeView, Task
 from schemas.reward import RewardEvent
-
-pytest.importorskip("math_verify")
 
 View = Callable[..., EpisodeView]
 HALF = Task(id="h", index=0, fields={"question": "Half?", "answer": r"\frac{1}{2}"})
@@ -72,12 +69,3 @@ def test_what_others_said_is_not_graded(view: View) -> None:
 def test_a_task_needs_the_field(view: View) -> None:
     with pytest.raises(ValueError, match="has no field 'gold'"):
         math_verify(view(HALF, "1"), answer="gold")
-
-
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_spec(name: str, *_: Any) -> None:
-        assert name == "math_verify"
-
-    monkeypatch.setattr("environments.scorers.find_spec", no_spec)
-    with pytest.raises(RuntimeError, match=r"pip install 'episode-engine\[math\]'"):
-        check_answer("1", "1")
