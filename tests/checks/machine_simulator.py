@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import Any, NamedTuple
 
+import networkx as nx
 from hypothesis import strategies as st
 
 from engine.checks.context import CheckContext
@@ -23,8 +24,8 @@ EVENTS = {
 }
 TOKENS = 2
 """Of one turn: it makes at most so many calls."""
-CAP = 9
-"""A count beyond it is called unbounded."""
+CAP = 4
+"""Counts from here on behave alike: no limit and no guard of `machines` names a larger one."""
 FREE = "facts.x == 1"
 """What nobody can know beforehand."""
 SECONDS = {"reset": 0.0, "generate": 0.5, "call_tools": 2.0, "ask_user": 3.0}
@@ -81,11 +82,19 @@ class Stand(NamedTuple):
 
 
 class Simulator:
-    """Every episode, step by step, as the executor drives them; knows nothing of what it is held against."""
+    """Every episode, step by step, as the executor drives them; knows nothing of what it is held against.
 
-    def __init__(self, ctx: CheckContext) -> None:
+    Args:
+        ctx: The spec.
+        cap: Counts are kept up to this number; `gains` has what each step really adds.
+    """
+
+    def __init__(self, ctx: CheckContext, cap: int = CAP) -> None:
         self.ctx = ctx
         self.limits = ctx.spec.limits
+        self.cap = cap
+        self.gains: dict[tuple[Stand, Stand], tuple[int, int, int]] = {}
+        """Step -> the most turns, user turns and calls that it adds."""
 
     def moves(self, at: Stand) -> Iterator[tuple[str, Stand]]:
         """(event, how the episode then stands) of whatever may happen; its state is still the old one."""
@@ -104,7 +113,7 @@ class Simulator:
         yield "failed", at
         if action == "generate":
             yield "limit", at  # the context is full
-            turns = min(at.turns + 1, CAP)
+            turns = min(at.turns + 1, self.cap)
             done = [("answered", 0)]
             done += [("tool_calls", calls) for calls in range(1, TOKENS + 1)]
             done += [(event, calls) for event in ("malformed", "truncated", "aborted") for calls in range(TOKENS + 1)]
@@ -112,9 +121,9 @@ class Simulator:
                 yield event, at._replace(turns=turns, newest=calls)
         elif action == "ask_user":
             for event in ("feedback", "satisfied"):
-                yield event, at._replace(user=min(at.user + 1, CAP))
+                yield event, at._replace(user=min(at.user + 1, self.cap))
         elif action == "call_tools":
-            most = CAP if limits.tool_calls is None else limits.tool_calls
+            most = self.cap if limits.tool_calls is None else limits.tool_calls
             yield "results", at._replace(calls=min(at.calls + at.newest, most))
         else:
             yield "ready", at
@@ -150,14 +159,22 @@ class Simulator:
             return set()
         found = set()
         for event, after in self.moves(at):
-            for outcome in (event, *(["failed"] if after.turns + after.user + after.calls > 0 else [])):
-                if outcome == event or (event != "limit" and self._worked(at, after)):
-                    found |= {after._replace(state=dest) for dest in self.lead(outcome, after)}
+            gain = self.gain(event, at)
+            for outcome in (event, *(["failed"] if any(gain) else [])):  # a rule that fails after the action has worked
+                for dest in self.lead(outcome, after):
+                    step = after._replace(state=dest)
+                    known = self.gains.get((at, step), (0, 0, 0))
+                    self.gains[at, step] = (max(known[0], gain[0]), max(known[1], gain[1]), max(known[2], gain[2]))
+                    found.add(step)
         return found
 
-    @staticmethod
-    def _worked(at: Stand, after: Stand) -> bool:
-        return (at.turns, at.user, at.calls, at.newest) != (after.turns, after.user, after.calls, after.newest)
+    def gain(self, event: str, at: Stand) -> tuple[int, int, int]:
+        """Turns, user turns and calls that a state's event adds."""
+        if event in ("limit", "failed"):
+            return 0, 0, 0
+        action, limit = self.ctx.states[at.state].action, self.limits.tool_calls
+        calls = at.newest if limit is None else min(at.newest, limit - at.calls)
+        return int(action == "generate"), int(action == "ask_user"), calls if action == "call_tools" else 0
 
     def everything(self) -> dict[Stand, set[Stand]]:
         start = Stand("A", 0, 0, 0, 0, False)
@@ -199,6 +216,26 @@ def endless(found: dict[Stand, set[Stand]]) -> set[Stand]:
         if start in seen:
             back.add(start)
     return back
+
+
+def most_count(simulator: Simulator, found: dict[Stand, set[Stand]], which: int) -> float:
+    """The most turns (0), user turns (1) or calls (2) of an episode; infinite where it can add to them for ever."""
+    graph = nx.DiGraph((at, step) for at, steps in found.items() for step in steps)
+    graph.add_nodes_from(found)
+    groups = nx.condensation(graph)
+    group = groups.graph["mapping"]
+    for (at, step), gain in simulator.gains.items():
+        if gain[which] and group[at] == group[step]:
+            return inf
+    best = dict.fromkeys(groups, 0)
+    between: dict[tuple[int, int], int] = {}
+    for (at, step), gain in simulator.gains.items():
+        edge = group[at], group[step]
+        between[edge] = max(between.get(edge, 0), gain[which])
+    for number in nx.topological_sort(groups):
+        for after in groups.successors(number):
+            best[after] = max(best[after], best[number] + between[number, after])
+    return max(best.values())
 
 
 def most_seconds(simulator: Simulator, found: dict[Stand, set[Stand]]) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from machine_simulator import CAP, TOKENS, WORLD, Simulator, Stand, endless, machines, most_seconds, on_cycle
+from machine_simulator import TOKENS, WORLD, Simulator, Stand, endless, machines, most_count, most_seconds, on_cycle
 
 from engine.checks import check_spec
 from engine.checks.context import CheckContext
@@ -42,16 +42,15 @@ def load(lines: str) -> CheckContext:
 @given(machines())
 def test_it_agrees_with_every_episode_that_there_can_be(machine: str) -> None:
     ctx = load(machine)
-    found = Simulator(ctx).everything()
+    simulator = Simulator(ctx)
+    found = simulator.everything()
     graph = ctx.graph
     assert graph.exact
     assert graph.states == {at.state for at in found}
     said = {item.path[-1] for item in check_spec(ctx.loaded) if item.rule == "machine.unreachable"}
     assert said == set(ctx.states) - graph.states
     assert bool(cycles_of(graph).found) == on_cycle(found)
-    met = [max(getattr(at, name) for at in found) for name in ("turns", "user", "calls")]
-    most = [CAP if count == inf else min(count, CAP) for count in most_counts(graph)]
-    assert most == met
+    assert list(most_counts(graph)) == [most_count(simulator, found, which) for which in range(3)]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -63,17 +62,12 @@ def test_every_number_of_the_worst_case_is_met_and_never_exceeded(machine: str, 
     worst = worst_case(ctx)
     assert (worst.exact, worst.tasks, worst.episodes) == (True, 2, 2 * samples)
 
-    met = {
-        "assistant_turns": max(at.turns for at in found),
-        "user_turns": max(at.user for at in found),
-        "tool_calls": max(at.calls for at in found),
-    }
+    names = ("assistant_turns", "user_turns", "tool_calls")
+    met = {name: most_count(simulator, found, which) for which, name in enumerate(names)}
     met["sampled_tokens"] = TOKENS * met["assistant_turns"]
     for name, count in met.items():
-        most, open_end = worst.episode[name].most, count >= (CAP if name != "sampled_tokens" else CAP * TOKENS)
-        assert (inf if most is None else most) == (inf if open_end else count), name
-        whole = worst.run[name].most
-        assert whole == (None if open_end else count * 2 * samples)
+        assert worst.episode[name].most == (None if count == inf else count), name
+        assert worst.run[name].most == (None if count == inf else count * 2 * samples)
     assert worst.episode["branches"] == worst.episode["assistant_turns"]
 
     way, limit = most_seconds(simulator, found), ctx.spec.limits.episode_seconds
@@ -115,7 +109,7 @@ def test_no_episode_of_the_real_machine_goes_beyond_it(machine: str, chance: ran
     ctx = load(machine)
     most = most_counts(ctx.graph)
     walked = EpisodeMachine(ctx.machine)
-    simulator = Simulator(ctx)
+    simulator = Simulator(ctx, cap=1000)
     at = Stand(walked.initial, 0, 0, 0, 0, False)
     for _ in range(40):
         if at.state in walked.final:
