@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Literal
 
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
-from engine.errors import GuardError
-from engine.machine.guards import LONGEST, Guard, GuardProblem, guard_problems
+from engine.machine.guards import LONGEST, guard_problems
+from engine.machine.inference import Kind
 from engine.rewards.state_key import is_fact_name
 from engine.spec.diagnostic import DataPath
 
 STATE_KEY: DataPath = ("rewards", "credit", "state_key")
 """The one expression that may be of any type."""
-
-Kind = Literal["parse", "unknown-name", "not-boolean", "wrong-type"]
 
 
 def expressions(ctx: CheckContext) -> Iterator[tuple[DataPath, str]]:
@@ -32,31 +29,14 @@ def expressions(ctx: CheckContext) -> Iterator[tuple[DataPath, str]]:
         yield STATE_KEY, key
 
 
-@lru_cache(maxsize=8192)
-def _problems(expression: str) -> tuple[tuple[Kind, GuardProblem], ...]:
-    return tuple((_kind(expression, item.message), item) for item in guard_problems(expression))
-
-
-def _kind(expression: str, message: str) -> Kind:
-    """Which rule a problem belongs to."""
-    if message.startswith("a guard is true or false"):
-        return "not-boolean"
-    if message.startswith("there is no ") or " has no field " in message:
-        return "unknown-name"
-    if message.startswith("guards cannot use this"):
-        return "parse"
-    try:
-        Guard(expression)
-    except GuardError:
-        return "parse"
-    return "wrong-type"
+_problems = lru_cache(maxsize=8192)(guard_problems)
 
 
 def _of(ctx: CheckContext, kind: Kind) -> Iterator[Finding]:
     for path, expression in expressions(ctx):
         ctx.work.spend(min(len(expression), LONGEST))
-        for found, problem in _problems(expression):
-            if found == kind and not (kind == "not-boolean" and path == STATE_KEY):
+        for problem in _problems(expression):
+            if problem.kind == kind and not (kind == "not-boolean" and path == STATE_KEY):
                 yield Finding(problem.message, path, problem.fix, offset=problem.column - 1)
 
 
@@ -82,3 +62,9 @@ def guard_wrong_type(ctx: CheckContext) -> Iterator[Finding]:
 def guard_not_boolean(ctx: CheckContext) -> Iterator[Finding]:
     """Its answer is a number, a text, a list or a map."""
     return _of(ctx, "not-boolean")
+
+
+@rule("guard.too-costly", "error", "a guard may take too long")
+def guard_too_costly(ctx: CheckContext) -> Iterator[Finding]:
+    """Its loops inside of each other multiply; no other episode moves while a guard is evaluated."""
+    return _of(ctx, "too-costly")

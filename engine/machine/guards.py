@@ -13,8 +13,9 @@ from typing import Any
 
 from engine.errors import GuardError
 from engine.machine.celext import cel_module
+from engine.machine.cost import ASSUMED, MOST_WORK, is_looping, sizes_of, work_of
 from engine.machine.explain import explain
-from engine.machine.expression import ExpressionError, parse
+from engine.machine.expression import MACROS, ExpressionError, Node, parse
 from engine.machine.inference import NUMBERS, Finding, Inference, Kind, describe
 from engine.machine.variables import BOOL, DYN, STRING, VARIABLES, Member, Variable
 
@@ -22,6 +23,10 @@ cel = cel_module()
 
 LONGEST = 4_000
 """Characters that an expression may have."""
+
+
+_LOOP = re.compile(rf"\.\s*(?:{'|'.join(MACROS)})\s*\(")
+"""What every expression holds that goes through a list or a map."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +48,10 @@ class Guard:
     guard.evaluate({"turns": {"user": 1}, "limits": {"user_turns": 3}})     # True
 
     Raises:
-        GuardError: the expression is not CEL.
+        GuardError: the expression is not CEL, or nested too deeply.
     """
 
-    __slots__ = ("_program", "expression", "names")
+    __slots__ = ("_loops", "_program", "expression", "names")
 
     def __init__(self, expression: str) -> None:
         self.expression = expression
@@ -58,6 +63,8 @@ class Guard:
         except ValueError as error:
             raise GuardError(f"guard `{expression}`: {error}") from error
         self.names = frozenset(found) & frozenset(VARIABLES)
+        self._loops = _looping(expression)
+        """The tree of an expression whose work depends on its variables; None for any other."""
 
     def evaluate(self, context: Mapping[str, Any]) -> bool:
         """Whether it holds.
@@ -77,8 +84,15 @@ class Guard:
         """What it comes to, of whatever type.
 
         Raises:
-            GuardError: it asks for what is not there, or mixes types.
+            GuardError: it asks for what is not there, mixes types, or may take more than `MOST_WORK`.
         """
+        if self._loops is not None:
+            work = work_of(self._loops, sizes_of(context.values()))
+            if work > MOST_WORK:
+                raise GuardError(
+                    f"guard `{self.expression}`: it may take {work:,} steps on these values; {MOST_WORK:,} are allowed. "
+                    "Nest fewer loops, or keep the lists that it goes through shorter"
+                )
         try:
             return self._program.execute(context)
         except Exception as error:  # whatever CEL raises is the expression's fault
@@ -89,6 +103,16 @@ class Guard:
 
     def __repr__(self) -> str:
         return f"Guard({self.expression!r})"
+
+
+def _looping(expression: str) -> Node | None:
+    if _LOOP.search(expression) is None:
+        return None
+    try:
+        tree = parse(expression)
+    except ExpressionError as error:
+        raise GuardError(f"guard `{expression}`: guards cannot use this: {error}") from error
+    return tree if is_looping(tree) else None
 
 
 def guard_problems(expression: str) -> list[GuardProblem]:
@@ -113,6 +137,13 @@ def guard_problems(expression: str) -> list[GuardProblem]:
     if types.isdisjoint(BOOL | DYN):
         fix = "compare it" if types <= NUMBERS | STRING else None
         findings.append(Finding(f"a guard is true or false; this is {describe(types)}", tree.start, fix, "not-boolean"))
+    if is_looping(tree) and (work := work_of(tree, ASSUMED)) > MOST_WORK:
+        message = (
+            f"with lists of {ASSUMED.length} elements it may take {work:,} steps; {MOST_WORK:,} are allowed"
+            if work < 10**12
+            else f"with lists of {ASSUMED.length} elements it may never end; {MOST_WORK:,} steps are allowed"
+        )
+        findings.append(Finding(message, tree.start, "nest fewer loops, or let the world tell the fact", "too-costly"))
     return [GuardProblem(f.message, f.offset + 1, f.fix, f.kind) for f in sorted(findings, key=lambda f: f.offset)]
 
 

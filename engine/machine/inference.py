@@ -101,7 +101,7 @@ _ARITHMETIC: Mapping[str, Overloads] = {
 _COMPARED: Overloads = dict.fromkeys([*product(NUMBERS, NUMBERS), *((each, each) for each in ORDERED)], "bool")
 
 
-Kind = Literal["parse", "unknown-name", "wrong-type", "not-boolean"]
+Kind = Literal["parse", "unknown-name", "wrong-type", "not-boolean", "too-costly"]
 """Which sort of mistake: what a check is called after."""
 
 

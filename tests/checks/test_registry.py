@@ -19,6 +19,7 @@ def test_ids_are_stable() -> None:
         ("guard.constant", "warning"),
         ("guard.not-boolean", "error"),
         ("guard.parse", "error"),
+        ("guard.too-costly", "error"),
         ("guard.unknown-name", "error"),
         ("guard.wrong-type", "error"),
         ("limits.contradiction", "error"),
