@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,74 +17,11 @@ from schemas.episode import ModelSpec
 from schemas.episode import SGLangBackend as Spec
 from schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-
-from fake_sglang import Call, FakeSGLang
-
-OUTPUT = [5, 6, 7, 8, 2]
-
+from sglang_cluster import OUTPUT, Call, answers, changed, cluster, request
 
 @pytest.fixture(scope="module")
 def chat_format(tiny_model_dir: Path) -> ChatFormat:
     return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
-
-
-class Cluster:
-    def __init__(self, fakes: list[FakeSGLang], urls: list[str], backend: SGLangBackend) -> None:
-        self.fakes = fakes
-        self.fake = fakes[0]
-        self.urls = urls
-        self.backend = backend
-
-    async def healed(self) -> None:
-        """Wait until the first server is used again."""
-        async with asyncio.timeout(10):
-            while not self.counts["servers"][0]["healthy"]:  # noqa: ASYNC110  (the pool tells nobody)
-                await asyncio.sleep(0.02)
-
-    @property
-    def counts(self) -> dict[str, Any]:
-        return self.backend.stats()
-
-
-@asynccontextmanager
-async def cluster(
-    format: ChatFormat, servers: int = 1, *, sampling: SamplingParams | None = None, start: bool = True, **spec: Any
-) -> AsyncIterator[Cluster]:
-    async with AsyncExitStack() as stack:
-        fakes, urls = [], []
-        for _ in range(servers):
-            fake = FakeSGLang(output=OUTPUT)
-            fake.tokenize = format.encode
-            urls.append(await fake.start())
-            stack.push_async_callback(fake.stop)
-            fakes.append(fake)
-        backend = SGLangBackend(
-            Spec.model_validate({"urls": urls, "timeout": 20, **spec}),
-            format,
-            sampling=sampling or SamplingParams(),
-            model="fake",
-        )
-        stack.push_async_callback(backend.close)
-        if start:
-            await backend.start()
-            for fake in fakes:
-                fake.requests = 0
-        yield Cluster(fakes, urls, backend)
-
-
-def request(ids: list[int] | None = None, *, episode: str = "e", **changes: Any) -> GenerateRequest:
-    fields: dict[str, Any] = {
-        "request_id": "r",
-        "episode_id": episode,
-        "turn": 0,
-        "input_ids": [1, 22, 333] if ids is None else ids,
-        "sampling": SamplingParams(),
-        "max_new_tokens": 8,
-        "stop_token_ids": [2],
-        "seed": 0,
-    }
-    return GenerateRequest(**(fields | changes))
 
 
 # -- one server
@@ -102,20 +37,6 @@ async def test_a_reply_is_handed_on_whole(chat_format: ChatFormat) -> None:
         assert it.counts["certificate"] == {"turns_checked": 1, "turns_unchecked": 0, "prompt_mismatches": 0}
         assert (it.counts["attempts"], it.counts["turns"], it.counts["tokens"]) == (1, 1, 5)
         assert it.backend.context == 4090
-
-
-def answers(body: bytes, status: int = 200) -> Callable[[Call], Any]:
-    async def fault(call: Call) -> None:
-        call.answer(body, status)
-
-    return fault
-
-
-def changed(**changes: Any) -> Callable[[Call], Any]:
-    async def fault(call: Call) -> None:
-        call.answer(call.reply(**changes))
-
-    return fault
 
 
 async def drop(call: Call) -> None:

@@ -323,7 +323,7 @@ class SGLangBackend:
         server.begin()
         try:
             read = partial(_read, sent, self.vocab_size)
-            reply = await server.http.request("POST", "/generate", *sent.pieces, read=read)
+            reply = await server.http.request("POST", "/generate", *sent.pieces, read=read, most=sent.most)
         except HttpFailure as failure:
             self.abort(server, sent.rid)
             if not self._closed.is_set():  # or it is our own doing

@@ -10,18 +10,28 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import time
 from collections.abc import Callable
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from typing import Any, cast
 
 import msgspec
 
 MAX_HEAD = 64 * 1024
 """Most bytes of a reply's status line and headers."""
-MAX_BODY = 1 << 30
-"""Most bytes of a reply's body."""
+MAX_BODY = 64 << 20
+"""Most bytes of a reply's body, where the request does not say how many it may have."""
+MAX_HELD = 1 << 30
+"""Most bytes of bodies that have begun to arrive, over all connections of the process."""
+MAX_INTERIM = 16
+"""Most heads with a status of 1xx before a reply."""
 _ROOM = 256 * 1024
 """Bytes that are read at once."""
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)(?=\r\n|\Z)", re.IGNORECASE)
+_RETRY_AFTER = re.compile(rb"\r\nretry-after: *([^\r\n]*)", re.IGNORECASE)
+ASKS_TO_WAIT = (429, 503)
+"""Statuses of replies whose `Retry-After` is read."""
 _EMPTY = (204, 304)
 """Statuses of replies without a body, whatever length is named."""
 _OUTBOX = 8
@@ -31,11 +41,18 @@ _HEADS = 64
 
 
 class HttpFailure(Exception):
-    """No whole reply came. `answered`: whether a first byte of it did. `reused`: whether the connection had served before."""
+    """No whole reply came.
 
-    def __init__(self, message: str, *, answered: bool = False, reused: bool = False) -> None:
+    Args:
+        answered: a first byte of the reply had come.
+        reused: the connection had served a request before.
+        sent: the request may have reached the server; False where no connection could be opened.
+    """
+
+    def __init__(self, message: str, *, answered: bool = False, reused: bool = False, sent: bool = True) -> None:
         self.answered = answered
         self.reused = reused
+        self.sent = sent
         super().__init__(message)
 
 
@@ -53,6 +70,8 @@ class HttpReply(msgspec.Struct, frozen=True):
     body: bytes
     read: Any = None
     """What the request's `read` made of it."""
+    retry_after: float | None = None
+    """Seconds after which the server wants to be asked again, from the header `Retry-After`; for 429 and 503 alone."""
 
 
 class ChunkedBody:
@@ -66,10 +85,12 @@ class ChunkedBody:
     b'abc'
     """
 
-    __slots__ = ("_left", "_pending", "_state", "data")
+    __slots__ = ("_left", "_most", "_pending", "_state", "_trailers", "data")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_BODY) -> None:
         self.data = bytearray()
+        self._most = most
+        self._trailers = 0
         self._pending = bytearray()
         self._left = 0
         self._state = "size"
@@ -101,10 +122,13 @@ class ChunkedBody:
             if self._state == "trailer":
                 if not line:
                     return bytes(pending[at:])
+                self._trailers += len(line)
+                if self._trailers > MAX_HEAD:
+                    raise MalformedReply(f"trailers of over {MAX_HEAD} bytes")
                 continue
             self._left = _chunk_size(line)
-            if len(self.data) + self._left > MAX_BODY:
-                raise MalformedReply(f"a reply of over {MAX_BODY} bytes")
+            if len(self.data) + self._left > self._most:
+                raise _too_large(self._most)
             self._state = "data" if self._left else "trailer"
         del pending[:at]
         return None
@@ -117,12 +141,50 @@ def _chunk_size(line: bytes) -> int:
     return int(digits, 16)
 
 
-def _length(value: bytes) -> int:
+def _length(value: bytes, most: int) -> int:
     if not value.isdigit():
         raise MalformedReply(f"{value[:60]!r} is no length")
-    if len(value) > 12 or int(value) > MAX_BODY:
-        raise MalformedReply(f"a reply of {value[:60].decode()} bytes; at most {MAX_BODY} are read")
+    if len(value) > 12 or int(value) > most:
+        raise MalformedReply(f"a reply of {value[:60].decode()} bytes; at most {most} are read")
     return int(value)
+
+
+def _too_large(most: int) -> MalformedReply:
+    return MalformedReply(f"a reply of over {most} bytes")
+
+
+def retry_seconds(value: bytes, now: float | None = None) -> float | None:
+    """Seconds to wait, from a `Retry-After` header: a number of seconds or an HTTP date (RFC 9110, section 10.2.3).
+
+    Args:
+        value: the header's value.
+        now: seconds since the epoch; the clock when left out.
+
+    Returns:
+        0 or more; None where the value is neither.
+    """
+    text = value.strip().decode("latin-1")
+    if text.isascii() and text.replace(".", "", 1).isdigit():
+        return float(text) if len(text) < 16 else None
+    try:
+        date = parsedate_to_datetime(text)
+        if date.tzinfo is None:
+            date = date.replace(tzinfo=UTC)
+        return max(0.0, date.timestamp() - (time.time() if now is None else now))
+    except (ValueError, OverflowError, TypeError):
+        return None
+
+
+class _Held:
+    """Bytes of bodies that have begun to arrive, over all connections of the process."""
+
+    __slots__ = ("bytes",)
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
+HELD = _Held()
 
 
 class Room:
@@ -152,10 +214,14 @@ class Connection(asyncio.BufferedProtocol):
         "_chunks",
         "_head",
         "_heads",
+        "_held",
+        "_interim",
         "_keep",
         "_loop",
+        "_most",
         "_need",
         "_read",
+        "_retry_after",
         "_room",
         "_status",
         "_waiter",
@@ -164,7 +230,7 @@ class Connection(asyncio.BufferedProtocol):
         "transport",
     )
 
-    def __init__(self, room: Room, heads: dict[bytes, tuple[int, bool]]) -> None:
+    def __init__(self, room: Room, heads: dict[bytes, tuple[int, bool, bytes | None]]) -> None:
         self._room = room
         self._heads = heads
         self.transport: asyncio.Transport | None = None
@@ -174,6 +240,8 @@ class Connection(asyncio.BufferedProtocol):
         self._read: Callable[[int, bytes], Any] | None = None
         self.closing = False
         """It takes no more requests."""
+        self._most = MAX_BODY
+        self._held = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -184,6 +252,23 @@ class Connection(asyncio.BufferedProtocol):
         """Bytes that the body still lacks; -1 before the head is whole, -2 when it ends with the connection."""
         self._status = 0
         self._keep = True
+        self._interim = 0
+        self._retry_after: bytes | None = None
+
+    def _hold(self, count: int) -> None:
+        """Count bytes of a body that is not whole yet.
+
+        Raises:
+            MalformedReply: the bodies of all connections together would be too large.
+        """
+        if HELD.bytes + count > MAX_HELD:
+            raise MalformedReply(f"unfinished replies of over {MAX_HELD} bytes over all connections")
+        HELD.bytes += count
+        self._held += count
+
+    def _release(self) -> None:
+        HELD.bytes -= self._held
+        self._held = 0
 
     @property
     def usable(self) -> bool:
@@ -195,8 +280,9 @@ class Connection(asyncio.BufferedProtocol):
         pieces: tuple[bytes, ...],
         loop: asyncio.AbstractEventLoop,
         read: Callable[[int, bytes], Any] | None = None,
+        most: int = MAX_BODY,
     ) -> asyncio.Future[HttpReply]:
-        """Send a whole request; the future is its reply, or HttpFailure.
+        """Send a whole request; the future is its reply, or HttpFailure. `most`: bytes that the reply's body may have.
 
         It is put together here, so that it is not kept beside its pieces for as long as the reply takes.
         """
@@ -205,6 +291,7 @@ class Connection(asyncio.BufferedProtocol):
         self._reset()
         self._waiter = loop.create_future()
         self._read = read
+        self._most = most
         outbox = self._room.outbox
         if not outbox:
             loop.call_soon(self._room.post)
@@ -223,6 +310,8 @@ class Connection(asyncio.BufferedProtocol):
         """Drop the connection at once; a reply on its way is not waited for. Its loop may be closed by then."""
         self.closing = True
         self._waiter = None
+        if self._held:
+            self._release()
         if self.transport is not None and self._loop is not None and not self._loop.is_closed():
             self.transport.abort()
 
@@ -297,19 +386,23 @@ class Connection(asyncio.BufferedProtocol):
                 self._take_body(rest)
             return
         self._head = b""  # 100 Continue and its like: the reply follows
+        self._interim += 1
+        if self._interim > MAX_INTERIM:
+            raise MalformedReply(f"over {MAX_INTERIM} interim replies (status 1xx) before a reply")
         if rest:
             self._take(rest)
 
     def _take_body(self, data: bytes) -> None:
         if self._chunks is not None:
+            self._hold(len(data))
             rest = self._chunks.feed(data)
             if rest is not None:
                 self._body = self._chunks.data
                 self._done(rest)
         elif self._need == -2:
             self._grow(data)
-            if len(self._body) > MAX_BODY:
-                raise MalformedReply(f"a reply of over {MAX_BODY} bytes")
+            if len(self._body) > self._most:
+                raise _too_large(self._most)
         elif len(data) >= self._need:
             data, rest = data[: self._need], data[self._need :]
             self._grow(data)
@@ -319,6 +412,7 @@ class Connection(asyncio.BufferedProtocol):
             self._need -= len(data)
 
     def _grow(self, data: bytes) -> None:
+        self._hold(len(data))
         if isinstance(self._body, bytearray):
             self._body += data
         else:
@@ -333,15 +427,15 @@ class Connection(asyncio.BufferedProtocol):
         rest = head[: sized.start(1)] + head[sized.end(1) :]
         known = self._heads.get(rest)
         if known is not None:
-            self._status, self._keep = known
-            self._need = _length(sized[1])
+            self._status, self._keep, self._retry_after = known
+            self._need = _length(sized[1], self._most)
             return True
         final = self._parse_head(head)
         sized_by_it = self._chunks is None and self._status not in _EMPTY and self._need == int(sized[1])
         if sized_by_it and rest.lower().count(b"content-length") == 1:
             if len(self._heads) >= _HEADS:
                 self._heads.clear()
-            self._heads[rest] = self._status, self._keep
+            self._heads[rest] = self._status, self._keep, self._retry_after
         return final
 
     def _parse_head(self, head: bytes) -> bool:
@@ -363,9 +457,9 @@ class Connection(asyncio.BufferedProtocol):
             name = name.lower()
             if name == b"content-length":
                 value = value.strip()
-                if length is not None and length != _length(value):
+                if length is not None and length != _length(value, self._most):
                     raise MalformedReply(f"{value[:60]!r} is no length")
-                length = _length(value)
+                length = _length(value, self._most)
             elif name == b"transfer-encoding":
                 if value.strip().lower() != b"chunked":
                     raise MalformedReply(f"transfer encoding {value.strip()[:60]!r} is not read here")
@@ -374,8 +468,10 @@ class Connection(asyncio.BufferedProtocol):
                 self._keep = value.strip().lower() != b"close" and (
                     self._keep or value.strip().lower() == b"keep-alive"
                 )
+        if status in ASKS_TO_WAIT and (told := _RETRY_AFTER.search(head)) is not None:
+            self._retry_after = told[1]
         if chunked:
-            self._chunks = ChunkedBody()
+            self._chunks = ChunkedBody(self._most)
             self._need = 0
         elif status in _EMPTY:
             self._need = 0
@@ -390,11 +486,16 @@ class Connection(asyncio.BufferedProtocol):
         self.served += 1
         if rest or not self._keep:
             self.close()
+        elif self._held:
+            self._release()
         if waiter is not None and not waiter.done():
             status, body, read = self._status, bytes(self._body), self._read
+            wait = None if self._retry_after is None else retry_seconds(self._retry_after)
             try:
                 waiter.set_result(
-                    HttpReply(status, body) if read is None else HttpReply(status, b"", read(status, body))
+                    HttpReply(status, body, None, wait)
+                    if read is None
+                    else HttpReply(status, b"", read(status, body), wait)
                 )
             except Exception as error:  # noqa: BLE001  (told to whoever asked, not to the event loop)
                 waiter.set_exception(error)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from engine.backends.sglang.connection import Connection, HttpFailure, HttpReply, Room
+from engine.backends.sglang.connection import MAX_BODY, Connection, HttpFailure, HttpReply, Room
 
 
 class HttpClient:
@@ -64,7 +64,12 @@ class HttpClient:
         """Connections opened so far."""
 
     async def request(
-        self, method: str, path: str, *body: bytes, read: Callable[[int, bytes], Any] | None = None
+        self,
+        method: str,
+        path: str,
+        *body: bytes,
+        read: Callable[[int, bytes], Any] | None = None,
+        most: int = MAX_BODY,
     ) -> HttpReply:
         """Send one request and read its whole reply, whatever its status. Cancelling it closes its connection.
 
@@ -73,7 +78,9 @@ class HttpClient:
             path: after the URL's own.
             body: pieces that make up the body, joined once.
             read: called with status and body where the reply arrives, while its bytes are at hand: later they have to be
-                fetched again. It must not raise. The reply then has no body but what this made of it.
+                fetched again. It must not raise. The reply then has no body but what this made of it. Where it gives an
+                exception, the reply may belong to another request, so the connection is not used again.
+            most: bytes that the reply's body may have.
 
         Raises:
             HttpFailure: no connection, or it broke; MalformedReply: what came is not HTTP.
@@ -89,7 +96,7 @@ class HttpClient:
             connection = (None if fresh else self._idle()) or await self._open(loop)
             self._busy.add(connection)
             try:
-                reply = await connection.send(pieces, loop, read)
+                reply = await connection.send(pieces, loop, read, most)
             except HttpFailure as failure:
                 connection.close()
                 if fresh or failure.answered or not failure.reused:
@@ -101,7 +108,9 @@ class HttpClient:
                 raise
             finally:
                 self._busy.discard(connection)
-            if not connection.closing:
+            if isinstance(reply.read, Exception):
+                connection.close()
+            elif not connection.closing:
                 self._free.append(connection)
             return reply
 
@@ -118,9 +127,9 @@ class HttpClient:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await loop.create_connection(self._connection, self._host, self._port, ssl=self._tls)
         except TimeoutError:
-            raise HttpFailure(f"{self.url} did not accept a connection within {self._connect_timeout:g} s") from None
+            raise HttpFailure(f"{self.url} did not accept a connection within {self._connect_timeout:g} s", sent=False) from None
         except OSError as error:
-            raise HttpFailure(f"{self.url} cannot be reached: {error}") from error
+            raise HttpFailure(f"{self.url} cannot be reached: {error}", sent=False) from error
         self.opened += 1
         return connection
 

@@ -38,6 +38,12 @@ _ECHO = b',"prompt_token_ids":['
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
+ROUNDING = 1e-5
+"""How far above 0 a log-prob may be: what float32 loses where a probability is 1."""
+_META_BYTES = 1 << 20
+_TOKEN_BYTES = 1024
+
+
 class ReplyError(Exception):
     """A reply that cannot be used; another try may give a better one."""
 
@@ -55,6 +61,11 @@ class Outgoing(msgspec.Struct, frozen=True):
     ids: np.ndarray
     """The same as int32 [tokens]. What is sent instead, where there are images, holds one placeholder for each."""
     max_new_tokens: int
+
+    @property
+    def most(self) -> int:
+        """Bytes that a reply may have: the prompt's ids, the sampled tokens with id, log-prob and text, and the rest."""
+        return _META_BYTES + 2 * len(self.prompt) + _TOKEN_BYTES * self.max_new_tokens
 
 
 class _Known(msgspec.Struct, frozen=True):
@@ -304,8 +315,13 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
         ReplyError: it is no JSON, lacks something, or contradicts itself or the request.
         PromptMismatch: the server worked on another prompt.
     """
-    reply, echoed = _read(body, sent)
+    reply, seen = _read(body, sent)
     meta = reply.meta_info
+    if meta.id and meta.id != sent.rid:  # before anything else: the rest is another request's
+        raise ReplyError(f"it answers request {meta.id!r}, not {sent.rid!r}")
+    echoed = seen is not _NOT_ECHOED
+    if echoed and seen is not None and seen != sent.ids.tolist():
+        raise PromptMismatch(sent.ids, seen)
     try:
         values, tokens = _columns(meta.output_token_logprobs)
         # Read but once: where the ids of the rows, written down, are the ids of the reply, they are the same.
@@ -316,8 +332,6 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
         ids = tokens if same else _ids_decoder.decode(reply.output_ids or b"[]")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ReplyError(f"its tokens and log-probs are not what SGLang answers: {error}") from None
-    if meta.id and meta.id != sent.rid:
-        raise ReplyError(f"it answers request {meta.id!r}, not {sent.rid!r}")
     if meta.prompt_tokens is not None and meta.prompt_tokens != len(sent.ids):
         raise ReplyError(f"it counts {meta.prompt_tokens} prompt tokens where {len(sent.ids)} were sent")
     if len(ids) > sent.max_new_tokens:
@@ -336,6 +350,9 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
     if logprobs is None:
         at = next(at for at, value in enumerate(values) if value is None or not abs(value) <= _FLOAT32_MAX)
         raise ReplyError(f"token {at} has no finite log-prob")
+    if values and max(values) > ROUNDING:
+        at = next(at for at, value in enumerate(values) if value > ROUNDING)
+        raise ReplyError(f"token {at} has the log-prob {values[at]:g}; none is above 0")
     return Part(
         ids=array,
         logprobs=logprobs,
@@ -372,23 +389,26 @@ def _float32(values: list[float | None]) -> np.ndarray | None:
     return None
 
 
-def _read(body: bytes, sent: Outgoing) -> tuple[_Reply, bool]:
-    """The reply, and whether its prompt was compared. The echo comes last: where it is ours, to the byte, it is not parsed."""
+_NOT_ECHOED: list[int] = []
+
+
+def _read(body: bytes, sent: Outgoing) -> tuple[_Reply, list[int] | None]:
+    """The reply, and the prompt that it echoes: None for ours, `_NOT_ECHOED` for none.
+
+    The echo comes last: where it is ours, to the byte, it is not parsed.
+    """
     end = len(body) - len(sent.prompt) - 2
     start = end - len(_ECHO)
     same = start > 0 and body.startswith(_ECHO, start) and body.startswith(sent.prompt, end) and body.endswith(b"]}")
     try:
         reply = _decoder.decode(body[:start] + b"}" if same else body)
         if same and not reply.prompt_token_ids:
-            return reply, True
+            return reply, None
         if not reply.prompt_token_ids:
-            return reply, False
-        seen = _ids_decoder.decode(reply.prompt_token_ids)
+            return reply, _NOT_ECHOED
+        return reply, _ids_decoder.decode(reply.prompt_token_ids)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ReplyError(f"it is not what SGLang answers: {error}") from None
-    if seen != sent.ids.tolist():
-        raise PromptMismatch(sent.ids, seen)
-    return reply, True
 
 
 def _columns(rows: msgspec.Raw) -> tuple[list[Any], list[Any]]:
