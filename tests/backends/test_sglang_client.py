@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang_cluster import OUTPUT, Call, answers, changed, cluster, request
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, ContextOverflow
 from engine.tokens.format import ChatFormat, load_format
 from schemas.episode import ModelSpec
 from schemas.episode import SGLangBackend as Spec
-from schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
+from schemas.generation import FinishReason, SamplingParams, VersionSpan
 
-from sglang_cluster import OUTPUT, Call, answers, changed, cluster, request
 
 @pytest.fixture(scope="module")
 def chat_format(tiny_model_dir: Path) -> ChatFormat:

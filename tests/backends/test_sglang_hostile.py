@@ -150,7 +150,7 @@ LARGE = {
 async def test_a_body_larger_than_what_was_asked_for_is_refused(name: str) -> None:
     head, forever = LARGE[name]
     async with writing(head, forever=forever) as client:
-        with pytest.raises(MalformedReply, match="1000|trailers"):
+        with pytest.raises(MalformedReply, match=r"1000|trailers"):
             await client.request("POST", "/generate", b"{}", most=1000)
     assert HELD.bytes == 0
 

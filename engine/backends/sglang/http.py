@@ -127,7 +127,9 @@ class HttpClient:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await loop.create_connection(self._connection, self._host, self._port, ssl=self._tls)
         except TimeoutError:
-            raise HttpFailure(f"{self.url} did not accept a connection within {self._connect_timeout:g} s", sent=False) from None
+            raise HttpFailure(
+                f"{self.url} did not accept a connection within {self._connect_timeout:g} s", sent=False
+            ) from None
         except OSError as error:
             raise HttpFailure(f"{self.url} cannot be reached: {error}", sent=False) from error
         self.opened += 1
