@@ -2,18 +2,24 @@
 
 Invariant: an answer is one finite real number, or it is none. A list, an interval, an equation between numbers, two
 candidates side by side are no answers, so nothing is won by naming several. What is read is bounded before it is
-parsed (length, kinds of signs, powers), so no answer takes long to check.
+parsed (length, kinds of signs, powers, brackets), in time linear in its length, and parsed within a limit of CPU time in a
+process of its own (`environments.math_pool`).
 """
 
 from __future__ import annotations
 
 import re
-import threading
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from environments.math_pool import POOL
 
 LONGEST = 120
 """Characters of an answer beyond which it is not read."""
+DEEPEST = 5
+"""Brackets inside of each other."""
+MOST_VALUE = 1e15
+"""Of an answer, without its sign."""
 MOST_POWERS = 3
 """Powers in one answer; each has a single digit, so the largest is of a few thousand digits."""
 
@@ -36,6 +42,7 @@ _SIDE_BY_SIDE = re.compile(r"[\d.]\s+[\d.]|\.\d*\.")
 _POWER = re.compile(
     r"\^\s*(?:-?\d(?![\d.])|\{\s*-?\d\s*\}|\{\s*-?\d/\d\s*\}|\{\s*\\[dt]?frac\s*\{\s*\d\s*\}\s*\{\s*\d\s*\}\s*\})"
 )
+_DECIMAL = re.compile(r"-?(?:\d+\.?\d*|\.\d+)")
 _ALLOWED = re.compile(r"(?:[\d\s.+\-*/(){}\[\]^]|\\(?:[dt]?frac|sqrt|pi|cdot|times|div|left|right)(?![a-z]))*")
 
 
@@ -43,8 +50,8 @@ class Number(NamedTuple):
     """An answer that was read."""
 
     value: float
-    expression: Any
-    """The same for SymPy, exact."""
+    latex: str
+    """The same, exact, as LaTeX."""
     text: str
     """As it was written."""
 
@@ -73,21 +80,14 @@ def _braced(text: str, at: int) -> str | None:
 def read_number(text: str) -> Number | None:
     r"""The number that an answer comes to: `12`, `x = 5`, `\frac{8}{15}`, `2\sqrt{221}`, `53^\circ`, `1,200 cm`.
 
-    Of `x = 14.72 \approx 15`, what follows the last sign. Units and degree signs are left out.
-    """
+    Of `x = 14.72 \approx 15`, what follows the last sign. Units and degree signs are left out."""
     latex = _tidy(text)
     if latex is None:
         return None
-    expression = _parse(latex)
-    if expression is None or not getattr(expression, "is_number", False):
+    value = float(latex) if _DECIMAL.fullmatch(latex) else (POOL.ask("read", latex=latex) or {"value": None})["value"]
+    if value is None or abs(value) > MOST_VALUE:
         return None
-    try:
-        value = complex(expression.evalf(30))
-    except (TypeError, ValueError, ArithmeticError):
-        return None  # a set, a relation, infinity
-    if abs(value.imag) > 1e-12 or value.real != value.real or abs(value.real) > 1e15:
-        return None
-    return Number(value.real, expression, text.strip())
+    return Number(value, latex, text.strip())
 
 
 def same_number(answer: Number, gold: Number, tolerance: float = 0.0) -> bool:
@@ -104,9 +104,8 @@ def same_number(answer: Number, gold: Number, tolerance: float = 0.0) -> bool:
         return off <= tolerance * abs(gold.value) + 1e-9
     if off > 1e-5 * max(1.0, abs(gold.value)):
         return False
-    from math_verify import verify
-
-    return bool(verify(gold.expression, answer.expression, float_rounding=6, timeout_seconds=None))
+    told = POOL.ask("same", gold=gold.latex, answer=answer.latex)
+    return told is not None and bool(told["right"])
 
 
 def _tidy(text: str) -> str | None:
@@ -134,31 +133,33 @@ def _tidy(text: str) -> str | None:
         return None
     if text.count("^") != len(_POWER.findall(text)) or text.count("^") > MOST_POWERS or "**" in text:
         return None
-    return text
+    return _unnested(text)
 
 
-_parsing = threading.Lock()
-"""The parser's tables are shared and fill up as it meets grammar: one thread at a time."""
+def _unnested(text: str) -> str | None:
+    """A text without brackets right inside of brackets of the same kind; None where they do not match, or nest too deeply.
 
-
-def _parse(latex: str) -> Any:
-    """The one SymPy expression that math-verify reads; None where it reads none."""
-    import logging
-
-    from math_verify import LatexExtractionConfig, parse
-
-    with _parsing:
-        # It bounds its time with signals, which only a main thread has; here what may be parsed is bounded instead.
-        log = logging.getLogger("math_verify")
-        level = log.level
-        log.setLevel(logging.ERROR)
-        try:
-            found = parse(
-                f"\\boxed{{{latex}}}",
-                extraction_config=[LatexExtractionConfig()],
-                fallback_mode="no_extraction",
-                parsing_timeout=None,
-            )
-        finally:
-            log.setLevel(level)
-    return found[0] if len(found) == 1 else None
+    The parser's time doubles with each level. Linear in the text's length.
+    """
+    text = "{" + text + "}"  # so that braces around the whole are inside of braces too
+    partner: dict[int, int] = {}
+    opened: list[int] = []
+    for at, sign in enumerate(text):
+        if sign in "{([":
+            opened.append(at)
+        elif sign in "})]":
+            if not opened or text[opened[-1]] + sign not in ("{}", "()", "[]"):
+                return None
+            partner[opened.pop()] = at
+    if partner.get(0) != len(text) - 1:
+        return None
+    dropped = set()
+    for start, end in partner.items():
+        if text[start] in "{(" and text[start + 1] == text[start] and partner[start + 1] == end - 1:
+            dropped |= {start, end}
+    kept = "".join(sign for at, sign in enumerate(text) if at not in dropped)[1:-1]
+    depth = deepest = 0
+    for sign in kept:
+        depth += (sign in "{([") - (sign in "})]")
+        deepest = max(deepest, depth)
+    return kept if deepest <= DEEPEST else None

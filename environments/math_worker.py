@@ -1,46 +1,121 @@
-"""Checks answers in a process of its own, which can be killed: run as a script, one JSON object a line in and out.
+"""Reads and compares mathematical answers in a process of its own: one JSON object a line in and out.
 
-In: `{"gold": …, "reply": …}`. Out: `{"answer": …, "right": …}`, or `{"problem": …}` where the right answer cannot be
-read. SymPy may work on an answer such as `9^{9^{9^9}}` for ever inside one call that nothing interrupts, so whoever
-asks keeps the time (`environments.scorers`).
+    {"task": "compare", "seconds": 2, "gold": …, "reply": …}    ->  {"answer": …, "right": …}, or {"problem": …}
+    {"task": "read", "seconds": 2, "latex": …}                  ->  {"value": …}
+    {"task": "same", "seconds": 2, "gold": …, "answer": …}      ->  {"right": …}
+
+Invariant: a question takes at most `seconds` of CPU time, however busy the machine is; past it the answer is
+`{"late": true}`, or the kernel ends the process (SIGXCPU) where one call of SymPy cannot be interrupted. Memory is
+limited too. `environments.math_pool` starts these processes.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
+import resource
+import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
+MOST_MEMORY = 4 * 2**30
+"""Bytes of address space: what SymPy needs, many times over."""
 
-def check(gold: str, reply: str) -> dict[str, Any]:
+
+class OutOfTime(BaseException):
+    """The question has used up its CPU time. No `Exception`: the libraries catch those and go on."""
+
+
+def compare(gold: str, reply: str) -> dict[str, Any]:
     """Whether the answer that `reply` gives last is `gold`: read and compared by math-verify."""
     from math_verify import parse, verify
 
-    right = _read(gold, parse)
+    right = _gold(gold, parse)
     if not right:
         return {"problem": f"{gold!r} cannot be read as mathematics"}
-    # no timeouts of its own: they are signals, and cannot interrupt what is slow
+    # No time limits of the library's own: they count wall time, and cannot interrupt what is slow.
     answer = parse(reply, parsing_timeout=None)
     if not answer:
         return {"answer": None, "right": False}
     return {"answer": str(answer[-1]), "right": bool(verify(right, answer, timeout_seconds=None))}
 
 
-def _read(gold: str, parse: Any) -> list[Any]:
+def _gold(gold: str, parse: Any) -> list[Any]:
     """The right answer: behind `####` where there is such a mark, as LaTeX, or as it stands."""
     text = gold.rsplit("####", 1)[-1].strip()
     return list(parse(f"${text}$", parsing_timeout=None) or parse(text, parsing_timeout=None))
 
 
+def read(latex: str) -> dict[str, Any]:
+    """The finite real number that LaTeX comes to; `value` is None where it is none."""
+    expression = _expression(latex)
+    if expression is None or not getattr(expression, "is_number", False):
+        return {"value": None}
+    try:
+        value = complex(expression.evalf(30))
+    except (TypeError, ValueError, ArithmeticError):
+        return {"value": None}  # a set, a relation, infinity
+    real = abs(value.imag) <= 1e-12 and math.isfinite(value.real) and abs(value.real) <= 1e15
+    return {"value": value.real if real else None}
+
+
+def same(gold: str, answer: str) -> dict[str, Any]:
+    """Whether two numbers in LaTeX are equal: exactly, or as decimals to six places."""
+    from math_verify import verify
+
+    return {"right": bool(verify(_expression(gold), _expression(answer), float_rounding=6, timeout_seconds=None))}
+
+
+def _expression(latex: str) -> Any:
+    """The one SymPy expression that math-verify reads; None where it reads none, or several."""
+    from math_verify import LatexExtractionConfig, parse
+
+    found = parse(
+        f"\\boxed{{{latex}}}",
+        extraction_config=[LatexExtractionConfig()],
+        fallback_mode="no_extraction",
+        parsing_timeout=None,
+    )
+    return found[0] if len(found) == 1 else None
+
+
+_TASKS: dict[str, Callable[..., dict[str, Any]]] = {"compare": compare, "read": read, "same": same}
+
+
+def _strike(*_: object) -> None:
+    raise OutOfTime
+
+
+def _within(seconds: float, task: Callable[..., dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + 2 * seconds) + 1, hard))
+    try:
+        signal.setitimer(signal.ITIMER_PROF, seconds, 0.1)  # again and again: a bare `except` may swallow the first
+        try:
+            return task(**arguments)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    except OutOfTime:
+        return {"late": True}
+    except MemoryError:
+        return {"answer": None, "value": None, "right": False, "error": "it needs too much memory"}
+    except Exception as error:  # noqa: BLE001  (whatever the libraries raise on what a model wrote)
+        return {"answer": None, "value": None, "right": False, "error": f"{type(error).__name__}: {error}"}
+
+
 def main() -> None:
     """Answer until nobody asks any more."""
+    signal.signal(signal.SIGPROF, _strike)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    logging.disable()
     for line in sys.stdin:
         asked = json.loads(line)
-        try:
-            told = check(asked["gold"], asked["reply"])
-        except Exception as error:  # noqa: BLE001  (whatever the libraries raise on what a model wrote)
-            told = {"answer": None, "right": False, "error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(told) + "\n")
+        task, seconds = _TASKS[asked.pop("task")], asked.pop("seconds")
+        sys.stdout.write(json.dumps(_within(seconds, task, asked)) + "\n")
         sys.stdout.flush()
 
 

@@ -61,6 +61,9 @@ def value(text: str) -> float | None:
         ("2^{\\frac{1}{2}}", math.sqrt(2)),
         ("\\left(3+4\\right)/2", 3.5),
         ("2 \\cdot 3", 6.0),
+        ("{{12}}", 12.0),
+        ("{" * 50 + "12" + "}" * 50, 12.0),
+        ("(" * 50 + "12" + ")" * 50, 12.0),
     ],
 )
 def test_one_number_is_read_however_it_is_written(text: str, number: float) -> None:
@@ -99,6 +102,11 @@ def test_one_number_is_read_however_it_is_written(text: str, number: float) -> N
         "\\boxed{5} \\boxed{6}",
         "1" * 121,
         "9999999999999999",
+        "2+" + "{1+" * 6 + "1" + "}" * 6,
+        "\\sqrt{" * 6 + "2" + "}" * 6,
+        "(1}",
+        "1)",
+        "}1{",
     ],
 )
 def test_what_is_not_one_number_is_none(text: str) -> None:

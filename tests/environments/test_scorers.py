@@ -1,24 +1,17 @@
-"""The math-verify scorer: equal answers are equal however they are written, and no answer stops the engine."""
+"""The math-verify scorer: equal answers are equal however they are written."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from environments.scorers import CHECKER, AnswerChecker, check_answer, math_verify
+from environments.scorers import check_answer, math_verify
 from schemas.environment import EpisodeView, Task
 from schemas.reward import RewardEvent
 
 View = Callable[..., EpisodeView]
 HALF = Task(id="h", index=0, fields={"question": "Half?", "answer": r"\frac{1}{2}"})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_process_is_left() -> Iterator[None]:
-    yield
-    CHECKER.close()
 
 
 @pytest.mark.parametrize(
@@ -37,15 +30,6 @@ def _no_process_is_left() -> Iterator[None]:
 )
 def test_answers_are_compared_as_mathematics(gold: str, reply: str, right: bool, found: str) -> None:
     assert check_answer(gold, reply) == (right, found)
-
-
-def test_an_answer_that_takes_for_ever_is_wrong_and_the_next_is_checked() -> None:
-    checker = AnswerChecker(most=1)
-    began = time.monotonic()
-    assert checker.check("5", "$9^{9^{9^9}}$", seconds=0.5) is None
-    assert checker.check("5", "$5$") == {"answer": "5", "right": True}
-    assert time.monotonic() - began < 60
-    checker.close()
 
 
 def test_a_right_answer_that_cannot_be_read_is_the_tasks_fault() -> None:
