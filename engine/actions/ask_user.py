@@ -54,6 +54,7 @@ class AskUserAction:
             seconds=None if user.played else user.seconds,  # a model's deadline begins when it is its turn
             blame="user",
             what=who,
+            effects=user.effects,
         )
         if not isinstance(turn, UserTurn):
             raise WorldError(

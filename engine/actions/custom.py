@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from schemas.episode import StateSpec
+    from schemas.episode import Effects, StateSpec
     from schemas.trajectory import Blame
 
 DEFAULT_SECONDS = 60.0
@@ -31,7 +31,7 @@ class StepAction:
     _what: str
     _blame: Blame
     _seconds: float
-    _effects: str = "replayable"
+    _effects: Effects = "replayable"
 
     def __init__(self, services: Services, events: tuple[str, ...]) -> None:
         self._services = services
@@ -53,6 +53,7 @@ class StepAction:
             seconds=self._seconds,
             blame=self._blame,
             what=self._what,
+            effects=self._effects,
         )
         if not isinstance(step, Step):
             raise WorldError(

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.workers import call_world
+from engine.actions.workers import call_world, on_main_loop
 from engine.episode import derive_seed
 from engine.errors import WorldError
 from engine.spec.template import fields_of, fill
@@ -49,6 +49,7 @@ class ModelUser:
         self._grader = grader
         self._workers = workers
 
+    @on_main_loop
     async def respond(self, view: EpisodeView) -> UserTurn:
         """Judge by rule, ask the model, and read its marks.
 
@@ -85,7 +86,13 @@ class ModelUser:
         assert self._spec.grader is not None
         what = f"`{self._spec.grader.use}`.respond"
         turn = await call_world(
-            self._workers, self._grader.respond, view, seconds=self._spec.seconds, blame="user", what=what
+            self._workers,
+            self._grader.respond,
+            view,
+            seconds=self._spec.seconds,
+            blame="user",
+            what=what,
+            effects=self._spec.effects,
         )
         if not isinstance(turn, UserTurn):
             raise WorldError(

@@ -42,6 +42,7 @@ class ResetAction:
             seconds=self._environment.timeout,
             blame="environment",
             what=f"`{self._environment.use}`.reset",
+            effects=self._environment.effects,
         )
         if not isinstance(reset, Reset):
             raise WorldError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.actions.base import Services, World, post_rewards
 from engine.actions.events import SCORERS
@@ -17,6 +17,9 @@ from engine.spec.entry import load_entry
 from schemas.environment import EpisodeView
 from schemas.journal import ScoreRecord
 from schemas.reward import RewardEvent
+
+if TYPE_CHECKING:
+    from schemas.episode import Effects
 
 
 class ScoreAction:
@@ -49,7 +52,8 @@ class ScoreAction:
         if callable(score):
             assert self._environment is not None
             what = f"`{self._environment.use}`.score"
-            rewards += await self._ask(score, episode.view(), what, "environment", self._environment.timeout)
+            seconds, effects = self._environment.timeout, self._environment.effects
+            rewards += await self._ask(score, episode.view(), what, "environment", seconds, effects)
         if self._scorer is not None:
             assert self._spec is not None
             rewards += await self._ask(
@@ -62,9 +66,23 @@ class ScoreAction:
             rewards += await self._judge.score(graded(episode.view()), voice)
         return ScoreRecord(rewards=rewards)
 
-    async def _ask(self, function: Any, view: EpisodeView, what: str, source: str, seconds: float) -> list[RewardEvent]:
+    async def _ask(
+        self,
+        function: Any,
+        view: EpisodeView,
+        what: str,
+        source: str,
+        seconds: float,
+        effects: Effects = "pure",
+    ) -> list[RewardEvent]:
         answer = await call_world(
-            self._services.workers, function, view, seconds=seconds, blame="environment", what=what
+            self._services.workers,
+            function,
+            view,
+            seconds=seconds,
+            blame="environment",
+            what=what,
+            effects=effects,
         )
         if not isinstance(answer, list) or not all(isinstance(item, RewardEvent) for item in answer):
             raise WorldError(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from engine.actions.calls import LoopReplacedError
 from engine.actions.workers import Workers, call_world
 from engine.errors import EngineError, WorldError
 from engine.made import maker
@@ -224,7 +225,10 @@ class Toolbox:
                 seconds=tool.seconds,
                 blame="tool",
                 what=f"tool `{call.name}`",
+                effects=tool.effects,
             )
+        except LoopReplacedError:  # not the tool's doing: the policy is not shown it
+            raise
         except WorldError as error:
             late = error.kind == "tool_timeout"
             words = (

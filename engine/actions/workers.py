@@ -1,111 +1,83 @@
-"""Calls into code that is not ours: in threads where it is synchronous, and always under a deadline.
+"""Calls into code that is not ours: never on the main loop, and always under a deadline.
 
-An `async` function with nothing to wait for in it is run where it is called: it holds the event loop for as long as it
-takes in either case, and a task of its own would cost more than most such calls do.
+Where code runs:
+- plain functions: in threads (`threads.py`);
+- `async` functions: on an event loop in a thread of its own, the guest loop (`guest.py`), one for all episodes;
+- `async` functions of the engine that are marked `@on_main_loop`: on the main loop. They wait for the engine's own
+  parts (models, worker processes) and must never block.
 
-A thread that hangs cannot be stopped from outside. It is abandoned: its caller gets a typed error at the
-deadline, and another thread takes its place, so that a hung call never holds a slot for ever. Threads are
-daemons and do not keep the process alive.
+A deadline begins when the call begins, not while it waits for a thread or for a loop that another call blocks.
+A call past its deadline is given up: its caller gets a typed error, whatever the thread does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dis
 import inspect
-import queue
-import threading
-import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import copy_context
-from functools import lru_cache, partial
-from types import CodeType
-from typing import Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from engine.actions.calls import SCOPE, Call, LoopReplacedError
+from engine.actions.guest import GuestLoop
+from engine.actions.threads import Threads
 from engine.deadline import Deadlines
 from engine.errors import EngineError, WorldError
 from schemas.trajectory import Blame
 
-_Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[..., Any], tuple[Any, ...]]
+if TYPE_CHECKING:
+    from schemas.episode import Effects
+
+MOST_THREADS = 1024
+"""Most plain calls that run at once; further ones wait for a thread, and their deadlines have not begun."""
+REPEATS = 2
+"""How often one call is repeated because others blocked its loop."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def on_main_loop(function: F) -> F:
+    """Mark an `async` function of the engine that `call_world` awaits on the main loop. It must never block."""
+    function.on_main_loop = True  # type: ignore[attr-defined]
+    return function
 
 
 class Workers:
-    """Daemon threads for synchronous calls; grown on demand up to `most` that are not abandoned."""
+    """What runs code of others: threads, and the guest loop."""
 
-    def __init__(self, most: int = 64) -> None:
-        self._most = most
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._idle = 0
-        self._threads = 0
-        self._running: dict[asyncio.Future[Any], threading.Thread] = {}
-        self._abandoned: set[threading.Thread] = set()
+    def __init__(self, most: int = MOST_THREADS) -> None:
+        self.threads = Threads(most)
+        self._guest: GuestLoop | None = None
         self._deadlines = _ByLength()
+
+    @property
+    def guest(self) -> GuestLoop:
+        """The guest loop of the running loop."""
+        guest = self._guest
+        if guest is None or guest.main is not asyncio.get_running_loop():
+            if guest is not None:
+                guest.close()
+            guest = self._guest = GuestLoop(self._replace)
+        return guest
 
     def within(self, seconds: float | None) -> AbstractContextManager[Any]:
         """The deadline of one call; None is none."""
         return nullcontext() if seconds is None else self._deadlines[seconds].begin()
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Run `function` in a thread; a future of the running loop."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        with self._lock:
-            if self._idle > 0:
-                self._idle -= 1
-            elif self._threads < self._most:
-                self._threads += 1
-                threading.Thread(target=self._work, name="episode-worker", daemon=True).start()
-        self._jobs.put((loop, future, function, args))
-        return future
-
-    def abandon(self, future: asyncio.Future[Any]) -> None:
-        """Give up on a call: its thread, if it is stuck in it, no longer counts."""
-        with self._lock:
-            thread = self._running.get(future)
-            if thread is not None and thread not in self._abandoned:
-                self._abandoned.add(thread)
-                self._threads -= 1
-
     def close(self) -> None:
-        """Let idle threads end. Busy ones end after their call; hung ones go with the process."""
-        with self._lock:
-            count = self._threads
-        for _ in range(count):
-            self._jobs.put(None)
+        """Let the threads end. Busy ones end after their call; hung ones go with the process."""
+        self.threads.close()
+        if self._guest is not None:
+            self._guest.close()
+            self._guest = None
 
-    def _work(self) -> None:
-        me = threading.current_thread()
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
-            loop, future, function, args = job
-            if future.cancelled():  # its caller gave up while it waited for a thread
-                with self._lock:
-                    self._idle += 1
-                continue
-            with self._lock:
-                self._running[future] = me
-            outcome: tuple[Any, BaseException | None]
-            try:
-                outcome = (function(*args), None)
-            except BaseException as error:  # noqa: BLE001  (handed to the caller, whatever it is)
-                outcome = (None, error)
-            with self._lock:
-                del self._running[future]
-                given_up = me in self._abandoned
-                self._abandoned.discard(me)
-                if not given_up:
-                    self._idle += 1
-            try:
-                loop.call_soon_threadsafe(_settle, future, *outcome)
-            except RuntimeError:
-                return  # the loop is closed: nobody waits any more
-            if given_up:
-                return  # another thread has taken this one's place
+    def _replace(self, guest: GuestLoop) -> None:
+        if self._guest is guest:
+            self._guest = None
+        guest.close()
+        guest.drop()
 
 
 class _ByLength(dict[float, Deadlines]):
@@ -116,57 +88,15 @@ class _ByLength(dict[float, Deadlines]):
         return found
 
 
-def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(value)
-    elif isinstance(error, StopIteration):  # a future refuses it
-        future.set_exception(RuntimeError(f"StopIteration: {error}"))
-    else:
-        future.set_exception(error)
-
-
-async def _contained(call: Coroutine[Any, Any, Any]) -> Any:
-    """A `sys.exit()` inside a coroutine would end the event loop, and with it every other episode."""
-    try:
-        return await call
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
-def _forget(task: asyncio.Future[Any]) -> None:
-    """Fetch what an abandoned call raised, so that asyncio does not report it as unseen."""
-    if not task.cancelled():
-        task.exception()
-
-
-def _settled(pending: asyncio.Future[Any]) -> asyncio.Future[None]:
-    """Done when the call is, whatever came of it.
-
-    The call itself is not waited for: one that swallows its cancellation would then be waited for for ever.
-    """
-    waiter: asyncio.Future[None] = pending.get_loop().create_future()
-
-    def wake(_: object) -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    pending.add_done_callback(wake)
-    return waiter
-
-
-def _leave(workers: Workers, pending: asyncio.Future[Any]) -> None:
-    """Give up on a call, and let it end by itself."""
-    workers.abandon(pending)
-    pending.cancel()
-    pending.add_done_callback(_forget)
+def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, partial):
+        function = function.func
+    return function
 
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call gives a coroutine, for functions, methods and objects with an async `__call__`."""
-    while isinstance(function, partial):
-        function = function.func
+    function = _bare(function)
     code = getattr(function, "__code__", None)
     if code is not None and code.co_flags & inspect.CO_COROUTINE:  # most are; `inspect` takes longer to say so
         return True
@@ -175,46 +105,12 @@ def is_async(function: Callable[..., Any]) -> bool:
     )
 
 
-def never_waits(function: Callable[..., Any]) -> bool:
-    """Whether a call gives a coroutine that ends without ever giving way: an `async def` with nothing to wait for in it."""
-    while isinstance(function, partial):
-        function = function.func
-    code = getattr(function, "__code__", None)
-    return code is not None and bool(code.co_flags & inspect.CO_COROUTINE) and not _gives_way(code)
-
-
-@lru_cache(maxsize=512)
-def _gives_way(code: CodeType) -> bool:
-    # Whatever a coroutine waits for (await, async with, async for), it does so by yielding in its own code.
-    return any(instruction.opname == "YIELD_VALUE" for instruction in dis.get_instructions(code))
-
-
-async def _at_once(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
-    """Run a coroutine that never waits where we stand: what a task of its own would do, without the loop's rounds for it.
-
-    Returns:
-        (value, what it raised); CancelledError where it cancelled its task, which is ours, and which goes on.
-    """
-    task = asyncio.current_task()
-    before = 0 if task is None else task.cancelling()
-    outcome: tuple[Any, BaseException | None]
-    try:
-        copy_context().run(function(*args).send, None)
-        outcome = (None, RuntimeError("a coroutine with nothing to wait for gave way"))
-    except StopIteration as done:
-        outcome = (done.value, None)
-    except (SystemExit, KeyboardInterrupt) as error:
-        outcome = (None, RuntimeError(f"{type(error).__name__}: {error}"))
-    except BaseException as error:  # noqa: BLE001  (handed to the caller, whatever it is)
-        outcome = (None, error)
-    if task is not None and task.cancelling() > before:
-        while task.cancelling() > before:
-            task.uncancel()
-        try:
-            await asyncio.sleep(0)  # where the cancellation comes out
-        except asyncio.CancelledError as error:
-            outcome = (None, error)
-    return outcome
+def _is_ours(function: Callable[..., Any]) -> bool:
+    """Whether it is marked `@on_main_loop`, or its `__call__` is."""
+    if getattr(function, "on_main_loop", False) is True:
+        return True
+    called = getattr(type(function), "__call__", None)  # noqa: B004  (the method, not whether it has one)
+    return getattr(called, "on_main_loop", False) is True
 
 
 async def call_world(
@@ -224,42 +120,109 @@ async def call_world(
     seconds: float | None,
     blame: Blame,
     what: str,
+    effects: Effects = "pure",
+    bound: bool | None = None,
 ) -> Any:
-    """Call code of a world: in a thread, or, where it is `async`, in the event loop.
+    """Call code of a world, where it belongs (see above).
 
     Keyword arguments come in a `functools.partial`, so that no name of theirs can clash with one of ours.
 
+    Args:
+        workers: Threads and the guest loop.
+        function: What is called.
+        args: Its arguments.
+        seconds: Its deadline; None where it has its own.
+        blame: Whose fault a failure is.
+        what: Its name in messages.
+        effects: What may be done where its loop is replaced: an `external` call is never repeated.
+        bound: The call belongs to an object of the episode, which may hold locks or sessions of its loop. Left out:
+            methods and objects do, functions do not.
+
     Raises:
-        WorldError: kind `<blame>_timeout` past the deadline of `seconds` (None: it has its own), `<blame>_error` for what
-            it raised.
+        WorldError: kind `<blame>_timeout` past the deadline, `<blame>_error` for what it raised.
+        LoopReplacedError: another call blocked its loop, and it cannot be repeated by itself.
     """
-    if never_waits(function):
-        began = time.perf_counter()
-        value, error = await _at_once(function, args)
-        if seconds is not None and time.perf_counter() - began > seconds:
-            raise _late(what, blame, seconds)
-        if error is not None:
-            _fail(what, blame, error)
-        return value
-    pending: asyncio.Future[Any]
-    if is_async(function):
-        pending = asyncio.ensure_future(_contained(function(*args)))
-    else:
-        pending = workers.submit(function, *args)
+    bare = _bare(function)
+    if not is_async(bare):
+        call = Call(function, args, what, blame)
+        workers.threads.start(call)
+        await _wait(workers, workers.threads, call, seconds)
+        return _result(call)
+    if _is_ours(bare):
+        return await _here(workers, function, args, seconds, blame, what)
+    if bound is None:
+        bound = not inspect.isfunction(bare) and not inspect.isbuiltin(bare)
+    for _ in range(1 + REPEATS):
+        guest = workers.guest
+        scope = SCOPE.get()
+        if bound and scope is not None:
+            if scope.guest is None:
+                scope.guest = guest
+            elif scope.guest is not guest:
+                raise LoopReplacedError(what, scope.guest.culprit, blame, repeatable=effects != "external")
+        call = Call(function, args, what, blame)
+        guest.start(call)
+        await _wait(workers, guest, call, seconds)
+        if not call.lost:
+            return _result(call)
+        if bound or effects == "external":
+            repeatable = effects != "external" and scope is not None
+            raise LoopReplacedError(what, guest.culprit, blame, repeatable=repeatable)
+    raise LoopReplacedError(what, guest.culprit, blame, repeatable=False)
+
+
+async def _here(
+    workers: Workers,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    seconds: float | None,
+    blame: Blame,
+    what: str,
+) -> Any:
+    """Await a function of the engine on the main loop."""
+    deadline = workers.within(seconds)
     try:
-        with workers.within(seconds):
-            await _settled(pending)
+        with deadline:
+            return await function(*args)
+    except TimeoutError as error:
+        if seconds is not None and getattr(deadline, "over", False):
+            raise _late(what, blame, seconds) from None
+        _fail(what, blame, error)
     except asyncio.CancelledError:
-        _leave(workers, pending)
         raise
-    except TimeoutError:
-        _leave(workers, pending)
-        assert seconds is not None  # or there is no deadline
-        raise _late(what, blame, seconds) from None
-    try:
-        return pending.result()
     except BaseException as error:  # noqa: BLE001  (raised again, as a failure)
         _fail(what, blame, error)
+
+
+async def _wait(workers: Workers, place: Threads | GuestLoop, call: Call, seconds: float | None) -> None:
+    """Wait until a call is settled or lost; past its deadline, give it up."""
+    deadline = workers.within(seconds)
+    while True:
+        try:
+            with deadline:
+                await call.wait()
+            return
+        except asyncio.CancelledError:
+            place.leave(call)
+            raise
+        except TimeoutError:
+            assert seconds is not None  # or there is no deadline
+        left = place.left(call, seconds)
+        if not call.settled and left > 0:  # it waited for a thread, or for a loop that another call blocked
+            deadline = Deadlines(left).begin()
+        elif call.settled or not place.leave(call):  # it has finished: what it gives is on its way
+            deadline = nullcontext()
+        else:
+            raise _late(call.what, call.blame, seconds) from None
+
+
+def _result(call: Call) -> Any:
+    """What a finished call gave, or the failure that it is."""
+    assert call.result is not None
+    value, error = call.result
+    if error is not None:
+        _fail(call.what, call.blame, error)
+    return value
 
 
 def _late(what: str, blame: Blame, seconds: float) -> WorldError:

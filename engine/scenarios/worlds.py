@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from engine.actions.custom import StepAction
 from engine.actions.toolbox import BoundTool, Toolbox
-from engine.actions.workers import is_async
+from engine.actions.workers import call_world, on_main_loop
 from engine.errors import WorldError
 from schemas.environment import Reset, Step, ToolReply, UserTurn
 
@@ -120,6 +120,7 @@ class _ToolDoor:
         self._tool = tool
         self._workers = workers
 
+    @on_main_loop
     async def __call__(self, **arguments: Any) -> Any:
         shown = {name: value for name, value in arguments.items() if name != self._tool.shape.view}
         answer = self._script.take(self._tool.shape.name, shown)
@@ -134,7 +135,8 @@ class _ToolDoor:
 
     async def _real(self, arguments: dict[str, Any]) -> Any:
         call = partial(self._tool.function, **arguments)
-        return await (call() if is_async(call) else self._workers.submit(call))
+        what = f"tool `{self._tool.shape.name}`"
+        return await call_world(self._workers, call, seconds=None, blame="tool", what=what, effects=self._tool.effects)
 
 
 def _fits(wanted: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from engine.actions.workers import Workers, call_world, never_waits
+from engine.actions.workers import Workers, call_world, on_main_loop
 from engine.errors import WorldError
 
 
@@ -31,11 +31,46 @@ async def test_plain_functions_run_in_another_thread(workers: Workers) -> None:
     assert await ask(workers, threading.get_ident) != threading.get_ident()
 
 
-async def test_async_functions_run_in_the_loops_thread(workers: Workers) -> None:
-    async def where() -> int:
-        return threading.get_ident()
+async def test_async_functions_run_on_one_loop_in_another_thread(workers: Workers) -> None:
+    async def where() -> tuple[int, asyncio.AbstractEventLoop]:
+        return threading.get_ident(), asyncio.get_running_loop()
 
-    assert await ask(workers, where) == threading.get_ident()
+    thread, loop = await ask(workers, where)
+    assert thread != threading.get_ident()
+    assert await ask(workers, where) == (thread, loop)
+
+
+async def test_functions_of_the_engine_run_on_the_main_loop(workers: Workers) -> None:
+    class Ours:
+        @on_main_loop
+        async def where(self, n: int = 0) -> asyncio.AbstractEventLoop:
+            return asyncio.get_running_loop()
+
+        @on_main_loop
+        async def __call__(self) -> asyncio.AbstractEventLoop:
+            return asyncio.get_running_loop()
+
+    here = asyncio.get_running_loop()
+    assert await ask(workers, Ours().where) is here
+    assert await ask(workers, partial(Ours().where, n=1)) is here
+    assert await ask(workers, Ours()) is here
+
+
+async def test_a_function_of_the_engine_has_a_deadline_and_its_own_timeouts_are_its_own(workers: Workers) -> None:
+    @on_main_loop
+    async def waits() -> None:
+        await asyncio.sleep(60)
+
+    @on_main_loop
+    async def raises() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(WorldError) as caught:
+        await ask(workers, waits, seconds=0.01)
+    assert caught.value.kind == "tool_timeout"
+    with pytest.raises(WorldError, match="its own") as caught:
+        await ask(workers, raises)
+    assert caught.value.kind == "tool_error"
 
 
 async def test_objects_with_an_async_call_are_awaited(workers: Workers) -> None:
@@ -140,86 +175,71 @@ async def test_no_more_threads_than_allowed_run_at_once() -> None:
     pool.close()
 
 
-async def test_a_call_given_up_while_queued_never_runs() -> None:
+async def test_the_deadline_begins_when_a_thread_begins(workers: Workers) -> None:
+    pool = Workers(1)
+    block = threading.Event()
+    first = asyncio.create_task(ask(pool, block.wait, seconds=60))
+    second = asyncio.create_task(ask(pool, lambda: "begun", seconds=0.01))
+    await asyncio.sleep(0.1)  # ten deadlines: none of them has begun
+    assert not second.done()
+    block.set()
+    assert await second == "begun"
+    await first
+    pool.close()
+
+
+async def test_a_call_that_waits_is_run_by_the_thread_that_replaces_a_hung_one() -> None:
+    pool = Workers(1)
+    block = threading.Event()
+    first = asyncio.create_task(ask(pool, block.wait, seconds=0.05))
+    second = asyncio.create_task(ask(pool, lambda: "begun", seconds=60))
+    with pytest.raises(WorldError):
+        await first
+    assert await second == "begun"
+    block.set()
+    pool.close()
+
+
+async def test_a_call_cancelled_while_it_waits_for_a_thread_never_runs() -> None:
     pool = Workers(1)
     block, ran = threading.Event(), []
     first = asyncio.create_task(ask(pool, block.wait))
-    await asyncio.sleep(0.02)
-    with pytest.raises(WorldError):
-        await ask(pool, ran.append, 1, seconds=0.02)
+    await asyncio.sleep(0)
+    second = asyncio.create_task(ask(pool, ran.append, 1))
+    await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
     block.set()
     await first
     assert await ask(pool, lambda: list(ran)) == []
     pool.close()
 
 
-async def nothing_to_wait_for(n: int = 1) -> int:
-    return n + 1
-
-
-async def test_only_coroutines_without_anything_to_wait_for_are_run_at_once() -> None:
-    class Tool:
-        async def method(self) -> int:
-            return sum(n for n in range(3)) - 1
-
-        async def __call__(self) -> int:
-            return 4
-
-    async def awaits() -> None:
-        await asyncio.sleep(0)
-
-    async def enters() -> None:
-        async with asyncio.Lock():
-            pass
-
-    async def iterates() -> list[int]:
-        async def numbers():
-            yield 1
-
-        return [n async for n in numbers()]
-
-    assert never_waits(nothing_to_wait_for)
-    assert never_waits(partial(partial(nothing_to_wait_for, n=3)))
-    assert never_waits(Tool().method)
-    assert not any(map(never_waits, [awaits, enters, iterates, Tool(), len, lambda: 1, partial(awaits)]))
-    assert await iterates() == [1]
-    assert await Tool().method() == 2
-
-
-async def test_such_a_call_takes_no_task_and_leaves_no_trace_on_ours(workers: Workers) -> None:
+async def test_the_callers_context_is_seen_and_not_changed(workers: Workers) -> None:
     seen: ContextVar[int] = ContextVar("seen", default=0)
 
-    async def remembers() -> asyncio.Task[object] | None:
+    async def remembers() -> int:
+        before = seen.get()
         seen.set(7)
-        return asyncio.current_task()
+        return before
 
-    assert await ask(workers, remembers) is asyncio.current_task()
-    assert seen.get() == 0
-
-
-async def test_such_a_call_that_is_late_is_late(workers: Workers) -> None:
-    async def slow() -> int:
-        time.sleep(0.02)  # noqa: ASYNC251  (what a deadline is for)
-        return 1
-
-    with pytest.raises(WorldError) as caught:
-        await ask(workers, slow, seconds=0.01)
-    assert (caught.value.kind, caught.value.blame) == ("tool_timeout", "tool")
+    seen.set(3)
+    assert await ask(workers, remembers) == 3
+    assert await ask(workers, seen.get) == 3
+    assert seen.get() == 3
 
 
-async def test_such_a_call_that_cancels_its_task_fails_alone(workers: Workers) -> None:
+async def test_a_call_that_cancels_its_task_fails_alone(workers: Workers) -> None:
     async def cancels() -> None:
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
-        task.cancel()
+        await asyncio.sleep(0)
 
     with pytest.raises(WorldError, match="cancelled itself"):
         await ask(workers, cancels)
-    await asyncio.sleep(0)
-    task = asyncio.current_task()
-    assert task is not None
-    assert task.cancelling() == 0
+    assert await ask(workers, lambda: 1) == 1
 
 
 async def test_a_failure_that_a_call_raises_is_raised_as_it_is(workers: Workers) -> None:

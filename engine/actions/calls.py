@@ -1,0 +1,148 @@
+"""One call into code of others, and the episode that makes it.
+
+A call has two sides: the main loop, which waits for it, and the thread that runs it. Exactly one of them takes the
+call (`Call.take`): the thread that has finished it, or the main loop that gives it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextvars import ContextVar, copy_context
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import WorldError
+
+if TYPE_CHECKING:
+    from engine.actions.guest import GuestLoop
+    from schemas.trajectory import Blame
+
+
+class EpisodeScope:
+    """What the calls of one attempt at an episode share."""
+
+    __slots__ = ("episode", "guest")
+
+    def __init__(self, episode: str) -> None:
+        self.episode = episode
+        """Its id, for messages."""
+        self.guest: GuestLoop | None = None
+        """The loop that the episode's objects are bound to; None before their first asynchronous call."""
+
+
+SCOPE: ContextVar[EpisodeScope | None] = ContextVar("episode_scope", default=None)
+"""The episode that the running task drives."""
+CALL: ContextVar[Call | None] = ContextVar("call", default=None)
+"""The call that the running code belongs to, tasks and callbacks that it started included."""
+
+
+class Call:
+    """One call of code of others.
+
+    Args:
+        function: What is called.
+        args: Its arguments.
+        what: Its name in messages.
+        blame: Whose fault a failure of it is.
+    """
+
+    __slots__ = (
+        "_untaken",
+        "_waiter",
+        "args",
+        "began",
+        "blame",
+        "blocked",
+        "context",
+        "episode",
+        "function",
+        "loop",
+        "lost",
+        "own",
+        "result",
+        "settled",
+        "task",
+        "thread",
+        "what",
+    )
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], what: str, blame: Blame) -> None:
+        scope = SCOPE.get()
+        self.function = function
+        self.args = args
+        self.what = what
+        self.blame: Blame = blame
+        self.episode = "" if scope is None else scope.episode
+        self.loop = asyncio.get_running_loop()
+        """The main loop."""
+        self.context = copy_context()
+        self.context.run(CALL.set, self)
+        self.began: float | None = None
+        """When a thread began to run it, by `time.monotonic`; None before."""
+        self.result: tuple[Any, BaseException | None] | None = None
+        """(value, what it raised), once it has finished."""
+        self.thread = 0
+        """Ident of the thread that runs it."""
+        self.task: asyncio.Task[None] | None = None
+        """On an event loop: its task."""
+        self.blocked = 0.0
+        """Seconds for which its loop had been blocked when it began."""
+        self.own = 0.0
+        """Seconds for which it blocked its loop itself."""
+        self.settled = False
+        """Its result has reached the main loop."""
+        self.lost = False
+        """Its loop was replaced, so no result will come."""
+        self._untaken = [True]
+        self._waiter: asyncio.Future[None] | None = None
+
+    def take(self) -> bool:
+        """Claim the call's end; True for the first who asks. Atomic: `list.pop` is."""
+        try:
+            return self._untaken.pop()
+        except IndexError:
+            return False
+
+    @property
+    def over(self) -> bool:
+        """It has finished, or was given up."""
+        return not self._untaken
+
+    def left(self, seconds: float) -> float:
+        """What remains of a deadline that began with the call; all of it while the call waits for a thread."""
+        return seconds if self.began is None else self.began + seconds - time.monotonic()
+
+    async def wait(self) -> None:
+        """Return once it is settled or lost."""
+        if not self.settled and not self.lost:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+
+    def settle(self, *, lost: bool = False) -> None:
+        """Wake whoever waits for the result; on the main loop's thread."""
+        self.settled, self.lost = not lost, lost
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class LoopReplacedError(WorldError):
+    """The event loop that a call ran on, or that its object is bound to, was blocked by another call and replaced.
+
+    Args:
+        what: The call that this happened to.
+        culprit: The call that blocked the loop; None where it is not known.
+        blame: Whose fault the loss is where the culprit is not known.
+        repeatable: The episode can be taken up again from its journal.
+    """
+
+    def __init__(self, what: str, culprit: Call | None, blame: Blame, *, repeatable: bool) -> None:
+        who = f"{culprit.what} of episode {culprit.episode or '?'}" if culprit is not None else "code of no known call"
+        super().__init__(
+            f"{who} blocked the event loop that {what} uses; the loop was replaced. {what} may have had effects outside, "
+            "so it is not repeated. Make the blocking code wait with `await`, or make it a plain function",
+            blame=culprit.blame if culprit is not None else blame,
+            kind="loop_replaced",
+        )
+        self.culprit = culprit
+        self.repeatable = repeatable

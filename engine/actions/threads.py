@@ -1,0 +1,108 @@
+"""Threads for plain (not `async`) code of others.
+
+A thread that hangs cannot be stopped from outside. When its call is given up, another thread may take its place, so
+that a hung call holds no slot. Threads are daemons: they do not keep the process alive.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+
+import structlog
+
+from engine.actions.calls import Call
+from engine.errors import WorldError
+
+log = structlog.get_logger(__name__)
+
+
+class Threads:
+    """Daemon threads, started when there are more calls than threads, up to `most` that are not given up.
+
+    A call beyond that waits for a thread, and its deadline has not begun. All counters belong to the main loop's
+    thread; the threads touch queues alone.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._finished: deque[Call] = deque()
+        self._waking = False
+        self._open = 0
+        """Calls that run or wait for a thread."""
+        self._count = 0
+        """Threads that are not given up."""
+
+    def start(self, call: Call) -> None:
+        """Run a call as soon as a thread is free."""
+        self._open += 1
+        self._grow()
+        if self._count == 0:
+            self._open -= 1
+            raise WorldError(
+                "the system refuses to start a thread; raise its limit of processes and threads",
+                blame="engine",
+                kind="no_thread",
+            )
+        self._waiting.put(call)
+
+    def _grow(self) -> None:
+        """Start a thread where there are more calls than threads."""
+        if self._open <= self._count or self._count >= self._most:
+            return
+        try:
+            threading.Thread(target=self._work, name="episode-worker", daemon=True).start()
+        except RuntimeError as error:  # the system allows no more: so many are the most
+            log.warning("no more threads can be started", threads=self._count, error=str(error))
+        else:
+            self._count += 1
+
+    def left(self, call: Call, seconds: float) -> float:
+        """What remains of a call's deadline."""
+        return call.left(seconds)
+
+    def leave(self, call: Call) -> bool:
+        """Give a call up; False where it has finished already, and its result is on its way."""
+        if not call.take():
+            return False
+        self._open -= 1
+        if call.began is not None:
+            self._count -= 1
+            self._grow()  # a call may wait for the thread that hangs
+        return True
+
+    def close(self) -> None:
+        """Let idle threads end. Busy ones end after their call; hung ones go with the process."""
+        for _ in range(self._count):
+            self._waiting.put(None)
+        self._count = 0
+
+    def _work(self) -> None:
+        while (call := self._waiting.get()) is not None:
+            call.thread = threading.get_ident()
+            call.began = time.monotonic()
+            if call.over:  # its caller gave up while it waited for a thread
+                continue
+            try:
+                call.result = (call.context.run(call.function, *call.args), None)
+            except BaseException as error:  # noqa: BLE001  (handed to the caller, whatever it is)
+                call.result = (None, error)
+            if not call.take():
+                return  # it was given up, and another thread may have taken this one's place
+            self._finished.append(call)
+            if not self._waking:
+                self._waking = True
+                try:
+                    call.loop.call_soon_threadsafe(self._settle)
+                except RuntimeError:  # the loop is closed: nobody waits any more
+                    self._waking = False
+
+    def _settle(self) -> None:
+        self._waking = False  # before the queue is emptied, or what comes then would wait for the next call
+        while self._finished:
+            call = self._finished.popleft()
+            self._open -= 1
+            call.settle()
