@@ -36,10 +36,31 @@ class Factory:
         self.arguments = dict(entry.with_)
         self.target: Callable[..., Any] = load_entry(self.use, base)
         self.is_class = inspect.isclass(self.target)
+        self.on_loop = self.is_class and any(
+            inspect.iscoroutinefunction(member)
+            for name, member in inspect.getmembers_static(self.target)
+            if not name.startswith("_") or name == "__call__"
+        )
+        """Some of its methods are `async`: it is built on the loop that they run on, so that it may open sessions there."""
 
-    def build(self) -> Any:
-        """A fresh object."""
-        return self.target(**self.arguments)
+    def build(self, blame: Blame) -> Any:
+        """A fresh object.
+
+        Raises:
+            WorldError: its constructor raised.
+        """
+        try:
+            return self.target(**self.arguments)
+        except Exception as error:
+            raise WorldError(
+                f"`{self.use}` could not be built: {type(error).__name__}: {error}",
+                blame=blame,
+                kind=f"{blame}_error",
+            ) from error
+
+    async def build_on_loop(self, blame: Blame) -> Any:
+        """`build`, on the loop that runs this."""
+        return self.build(blame)
 
 
 class WorldBuilder:
@@ -72,13 +93,27 @@ class WorldBuilder:
             where=f"tools: `{tool.use}`",
         )
 
-    def _build(self, world: World, task: Task | None) -> None:
+    async def _build(self, world: World, task: Task | None) -> None:
         if self._environment is not None:
-            world.environment = _construct(self._environment, "environment", world)
+            world.environment = await self._construct(self._environment, "environment", world)
         if self._people:
             world.user_name = self._chosen(task)
-            world.user = self._build_user(world.user_name, world)
-        world.toolbox = self.shared_toolbox or self._toolbox(world)
+            world.user = await self._build_user(world.user_name, world)
+        world.toolbox = self.shared_toolbox or await self._toolbox(world)
+
+    async def _construct(self, factory: Factory, blame: Blame, world: World) -> Any:
+        """Build an object where its methods will run."""
+        thing = await call_world(
+            self._services.workers,
+            factory.build_on_loop if factory.on_loop else factory.build,
+            blame,
+            seconds=self._open_seconds(),
+            blame=blame,
+            what=f"`{factory.use}`",
+        )
+        if callable(getattr(thing, "close", None)):
+            world.opened.append(thing)
+        return thing
 
     def _chosen(self, task: Task | None) -> str:
         """The name of the task's user."""
@@ -91,10 +126,10 @@ class WorldBuilder:
             raise WorldError(f"{who}; the spec's `users` are {known}", blame="spec", kind="unknown_user")
         return name
 
-    def _build_user(self, name: str, world: World) -> Any:
+    async def _build_user(self, name: str, world: World) -> Any:
         spec = self._services.spec.people[name]
         factory = self._people[name]
-        built = _construct(factory, "user", world) if factory is not None else None
+        built = await self._construct(factory, "user", world) if factory is not None else None
         if not spec.played:
             return built
         path = ("users", name) if name else ("user",)
@@ -105,16 +140,24 @@ class WorldBuilder:
             raise WorldError("no model plays the user here", blame="user", kind="user_not_played")
         return self._services.cast.voice(*path)
 
-    def _toolbox(self, world: World) -> Toolbox:
+    async def _toolbox(self, world: World) -> Toolbox:
         tools = list(self._static)
         for factory, tool in self._tools:
             if factory.is_class:
-                tools.append(self._bind(_construct(factory, "tool", world), tool))
+                tools.append(self._bind(await self._construct(factory, "tool", world), tool))
         offered = getattr(world.environment, "tools", None)
         if callable(offered):
             limits = self._services.spec.limits
-            effects = self._services.spec.environment.effects if self._services.spec.environment else "pure"
-            for function in offered():
+            environment = self._services.spec.environment
+            effects = environment.effects if environment else "pure"
+            functions = await call_world(
+                self._services.workers,
+                lambda: list(offered()),
+                seconds=self._open_seconds(),
+                blame="environment",
+                what=f"`{environment.use}`.tools" if environment else "the environment's tools",
+            )
+            for function in functions:
                 tools.append(
                     bind_tool(
                         function, name=None, seconds=limits.tool_seconds, effects=effects, where="environment tools"
@@ -138,15 +181,7 @@ class WorldBuilder:
             return World(toolbox=self.shared_toolbox)
         world = World()
         try:
-            await call_world(
-                self._services.workers,
-                self._build,
-                world,
-                task,
-                seconds=self._open_seconds(),
-                blame="environment",
-                what="building the episode's objects",
-            )
+            await self._build(world, task)
         except BaseException:
             await self.close(world)
             raise
@@ -169,6 +204,7 @@ class WorldBuilder:
                     seconds=CLOSE_SECONDS,
                     blame="environment",
                     what=f"{type(thing).__name__}.close",
+                    bound=False,  # it is closed on whatever loop there is
                 )
             except WorldError as error:
                 log.warning("close failed", object=type(thing).__name__, error=str(error))
@@ -180,15 +216,3 @@ def _user_factory(user: UserSpec, base: Path) -> Factory | None:
     if not user.played:
         return Factory(user, base)
     return Factory(user.grader, base) if user.grader is not None else None
-
-
-def _construct(factory: Factory, blame: Blame, world: World) -> Any:
-    try:
-        thing = factory.build()
-    except Exception as error:
-        raise WorldError(
-            f"`{factory.use}` could not be built: {type(error).__name__}: {error}", blame=blame, kind=f"{blame}_error"
-        ) from error
-    if callable(getattr(thing, "close", None)):
-        world.opened.append(thing)
-    return thing
