@@ -211,6 +211,8 @@ class Executor:
             timed = None if stage.final else clock
             if timed is not None and now >= timed.ends:
                 return LimitRecord(limit="episode_seconds", value=timed.spent(now))
+            if (preparing := action.prepare(episode)) is not None:
+                await preparing
             reached = None if stage.final else action.limit(episode)
             if reached is not None:
                 return LimitRecord(limit=reached[0], value=reached[1])
@@ -307,6 +309,8 @@ class Executor:
                     again = await self._act(action, episode, world)
             if again is not None and _told(again) != _told(entry.record):
                 raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) answers otherwise now")
+            if action is not None and (preparing := action.prepare(episode)) is not None:
+                await preparing
             self.follow(episode, entry)
         if journal:
             # The clock stands still between a crash and the resume.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.actions.base import Services, World, post_rewards
+from engine.actions.base import Action, Services, World, post_rewards
 from engine.actions.workers import call_world
 from engine.episode import Episode
 from engine.errors import WorldError
@@ -14,7 +14,7 @@ from schemas.journal import UserRecord
 from schemas.message import ContentPart, Message
 
 
-class AskUserAction:
+class AskUserAction(Action):
     """Ask the user; where the newest turn could not be read, say so in the user's place."""
 
     events: tuple[str, ...] = ("feedback", "satisfied")

@@ -6,6 +6,7 @@ know. `apply` is pure: the same record always leads to the same event. A replay 
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,6 +58,10 @@ class Action(Protocol):
     def limit(self, episode: Episode) -> tuple[str, float] | None:
         """The limit that forbids it now, and what had been reached; None when it may go ahead."""
         ...
+
+    def prepare(self, episode: Episode) -> Awaitable[object] | None:
+        """Work that `limit` needs done first and that would hold up the event loop; None where there is none."""
+        return None
 
     async def perform(self, episode: Episode, world: World) -> Record:
         """Talk to the world. Raises an `EngineError` where that fails."""

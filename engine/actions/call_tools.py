@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.actions.base import Services, World, post_rewards
+from engine.actions.base import Action, Services, World, post_rewards
 from engine.episode import Episode
 from engine.errors import WorldError
 from engine.made import maker
@@ -15,7 +15,7 @@ _make_record = maker(ToolsRecord)
 _make_message = maker(Message)
 
 
-class CallToolsAction:
+class CallToolsAction(Action):
     """Carry out the newest turn's calls in parallel, and show the results in their order."""
 
     events: tuple[str, ...] = ("results",)

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.actions.base import Services, World, post_rewards
+from engine.actions.base import Action, Services, World, post_rewards
 from engine.actions.workers import call_world
 from engine.episode import Episode
 from engine.errors import WorldError
@@ -25,7 +25,7 @@ DEFAULT_SECONDS = 60.0
 """Deadline of an action whose state gives none."""
 
 
-class StepAction:
+class StepAction(Action):
     """Ask something outside the engine what happens next."""
 
     _what: str

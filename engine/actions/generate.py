@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine.actions.base import Services, World
+from engine.actions.base import Action, Services, World
 from engine.episode import Episode, TurnNote
 from engine.errors import BackendError
 from engine.made import maker
@@ -13,12 +16,15 @@ from engine.rewards.state_key import compile_state_key
 from schemas.generation import GenerateRequest, Generation
 from schemas.journal import GenerationRecord
 
+LONG_TEXT = 1 << 16
+"""Characters that are tokenised on the event loop, at most."""
+_TOKENIZING = ThreadPoolExecutor(1, "tokenize")
 _attempt = itertools.count()
 _make_request = maker(GenerateRequest)
 _make_record = maker(GenerationRecord)
 
 
-class GenerateAction:
+class GenerateAction(Action):
     """Send the exact prompt, take the exact reply."""
 
     events: tuple[str, ...] = ("tool_calls", "answered", "truncated", "malformed", "aborted")
@@ -32,6 +38,7 @@ class GenerateAction:
         contexts = [spec.model.context or services.format.context, getattr(services.backend, "context", None)]
         self._context: int | None = min((value for value in contexts if value), default=None)
         self._stop = sorted({*services.format.stop_token_ids, *spec.sampling.stop_token_ids})
+        self._longest = services.format.fast.longest
         self._vision = services.format.vision
         self._banned = self._vision.banned if self._vision is not None else []
         self._in_words = bool(getattr(services.backend, "wants_messages", False))
@@ -46,6 +53,8 @@ class GenerateAction:
         images = self._limits.images
         if images is not None and len(episode.conversation.images) > images:
             return "images", len(episode.conversation.images)
+        if (least := self._too_long(episode)) is not None:
+            return least
         length = len(episode.conversation.prompt())
         tokens = self._limits.episode_tokens
         if tokens is not None and length >= tokens:
@@ -53,6 +62,23 @@ class GenerateAction:
         if self._context is not None and length >= self._context:
             return "context", length
         return None
+
+    def _too_long(self, episode: Episode) -> tuple[str, float] | None:
+        """The limit of tokens that a text is beyond by its length alone, and the tokens that it has at least."""
+        waiting = episode.conversation.pending
+        if waiting <= LONG_TEXT:
+            return None
+        least = episode.conversation.length + waiting // self._longest
+        for name, most in (("episode_tokens", self._limits.episode_tokens), ("context", self._context)):
+            if most is not None and least > most:
+                return name, least
+        return None
+
+    def prepare(self, episode: Episode) -> Awaitable[object] | None:
+        """Tokenise a long text in a thread: a megabyte takes about a second. One at a time, for each takes much memory."""
+        if episode.conversation.pending <= LONG_TEXT or self._too_long(episode) is not None:
+            return None
+        return asyncio.get_running_loop().run_in_executor(_TOKENIZING, episode.conversation.prompt)
 
     def _room(self, length: int) -> int:
         room = self._most

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.actions.base import Services, World
+from engine.actions.base import Action, Services, World
 from engine.actions.workers import call_world
 from engine.episode import Episode
 from engine.errors import WorldError
@@ -14,7 +14,7 @@ from schemas.journal import ResetRecord
 from schemas.message import Message
 
 
-class ResetAction:
+class ResetAction(Action):
     """Ask the environment to begin, then open the conversation: the spec's prompt, then its messages."""
 
     events: tuple[str, ...] = ("ready",)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.base import Services, World, post_rewards
+from engine.actions.base import Action, Services, World, post_rewards
 from engine.actions.events import SCORERS
 from engine.actions.judge import Judge
 from engine.actions.workers import call_world
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from schemas.episode import Effects
 
 
-class ScoreAction:
+class ScoreAction(Action):
     """Ask the environment's `score` and the spec's scorer, where there are such."""
 
     events: tuple[str, ...] = ()

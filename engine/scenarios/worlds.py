@@ -7,13 +7,14 @@ returned, the validation of a call's arguments, rewards and facts are the engine
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from pydantic import BaseModel
 
+from engine.actions.base import Action
 from engine.actions.custom import StepAction
 from engine.actions.toolbox import BoundTool, Toolbox
 from engine.actions.workers import call_world, on_main_loop
@@ -21,7 +22,7 @@ from engine.errors import WorldError
 from schemas.environment import Reset, Step, ToolReply, UserTurn
 
 if TYPE_CHECKING:
-    from engine.actions.base import Action, World
+    from engine.actions.base import World
     from engine.actions.workers import Workers
     from engine.episode import Episode
     from schemas.journal import Record
@@ -184,7 +185,7 @@ class ScriptedStepAction(StepAction):
         return _faulted(answer, self._blame, self._what) if answer.faulty else _as(Step, answer)
 
 
-class OutOfTimeAction:
+class OutOfTimeAction(Action):
     """An action that the episode has no time left for, at one visit."""
 
     def __init__(self, real: Action, visit: int, seconds: float) -> None:
@@ -197,6 +198,10 @@ class OutOfTimeAction:
         """`episode_seconds` at that visit, before every other limit; else the action's own."""
         self._left -= 1
         return ("episode_seconds", self._seconds) if self._left == 0 else self._real.limit(episode)
+
+    def prepare(self, episode: Episode) -> Awaitable[object] | None:
+        """The action's own."""
+        return self._real.prepare(episode)
 
     async def perform(self, episode: Episode, world: World) -> Record:
         """The action's own."""

@@ -84,6 +84,7 @@ class Conversation:
         "_tools",
         "_trail",
         "_verbatim",
+        "_waiting",
         "form",
         "history",
         "messages",
@@ -102,6 +103,8 @@ class Conversation:
         """Replies whose calls a template is shown as they were written, by message."""
         self._pending: dict[int, View] = {}
         """What was said since the last prompt, likewise."""
+        self._waiting = 0
+        """Its characters."""
         self._trail = Trail()
         self._tapes: list[tuple[Tape, str]] = []
         self._places: list[TurnPlace] = []
@@ -159,6 +162,7 @@ class Conversation:
         else:
             self._go_on(new, kinds)
         self._pending.clear()
+        self._waiting = 0
         for kind in kinds:
             self._trail.add(kind)
         self._heard = len(self.messages)
@@ -224,8 +228,8 @@ class Conversation:
 
     @property
     def pending(self) -> int:
-        """Characters that the next `prompt()` has to tokenise, about: past some 50,000, call it in a thread."""
-        return sum(len(message.text) for message in self.messages[self._heard :])
+        """Characters of what was said since the last `prompt()`, which the next one tokenises."""
+        return self._waiting
 
     def branches(self) -> list[Branch]:
         """One training row for each tape that was replied to (or the only one, where none was)."""
@@ -237,6 +241,7 @@ class Conversation:
     def _say(self, message: Message) -> None:
         view = self.form.view(message)  # refuses what cannot be shown before it is said
         self._pending[len(self.messages)] = view
+        self._waiting += len(message.text)
         self.messages.append(message)
 
     def _views(self, start: int) -> list[View]:

@@ -177,14 +177,15 @@ class ChatFormat(ABC):
     def render_opening(self, messages: Sequence[View], tools: Sequence[View] | None = None) -> IntVector:
         """`render` for messages that many conversations begin with, as all samples of a task do. int32 [tokens]."""
         key = to_json((messages, tools))
-        known = self._openings.get(key)
+        known = self._openings.pop(key, None)
         if known is None:
-            known = self._openings[key] = np.array(self.render(messages, tools), np.int32)
+            known = np.array(self.render(messages, tools), np.int32)
             known.flags.writeable = False
-            if len(self._openings) > _MOST_OPENINGS:
-                self._openings.popitem(last=False)
-        else:
-            self._openings.move_to_end(key)
+        self._openings[key] = (
+            known  # the newest now; long texts are rendered in another thread, so no step may expect the last
+        )
+        if len(self._openings) > _MOST_OPENINGS:
+            self._openings.popitem(last=False)
         return known
 
     def _dropped(self, kinds: bytes, tools: list[View] | None) -> str:

@@ -8,6 +8,7 @@ not offered: `renderers` then encodes a message in one pass, and skips the attri
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from engine.tokens.plain import PlainTokenizer
 _SHORT = 32
 """Longest text, in characters, whose ids are remembered: the wrappers that templates repeat."""
 _REMEMBERED = 4096
+_LONG = 1 << 16
+"""Characters from which a text is encoded without its offsets, and without holding up other threads."""
 
 
 def _byte_characters() -> dict[str, int]:
@@ -82,6 +85,14 @@ class FastTokenizer:
         """One past the largest id."""
         return max(self._vocab.values(), default=-1) + 1
 
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token as the vocabulary spells it; a text of n characters has at least n / longest tokens.
+
+        A byte-level vocabulary spells bytes, of which a text has at least as many as characters.
+        """
+        return max(map(len, self._vocab), default=1)
+
     def borders(self, text: str) -> list[str]:
         """Those added tokens in a text that it is cut at before anything else is done, whatever is put around it.
 
@@ -118,6 +129,8 @@ class FastTokenizer:
         if self._ascii is not None and (known := self._ascii.encode(text)) is not None:
             return known
         if self._backend is not None:
+            if len(text) > _LONG:  # in half the time, and other threads run meanwhile
+                return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
             return ids
         return list(self.full.encode(text, add_special_tokens=False))

@@ -196,3 +196,13 @@ class Examiner:
 def crack() -> ToolReply:
     """Open the safe."""
     return ToolReply(content="open", facts={"solved": True})
+
+
+def tell(characters: int) -> str:
+    """Say a lot.
+
+    Args:
+        characters: How many.
+    """
+    CALLS["tell"] += 1
+    return ("the quick brown fox " * (characters // 20 + 1))[:characters]
