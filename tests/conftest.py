@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -47,6 +49,14 @@ CORPUS = [
 settings.register_profile("fixed", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("fixed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of the real server in one worker process: one server then serves all of them."""
+    for item in items:
+        if item.get_closest_marker("sglang"):
+            item.add_marker(pytest.mark.xdist_group("sglang"))
 
 
 def build_tokenizer(folder: Path, vocab_size: int = 1000) -> Path:
