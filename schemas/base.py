@@ -59,6 +59,37 @@ Seconds = Annotated[
 """A duration in seconds; `5s`, `500ms`, `2m` and `1h` are accepted too."""
 
 
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|kB|MB|GB|KiB|MiB|GiB)\s*$")
+_BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def parse_bytes(value: Any) -> Any:
+    """`"64kB"`, `"512MB"`, `"1.5GiB"` or a plain number of bytes -> bytes."""
+    if isinstance(value, str):
+        match = _SIZE.match(value)
+        if match is None:
+            raise ValueError(f"{value!r} is not a size; write 64kB, 512MB, 1GB, 1GiB or bytes")
+        return int(float(match.group(1)) * _BYTES[match.group(2)])
+    return value
+
+
+Bytes = Annotated[
+    int,
+    BeforeValidator(parse_bytes),
+    Field(gt=0),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "exclusiveMinimum": 0},
+                {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*(B|kB|MB|GB|KiB|MiB|GiB)\s*$"},
+            ],
+            "description": "A size: a number of bytes, or 64kB, 512MB, 1GB, 1GiB.",
+        }
+    ),
+]
+"""A size in bytes; `64kB`, `512MB`, `1GB` and `1GiB` are accepted too."""
+
+
 def _int32(value: Any) -> Any:
     array = np.ascontiguousarray(value, dtype=np.int32)
     if array.ndim != 1:

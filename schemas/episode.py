@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
-from schemas.base import Contract, Seconds
+from schemas.base import Bytes, Contract, Seconds
 from schemas.generation import SamplingParams
 from schemas.message import ContentPart
 from schemas.reward import RewardEvent, TurnAddress
@@ -34,6 +34,51 @@ class Entry(Contract):
     """`package.module:Name`."""
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """Keyword arguments for its constructor."""
+
+
+class IsolationSpec(Contract):
+    """Where code of the spec runs, and what it may use there. A key that is left out is the spec's `isolation`'s."""
+
+    mode: Literal["thread", "process"] | None = None
+    """`thread`: in the engine's process. `process`: each object in a worker process, which is killed at a deadline."""
+    memory: Bytes | None = None
+    """Most memory of one worker process; 4GB when left out."""
+    cpu: Seconds | None = None
+    """Most CPU time of one call; its deadline alone when left out."""
+    output: Bytes | None = None
+    """Most bytes that one call may print, and most bytes of its answer; 16MB when left out."""
+    processes: int | None = Field(default=None, ge=1)
+    """Most processes and threads of one worker, itself included; 256 where the engine runs as root, no limit elsewhere."""
+    workers: int | None = Field(default=None, ge=1)
+    """Most worker processes at once: others wait. Left out: 64 for functions, one for each object of a live episode."""
+    user: str | None = Field(default=None, min_length=1)
+    """The system user of the workers, where the engine runs as root; `engine` is the engine's own. Left out: an
+    unprivileged uid for each worker."""
+
+    @property
+    def limits(self) -> dict[str, int | float | str]:
+        """What is set beside `mode`."""
+        values = {name: getattr(self, name) for name in type(self).model_fields if name != "mode"}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def over(self, default: IsolationSpec | None) -> IsolationSpec:
+        """This one, with what it leaves out taken from `default`."""
+        if default is None or self.mode == "thread":
+            return self
+        missing = [name for name in type(self).model_fields if getattr(self, name) is None]
+        return self.model_copy(update={name: getattr(default, name) for name in missing})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_mode(cls, value: Any) -> Any:
+        return {"mode": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _limits_bind(self) -> IsolationSpec:
+        if self.mode == "thread" and self.limits:
+            named = " and ".join(f"`{name}`" for name in self.limits)
+            raise ValueError(f"{named} cannot limit code in a thread of the engine's process; write `mode: process`")
+        return self
 
 
 class ModelSpec(Contract):
@@ -173,6 +218,8 @@ class EnvironmentSpec(Entry):
     effects: Effects = "replayable"
     timeout: Seconds = 60.0
     """Deadline for each of its calls."""
+    isolation: IsolationSpec | None = None
+    """Where it runs; the spec's `isolation` when left out."""
 
 
 class ToolSpec(Entry):
@@ -183,6 +230,8 @@ class ToolSpec(Entry):
     timeout: Seconds | None = None
     """Deadline for one call; `limits.tool_seconds` when left out."""
     effects: Effects = "pure"
+    isolation: IsolationSpec | None = None
+    """Where it runs; the spec's `isolation` when left out."""
 
 
 class ToldMessage(Contract):
@@ -211,6 +260,8 @@ class PlayedSpec(Contract):
     """What the model that plays is told. `{{task.question}}` is a field of the task; `{{reply}}` the policy's newest reply."""
     turn_tokens: int = Field(default=512, ge=1)
     """Most tokens of one answer that a model gives, its reasoning included."""
+    isolation: IsolationSpec | None = None
+    """Where the code of `use`, or of a model's `grader`, runs; the spec's `isolation` when left out."""
 
     @property
     def played(self) -> bool:
@@ -233,7 +284,7 @@ class PlayedSpec(Contract):
             if self.with_:
                 raise ValueError("`with` belongs to `use`; a model that plays the part takes none")
             return self
-        apart = {"use", "with_", "timeout", "effects"}
+        apart = {"use", "with_", "timeout", "effects", "isolation"}
         # A stored spec says every default: what is as it would be anyway is not stray.
         stray = [
             name
@@ -663,6 +714,9 @@ class EpisodeSpec(Contract):
     limits: LimitsSpec = Field(default_factory=LimitsSpec)
     rewards: RewardsSpec = Field(default_factory=RewardsSpec)
     recover: RecoverSpec = Field(default_factory=RecoverSpec)
+    isolation: IsolationSpec | None = None
+    """Where environment, tools, users, scorer and actions of the spec's own run, unless they say so themselves: `thread`
+    (when left out) or `process`."""
     rollout: RolloutSpec = Field(default_factory=RolloutSpec)
     train: TrainSpec | None = None
     """How `engine train` has the model learn; everything else leaves it alone."""
@@ -671,6 +725,11 @@ class EpisodeSpec(Contract):
     def people(self) -> dict[str, UserSpec]:
         """Every user by name; the one of `user` has the empty name."""
         return {"": self.user} if self.user is not None else self.users
+
+    def isolation_of(self, own: IsolationSpec | None) -> IsolationSpec:
+        """Where something runs whose own key `isolation` is `own`."""
+        whole = (own or IsolationSpec()).over(self.isolation)
+        return whole if whole.mode is not None else IsolationSpec(mode="thread")
 
     @model_validator(mode="after")
     def _users_are_chosen(self) -> EpisodeSpec:

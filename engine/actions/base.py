@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from engine.actions.workers import Workers
     from engine.backends.base import Backend
     from engine.episode import Episode
+    from engine.isolation.remote import Cell
     from engine.tokens.format import ChatFormat
     from schemas.episode import EpisodeSpec
     from schemas.journal import Record
@@ -47,6 +48,8 @@ class World:
     toolbox: Toolbox | None = None
     opened: list[Any] = field(default_factory=list)
     """Whatever has a `close`, in the order of construction."""
+    cell: Cell | None = None
+    """The worker process that all code of the spec runs in, where the episode runs alone."""
 
 
 class Action(Protocol):

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.actions.base import Action, Services, World, post_rewards
 from engine.actions.workers import call_world
 from engine.episode import Episode
 from engine.errors import WorldError
+from engine.isolation.pool import RemoteFunction
+from engine.isolation.remote import Origin, function_in
 from engine.spec.entry import load_entry
 from schemas.environment import Step
 from schemas.journal import StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
     from schemas.episode import Effects, StateSpec
     from schemas.trajectory import Blame
 
@@ -102,7 +102,12 @@ class EnvironmentStep(StepAction):
             raise WorldError(
                 "a state's action is `step`, but the spec has no environment", blame="spec", kind="no_environment"
             )
-        super().__init__(services, tuple(load_entry(spec.use, base).events))
+        isolation = services.spec.isolation_of(spec.isolation)
+        if isolation.mode == "process":
+            events = services.workers.isolation.describe(spec.use, base, isolation).events
+        else:
+            events = load_entry(spec.use, base).events
+        super().__init__(services, tuple(events or ()))
         self._blame = "environment"
         self._what = f"`{spec.use}`.step"
         self._seconds = spec.timeout
@@ -118,8 +123,17 @@ class OwnAction(StepAction):
 
     def __init__(self, services: Services, base: Path, state: StateSpec) -> None:
         assert state.action is not None
-        function = load_entry(state.action, base)
-        events = getattr(function, "events", None)
+        isolation = services.spec.isolation_of(None)
+        self._origin = Origin(state.action, base, state.with_, "function")
+        function: Callable[..., Any]
+        if isolation.mode == "process":
+            described = services.workers.isolation.describe(state.action, base, isolation)
+            events, effects = described.events, described.effects
+            function = RemoteFunction(self._origin, services.workers.isolation.pool(isolation, functions=True), "step")
+        else:
+            function = load_entry(state.action, base)
+            events, effects = getattr(function, "events", None), getattr(function, "effects", "pure")
+            function = partial(function, **state.with_) if state.with_ else function
         if not events:
             raise WorldError(
                 f'`{state.action}` declares no events; decorate it with `@action("done", …)` from schemas.environment',
@@ -127,11 +141,11 @@ class OwnAction(StepAction):
                 kind="bad_action",
             )
         super().__init__(services, tuple(events))
-        self._function = partial(function, **state.with_) if state.with_ else function
+        self._function = function
         self._blame = "spec"
         self._what = f"`{state.action}`"
         self._seconds = state.timeout or DEFAULT_SECONDS
-        self._effects = getattr(function, "effects", "pure")
+        self._effects = effects
 
     def _target(self, world: World) -> Callable[..., Any]:
-        return self._function
+        return self._function if world.cell is None else function_in(world.cell, self._origin, "step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,8 @@ from engine.actions.judge import Judge
 from engine.actions.workers import call_world
 from engine.episode import Episode
 from engine.errors import WorldError
+from engine.isolation.pool import RemoteFunction
+from engine.isolation.remote import Origin, function_in
 from engine.spec.entry import load_entry
 from schemas.environment import EpisodeView
 from schemas.journal import ScoreRecord
@@ -33,11 +36,18 @@ class ScoreAction(Action):
         scorer = services.spec.rewards.scorer
         self._spec = scorer
         self._judge = Judge(scorer) if scorer is not None and scorer.played else None
-        self._scorer = (
-            partial(load_entry(SCORERS.get(scorer.use, scorer.use), base), **scorer.with_)
-            if scorer is not None and scorer.use is not None
-            else None
-        )
+        self._scorer: Callable[..., Any] | None = None
+        self._origin: Origin | None = None
+        if scorer is not None and scorer.use is not None:
+            use = SCORERS.get(scorer.use, scorer.use)
+            self._origin = Origin(use, base, scorer.with_, "function")
+            isolation = services.spec.isolation_of(scorer.isolation)
+            if isolation.mode == "process":
+                services.workers.isolation.describe(use, base, isolation)
+                pool = services.workers.isolation.pool(isolation, functions=True)
+                self._scorer = RemoteFunction(self._origin, pool, "rewards")
+            else:
+                self._scorer = partial(load_entry(use, base), **scorer.with_)
 
     def limit(self, episode: Episode) -> tuple[str, float] | None:
         """An episode that is over is scored whatever it cost."""
@@ -56,8 +66,10 @@ class ScoreAction(Action):
             rewards += await self._ask(score, episode.view(), what, "environment", seconds, effects)
         if self._scorer is not None:
             assert self._spec is not None
+            assert self._origin is not None
+            scorer = self._scorer if world.cell is None else function_in(world.cell, self._origin, "rewards")
             rewards += await self._ask(
-                self._scorer, graded(episode.view()), f"`{self._spec.use}`", "score", self._spec.seconds
+                scorer, graded(episode.view()), f"`{self._spec.use}`", "score", self._spec.seconds
             )
         if self._judge is not None:
             if self._services.cast is None:

@@ -25,6 +25,8 @@ from engine.actions.guest import GuestLoop
 from engine.actions.threads import Threads
 from engine.deadline import Deadlines
 from engine.errors import EngineError, WorldError
+from engine.isolation.pool import Isolation
+from engine.isolation.remote import RemoteCallable
 from schemas.trajectory import Blame
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ class Workers:
         self.threads = Threads(most)
         self._guest: GuestLoop | None = None
         self._deadlines = _ByLength()
+        self.isolation = Isolation()
+        """Worker processes, for code that the spec isolates; none is started before it is needed."""
 
     @property
     def guest(self) -> GuestLoop:
@@ -67,7 +71,8 @@ class Workers:
         return nullcontext() if seconds is None else self._deadlines[seconds].begin()
 
     def close(self) -> None:
-        """Let the threads end. Busy ones end after their call; hung ones go with the process."""
+        """Let the threads end and kill all worker processes. Busy threads end after their call; hung ones go with the process."""
+        self.isolation.close()
         self.threads.close()
         if self._guest is not None:
             self._guest.close()
@@ -142,6 +147,8 @@ async def call_world(
         WorldError: kind `<blame>_timeout` past the deadline, `<blame>_error` for what it raised.
         LoopReplacedError: another call blocked its loop, and it cannot be repeated by itself.
     """
+    if isinstance(function, RemoteCallable):
+        return await function.call(args, seconds=seconds, blame=blame, what=what)
     bare = _bare(function)
     if not is_async(bare):
         call = Call(function, args, what, blame)

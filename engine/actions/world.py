@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,19 @@ from engine.actions.base import Services, World
 from engine.actions.llm_user import ModelUser
 from engine.actions.toolbox import BoundTool, Toolbox, bind_tool
 from engine.actions.workers import call_world
-from engine.errors import WorldError
+from engine.errors import EngineError, WorldError
+from engine.isolation.pool import FunctionTool, HeldObject, Pool, RemoteFunction
+from engine.isolation.remote import Cell, Origin, RemoteObject, RemoteTool
 from engine.spec.entry import load_entry
+from engine.spec.signature import waits
+from schemas.episode import IsolationSpec
 
 if TYPE_CHECKING:
     from engine.actions.voice import Voice
+    from engine.actions.workers import Workers
+    from engine.spec.signature import ToolShape
     from schemas.environment import Task
-    from schemas.episode import Entry, UserSpec
+    from schemas.episode import Effects, Entry, ToolSpec, UserSpec
     from schemas.trajectory import Blame
 
 log = structlog.get_logger(__name__)
@@ -29,19 +36,37 @@ CLOSE_SECONDS = 10.0
 
 
 class Factory:
-    """Builds one kind of object: its entry point is resolved once for the whole run."""
+    """Builds one kind of object: its entry point is resolved once for the whole run.
 
-    def __init__(self, entry: Entry | UserSpec, base: Path) -> None:
+    Where it is isolated, the entry point is imported and built in worker processes alone.
+    """
+
+    def __init__(
+        self, entry: Entry | UserSpec, base: Path, isolation: IsolationSpec, workers: Workers, role: str
+    ) -> None:
         self.use = str(entry.use)
-        self.arguments = dict(entry.with_)
-        self.target: Callable[..., Any] = load_entry(self.use, base)
-        self.is_class = inspect.isclass(self.target)
-        self.on_loop = self.is_class and any(
-            inspect.iscoroutinefunction(member)
-            for name, member in inspect.getmembers_static(self.target)
-            if not name.startswith("_") or name == "__call__"
-        )
+        self.origin = Origin(self.use, base, dict(entry.with_), role, getattr(entry, "name", None))
+        self.target: Callable[..., Any] | None = None
+        self.shape: ToolShape | None = None
+        """Of an isolated function that is a tool."""
+        self.pool: Pool | None = None
+        """Where it is isolated: its workers."""
+        self.on_loop = False
         """Some of its methods are `async`: it is built on the loop that they run on, so that it may open sessions there."""
+        if isolation.mode != "process":
+            self.target = load_entry(self.use, base)
+            self.is_class = inspect.isclass(self.target)
+            self.on_loop = waits(self.target)
+            return
+        described = workers.isolation.describe(self.use, base, isolation, self.origin.name)
+        self.is_class = described.is_class
+        self.pool = workers.isolation.pool(isolation, functions=role == "tool" and not self.is_class)
+        if role == "tool" and not self.is_class:
+            if described.shape is None:
+                fault = EngineError(f"tools: `{self.use}`: {described.problem or 'it cannot be called'}")
+                fault.kind, fault.blame = "bad_tool", "spec"
+                raise fault
+            self.shape = described.shape
 
     def build(self, blame: Blame) -> Any:
         """A fresh object.
@@ -49,8 +74,9 @@ class Factory:
         Raises:
             WorldError: its constructor raised.
         """
+        assert self.target is not None  # what is isolated is held by a pool
         try:
-            return self.target(**self.arguments)
+            return self.target(**self.origin.with_)
         except Exception as error:
             raise WorldError(
                 f"`{self.use}` could not be built: {type(error).__name__}: {error}",
@@ -69,40 +95,69 @@ class WorldBuilder:
     def __init__(self, services: Services, base: Path) -> None:
         spec = services.spec
         self._services = services
-        self._environment = Factory(spec.environment, base) if spec.environment else None
-        self._people = {name: _user_factory(user, base) for name, user in spec.people.items()}
+        self._base = base
+
+        def factory(entry: Any, role: str, isolation: IsolationSpec | None) -> Factory:
+            return Factory(entry, base, spec.isolation_of(isolation), services.workers, role)
+
+        environment = spec.environment
+        self._environment = factory(environment, "environment", environment.isolation) if environment else None
+        self._people = {
+            name: factory(entry, "user", user.isolation) if (entry := user.grader if user.played else user) else None
+            for name, user in spec.people.items()
+        }
         """By the user's name: what builds it or, where a model plays it, its grader."""
-        self._tools: list[tuple[Factory, Any]] = [(Factory(tool, base), tool) for tool in spec.tools]
-        self._static: list[BoundTool] = [
-            self._bind(factory.target, tool) for factory, tool in self._tools if not factory.is_class
-        ]
+        tools = [(factory(tool, "tool", tool.isolation), tool) for tool in spec.tools]
+        self._functions = [(item, tool) for item, tool in tools if not item.is_class]
+        self._classes = [(item, tool) for item, tool in tools if item.is_class]
+        self._static: list[BoundTool] = [self._bind_function(item, tool) for item, tool in self._functions]
         """Plain functions are the same object for every episode."""
         self.shared_toolbox = (
-            Toolbox(self._static, services.workers)
-            if len(self._static) == len(self._tools) and self._environment is None
-            else None
+            Toolbox(self._static, services.workers) if not self._classes and self._environment is None else None
         )
 
-    def _bind(self, function: Any, tool: Any) -> BoundTool:
-        limits = self._services.spec.limits
+    def _bind(self, function: Any, tool: ToolSpec) -> BoundTool:
         return bind_tool(
-            function,
-            name=tool.name,
-            seconds=tool.timeout or limits.tool_seconds,
-            effects=tool.effects,
-            where=f"tools: `{tool.use}`",
+            function, name=tool.name, seconds=self._seconds(tool), effects=tool.effects, where=f"tools: `{tool.use}`"
         )
+
+    def _bind_function(self, factory: Factory, tool: ToolSpec) -> BoundTool:
+        """A plain function as a tool, in this process or in workers."""
+        if factory.pool is None or factory.shape is None:
+            return self._bind(factory.target, tool)
+        function = FunctionTool(RemoteFunction(factory.origin, factory.pool, "tool"), factory.shape.name)
+        return BoundTool(function, factory.shape, self._seconds(tool), tool.effects)
+
+    def _bind_in(self, cell: Cell, factory: Factory, tool: BoundTool) -> BoundTool:
+        """A plain function as a tool, in a given worker."""
+        owner = RemoteObject(factory.origin, cell, pure=True, blame="tool")
+        shape = replace(tool.shape, arguments=None)
+        return BoundTool(RemoteTool(owner, shape.name), shape, tool.seconds, tool.effects)
+
+    def _seconds(self, tool: ToolSpec) -> float:
+        return tool.timeout or self._services.spec.limits.tool_seconds
 
     async def _build(self, world: World, task: Task | None) -> None:
         if self._environment is not None:
-            world.environment = await self._construct(self._environment, "environment", world)
+            effects = self._services.spec.environment.effects if self._services.spec.environment else "pure"
+            world.environment = await self._construct(self._environment, "environment", effects, world)
         if self._people:
             world.user_name = self._chosen(task)
             world.user = await self._build_user(world.user_name, world)
-        world.toolbox = self.shared_toolbox or await self._toolbox(world)
+        shared = self.shared_toolbox if world.cell is None else None
+        world.toolbox = shared or await self._toolbox(world)
 
-    async def _construct(self, factory: Factory, blame: Blame, world: World) -> Any:
-        """Build an object where its methods will run."""
+    async def _construct(self, factory: Factory, blame: Blame, effects: Effects, world: World) -> Any:
+        """Build an object where its methods will run: in the episode's only worker, in one of its own, or in this process."""
+        if world.cell is not None or factory.pool is not None:
+            pure = effects == "pure"
+            if world.cell is not None:
+                held = HeldObject(factory.origin, world.cell, None, pure=pure, blame=blame)
+            else:
+                assert factory.pool is not None
+                held = await factory.pool.hold(factory.origin, pure=pure, blame=blame)
+            world.opened.append(held)
+            return await held.open(self._open_seconds())
         thing = await call_world(
             self._services.workers,
             factory.build_on_loop if factory.on_loop else factory.build,
@@ -129,7 +184,7 @@ class WorldBuilder:
     async def _build_user(self, name: str, world: World) -> Any:
         spec = self._services.spec.people[name]
         factory = self._people[name]
-        built = await self._construct(factory, "user", world) if factory is not None else None
+        built = await self._construct(factory, "user", spec.effects, world) if factory is not None else None
         if not spec.played:
             return built
         path = ("users", name) if name else ("user",)
@@ -142,14 +197,21 @@ class WorldBuilder:
 
     async def _toolbox(self, world: World) -> Toolbox:
         tools = list(self._static)
-        for factory, tool in self._tools:
-            if factory.is_class:
-                tools.append(self._bind(await self._construct(factory, "tool", world), tool))
+        if (cell := world.cell) is not None:
+            tools = [self._bind_in(cell, item, tool) for tool, (item, _) in zip(tools, self._functions, strict=True)]
+        for factory, tool in self._classes:
+            made = await self._construct(factory, "tool", tool.effects, world)
+            if isinstance(made, RemoteObject):
+                tools += _offered(made, self._seconds(tool), tool.effects)
+            else:
+                tools.append(self._bind(made, tool))
+        limits = self._services.spec.limits
+        environment = self._services.spec.environment
+        effects = environment.effects if environment else "pure"
         offered = getattr(world.environment, "tools", None)
-        if callable(offered):
-            limits = self._services.spec.limits
-            environment = self._services.spec.environment
-            effects = environment.effects if environment else "pure"
+        if isinstance(world.environment, RemoteObject):
+            tools += _offered(world.environment, limits.tool_seconds, effects)
+        elif callable(offered):
             functions = await call_world(
                 self._services.workers,
                 lambda: list(offered()),
@@ -171,15 +233,20 @@ class WorldBuilder:
             )
         return Toolbox(tools, self._services.workers)
 
-    async def open(self, task: Task | None = None) -> World:
+    async def open(self, task: Task | None = None, *, alone: bool = False) -> World:
         """Build one episode's objects. What had been opened is closed again when that fails.
 
         Args:
             task: The episode's: it says which of several users is built.
+            alone: Build everything in one worker process, whatever the spec's `isolation`: for an episode during which the
+                engine died.
         """
-        if self._environment is None and not self._people and self.shared_toolbox is not None:
+        if not alone and self._environment is None and not self._people and self.shared_toolbox is not None:
             return World(toolbox=self.shared_toolbox)
         world = World()
+        if alone:
+            own = IsolationSpec(mode="process", user="engine")
+            world.cell = self._services.workers.isolation.cell(own, self._base)
         try:
             await self._build(world, task)
         except BaseException:
@@ -198,6 +265,9 @@ class WorldBuilder:
         """Close every object that can be closed, last opened first. A failing close is logged and goes no further."""
         for thing in reversed(world.opened):
             try:
+                if isinstance(thing, HeldObject):
+                    await thing.release(CLOSE_SECONDS)
+                    continue
                 await call_world(
                     self._services.workers,
                     thing.close,
@@ -209,10 +279,10 @@ class WorldBuilder:
             except WorldError as error:
                 log.warning("close failed", object=type(thing).__name__, error=str(error))
         world.opened.clear()
+        if world.cell is not None:
+            world.cell.kill()
 
 
-def _user_factory(user: UserSpec, base: Path) -> Factory | None:
-    """What builds a user of one's own, or the grader of one that a model plays."""
-    if not user.played:
-        return Factory(user, base)
-    return Factory(user.grader, base) if user.grader is not None else None
+def _offered(owner: RemoteObject, seconds: float, effects: Effects) -> list[BoundTool]:
+    """The tools of an object in a worker: itself, or those that an environment offers."""
+    return [BoundTool(RemoteTool(owner, shape.name), shape, seconds, effects) for shape in owner.shapes]

@@ -20,7 +20,7 @@ def _shapes(ctx: CheckContext) -> Iterator[tuple[DataPath, Any]]:
     from pydantic import PydanticUserError
     from pydantic.errors import PydanticSchemaGenerationError
 
-    from engine.actions.toolbox import shape_of
+    from engine.spec.signature import shape_of
 
     for index, tool in enumerate(ctx.spec.tools):
         thing = ctx.entry(tool.use)

@@ -120,7 +120,7 @@ def _tool(item: NamedEntry, thing: Any) -> Iterator[Finding]:
             fix,
             key=True,
         )
-    from engine.actions.toolbox import shape_of
+    from engine.spec.signature import shape_of
 
     try:
         shape_of(thing, getattr(item.entry, "name", None))

@@ -88,6 +88,9 @@ def episode_schema() -> Schema:
         "anyOf": credit["oneOf"],
         **{key: value for key, value in credit.items() if key not in ("oneOf", "discriminator")},
     }
+    for owner in ({"properties": properties}, *definitions.values()):
+        if "isolation" in owner.get("properties", {}):
+            _also_a_mode(owner["properties"]["isolation"])
     properties["machine"] = _machine(definitions["MachineSpec"]["properties"]["preset"])
     properties["extends"] = {
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
@@ -146,6 +149,16 @@ def _also(schema: Schema, other: Schema) -> None:
     """Accept `other` beside what a property accepts."""
     inner = {key: schema.pop(key) for key in ("type", "items") if key in schema}
     schema["anyOf"] = [inner, other]
+
+
+def _also_a_mode(schema: Schema) -> None:
+    """`isolation: process` as well as a mapping."""
+    modes = {
+        "type": "string",
+        "enum": ["thread", "process"],
+        "description": "Where it runs, without limits of its own.",
+    }
+    schema["anyOf"] = [modes, *schema["anyOf"]]
 
 
 def _machine(preset: Schema) -> Schema:

@@ -14,8 +14,8 @@ from engine.actions.events import ACTION_EVENTS, ALWAYS
 from engine.machine.variables import VARIABLES
 from engine.spec.places import bare, branches, fields_by_key, is_model, literals
 from engine.spec.problems import describe
-from schemas.base import Seconds
-from schemas.episode import EpisodeSpec, MachineSpec
+from schemas.base import Bytes, Seconds
+from schemas.episode import EpisodeSpec, IsolationSpec, MachineSpec
 
 HEAD = """\
 # The spec
@@ -125,8 +125,12 @@ def _type(info: FieldInfo) -> str:
         "BeforeValidator" in str(item) and "parse_seconds" in str(item) for item in info.metadata
     ) or Seconds in branches(info.annotation):
         parts = ["a duration"]
+    if Bytes in branches(info.annotation):
+        parts = ["a size"]
     if bare(info.annotation) is MachineSpec:
         parts = ["a mapping", "the name of a preset"]
+    if IsolationSpec in map(bare, branches(info.annotation)):
+        parts = ["a mapping", "`thread`, `process`"]
     text = " or ".join(dict.fromkeys(part for part in parts if part))
     bounds = [_bound(item) for item in info.metadata]
     return ", ".join([text, *(bound for bound in bounds if bound)])

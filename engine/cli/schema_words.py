@@ -21,6 +21,7 @@ WORDS: dict[str, dict[str, str]] = {
         "limits": "What one episode may cost.",
         "rewards": "How rewards are moved between turns, and become advantages.",
         "recover": "What the model is told when its reply cannot be used.",
+        "isolation": "Where the spec's own code runs: in threads of the engine, or in worker processes with limits.",
         "rollout": "How many episodes run, and how many at once.",
     },
     "EnvironmentSpec": {"effects": "What a crash may do with a call that was made already."},
@@ -119,6 +120,7 @@ EXAMPLES: dict[str, dict[str, list[Any]]] = {
         "to": ["previous", 0],
         "share": [0.3],
     },
+    "IsolationSpec": {"memory": ["1GB"], "cpu": ["60s"], "output": ["1MB"], "processes": [16], "user": ["engine"]},
     "RolloutSpec": {"samples_per_task": [8], "concurrency": [64], "seed": [0]},
 }
 """Likewise."""

@@ -19,6 +19,7 @@ from engine.actions.custom import StepAction
 from engine.actions.toolbox import BoundTool, Toolbox
 from engine.actions.workers import call_world, on_main_loop
 from engine.errors import WorldError
+from engine.isolation.remote import RemoteTool
 from schemas.environment import Reset, Step, ToolReply, UserTurn
 
 if TYPE_CHECKING:
@@ -101,6 +102,10 @@ class ScriptedTools:
         return Toolbox(bound, self._workers)
 
     def _bound(self, tool: BoundTool) -> BoundTool:
+        if isinstance(tool.function, RemoteTool):
+            return BoundTool(
+                _RemoteDoor(self, tool.function, tool, self._workers), tool.shape, tool.seconds, tool.effects
+            )
         return BoundTool(_ToolDoor(self, tool, self._workers), tool.shape, tool.seconds, tool.effects)
 
     def take(self, name: str, arguments: Mapping[str, Any]) -> ScriptedResult | None:
@@ -127,17 +132,47 @@ class _ToolDoor:
         answer = self._script.take(self._tool.shape.name, shown)
         if answer is None:
             return await self._real(arguments)
-        if answer.faulty:
-            return _faulted(answer, "tool", f"tool `{answer.tool}`")
-        if answer.rewards or answer.facts:
-            content = answer.result if isinstance(answer.result, str) else _json(answer.result)
-            return ToolReply(content=content, rewards=answer.rewards, facts=answer.facts)
-        return answer.result
+        return _said(answer)
 
     async def _real(self, arguments: dict[str, Any]) -> Any:
+        assert not isinstance(self._tool.function, RemoteTool)  # it has a door of its own
         call = partial(self._tool.function, **arguments)
         what = f"tool `{self._tool.shape.name}`"
         return await call_world(self._workers, call, seconds=None, blame="tool", what=what, effects=self._tool.effects)
+
+
+class _RemoteDoor(RemoteTool):
+    """Stands where a tool in a worker process stood: its arguments are still checked there."""
+
+    def __init__(self, script: ScriptedTools, real: RemoteTool, tool: BoundTool, workers: Workers) -> None:
+        self._script = script
+        self._real = real
+        self._tool = tool
+        self._workers = workers
+
+    @property
+    def lost(self) -> bool:
+        """The real tool's."""
+        return self._real.lost
+
+    async def call(self, arguments: Mapping[str, Any], view: Any, *, seconds: float, what: str) -> Any:
+        """The scripted answer, or the real tool's."""
+        await self._real.check(arguments, seconds=seconds, what=what)
+        answer = self._script.take(self._tool.shape.name, arguments)
+        if answer is None:
+            return await self._real.call(arguments, view, seconds=seconds, what=what)
+        said = partial(_said, answer)
+        return await call_world(self._workers, said, seconds=seconds, blame="tool", what=what)
+
+
+def _said(answer: ScriptedResult) -> Any:
+    """What a scripted tool answers."""
+    if answer.faulty:
+        return _faulted(answer, "tool", f"tool `{answer.tool}`")
+    if answer.rewards or answer.facts:
+        content = answer.result if isinstance(answer.result, str) else _json(answer.result)
+        return ToolReply(content=content, rewards=answer.rewards, facts=answer.facts)
+    return answer.result
 
 
 def _fits(wanted: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from engine.spec.places import (
     locate,
     tagged,
 )
-from schemas.base import Seconds
+from schemas.base import Bytes, Seconds
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -235,6 +235,8 @@ def describe(annotation: Any, *, plural: bool = False) -> str:
     """A type in words: `a list of strings`."""
     if annotation == Seconds:
         return "durations" if plural else "a duration"
+    if annotation == Bytes:
+        return "sizes" if plural else "a size"
     simple = {
         str: ("a string", "strings"),
         int: ("a whole number", "whole numbers"),

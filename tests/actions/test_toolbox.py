@@ -9,9 +9,10 @@ from typing import Literal
 
 import pytest
 
-from engine.actions.toolbox import Toolbox, bind_tool, read_docstring, shape_of
+from engine.actions.toolbox import Toolbox, bind_tool
 from engine.actions.workers import Workers
 from engine.errors import EngineError, WorldError
+from engine.spec.signature import read_docstring, shape_of
 from schemas.environment import EpisodeView, Task, ToolReply
 from schemas.message import MalformedCall, ToolCall
 from schemas.reward import RewardEvent

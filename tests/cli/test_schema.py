@@ -225,6 +225,7 @@ def test_every_example_is_right_for_both(name: str, key: str, value: Any, valida
         "LimitsSpec": {"limits": {key: value}},
         "StateSpec": {"machine": {"preset": "tools", "states": {"A": {key: value}}}},
         "RolloutSpec": {"rollout": {key: value}},
+        "IsolationSpec": {"isolation": {"mode": "process", key: value}},
         "ReassignRule": {"rewards": {"reassign": [{**rule, key: value}]}},
         "TransitionSpec": {
             "machine": {

@@ -325,7 +325,7 @@ def test_the_tools_face_is_not_paid_twice(view: View) -> None:
 
 
 def test_the_tools_schema_asks_for_a_string_and_takes_a_number() -> None:
-    from engine.actions.toolbox import shape_of
+    from engine.spec.signature import shape_of
 
     shape = shape_of(Geo3kTool().tools()[0])
     assert shape.schema["function"] == {

@@ -1,0 +1,386 @@
+"""Objects and functions that live in worker processes, and the calls that reach them.
+
+A `Cell` is a place for one worker: a dead worker is replaced by a fresh one at the next call. An object whose worker died
+is built again there if it keeps nothing between calls (`effects: pure`); any other has lost its state and stays lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import TypeAdapter, ValidationError
+
+from engine.errors import WorldError
+from engine.isolation.child import INVALID, RAISED, UNFIT, VALUE, WRONG
+from engine.isolation.server import Limits, Server
+from engine.isolation.worker import Worker, WorkerLost
+from engine.spec.entry import EntryError
+from engine.spec.signature import ToolShape
+from schemas.environment import EpisodeView, Reset, Step, ToolReply, UserTurn
+from schemas.reward import RewardEvent
+
+if TYPE_CHECKING:
+    from schemas.trajectory import Blame
+
+START_SECONDS = 120.0
+"""Deadline for importing a function's module in a fresh worker; it is no part of the call's own deadline."""
+
+_ANSWERS: Mapping[str, tuple[TypeAdapter[Any], str]] = {
+    "reset": (TypeAdapter(Reset), "a Reset"),
+    "step": (TypeAdapter(Step), "a Step"),
+    "user": (TypeAdapter(UserTurn), "a UserTurn"),
+    "rewards": (TypeAdapter(list[RewardEvent]), "a list of RewardEvent"),
+    "tool": (TypeAdapter(ToolReply), "a ToolReply"),
+    "none": (TypeAdapter(Any), "anything"),
+}
+EXPECTS = {"reset": "reset", "step": "step", "score": "rewards", "respond": "user"}
+"""What the methods of environments and users answer."""
+_KIND = re.compile(r"[a-z_]{1,40}")
+_ids = count(1)
+
+
+class InvalidArguments(Exception):
+    """Arguments that a tool's signature does not take; the message is for the model."""
+
+
+class RemoteError(Exception):
+    """What code in a worker raised, by its message."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What an object is made of: an entry point, its arguments, and what it is to be."""
+
+    use: str
+    base: Path
+    with_: Mapping[str, Any]
+    role: str
+    """`environment`, `user`, `tool` or `function`."""
+    name: str | None = None
+    """A tool's name, where the spec gives one."""
+
+
+class Cell:
+    """A place for one worker at a time."""
+
+    def __init__(self, server: Server, limits: Limits) -> None:
+        self._server = server
+        self._limits = limits
+        self.memory = limits.memory
+        self.worker: Worker | None = None
+        self.lock = asyncio.Lock()
+        """Held during a call: a worker serves one at a time, and the clock of a call starts when it is its turn."""
+
+    async def live(self) -> Worker:
+        """The worker, or a fresh one where it died."""
+        if self.worker is None or not self.worker.alive:
+            self.worker = None
+            self.worker = await Worker(self._server, self._limits).start()
+        return self.worker
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another episode may have it."""
+        worker = self.worker
+        return worker is None or not worker.alive or (worker.clean and worker.loop is asyncio.get_running_loop())
+
+    def kill(self) -> None:
+        """Kill its worker."""
+        if self.worker is not None and self.worker.alive:
+            self.worker.kill("no longer needed")
+
+
+class RemoteObject:
+    """One object in a worker. Its methods are attributes, as they would be of the object itself."""
+
+    def __init__(self, origin: Origin, cell: Cell, *, pure: bool, blame: Blame) -> None:
+        self._origin = origin
+        self._cell = cell
+        self._pure = pure
+        self._blame = blame
+        self._id = next(_ids)
+        self._worker: Worker | None = None
+        self._has: frozenset[str] = frozenset()
+        self._cause = ""
+        self.shapes: list[ToolShape] = []
+        """Of the tool that it is, or of the tools that it offers."""
+        self.opened = False
+
+    @property
+    def use(self) -> str:
+        """Its entry point."""
+        return self._origin.use
+
+    @property
+    def lost(self) -> bool:
+        """Whether it kept state in a worker that is gone."""
+        return not self._pure and self.opened and (self._worker is None or not self._worker.alive)
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        if name.startswith("_") or name not in self._has:
+            raise AttributeError(f"`{self._origin.use}` has no `{name}`")
+        return RemoteMethod(self, name, EXPECTS.get(name, "none"))
+
+    async def open(self, seconds: float | None) -> Self:
+        """Build it.
+
+        Raises:
+            WorldError: its constructor raised, hung or killed its process.
+            EntryError: it cannot be imported.
+        """
+        async with self._cell.lock:
+            await self._build(seconds)
+        return self
+
+    async def _build(self, seconds: float | None) -> None:
+        worker = await self._cell.live()
+        origin = self._origin
+        what = f"building `{origin.use}`"
+        try:
+            data = await worker.request(
+                "build",
+                self._id,
+                origin.use,
+                str(origin.base),
+                dict(origin.with_),
+                origin.role,
+                origin.name,
+                seconds=seconds,
+            )
+        except WorkerLost as lost:
+            raise self._failure(lost, what, self._blame) from None
+        kind, text = data[:1], data[1:]
+        if kind == RAISED:
+            told = read_told(text)
+            if told["kind"] == EntryError.kind:
+                raise EntryError(told["message"])
+            error = WorldError(
+                f"`{origin.use}` could not be built: {told['type']}: {told['message']}",
+                blame=self._blame,
+                kind=f"{self._blame}_error",
+                trace=told["trace"],
+            )
+            raise error from RemoteError(told["message"])
+        if kind != VALUE:
+            raise self._bad("building it", "answered outside of the protocol", self._blame)
+        try:
+            found = json.loads(text)
+            self._has = frozenset(str(name) for name in found["has"])
+            self.shapes = [shape_from(item) for item in found["tools"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._bad("building it", f"described itself wrongly: {error}", self._blame) from None
+        self._worker, self.opened = worker, True
+
+    async def _ready(self, what: str, blame: Blame) -> Worker:
+        """The worker that holds the object; a pure one is built again where it died."""
+        worker = self._worker
+        if worker is not None and worker.alive and worker is self._cell.worker:
+            return worker
+        if self.opened and not self._pure:
+            raise WorldError(
+                f"{what} cannot answer: the process that held its state is gone{self._cause}",
+                blame=blame,
+                kind=f"{blame}_crashed",
+            )
+        await self._build(START_SECONDS)
+        assert self._worker is not None
+        return self._worker
+
+    async def ask(
+        self, method: str, arguments: Sequence[Any], expects: str, *, seconds: float | None, blame: Blame, what: str
+    ) -> Any:
+        """Call a method and validate its answer.
+
+        Raises:
+            WorldError: see `engine.actions.workers.call_world`; and kinds `<blame>_crashed`, `_cpu` and `_output` where the
+                worker died or broke a limit.
+        """
+        sent = [_plain(argument) for argument in arguments]
+        async with self._cell.lock:
+            worker = await self._ready(what, blame)
+            try:
+                data = await worker.request("call", self._id, method, sent, expects, seconds=seconds)
+            except WorkerLost as lost:
+                raise self._failure(lost, what, blame) from None
+        return self._value(data, expects, what, blame)
+
+    async def ask_tool(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        view: EpisodeView | None,
+        calls: bool,
+        *,
+        seconds: float,
+        what: str,
+    ) -> Any:
+        """Check a tool's arguments and, where `calls`, call it. Raises as `ask`, and `InvalidArguments`."""
+        async with self._cell.lock:
+            worker = await self._ready(what, "tool")
+            try:
+                data = await worker.request(
+                    "tool", self._id, name, dict(arguments), _plain(view), calls, seconds=seconds
+                )
+            except WorkerLost as lost:
+                raise self._failure(lost, what, "tool") from None
+        return self._value(data, "tool" if calls else "none", what, "tool")
+
+    def _value(self, data: bytes, expects: str, what: str, blame: Blame) -> Any:
+        kind, text = data[:1], data[1:]
+        adapter, wanted = _ANSWERS[expects]
+        if kind == VALUE:
+            try:
+                return adapter.validate_json(text)
+            except ValidationError as error:
+                raise self._bad(what, f"returned what is not {wanted}: {error}", blame) from None
+        if kind == RAISED:
+            raise self._raised(text, what, blame)
+        try:
+            words = str(json.loads(text))
+        except ValueError:
+            words = "?"
+        if kind == INVALID:
+            raise InvalidArguments(words)
+        if kind == WRONG:
+            raise self._bad(what, f"returned {words}; it must return {wanted}", blame)
+        if kind == UNFIT:
+            raise self._bad(what, f"returned what JSON cannot hold: {words}", blame)
+        raise self._bad(what, "answered outside of the protocol", blame)
+
+    def _bad(self, what: str, words: str, blame: Blame) -> WorldError:
+        return WorldError(
+            f"{what} {words}", blame=blame, kind=f"{blame}_bad_result" if blame == "tool" else f"{blame}_bad_reply"
+        )
+
+    def _raised(self, text: bytes, what: str, blame: Blame) -> WorldError:
+        told = read_told(text)
+        kind = f"{blame}_error"
+        memory = f" (isolation.memory is {self._cell.memory} bytes)" if told["type"] == "MemoryError" else ""
+        message = f"{what} raised {told['type']}: {told['message']}{memory}"
+        if told["kind"] is not None and _KIND.fullmatch(told["kind"]):
+            kind, message = told["kind"], told["message"]
+        error = WorldError(message, blame=blame, kind=kind, trace=told["trace"])
+        error.__cause__ = RemoteError(f"{told['message'] or told['type']}{memory}")
+        return error
+
+    def _failure(self, lost: WorkerLost, what: str, blame: Blame) -> WorldError:
+        hint = "; give it a longer deadline or make it faster" if lost.why == "timeout" else ""
+        if not self._cause:
+            self._cause = f": {what} {lost.words}"
+        printed = f"printed last:\n{lost.printed}" if lost.printed else None
+        error = WorldError(f"{what} {lost.words}{hint}", blame=blame, kind=f"{blame}_{lost.why}", trace=printed)
+        error.__cause__ = RemoteError(f"it {lost.words}")
+        return error
+
+    async def let_go(self, seconds: float) -> None:
+        """Close it, where it has a `close`, and drop it from its worker.
+
+        Raises:
+            WorldError: its `close` failed; the worker is then killed.
+        """
+        worker = self._worker
+        if worker is None or not worker.alive or worker is not self._cell.worker:
+            return
+        what = f"`{self._origin.use}`.close"
+        async with self._cell.lock:
+            try:
+                data = await worker.request("drop", self._id, "close" in self._has, seconds=seconds)
+            except WorkerLost as lost:
+                raise self._failure(lost, what, self._blame) from None
+        if data[:1] != VALUE:
+            self._cell.kill()
+            self._value(data, "none", what, self._blame)
+
+
+class RemoteCallable:
+    """Something in a worker that `call_world` calls: it keeps its deadline itself, from when a worker is free."""
+
+    async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
+        """See `RemoteObject.ask`."""
+        raise NotImplementedError
+
+    async def __call__(self, *arguments: Any) -> Any:
+        """The call without a deadline."""
+        return await self.call(arguments, seconds=None, blame="environment", what="a call")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteMethod(RemoteCallable):
+    """A method of an object in a worker."""
+
+    owner: RemoteObject
+    method: str
+    expects: str
+
+    async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
+        """See `RemoteObject.ask`."""
+        return await self.owner.ask(self.method, arguments, self.expects, seconds=seconds, blame=blame, what=what)
+
+
+def function_in(cell: Cell, origin: Origin, expects: str) -> RemoteMethod:
+    """A function that lives in a given place."""
+    return RemoteMethod(RemoteObject(origin, cell, pure=True, blame="environment"), "__call__", expects)
+
+
+class RemoteTool:
+    """A tool of an object in a worker."""
+
+    def __init__(self, owner: RemoteObject, name: str) -> None:
+        self._owner = owner
+        self._name = name
+
+    @property
+    def lost(self) -> bool:
+        """Whether it kept state in a worker that is gone."""
+        return self._owner.lost
+
+    async def check(self, arguments: Mapping[str, Any], *, seconds: float, what: str) -> None:
+        """Raise `InvalidArguments` where they do not fit."""
+        await self._owner.ask_tool(self._name, arguments, None, False, seconds=seconds, what=what)
+
+    async def call(self, arguments: Mapping[str, Any], view: EpisodeView | None, *, seconds: float, what: str) -> Any:
+        """Check the arguments and call it: a ToolReply."""
+        return await self._owner.ask_tool(self._name, arguments, view, True, seconds=seconds, what=what)
+
+
+def shape_from(told: Any) -> ToolShape:
+    """A tool's shape as a worker told it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    name, schema, view = told["name"], told["schema"], told["view"]
+    function = schema["function"]
+    if not isinstance(name, str) or function["name"] != name or not isinstance(function["parameters"], dict):
+        raise ValueError(f"not a tool's schema: {schema!r:.200}")
+    return ToolShape(name, schema, None, view if isinstance(view, str) else None)
+
+
+def read_told(text: bytes) -> dict[str, Any]:
+    """What a worker says that its code raised."""
+    try:
+        told = json.loads(text)
+        return {key: None if told[key] is None else str(told[key]) for key in ("type", "message", "trace", "kind")}
+    except (ValueError, KeyError, TypeError):
+        return {"type": "?", "message": "what it raised cannot be read", "trace": None, "kind": None}
+
+
+def _plain(argument: Any) -> Any:
+    """An argument as plain contracts: a view's messages are the engine's own list until here."""
+    if isinstance(argument, EpisodeView):
+        return replace(
+            argument,
+            messages=list(argument.messages),
+            calls=list(argument.calls),
+            malformed=list(argument.malformed),
+            facts=dict(argument.facts),
+            rewards=[float(value) for value in argument.rewards],
+        )
+    return argument

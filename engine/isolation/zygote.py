@@ -1,0 +1,238 @@
+"""The process that forks workers: it has imported what every worker needs, and runs no code of a spec.
+
+A fork costs milliseconds, where a new interpreter costs a third of a second, and workers share the memory of what was
+imported here. It is single-threaded, so that a fork of it is safe.
+
+Protocol: lines of JSON over a socket. `plan`, `fork` (with two file descriptors: the worker's socket and the pipe that takes
+what it prints) and `kill` come in; `planned`, `refused`, `forked` and `ended` go out. Where the socket closes, the engine is
+gone: every worker is killed, and this process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine.isolation import confine
+from engine.isolation.confine import Confinement, Refused
+
+_SWEEPS = 8
+
+
+@dataclass
+class _Worker:
+    id: int
+    uid: int | None
+    """Its own, that no other process runs under."""
+    folder: str | None
+    """Its scratch folder."""
+
+
+class Zygote:
+    """Forks workers, kills them, and reports how they ended."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._plans: dict[str, Confinement] = {}
+        self._workers: dict[int, _Worker] = {}
+        self._fds: deque[int] = deque()
+        self._wake, wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> None:
+        """Until the engine is gone."""
+        buffer = b""
+        try:
+            while True:
+                ready, _, _ = select.select([self._control.fileno(), self._wake], [], [])
+                if self._wake in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake, 4096)
+                    self._reap()
+                if self._control.fileno() in ready:
+                    data, fds, _, _ = socket.recv_fds(self._control, 65_536, 64)
+                    if not data:
+                        return
+                    self._fds += fds
+                    *lines, buffer = (buffer + data).split(b"\n")
+                    for line in lines:
+                        self._handle(json.loads(line))
+        finally:
+            for pid in list(self._workers):
+                self._end(pid)
+
+    def _say(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):
+            self._control.sendall(json.dumps(message).encode() + b"\n")
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        match message.pop("do"):
+            case "plan":
+                self._plan(**message)
+            case "fork":
+                self._fork(**message)
+            case "kill":
+                for pid, worker in list(self._workers.items()):
+                    if worker.id == message["id"]:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)  # the rest of it goes when it is reaped
+
+    def _plan(
+        self, id: int, key: str, memory: int, processes: int | None, user: str | None, folders: list[str]
+    ) -> None:
+        try:
+            self._plans[key] = confine.plan(memory, processes, user, folders)
+        except (Refused, OSError) as error:
+            self._say(told="refused", id=id, message=str(error))
+        else:
+            found = self._plans[key]
+            self._say(told="planned", id=id, reads=found.reads)
+
+    def _fork(self, id: int, key: str) -> None:
+        channel, output = self._fds.popleft(), self._fds.popleft()
+        planned = self._plans[key]
+        folder = None
+        uid = None
+        try:
+            if planned.uid is not None and planned.processes is not None:
+                uid = confine.free_uid({worker.uid for worker in self._workers.values() if worker.uid is not None})
+                planned = replace(planned, uid=uid, gid=uid)
+            if planned.uid is not None:
+                folder = tempfile.mkdtemp(prefix="engine-worker-")
+                os.chown(folder, planned.uid, planned.gid)
+            pid = os.fork()
+        except (OSError, Refused) as error:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(channel)
+            os.close(output)
+            self._say(told="refused", id=id, message=f"no worker process could be started: {error}")
+            return
+        if pid == 0:
+            self._become(planned, channel, output, folder)
+        os.close(channel)
+        os.close(output)
+        self._workers[pid] = _Worker(id, uid, folder)
+        self._say(told="forked", id=id, pid=pid)
+
+    def _become(self, planned: Confinement, channel: int, output: int, folder: str | None) -> None:
+        """The child's side of a fork: never returns."""
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            null = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(null, 0)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            keep = 3
+            if channel != keep:
+                os.dup2(channel, keep)
+            os.set_inheritable(keep, False)
+            os.closerange(keep + 1, 65_536)
+            if folder is not None:
+                os.environ.update(HOME=folder, TMPDIR=folder)
+                tempfile.tempdir = None
+            confine.apply(planned)
+            from engine.isolation import child
+
+            child.serve(socket.socket(fileno=keep))
+            status = 0
+        except BaseException as error:  # noqa: BLE001  (the last word of a process that ends)
+            with contextlib.suppress(OSError):
+                os.write(2, f"the worker could not go on: {type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            worker = self._workers.pop(pid, None)
+            if worker is not None:
+                self._sweep(pid, worker)
+                self._say(told="ended", id=worker.id, status=os.waitstatus_to_exitcode(status))
+
+    def _end(self, pid: int) -> None:
+        worker = self._workers.pop(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        self._sweep(pid, worker)
+
+    def _sweep(self, pid: int, worker: _Worker) -> None:
+        """Kill every process that a dead worker left behind, and remove its scratch folder."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        if worker.uid is not None:
+            _kill_all_of(worker.uid)
+        # What left its group was handed to the nearest subreaper, which is this process.
+        for _ in range(_SWEEPS):
+            orphans = [child for child in _children() if child not in self._workers]
+            for orphan in orphans:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(orphan, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(orphan, 0)
+            if not orphans:
+                break
+        if worker.folder is not None:
+            shutil.rmtree(worker.folder, ignore_errors=True)
+
+
+def _kill_all_of(uid: int) -> None:
+    """Kill all processes of a uid at once, so that a fork bomb cannot outrun it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    """Children of this process; none where the kernel does not list them."""
+    try:
+        return [int(word) for word in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def main() -> None:
+    """Serve the engine at the other end of descriptor `argv[1]`."""
+    import ctypes
+
+    from engine.isolation import child  # noqa: F401  (imported once, for all workers)
+
+    control = socket.socket(fileno=int(sys.argv[1]))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the engine decides when workers end
+    gc.collect()
+    gc.freeze()
+    Zygote(control).serve()
