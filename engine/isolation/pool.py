@@ -35,11 +35,12 @@ from engine.spec.signature import ToolShape
 
 if TYPE_CHECKING:
     from schemas.environment import EpisodeView
-    from schemas.episode import IsolationSpec
+    from schemas.episode import Effects, IsolationSpec
     from schemas.trajectory import Blame
 
 log = structlog.get_logger(__name__)
 
+_EFFECTS: Mapping[str, Effects] = {"pure": "pure", "replayable": "replayable", "external": "external"}
 MEMORY = 4 * 10**9
 OUTPUT = 16 * 10**6
 FUNCTION_WORKERS = 64
@@ -52,7 +53,7 @@ class Described:
 
     is_class: bool
     events: tuple[str, ...] | None
-    effects: str
+    effects: Effects
     shape: ToolShape | None
     """A function's, as a tool."""
     problem: str | None
@@ -214,7 +215,7 @@ class Isolation:
             return Described(
                 bool(found["is_class"]),
                 None if events is None else tuple(str(event) for event in events),
-                str(found["effects"]),
+                _EFFECTS[found["effects"]],
                 None if found["tool"] is None else shape_from(found["tool"]),
                 None if found["problem"] is None else str(found["problem"]),
             )

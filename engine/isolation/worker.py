@@ -141,6 +141,8 @@ class Worker:
             return WorkerLost(
                 "output", f"wrote more than isolation.output ({limits.output} bytes) in one call", self.printed
             )
+        if self._reason == "protocol":
+            return WorkerLost("crashed", "wrote into the engine's connection to its worker", self.printed)
         if self._reason is not None:
             return WorkerLost("crashed", f"was ended before ({self._reason})", self.printed)
         if not self._gone.done():
@@ -214,7 +216,7 @@ class Worker:
                 continue
             length = struct.unpack_from("<I", self._buffer)[0]
             if length > self.limits.output or length < 2:
-                self.kill("output")
+                self.kill("output" if length > self.limits.output else "protocol")
                 return
             if len(self._buffer) == 4 + length:
                 answer = bytes(self._buffer[4:])
