@@ -5,14 +5,13 @@ Invariant: a stored image's bytes are those that were put, never re-encoded.
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Callable
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import StoreError
-from engine.tokens.images import Source
+from engine.tokens.images import Source, open_image
 
 if TYPE_CHECKING:
     from engine.store.reader import RunReader
@@ -36,24 +35,24 @@ def image_digest(data: bytes) -> str:
 
 
 def measure(data: bytes, mime: str | None = None) -> StoredImage:
-    """Read an image's media type and size from its head; the pixels are not decoded.
+    """Read an image's media type and size from its head; the pixels are not decoded. See `FORMATS`.
 
     Raises:
-        StoreError: the bytes are no image that Pillow knows, or claim more pixels than it finds safe.
+        StoreError: the bytes are no image in one of the formats, or claim more pixels than it finds safe.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(data)) as image:
+            with open_image(data) as image:
                 width, height = image.size
                 kind = mime or Image.MIME.get(image.format or "", "application/octet-stream")
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise StoreError(f"an image of {len(data)} bytes is not stored: {error}") from error
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
         raise StoreError(
-            f"{len(data)} bytes are no image: {error}; give the bytes of a PNG, JPEG or WebP file"
+            f"{len(data)} bytes are no image that is read here: {error}; give the bytes of a PNG, JPEG, WebP, GIF or BMP file"
         ) from error
     return StoredImage(image_digest(data), kind, width, height, data)
 

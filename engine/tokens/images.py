@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import binascii
 import io
+import os
+import stat
 import threading
 import warnings
 from base64 import b64decode, b64encode
@@ -31,8 +33,12 @@ if TYPE_CHECKING:
 
 DIGEST = "sha256:"
 """What a reference to a stored image begins with."""
-_MOST_BYTES = 1 << 28
-"""Of one encoded image."""
+MOST_BYTES = 1 << 28
+"""Bytes of one encoded image, at most."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Formats that are read, by Pillow's names. Others are refused unopened: EPS, say, which Pillow hands to Ghostscript."""
+
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 T = TypeVar("T")
 Tensors = dict[str, np.ndarray]
@@ -75,20 +81,53 @@ def read_reference(part: ImagePart, blame: Blame) -> bytes:
             head, comma, body = reference[5:].partition(",")
             if not comma:
                 raise ValueError("a data: URI needs a comma between its media type and its data")
+            if len(body) > MOST_BYTES // 3 * 4:
+                raise ValueError(f"it holds more than {MOST_BYTES >> 20} MiB")
             data = b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
         elif "://" in reference and not reference.startswith("file://"):
             raise ValueError("images are given by path, file:// or data: URI; fetch it, and hand over its bytes")
         else:
             path = Path(url2pathname(unquote(urlsplit(reference).path)) if "://" in reference else reference)
-            if path.stat().st_size > _MOST_BYTES:
-                raise ValueError(f"the file is larger than {_MOST_BYTES >> 20} MiB")
-            data = path.read_bytes()
+            data = _read_file(path)
     except (OSError, ValueError, binascii.Error) as error:
         shown = reference if len(reference) <= 120 else f"{reference[:100]}…"
         raise ImageError(f"the image {shown} cannot be read: {error}", kind="image_unreadable", blame=blame) from error
     if not data:
         raise ImageError("an image of no bytes was shown", kind="image_empty", blame=blame)
     return data
+
+
+def _read_file(path: Path) -> bytes:
+    """A regular file's bytes. A device or a pipe may have no end, and opening one may wait for ever.
+
+    Raises:
+        OSError: It cannot be opened.
+        ValueError: It is no regular file, or too large.
+    """
+    with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | _NO_WAIT)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is not a regular file")
+        pieces, room = [], MOST_BYTES
+        while piece := file.read(min(room + 1, 1 << 20)):  # not by its size: that of a file in /proc is 0
+            room -= len(piece)
+            if room < 0:
+                raise ValueError(f"the file is larger than {MOST_BYTES >> 20} MiB")
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+def open_image(data: bytes) -> Any:
+    """The image in one of `FORMATS`, its head read and its pixels not decoded, as Pillow has it. Close it.
+
+    Raises:
+        Exception: Whatever Pillow raises; `PIL.UnidentifiedImageError` for another format.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise UnidentifiedImageError(f"neither {', '.join(FORMATS[:-1])} nor {FORMATS[-1]}") from None
 
 
 def measure_pixels(data: bytes, most: int, blame: Blame) -> tuple[int, int]:
@@ -103,7 +142,7 @@ def measure_pixels(data: bytes, most: int, blame: Blame) -> tuple[int, int]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(data)) as image:
+            with open_image(data) as image:
                 width, height = image.size
     except Image.DecompressionBombError as error:
         raise ImageError(f"an image is too large: {error}", kind="image_too_large", blame=blame) from error
@@ -134,7 +173,7 @@ def open_pixels(data: bytes) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data))
+            image = open_image(data)
             image.load()
     except Exception as error:
         raise ImageError(f"an image cannot be decoded: {error}", kind="image_unreadable") from error
@@ -146,6 +185,7 @@ class ImageBank:
 
     Args:
         process: Makes a picture and its tensors of an image's digest and bytes.
+        scale: Makes a PNG of the pixels that the processor scales an image to, by its digest.
         tensor_bytes: Memory for tensors.
         source_bytes: Memory for encoded images.
     """
@@ -154,14 +194,17 @@ class ImageBank:
         self,
         process: Callable[[str, bytes], tuple[Picture, Tensors]],
         *,
+        scale: Callable[[str], bytes] | None = None,
         tensor_bytes: int = 1 << 30,
         source_bytes: int = 1 << 28,
     ) -> None:
         self._process = process
+        self._scale = scale
         self._pictures: dict[str, Picture] = {}
         self._tensors: _Kept[Tensors] = _Kept(tensor_bytes)
         self._sources: _Kept[Source] = _Kept(source_bytes)
         self._uris: _Kept[str] = _Kept(source_bytes)
+        self._scaled: _Kept[str] = _Kept(source_bytes)
         self._fetch: Callable[[str], Source | None] | None = None
         self._made: Callable[[str], Tensors | None] | None = None
         self._lock = threading.Lock()
@@ -207,6 +250,26 @@ class ImageBank:
             with self._lock:
                 self._uris.put(digest, found, len(found))
         return found
+
+    def scaled_uri(self, digest: str) -> str:
+        """An image as the processor scales it, as a PNG `data:` URI; made once. See `Vision.scaled`.
+
+        Raises:
+            ImageError: The processor refuses the image or its scaled copy, or the image is not there.
+        """
+        with self._lock:
+            found = self._scaled.get(digest)
+        if found is None:
+            assert self._scale is not None
+            found = f"data:image/png;base64,{b64encode(self._scale(digest)).decode()}"
+            with self._lock:
+                self._scaled.put(digest, found, len(found))
+        return found
+
+    def is_scaled(self, digest: str) -> bool:
+        """Whether `scaled_uri` answers from memory."""
+        with self._lock:
+            return self._scaled.get(digest) is not None
 
     def picture(self, digest: str) -> Picture:
         """An image as the tape holds it; processed now where it was not before.
