@@ -213,6 +213,12 @@ async def drive(
             f"Certificate: {certificate['turns_checked']} prompts compared with what the server worked on, "
             f"{certificate['prompt_mismatches']} differ, {certificate['turns_unchecked']} could not be compared",
         )
+    if images := told.get("images"):
+        console.print(
+            f"Images: sent at the size of their grid, so that the servers ({', '.join(images['server_processors'])}) see "
+            "the rows' own pixels",
+            highlight=False,
+        )
     return result
 
 

@@ -11,6 +11,7 @@ Invariants, checked whenever ids are appended and before every request:
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +47,8 @@ class Family(Protocol):
     """Tokens that are the processor's alone: in nobody's text, and never sampled."""
     names: tuple[str, ...]
     """Names of the tensors that a forward pass takes."""
+    served: bool
+    """Whether a server can be sent an image that it need not scale: see `Vision.scaled`."""
 
     def processor(self, folder: Path, tokenizer: Any) -> Any:
         """The model's processor, for images alone."""
@@ -53,6 +56,14 @@ class Family(Protocol):
 
     def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
         """One image -> tensors, its expansion as text, its grid, and how many placeholders that grid means."""
+        ...
+
+    def scale(self, processor: Any, image: Any, grid: tuple[int, ...]) -> Any:
+        """The pixels that `process` makes patches of, as an RGB image: what a server is sent.
+
+        Raises:
+            ValueError: No one image gives the same tensors; `served` is False.
+        """
         ...
 
     def stack(self, rows: Sequence[Sequence[Tensors]]) -> Tensors:
@@ -79,7 +90,7 @@ class Vision:
         self.banned = sorted(added[token] for token in self.forbidden)
         """Ids that must not be sampled."""
         self._banned = np.array(self.banned, np.int32)
-        self.bank = ImageBank(self._process)
+        self.bank = ImageBank(self._process, scale=self.scaled)
 
     @cached_property
     def processor(self) -> Any:
@@ -108,6 +119,36 @@ class Vision:
             )
         ids.flags.writeable = False
         return Picture(digest, ids, found, grid), tensors
+
+    def scaled(self, digest: str) -> bytes:
+        """An image at the size of its grid, as an RGB PNG: what a server is sent in its place.
+
+        Servers process images themselves, and their processors decode and scale differently (Pillow, torchvision,
+        nvJPEG: up to 17 grey levels). An image that has its grid's size already is scaled by none of them, so the
+        server's pixels are the rows' pixels, whatever its processor is. Checked here: the copy's tensors are the
+        image's own, bit for bit.
+
+        Raises:
+            ImageError: Kind `image_refused`: the processor scales the copy again (its sides are too unequal).
+        """
+        image = open_pixels(self.bank.source(digest).data)
+        picture, tensors = self.bank.picture(digest), self.bank.tensors(digest)
+        try:
+            copy = self.family.scale(self.processor, image, picture.grid)
+            found, _, grid, _ = self.family.process(self.processor, copy)
+            if grid != picture.grid or any(not np.array_equal(found[name], tensors[name]) for name in found):
+                raise ValueError(
+                    f"a copy of {copy.size[0]} x {copy.size[1]} pixels is scaled again, to the grid {grid}"
+                )
+        except (ValueError, TypeError) as error:
+            raise ImageError(
+                f"an image of {image.size[0]} x {image.size[1]} pixels cannot be sent to a server exactly: {error}; "
+                "crop it, or use `backend: {kind: local}`",
+                kind="image_refused",
+            ) from error
+        buffer = io.BytesIO()
+        copy.save(buffer, "PNG", compress_level=1)
+        return buffer.getvalue()
 
     # --- checks ---------------------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class QwenFamily:
     marker = placeholder = "<|image_pad|>"
     forbidden: tuple[str, ...] = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
     names: tuple[str, ...] = ("pixel_values", "image_grid_thw")
+    served = True
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -83,6 +84,18 @@ class QwenFamily:
         tensors = {name: np.ascontiguousarray(found[name]) for name in self.names}
         return tensors, str(processor.replace_image_token(found, 0)), grid, count // merge**2
 
+    def scale(self, processor: Any, image: Any, grid: tuple[int, ...]) -> Any:
+        """See `Family.scale`."""
+        from PIL import Image
+
+        settings = processor.image_processor
+        found = settings(images=[image], return_tensors="np", do_rescale=False, do_normalize=False)
+        side, merge, frames = int(settings.patch_size), int(settings.merge_size), int(settings.temporal_patch_size)
+        rows, columns = grid[1] // merge, grid[2] // merge
+        patches = found["pixel_values"].reshape(rows, columns, merge, merge, 3, frames, side, side)[:, :, :, :, :, 0]
+        pixels = patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(grid[1] * side, grid[2] * side, 3)
+        return Image.fromarray(pixels.astype(np.uint8))
+
     def stack(self, rows: Sequence[Sequence[Tensors]]) -> Tensors:
         """pixel_values [patches of all images, values], image_grid_thw [images, 3]: sequence after sequence."""
         images = [tensors for row in rows for tensors in row]
@@ -94,6 +107,7 @@ class TiledFamily:
 
     marker = placeholder = "<image>"
     names: tuple[str, ...] = ("pixel_values", "pixel_attention_mask")
+    served = False
 
     def __init__(self, kind: str, config: dict[str, Any]) -> None:
         self.kind = kind
@@ -128,6 +142,10 @@ class TiledFamily:
             raise ValueError(f"tiles of shape {found['pixel_values'].shape} for a grid of {grid}")
         tensors = {name: np.ascontiguousarray(found[name][0]) for name in self.names}
         return tensors, processor.replace_image_token(found, 0), grid, tiles * self.slots
+
+    def scale(self, processor: Any, image: Any, grid: tuple[int, ...]) -> Any:
+        """See `Family.scale`."""
+        raise ValueError("its tiles and the whole of it are scaled separately")
 
     def stack(self, rows: Sequence[Sequence[Tensors]]) -> Tensors:
         """pixel_values [sequences, tiles, 3, height, width], pixel_attention_mask likewise: zeros where there are fewer."""

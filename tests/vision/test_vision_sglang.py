@@ -45,18 +45,34 @@ def serving(model: Path, state: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-async def test_an_episode_of_four_turns_is_exact(
+async def test_episodes_are_exact_to_the_pixel(
     make_spec: Any, run_spec: Any, vlm: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, family: str
 ) -> None:
+    """Figures of Geometry3K and pictures of every form, on a server whose own processor scales otherwise."""
     with serving(vlm(family), tmp_path_factory.mktemp("sglang")) as url:
-        spec = make_spec(
-            family,
-            environment={"use": "vision_worlds:Gallery"},
-            machine=MACHINE,
-            backend={"kind": "sglang", "urls": [url], "timeout": "2m"},
-            tasks={"source": "inline", "rows": [{"id": name} for name in "abc"], "id": "id"},
+        backend = {"kind": "sglang", "urls": [url], "timeout": "2m"}
+        ran = await run_spec(
+            make_spec(
+                family,
+                environment={"use": "vision_worlds:Gallery"},
+                machine=MACHINE,
+                backend=backend,
+                tasks={"source": "inline", "rows": [{"id": name} for name in "abc"], "id": "id"},
+            )
         )
-        ran = await run_spec(spec)
+        figures = await run_spec(
+            make_spec(
+                family,
+                environment={"use": "vision_worlds:Figures"},
+                machine=MACHINE,
+                backend=backend,
+                tasks={
+                    "source": "inline",
+                    "rows": [{"id": str(at), "first": at} for at in range(0, 300, 60)],
+                    "id": "id",
+                },
+            )
+        )
     assert ran.stats["certificate"] == {"turns_checked": 12, "turns_unchecked": 0, "prompt_mismatches": 0}
     assert ran.stats["seeded"] is True
     for trajectory in ran.trajectories.values():
@@ -66,7 +82,12 @@ async def test_an_episode_of_four_turns_is_exact(
         assert [image.image for image in trajectory.branches[-1].images] == shown
         for branch in trajectory.branches:
             assert not np.isin(branch.input_ids[branch.loss_mask == 1], ran.vision.banned).any()
-    assert ran.vision.bank.processed == 3
-    off, count, rows = apart(ran.store, ran.vision, vlm(family))
-    assert off < 1e-3
-    assert count == sum(int(row["loss_mask"].sum()) for row in rows)
+    assert ran.vision.bank.processed == 4  # the probe's picture is one of them
+    assert figures.stats["certificate"] == {"turns_checked": 15, "turns_unchecked": 0, "prompt_mismatches": 0}
+    images = figures.stats["images"]
+    assert images["server_processors"] == ["auto"]
+    assert images["unscaled_gap"] > 1e-4  # sent as it came, the probe's picture would have had other pixels
+    for made in (ran, figures):
+        off, count, rows = apart(made.store, made.vision, vlm(family))
+        assert off < 1e-4
+        assert count == sum(int(row["loss_mask"].sum()) for row in rows)

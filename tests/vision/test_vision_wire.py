@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from vision_worlds import FIRST, SECOND
+from vision_worlds import FIRST, SECOND, pil
 
 from engine.backends.sglang.wire import Encoder
 from engine.errors import BackendError
@@ -55,7 +55,9 @@ def test_one_placeholder_an_image_is_sent_and_the_expanded_ids_are_expected(visi
     sent = encoder.encode(first, "a", first.input_ids, 8)
     body = json.loads(b"".join(sent.pieces))
     assert body["input_ids"] == [5, marker, 6]
-    assert body["image_data"] == [f"data:image/png;base64,{b64encode(FIRST).decode()}"]
+    (uri,) = body["image_data"]
+    assert uri == vision.bank.scaled_uri(digest_of(FIRST))
+    assert pil(b64decode(uri.partition(",")[2])).size == (56, 56)  # the grid's 4 x 4 patches of 14 pixels
     assert sent.ids.tolist() == [5, marker, marker, marker, marker, 6]
     assert json.loads(b"[" + sent.prompt + b"]") == sent.ids.tolist()
     assert body["sampling_params"]["logit_bias"] == {str(token): -1e9 for token in vision.banned}

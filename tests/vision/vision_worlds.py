@@ -41,6 +41,25 @@ class Gallery:
         return Step(event="over")
 
 
+GEO3K = Path(__file__).parents[2] / "environments" / "data" / "geo3k" / "images"
+
+
+class Figures(Gallery):
+    """Shows three figures of Geometry3K, which ones by the task's `first`; every processor has to scale them."""
+
+    def reset(self, task: Task, seed: int) -> Reset:
+        every = sorted(GEO3K.glob("*.png"))
+        self._figures = [every[(task.fields["first"] + step) % len(every)] for step in range(3)]
+        content = [image_part(self._figures[0]), TextPart(text="What colour is it?")]
+        return Reset(messages=[Message(role="user", content=content)])
+
+    def step(self, view: EpisodeView) -> Step:
+        if view.turn > 1:
+            return Step(event="over")
+        content = [image_part(self._figures[view.turn + 1]), TextPart(text="And this one?")]
+        return Step(event="shown", messages=[Message(role="user", content=content)])
+
+
 MACHINE: dict[str, Any] = {
     "initial": "PENDING",
     "states": {

@@ -5,6 +5,7 @@ wire.py     what is sent to /generate and what comes back, checked to the token
 resume.py   a reply that was interrupted goes on
 pool.py     which server a request goes to, and which ones are there
 checks.py   what is asked of servers before the first episode
+images.py   whether a server sees the rows' pixels
 control.py  weights, adapters, pauses
 client.py   the backend
 """
@@ -29,9 +30,13 @@ def open_sglang(spec: SGLangSpec, format: ChatFormat, loaded: LoadedSpec) -> SGL
     """The backend for these servers, not yet started.
 
     Raises:
-        BackendError: the key's environment variable is not set, or a URL is none.
+        BackendError: the key's environment variable is not set, a URL is none, or the model's images cannot be served.
     """
     from engine.backends.sglang.client import SGLangBackend
+    from engine.backends.sglang.images import refuse_family
+
+    if format.vision is not None:
+        refuse_family(format.vision)
 
     try:
         return SGLangBackend(

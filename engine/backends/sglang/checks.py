@@ -17,6 +17,7 @@ import numpy as np
 import structlog
 
 from engine.backends.sglang.connection import HttpFailure, HttpReply
+from engine.backends.sglang.images import check_images
 from engine.backends.sglang.pool import Server, error_text
 from engine.backends.sglang.wire import Encoder, ReplyError, decode, sampling_fields
 from engine.errors import BackendError
@@ -138,6 +139,8 @@ async def check_server(
             kind="bad_sampling",
         )
     await _check_tokenizer(server, format)
+    if format.vision is not None:
+        server.images = await check_images(server, details, format, _generate)
     vocab_size = await _vocab_size(server)
     outside = [token for token in format.stop_token_ids if vocab_size is not None and token >= vocab_size]
     if outside:

@@ -160,6 +160,8 @@ class SGLangBackend:
             raise BackendError(f"the adapter {request.adapter!r} was unloaded", kind="bad_request")
         if self.context is not None and len(request.input_ids) >= self.context:
             raise ContextOverflow(f"{len(request.input_ids)} tokens; the servers take fewer than {self.context}")
+        if request.images:
+            await self._encoder.scale_images(request)
         try:
             with self._deadlines.begin():
                 part = await self._part(request, request.input_ids, request.max_new_tokens, 0)
@@ -225,6 +227,16 @@ class SGLangBackend:
             "seeded": self._encoder.seeded,
             "dropped_by_router": list(self.dropped),
             "servers": [server.stats() for server in self.pool.servers],
+            **({} if self._format.vision is None else {"images": self._images()}),
+        }
+
+    def _images(self) -> dict[str, Any]:
+        """How images were shown: see images.py."""
+        known = [server.images for server in self.workers if server.images is not None]
+        return {
+            "sent": "scaled",
+            "server_processors": sorted({facts.processor for facts in known}),
+            "unscaled_gap": max((facts.unscaled_gap for facts in known), default=None),
         }
 
     # -- one reply

@@ -14,7 +14,7 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -29,6 +29,16 @@ REMEMBERED = 65536
 """Episodes whose server is remembered."""
 BROKEN_AFTER = 3
 """Server errors (5xx) in a row after which a server counts as broken."""
+
+
+class ImageFacts(NamedTuple):
+    """How one server treats images."""
+
+    processor: str
+    """Its image processor's backend as `/server_info` names it: `auto` (torchvision where it has one), `torchvision`, `pil`."""
+    unscaled_gap: float
+    """Largest difference, in nats, of a prompt's log-probs between the image as it comes and as it is sent: about 0
+    where the server scales as the rows' processor does."""
 
 
 class Server:
@@ -51,6 +61,8 @@ class Server:
         """Name of its weights, as it last said."""
         self.seeded = False
         """Whether a request's own seed counts."""
+        self.images: ImageFacts | None = None
+        """How it treats images, for a model that takes some."""
         self.counts: Counter[str] = Counter()
         """`failed` (connections), `5xx`, `rejoined`."""
 

@@ -11,6 +11,7 @@ id, and all ids lie in the vocabulary.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import struct
 import zlib
@@ -146,6 +147,16 @@ class Encoder:
         )
         return Outgoing((head, sent, tail), rid, prompt, ids, max_new_tokens)
 
+    async def scale_images(self, request: GenerateRequest) -> None:
+        """Scale the request's images for the server, in a thread, so that `encode` finds them.
+
+        Raises:
+            ImageError: One of them cannot be sent exactly.
+        """
+        for image in request.images:
+            if self._vision is not None and not self._vision.bank.is_scaled(image.image):
+                await asyncio.to_thread(self._vision.bank.scaled_uri, image.image)
+
     def _with_images(self, request: GenerateRequest, ids: np.ndarray) -> tuple[bytes, bytes]:
         """The ids with one placeholder an image, which the server expands itself, and `image_data`."""
         if self._vision is None or len(request.images) != len(request.image_spans):
@@ -156,7 +167,7 @@ class Encoder:
             )
         # A server leaves surplus images out without a word, and hangs on placeholders that are expanded already.
         sent = self._prompt(f"{request.episode_id}{_COMPACT}", self._vision.compact(ids, request.image_spans))
-        uris = [b'"%b"' % self._vision.bank.data_uri(image.image).encode() for image in request.images]
+        uris = [b'"%b"' % self._vision.bank.scaled_uri(image.image).encode() for image in request.images]
         return sent, b',"image_data":[%b]' % b",".join(uris)
 
     def forget(self, episode_id: str) -> None:

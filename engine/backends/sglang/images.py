@@ -1,0 +1,123 @@
+"""Whether a server sees the pixels that rows are exported with.
+
+A server decodes, scales and normalises images by its own processor (torchvision, or Pillow with
+`--image-processor-backend=pil`), which scales otherwise than the processor that rows are made with. So images are sent at
+the size of their grid (`Vision.scaled`), where no processor scales anything. What could still differ is asked before the
+first episode: the server's settings for images, and one prompt with an image, whose ids must be the tape's.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from engine.backends.sglang.pool import ImageFacts, Server, error_text
+from engine.errors import BackendError
+from engine.tokens.conversation import Conversation
+from engine.tokens.images import digest_of
+from schemas.message import ImagePart, Message, TextPart
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from engine.backends.sglang.connection import HttpReply
+    from engine.tokens.format import ChatFormat
+    from engine.tokens.vision import Vision
+
+    Generate = Callable[[Server, dict[str, Any]], Awaitable[HttpReply]]
+
+
+def refuse_family(vision: Vision) -> None:
+    """Refuse a model whose images a server must scale itself.
+
+    Raises:
+        BackendError: Kind `unsupported_model`.
+    """
+    if not vision.family.served:
+        raise BackendError(
+            "the sglang backend sends images at the size that the model's processor scales them to, so that the server "
+            "sees the rows' own pixels; this model's images are cut into tiles, which no one size gives: use "
+            "`backend: {kind: local}`, or a Qwen-VL model",
+            kind="unsupported_model",
+        )
+
+
+async def check_images(server: Server, details: dict[str, Any], format: ChatFormat, generate: Generate) -> ImageFacts:
+    """Compare one server's treatment of images with the rows'.
+
+    Args:
+        server: Whom to ask.
+        details: What its `/server_info` says.
+        format: The model's chat format; it has `vision`.
+        generate: Sends a body to the server's `/generate`.
+
+    Raises:
+        BackendError: Kind `wrong_server`: it has settings of its own for images, or refuses or expands one otherwise.
+    """
+    vision = format.vision
+    assert vision is not None
+    config = details.get("mm_process_config")
+    if isinstance(config, dict) and config.get("image"):
+        raise BackendError(
+            f"{server.url} runs with --mm-process-config, whose image settings {config['image']} the rows' processor does "
+            "not have: write them into the model's preprocessor_config.json instead, for both",
+            kind="wrong_server",
+        )
+    data = _picture()
+    digest = digest_of(data)
+    vision.bank.put(digest, data, "image/png")
+    conversation = Conversation(format, [])
+    conversation.open([Message(role="user", content=[ImagePart(image=digest), TextPart(text="What is it?")])])
+    wanted = conversation.prompt()
+    ids = vision.compact(wanted, conversation.shown()[1]).tolist()
+    seen, scaled = await _prompt(server, generate, ids, vision.bank.scaled_uri(digest))
+    if seen != wanted.tolist():
+        raise BackendError(
+            f"{server.url} makes {len(seen)} tokens of a prompt with an image where the model's own processor makes "
+            f"{len(wanted)}: its preprocessor_config.json or its limits of pixels are other than those of the spec's model",
+            kind="wrong_server",
+        )
+    unscaled = (await _prompt(server, generate, ids, vision.bank.data_uri(digest)))[1]
+    gap = float(np.abs(scaled - unscaled).max()) if len(scaled) == len(unscaled) else float("inf")
+    pil = details.get("disable_fast_image_processor") or False
+    return ImageFacts("pil" if pil else str(details.get("image_processor_backend", "unknown")), gap)
+
+
+async def _prompt(server: Server, generate: Generate, ids: list[int], uri: str) -> tuple[list[int], np.ndarray]:
+    """A prompt's ids as the server expands them, and their log-probs, float64 [tokens]."""
+    reply = await generate(
+        server,
+        {
+            "input_ids": ids,
+            "image_data": [uri],
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "return_prompt_token_ids": True,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        },
+    )
+    if reply.status != 200:
+        raise BackendError(
+            f"{server.url} refuses a prompt with an image ({reply.status}): {error_text(reply)}", kind="wrong_server"
+        )
+    try:
+        found = msgspec.json.decode(reply.body)
+        rows = found["meta_info"]["input_token_logprobs"]
+        return list(found["prompt_token_ids"]), np.array([row[0] or 0.0 for row in rows])
+    except (msgspec.DecodeError, KeyError, TypeError, IndexError) as error:
+        raise BackendError(
+            f"{server.url} does not tell the ids and log-probs of a prompt with an image: {error!r}",
+            kind="wrong_server",
+        ) from None
+
+
+def _picture() -> bytes:
+    """A PNG of noise, 150 x 110 pixels: no processor can leave it unscaled, and no two scale it alike."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (110, 150, 3), np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
