@@ -17,16 +17,17 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import structlog
 
 from engine.actions.base import Action, World
 from engine.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, WorldError
+from engine.storable import valid_text, words_of
 from engine.store.codec import Draft, Written, write_record
 from schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
-from schemas.trajectory import Failure
+from schemas.trajectory import Blame, Failure
 
 if TYPE_CHECKING:
     from engine.actions.images import Settle
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _GAVE_UP = (LimitRecord, FailureRecord)
+_BLAMES = frozenset(get_args(Blame))
 
 MOST_STEPS = 100_000
 """No episode takes more steps: what a machine whose cycles no limit bounds is stopped by."""
@@ -182,6 +184,7 @@ class Executor:
         except EngineError as error:  # a world said what cannot be written down: nothing of it may count
             record = FailureRecord(failure=failure_of(error, episode))
             columns = write_record(record)
+        record = columns.record  # as a replay will read it, so that both do the same
         event, dest = self.feed(episode, record)
         entry = Draft(episode.seq, state, event, dest, record, at, seconds)
         episode.seq += 1
@@ -306,7 +309,7 @@ class Executor:
                 if effects == "external":
                     raise RestartNeededError(f"{episode.id}: what was called in {entry.state} cannot be called again")
                 if effects == "replayable":
-                    again = await self._act(action, episode, world)
+                    again = write_record(await self._act(action, episode, world)).record
             if again is not None and _told(again) != _told(entry.record):
                 raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) answers otherwise now")
             if action is not None and (preparing := action.prepare(episode)) is not None:
@@ -342,25 +345,26 @@ def _told(record: Record) -> Any:
 
 
 def failure_of(error: EngineError, episode: Episode) -> Failure:
-    """A typed exception as the failure that it carries."""
+    """A typed exception as the failure that it carries. A world may raise one too, so nothing of it is relied on."""
+    trace = getattr(error, "trace", None)
     return Failure(
-        kind=error.kind,
-        blame=error.blame,
-        message=str(error),
+        kind=valid_text(str(error.kind), 100),
+        blame=error.blame if error.blame in _BLAMES else "environment",
+        message=valid_text(str(error)),
         state=episode.state,
         turn=episode.turn,
-        trace=getattr(error, "trace", None),
+        trace=valid_text(trace) if isinstance(trace, str) else None,
     )
 
 
 def unexpected(error: BaseException, episode: Episode) -> Failure:
     """An exception that nobody foresaw: the engine's own fault, told whole."""
-    log.error("unexpected error in an episode", episode=episode.id, state=episode.state, error=repr(error))
+    log.error("unexpected error in an episode", episode=episode.id, state=episode.state, error=words_of(error))
     return Failure(
         kind="engine_error",
         blame="engine",
-        message=f"{type(error).__name__}: {error}",
+        message=words_of(error),
         state=episode.state,
         turn=episode.turn,
-        trace="".join(traceback.format_exception(error)),
+        trace=valid_text("".join(traceback.format_exception(error))),
     )

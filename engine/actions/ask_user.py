@@ -62,6 +62,12 @@ class AskUserAction(Action):
                 blame="user",
                 kind="user_bad_reply",
             )
+        if not isinstance(turn.content, str | list):  # built without validation
+            raise WorldError(
+                f"{who} returned content of type {type(turn.content).__name__}; it must be a string or a list of parts",
+                blame="user",
+                kind="user_bad_reply",
+            )
         if not turn.satisfied and not turn.content:
             raise WorldError(
                 f"{who} returned neither content nor `satisfied`; the policy would be shown nothing",

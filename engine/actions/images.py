@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from engine.errors import ImageError, RenderError
+from engine.errors import ImageError, RenderError, WorldError
 from engine.store.images import measure
 from engine.tokens.images import DIGEST, Source, measure_pixels, read_reference
 from schemas.journal import Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
-from schemas.message import ContentPart, ImagePart, Message
+from schemas.message import ContentPart, ImagePart, Message, TextPart
 
 if TYPE_CHECKING:
     from engine.episode import Episode
@@ -157,6 +157,8 @@ class ImageDesk:
             if self._vision is not None:
                 self._vision.check_text(content, blame)
             return None
+        if not isinstance(content, list) or not all(isinstance(part, TextPart | ImagePart) for part in content):
+            raise WorldError("content must be a string or a list of parts", blame=blame, kind="not_json")
         if self._vision is not None:
             for part in content:
                 if not isinstance(part, ImagePart):

@@ -22,6 +22,7 @@ from engine.errors import EngineError, WorldError
 from engine.isolation.remote import InvalidArguments, RemoteTool
 from engine.made import maker
 from engine.spec.signature import ToolShape, explain, reply_of, shape_of
+from engine.storable import message_of
 from schemas.message import MalformedCall, ToolCall, ToolResult
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class Toolbox:
             words = (
                 f"`{call.name}` did not answer within {tool.seconds:g} s."
                 if late
-                else f"`{call.name}` failed: {error.__cause__ or error}"
+                else f"`{call.name}` failed: {message_of(error.__cause__ or error)}"
             )
             return ToolResult(
                 call_id=call.id,

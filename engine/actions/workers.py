@@ -27,6 +27,7 @@ from engine.deadline import Deadlines
 from engine.errors import EngineError, WorldError
 from engine.isolation.pool import Isolation
 from engine.isolation.remote import RemoteCallable
+from engine.storable import words_of
 from schemas.trajectory import Blame
 
 if TYPE_CHECKING:
@@ -248,6 +249,4 @@ def _fail(what: str, blame: Blame, error: BaseException) -> NoReturn:
     if isinstance(error, asyncio.CancelledError):
         raise WorldError(f"{what} cancelled itself", blame=blame, kind=f"{blame}_error") from None
     trace = "".join(traceback.format_exception(error))
-    raise WorldError(
-        f"{what} raised {type(error).__name__}: {error}", blame=blame, kind=f"{blame}_error", trace=trace
-    ) from error
+    raise WorldError(f"{what} raised {words_of(error)}", blame=blame, kind=f"{blame}_error", trace=trace) from error

@@ -19,6 +19,7 @@ from engine.isolation.pool import FunctionTool, HeldObject, Pool, RemoteFunction
 from engine.isolation.remote import Cell, Origin, RemoteObject, RemoteTool
 from engine.spec.entry import load_entry
 from engine.spec.signature import waits
+from engine.storable import words_of
 from schemas.episode import IsolationSpec
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Factory:
             return self.target(**self.origin.with_)
         except Exception as error:
             raise WorldError(
-                f"`{self.use}` could not be built: {type(error).__name__}: {error}",
+                f"`{self.use}` could not be built: {words_of(error)}",
                 blame=blame,
                 kind=f"{blame}_error",
             ) from error

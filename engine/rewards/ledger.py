@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 REWARD = "reward"
 """The name of a reward that was given none."""
 
-LARGEST = 1e300
-"""No turn may hold more, and no event write more: sums stay finite."""
+LARGEST = 1e30
+"""No turn may hold more, and no event write more: sums stay finite, also as the float32 of a training row."""
 
 _BLAME: Mapping[str, Blame] = {"environment": "environment", "user": "user", "tool": "tool", "score": "environment"}
 

@@ -23,6 +23,7 @@ from engine.executor import Executor
 from engine.machine.compile import EpisodeMachine
 from engine.machine.presets import resolve_machine
 from engine.rewards.rules import compile_rules
+from engine.storable import valid_text, words_of
 from engine.store.images import stored_images
 from engine.tokens.conversation import Conversation
 from schemas.trajectory import EpisodeScore, Failure
@@ -125,7 +126,7 @@ class Replayer:
                 return _unscored(stored, episode.failure)
             again = episode.trajectory(stored.run_id, exact=self._exact)
         except EngineError as error:
-            return _unscored(stored, Failure(kind=error.kind, blame=error.blame, message=str(error)))
+            return _unscored(stored, Failure(kind=error.kind, blame=error.blame, message=valid_text(str(error))))
         return EpisodeScore(
             outcome=again.outcome,
             rewards=[turn.rewards for turn in again.turns],
@@ -155,7 +156,7 @@ class Replayer:
             episode = await self.rebuild(task, stored.sample_index, self._store.journal(stored.episode_id))
             again = episode.trajectory(stored.run_id, exact=self._exact)
         except EngineError as error:
-            return Replayed(stored.episode_id, tokens, f"{type(error).__name__}: {error}")
+            return Replayed(stored.episode_id, tokens, f"{words_of(error)}")
         return Replayed(stored.episode_id, tokens, first_difference(again, stored))
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ from engine.machine.compile import EpisodeMachine
 from engine.machine.presets import resolve_machine
 from engine.rewards.rules import compile_rules
 from engine.runner.stats import Live, Summary
+from engine.storable import words_of
 from engine.store.images import stored_images
 from engine.store.store import episode_id_of
 from engine.tokens.conversation import Conversation
@@ -216,7 +217,7 @@ class Runner:
                 raise
             except Exception as error:
                 log.exception("an episode could not be finished", episode=episode_id_of(task.id, sample))
-                self._faults.append(f"{episode_id_of(task.id, sample)}: {type(error).__name__}: {error}")
+                self._faults.append(f"{episode_id_of(task.id, sample)}: {words_of(error)}")
             else:
                 self.summary.add(trajectory)
 

@@ -10,15 +10,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import to_jsonable_python
+
 from engine.errors import SpecError
 from engine.spec.diagnostic import DataPath, Diagnostic, Origin
 from engine.spec.entry import EntryError, load_entry
 from engine.spec.near import near_or_known, nearest_name, short
+from engine.storable import refusal, words_of
 from schemas.environment import Task
 from schemas.episode import TasksSpec
 
@@ -120,7 +125,11 @@ def task_of(row: Row, index: int, spec: TasksSpec, loaded: LoadedSpec) -> Task:
         kind = type(row.fields).__name__
         fault = f"{where} is no mapping of names to values, but {kind}"
         raise _fault(loaded, "tasks.bad-row", fault, None, row.origin or loaded.origin(TASKS))
-    fields = dict(row.fields)
+    fields = {key: _plain(value) for key, value in row.fields.items()}
+    problem = refusal(fields)
+    if problem is not None:
+        at = row.origin or loaded.origin(TASKS)
+        raise _fault(loaded, "tasks.bad-row", f"{where} cannot be stored: {problem}", None, at)
     for name, source in spec.map.items():
         if source not in fields:
             fault, fix = f"{where} has no field `{source}`", _near(source, fields)
@@ -128,6 +137,17 @@ def task_of(row: Row, index: int, spec: TasksSpec, loaded: LoadedSpec) -> Task:
     mapped = {name: fields[source] for name, source in spec.map.items()} if spec.map else fields
     user = _user(row, fields, spec, loaded) if spec.user is not None else None
     return Task(id=_id(row, index, fields, spec, loaded), index=index, fields=mapped, user=user)
+
+
+def _plain(value: Any) -> Any:
+    """Dates, times and decimals, which Parquet has and JSON has not, as text; anything else as it is."""
+    if isinstance(value, date | time | timedelta | Decimal):
+        return to_jsonable_python(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
 
 
 def _user(row: Row, fields: Mapping[str, Any], spec: TasksSpec, loaded: LoadedSpec) -> str:
@@ -265,7 +285,7 @@ def _hub(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
             number += 1
             yield Row(number, fields, None)
     except Exception as error:  # the library raises whatever its transports raise
-        fault = f"row {number + 1} of the data set `{named}` (split `{spec.split}`) cannot be had: {type(error).__name__}: {error}"
+        fault = f"row {number + 1} of the data set `{named}` (split `{spec.split}`) cannot be had: {words_of(error)}"
         raise _fault(loaded, "tasks.hub", fault, "check `path`, `name` and `split`", at) from error
 
 
@@ -284,7 +304,7 @@ def _python(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
             number += 1
             yield Row(number, fields, None)
     except Exception as error:  # whatever the user's own code raises
-        fault = f"`{use}` failed at row {number + 1}: {type(error).__name__}: {error}"
+        fault = f"`{use}` failed at row {number + 1}: {words_of(error)}"
         raise _fault(loaded, "tasks.python", fault, None, at) from error
 
 

@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -21,8 +21,17 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from engine.errors import StoreError, WorldError
+from engine.storable import MAX_SIZE, refusal, valid_text
 from schemas.generation import Generation
-from schemas.journal import GenerationRecord, JournalEntry, Record, ToolsRecord
+from schemas.journal import (
+    GenerationRecord,
+    JournalEntry,
+    Record,
+    ResetRecord,
+    StepRecord,
+    ToolsRecord,
+    UserRecord,
+)
 from schemas.reward import Posting
 from schemas.trajectory import Blame, Branch, Trajectory
 
@@ -58,9 +67,9 @@ def json_text(model: BaseModel, exclude: Any = None) -> str:
         WorldError: it holds something that JSON cannot say. Worlds alone can put that there.
     """
     try:
-        return model.model_dump_json(exclude=exclude, fallback=_plain)
+        return model.model_dump_json(exclude=exclude, fallback=_plain, warnings=False)
     except PydanticSerializationError as error:
-        raise _unsayable(error) from error
+        raise _unsayable(str(error)) from error
 
 
 def json_of(value: Any) -> str:
@@ -72,19 +81,19 @@ def json_of(value: Any) -> str:
     try:
         return to_json(value, inf_nan_mode="constants", fallback=_plain).decode()
     except PydanticSerializationError as error:
-        raise _unsayable(error) from error
+        raise _unsayable(str(error)) from error
 
 
-def _unsayable(error: PydanticSerializationError) -> WorldError:
+def _unsayable(problem: str) -> WorldError:
     return WorldError(
-        f"cannot be written down: {error}. Facts, results and task fields must be JSON: "
-        "null, booleans, numbers, strings, lists and dicts of these",
+        f"the answer cannot be stored: {problem}. Facts, results and task fields must be JSON: "
+        "null, booleans, finite numbers, strings, lists and dicts of these",
         blame="environment",
         kind="not_json",
     )
 
 
-_SPEAKERS: dict[str, Blame] = {"user": "user", "tools": "tool"}
+_SPEAKERS: dict[str, Blame] = {"user": "user", "tools": "tool", "generation": "backend"}
 """Who said what a record of that kind holds; otherwise the environment."""
 
 
@@ -108,24 +117,63 @@ class Written(msgspec.Struct, frozen=True):
     """The record's JSON, without a generation's two arrays."""
     tokens: bytes | None
     """For a generation: int32 ids, then as many float32 log-probs."""
+    record: Record
+    """The record as it is read back: an episode goes on with this one, so that a replay does the same."""
 
 
 def write_record(record: Record) -> Written:
     """A journal record -> columns.
 
     Raises:
-        WorldError: it holds something that JSON cannot say; to blame is who said it.
+        WorldError: it holds what `engine.storable` refuses; to blame is who said it.
     """
-    if isinstance(record, GenerationRecord):
-        generation = record.generation
-        tokens = array_bytes(generation.output_ids) + array_bytes(generation.logprobs)
-        return Written("generation", _generation_text(generation) or json_text(record, _ARRAYS), tokens)
     try:
-        text = _results_text(record) if isinstance(record, ToolsRecord) else None
-        return Written(record.kind, text or json_text(record), None)
+        if isinstance(record, GenerationRecord):
+            generation = record.generation
+            tokens = array_bytes(generation.output_ids) + array_bytes(generation.logprobs)
+            text = _generation_text(generation) or json_text(record, _ARRAYS)
+            return Written("generation", text, tokens, record)
+        if isinstance(record, ToolsRecord) and (text := _results_text(record) or ""):
+            return Written("tools", text, None, record)
+        return _write_loose(record)
     except WorldError as error:
         error.blame = _SPEAKERS.get(record.kind, "environment")
         raise
+
+
+def _write_loose(record: Record) -> Written:
+    """Columns of a record whose contents the contracts leave open in part, or that was not validated.
+
+    Raises:
+        WorldError: it cannot be written and read back.
+    """
+    try:
+        problem = next(filter(None, (refusal(loose) for loose in _loose(record))), None)
+        if problem is not None:
+            raise _unsayable(problem)
+        text = json_text(record)
+        if len(text) > 4 * MAX_SIZE:
+            raise _unsayable(f"it has {len(text):,} characters as JSON; {4 * MAX_SIZE:,} are allowed")
+        return Written(record.kind, text, None, type(record).model_validate(from_json(text)))
+    except (ValueError, TypeError, AttributeError) as error:  # a contract that was built without validation
+        raise _unsayable(valid_text(str(error), 1000)) from error
+
+
+def _loose(record: Record) -> Iterator[Mapping[str, Any]]:
+    """The parts of a world's answer that hold any JSON: facts, fields of templates, arguments of worked examples."""
+    messages: Sequence[Any] = ()
+    if isinstance(record, ToolsRecord):
+        yield from ({f"results[{at}].facts": result.facts} for at, result in enumerate(record.results) if result.facts)
+    elif isinstance(record, UserRecord):
+        yield {"facts": record.turn.facts, "fields": record.turn.fields}
+    elif isinstance(record, StepRecord):
+        yield {"facts": record.step.facts}
+        messages = record.step.messages
+    elif isinstance(record, ResetRecord):
+        yield {"facts": record.reset.facts}
+        messages = record.reset.messages
+    for at, message in enumerate(messages):
+        yield from ({f"messages[{at}].{call.name}": call.arguments} for call in message.tool_calls)
 
 
 def _generation_text(generation: Generation) -> str | None:
@@ -149,6 +197,8 @@ def _results_text(record: ToolsRecord) -> str | None:
     """`json_text` of results that are texts and nothing else, likewise."""
     results = record.results
     if any(type(result.content) is not str or result.rewards or result.facts for result in results):
+        return None
+    if sum(len(result.content) for result in results) > MAX_SIZE:
         return None
     return _dumped({"kind": "tools", "results": [result.__dict__ for result in results]})
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from engine.errors import RenderError
 from engine.made import maker
@@ -38,7 +37,7 @@ from engine.tokens.proof import (
 from engine.tokens.tape import IntVector
 from engine.tokens.template import ChatTemplate
 from engine.tokens.tokenizer import FastTokenizer
-from engine.tokens.toolcalls import Unreadable, as_arguments, call_parser
+from engine.tokens.toolcalls import Unreadable, as_arguments, call_parser, checked_call
 from schemas.episode import ModelSpec
 from schemas.message import MalformedCall, ToolCall
 
@@ -394,10 +393,7 @@ def _attempt(call: Any, id_: str) -> ToolCall | MalformedCall:
         status = "missing_name"
     if status in ("ok", "unknown_tool") and call.name:
         try:
-            make = _make_call if call.name.isascii() else ToolCall  # JSON may spell half of a character
-            return make(id=id_, name=call.name, arguments=as_arguments(call.arguments or {}))
-        except ValidationError:
-            return MalformedCall(raw=call.raw, problem="Its name is not text.")
+            return checked_call(_make_call, id_, call.name, as_arguments(call.arguments or {}))
         except Unreadable as problem:
             return MalformedCall(raw=call.raw, problem=str(problem))
     return MalformedCall(raw=call.raw, problem=_PROBLEMS.get(status, f"It could not be read ({status})."))

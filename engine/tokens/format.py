@@ -42,7 +42,7 @@ from engine.tokens.proof import (
 )
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import FastTokenizer
-from engine.tokens.toolcalls import CallParser
+from engine.tokens.toolcalls import CallParser, TaggedParser, Unreadable, checked_call
 from engine.tokens.vision import Vision
 from engine.tokens.wrapper import Wrapper, make_wrapper, plain
 from schemas.episode import ModelSpec
@@ -319,6 +319,8 @@ class ChatFormat(ABC):
         content, attempts = self.parser.parse(body, tools, f"call_{turn}")
         if not attempts:
             return Parsed(body, reasoning, [], body, False, True)
+        if not isinstance(self.parser, TaggedParser):  # somebody else's parser, whose calls nobody has checked
+            attempts = [_admitted(attempt, body) for attempt in attempts]
         read = all(isinstance(attempt, ToolCall) for attempt in attempts)
         as_calls = read and len(attempts) <= self.calls_shown and body.startswith(content)
         if self.calls_shown >= _MOST_RENDERED_CALLS:
@@ -452,6 +454,16 @@ def probe_tool() -> View:
             "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
         },
     }
+
+
+def _admitted(attempt: ToolCall | MalformedCall, body: str) -> ToolCall | MalformedCall:
+    """A call as it is where it can be stored, else as malformed."""
+    if isinstance(attempt, MalformedCall):
+        return attempt
+    try:
+        return checked_call(ToolCall, attempt.id, attempt.name, attempt.arguments)
+    except Unreadable as problem:
+        return MalformedCall(raw=body, problem=str(problem))
 
 
 def call_view(call: ToolCall) -> View:

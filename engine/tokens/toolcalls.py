@@ -26,16 +26,22 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from engine.errors import RenderError
+from engine.made import maker
+from engine.storable import refusal
 from schemas.message import MalformedCall, ToolCall
 
 _LONGEST = 20_000
 """Characters of one call beyond which it is not even tried: literals are parsed recursively."""
+_make_call = maker(ToolCall)
+
+LONGEST_NAME = 256
+"""Characters of a tool's name."""
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -88,6 +94,20 @@ class Unreadable(Exception):
     """Why a call cannot be read, in words for the model."""
 
 
+def checked_call(make: Callable[..., ToolCall], id_: str, name: str, arguments: dict[str, Any]) -> ToolCall:
+    """A call whose name and arguments can be stored.
+
+    Raises:
+        Unreadable: They cannot; see `engine.storable`.
+    """
+    problem = refusal(arguments)
+    if problem is not None:
+        raise Unreadable(f"Its arguments cannot be used: {problem}.")
+    if len(name) > LONGEST_NAME or refusal(name) is not None:
+        raise Unreadable(f"Its name is not a text of at most {LONGEST_NAME} characters.")
+    return make(id=id_, name=name, arguments=arguments)
+
+
 class TaggedParser:
     """Calls between two tags, whose inside `read(body, tools)` understands as (name, arguments).
 
@@ -132,9 +152,9 @@ class TaggedParser:
             if len(body) > _LONGEST:
                 raise Unreadable(f"It is longer than {_LONGEST} characters.")
             name, arguments = self._read(body, tools)
+            return checked_call(_make_call, id_, name, arguments)
         except Unreadable as problem:
             return MalformedCall(raw=raw, problem=str(problem))
-        return ToolCall(id=id_, name=name, arguments=arguments)
 
 
 _HERMES_FORM = 'Write {"name": "<tool>", "arguments": {...}}.'
@@ -147,6 +167,8 @@ def _read_hermes(body: str, tools: Sequence[dict[str, Any]]) -> tuple[str, dict[
         raise Unreadable(f"It is not valid JSON: {error.msg} at character {error.pos}. {_HERMES_FORM}") from None
     except RecursionError:
         raise Unreadable(f"Its JSON is nested too deeply. {_HERMES_FORM}") from None
+    except ValueError:
+        raise Unreadable(f"Its JSON holds a number of too many digits. {_HERMES_FORM}") from None
     if not isinstance(value, dict):
         raise Unreadable(f"It is not a JSON object. {_HERMES_FORM}")
     name = value.get("name")
@@ -164,7 +186,7 @@ def as_arguments(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             raise Unreadable(f'Its "arguments" are text, not a JSON object. {_HERMES_FORM}') from None
     if not isinstance(value, dict):
         raise Unreadable(f'Its "arguments" are not a JSON object. {_HERMES_FORM}')

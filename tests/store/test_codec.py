@@ -40,8 +40,8 @@ def through(record: Record, at: float = 1.5, seconds: float = 0.25) -> JournalEn
 json_values = st.recursive(
     st.none()
     | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=False)
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs"])),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('abc\u00e9\n"\\'), inner, max_size=3),
     max_leaves=8,
@@ -98,20 +98,13 @@ def test_a_generation_keeps_what_is_beside_its_arrays() -> None:
     assert back.model_dump(exclude=arrays) == generation.model_dump(exclude=arrays)
 
 
-def test_nan_and_infinity_in_facts_stay_what_they_are() -> None:
-    facts = {"nan": math.nan, "up": math.inf, "down": [-math.inf]}
-    back = through(UserRecord(turn=UserTurn(content="x", facts=facts))).record.turn.facts  # type: ignore[union-attr]
-    assert math.isnan(back.pop("nan"))
-    assert back == {"up": math.inf, "down": [-math.inf]}
-
-
 def test_numpy_values_in_facts_become_plain_numbers() -> None:
     facts = {"score": np.float64(0.5), "row": np.arange(3), "yes": np.bool_(True)}
     back = through(UserRecord(turn=UserTurn(content="x", facts=facts))).record
     assert back.turn.facts == {"score": 0.5, "row": [0, 1, 2], "yes": True}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("value", [object(), "\ud800", b"\xff"])
+@pytest.mark.parametrize("value", [object(), "\ud800", b"\xff", math.nan, [-math.inf], 2**63, {1: 2}])
 def test_what_json_cannot_say_is_the_worlds_fault(value: Any) -> None:
     record = UserRecord(turn=UserTurn(content="x", facts={"bad": value}))
     with pytest.raises(WorldError, match="Facts, results and task fields must be JSON") as caught:
