@@ -126,7 +126,11 @@ def test_no_reply_breaks_the_parsers_and_each_opening_is_an_attempt(text: str) -
         assert len(parser.parse(whole, TOOLS, "c").attempts) == whole.count(opening)
 
 
-@given(st.dictionaries(st.sampled_from(["a", "b", "tag", "z"]), st.one_of(st.integers(), st.booleans(), st.none())))
+@given(
+    st.dictionaries(
+        st.sampled_from(["a", "b", "tag", "z"]), st.one_of(st.integers(-(2**63), 2**63 - 1), st.booleans(), st.none())
+    )
+)
 def test_plain_keyword_literals_come_back(arguments: dict[str, Any]) -> None:
     arguments.pop("tag", None)
     body = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
