@@ -1,4 +1,4 @@
-"""`engine schema`: JSON Schema files and the spec reference, both generated from the contracts."""
+"""`engine schema`: JSON Schema files and the references of specs and rows, generated from the contracts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from engine.terminal import echo
 UP_TO_DATE, OUT_OF_DATE = 0, 1
 SCHEMAS = Path("schemas/json")
 REFERENCE = Path("docs/spec.md")
+ROWS = Path("docs/rows.md")
 
 
 def generated() -> dict[Path, str]:
     """Every generated file, by its path relative to the project, and what it should hold."""
     from engine.cli.json_schema import documents
     from engine.cli.reference import reference
+    from engine.cli.rows_reference import rows_reference
 
     files = {SCHEMAS / f"{name}.schema.json": text for name, text in documents().items()}
-    return {**files, REFERENCE: reference()}
+    return {**files, REFERENCE: reference(), ROWS: rows_reference()}
 
 
 def stale(root: Path) -> Iterator[Path]:
@@ -44,7 +46,7 @@ def schema(
         bool, typer.Option("--check", help="Write nothing; exit with 1 when a file is out of date.")
     ] = False,
 ) -> None:
-    """Write schemas/json/*.schema.json and docs/spec.md from the contracts.
+    """Write schemas/json/*.schema.json, docs/spec.md and docs/rows.md from the contracts.
 
     A YAML file that begins with `# yaml-language-server: $schema=…/episode.schema.json` gets completion and
     errors in an editor.

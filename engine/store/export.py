@@ -3,23 +3,7 @@
     for row in export_rows(store): ...                    # dicts, arrays as numpy
     write_jsonl(export_rows(store), Path("rows.jsonl"))
 
-A row's columns:
-
-    run_id, task_id, episode_id     strings
-    sample_index, branch            numbers, from 0
-    seed                            the episode's
-    trainable                       bool: every id is known, the episode's end is not a world's fault, and something
-                                    in this branch was sampled
-    input_ids, loss_mask, turn_ids, weight_versions    int32 [tokens]
-    logprobs                        float32 [tokens], the sampler's
-    token_rewards                   float32 [tokens]: a turn's reward on its last sampled token, or spread over its
-                                    sampled tokens, as the spec's `rewards.placement` says; 0.0 elsewhere
-    advantages                      float32 [tokens]: the turn's advantage on each of its sampled tokens (with
-                                    `bilevel_gae` the token's own), 0.0 elsewhere; None where the row is not trainable
-    turn_rewards                    float64 [turns]: of every turn of the episode, whichever branch it is in
-    outcome                         the episode's `Outcome`
-    messages                        the whole conversation
-    images                          of this branch, in order: {image: digest, start, end: its tokens, grid}
+`columns.py` says what each column of a row holds, `parquet.py` of which type it is; docs/rows.md has both.
 
 With a `vision`, a row of a branch that has images carries what a forward pass takes of them beside `input_ids`, under
 the names of the model's family: `pixel_values` and `image_grid_thw` for Qwen-VL. `loader.py` makes batches of rows.
@@ -45,12 +29,13 @@ import numpy as np
 from engine.errors import LedgerError, StoreError
 from engine.rewards.credit import Member, Values, Where, credit_tokens, place
 from engine.rewards.ledger import SealedLedger
+from engine.store.columns import json_text, message_row, outcome_row, task_row
 from schemas.episode import CreditSpec, RewardsSpec
-from schemas.message import Message
 
 if TYPE_CHECKING:
     from engine.store.reader import RunReader
     from engine.tokens.vision import Vision
+    from schemas.environment import Task
     from schemas.trajectory import Branch, Trajectory
 
 Row = dict[str, Any]
@@ -70,6 +55,8 @@ class Plan:
     """Makes tensors of images, where rows are to carry them."""
     evaluation: bool
     """No row trains."""
+    metadata: Mapping[str, Any] | None = None
+    """What rows say of where they come from; None inside a trainer."""
 
 
 def export_rows(
@@ -99,9 +86,11 @@ def export_rows(
     """
     rewards = RewardsSpec.model_validate(store.score(score).rewards if score else store.header.rewards)
     base = Path(store.header.spec_path).parent if store.header.spec_path else None
-    plan = Plan(credit or rewards.credit, rewards.placement, base, values or {}, vision, store.header.evaluation)
-    for _, group in groupby(store.trajectories(score), key=lambda trajectory: trajectory.task_id):
-        yield from group_rows(list(group), plan, trainable_only)
+    method = credit or rewards.credit
+    metadata = _metadata(store, method, score)
+    plan = Plan(method, rewards.placement, base, values or {}, vision, store.header.evaluation, metadata)
+    for task_id, group in groupby(store.trajectories(score), key=lambda trajectory: trajectory.task_id):
+        yield from group_rows(list(group), plan, trainable_only, store.task(task_id))
 
 
 def credit_of(store: RunReader, score: str | None = None) -> CreditSpec:
@@ -129,7 +118,21 @@ def member_of(trajectory: Trajectory, values: Sequence[Sequence[float]] | None =
     )
 
 
-def group_rows(group: Sequence[Trajectory], plan: Plan, trainable_only: bool = False) -> Iterator[Row]:
+def _metadata(store: RunReader, credit: CreditSpec, score: str | None) -> dict[str, Any]:
+    header = store.header
+    return {
+        "spec": header.name,
+        "model": (header.spec.get("model") or {}).get("path"),
+        "engine_version": header.engine_version,
+        "created": header.created,
+        "credit": json_text(credit.model_dump(mode="json", by_alias=True)),
+        "score": score,
+    }
+
+
+def group_rows(
+    group: Sequence[Trajectory], plan: Plan, trainable_only: bool = False, task: Task | None = None
+) -> Iterator[Row]:
     """The training rows of one group: the finished episodes of one task.
 
     Raises:
@@ -144,7 +147,7 @@ def group_rows(group: Sequence[Trajectory], plan: Plan, trainable_only: bool = F
     found = credit_tokens(plan.credit, [members[number] for number in chosen], base=plan.base)
     advantages = dict(zip(chosen, found, strict=True))
     for number, (trajectory, member) in enumerate(zip(group, members, strict=True)):
-        shared = _shared(trajectory, member.ledger)
+        shared = _shared(trajectory, member.ledger, plan, task)
         for branch in trajectory.branches:
             row = _row(shared, branch, plan.placement, advantages.get(number))
             if plan.vision is not None and branch.images:
@@ -153,7 +156,7 @@ def group_rows(group: Sequence[Trajectory], plan: Plan, trainable_only: bool = F
                 yield row
 
 
-def _shared(trajectory: Trajectory, ledger: SealedLedger) -> Row:
+def _shared(trajectory: Trajectory, ledger: SealedLedger, plan: Plan, task: Task | None) -> Row:
     return {
         "run_id": trajectory.run_id,
         "task_id": trajectory.task_id,
@@ -161,8 +164,10 @@ def _shared(trajectory: Trajectory, ledger: SealedLedger) -> Row:
         "sample_index": trajectory.sample_index,
         "seed": trajectory.seed,
         "turn_rewards": np.array(ledger.totals, np.float64),
-        "outcome": trajectory.outcome.model_dump(mode="json"),
+        "outcome": outcome_row(trajectory.outcome),
         "messages": [message_row(message) for message in trajectory.messages],
+        **task_row(task, trajectory.facts),
+        "metadata": plan.metadata,
     }
 
 
@@ -172,6 +177,7 @@ def _row(shared: Row, branch: Branch, placement: Where, advantages: list[Values]
         "run_id": shared["run_id"],
         "task_id": shared["task_id"],
         "episode_id": shared["episode_id"],
+        "task_index": shared["task_index"],
         "sample_index": shared["sample_index"],
         "branch": branch.index,
         "seed": shared["seed"],
@@ -187,6 +193,9 @@ def _row(shared: Row, branch: Branch, placement: Where, advantages: list[Values]
         "outcome": shared["outcome"],
         "messages": shared["messages"],
         "images": [image.model_dump(mode="json") for image in branch.images],
+        "task_fields": shared["task_fields"],
+        "facts": shared["facts"],
+        "metadata": shared["metadata"],
     }
 
 
@@ -197,12 +206,6 @@ def _on_tokens(branch: Branch, advantages: list[Values]) -> np.ndarray:
     for turn in np.unique(branch.turn_ids[sampled]):
         placed[sampled & (branch.turn_ids == turn)] = advantages[turn]
     return placed
-
-
-def message_row(message: Message) -> Row:
-    """A message as JSON: role and content always, the rest where there is any."""
-    plain = message.model_dump(mode="json", exclude_none=True)
-    return {key: value for key, value in plain.items() if value or key in ("role", "content")}
 
 
 def write_jsonl(rows: Iterable[Row], path: Path) -> int:

@@ -1,7 +1,6 @@
 """Training rows as Parquet: typed lists, row groups of bounded size, written as they come.
 
-Invariant: what JSONL says, this says too, and NaN and infinities besides. Content that is text alone is in
-`content`; content of several parts is in `parts` as well, in order.
+Invariant: what JSONL says, this says too, in the same shape, and NaN and infinities besides.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.store.export import Row, whole_file
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 GROUP_ROWS = 1024
 """Most rows in a row group."""
 GROUP_TOKENS = 2_000_000
-"""Tokens after which a row group is written, however few its rows."""
+"""Tokens after which a row group is written, however few its rows; eight characters of text count as one."""
 
 
 @cache
@@ -72,7 +71,17 @@ def arrow_schema() -> pa.Schema:
             ("solved_turn", pa.int32()),
             ("trainable", pa.bool_()),
             ("reward", pa.float64()),
-            ("rewards", pa.map_(pa.string(), pa.float64())),
+            ("rewards", pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))),
+        ]
+    )
+    metadata = pa.struct(
+        [
+            ("spec", pa.string()),
+            ("model", pa.string()),
+            ("engine_version", pa.string()),
+            ("created", pa.float64()),
+            ("credit", pa.string()),
+            ("score", pa.string()),
         ]
     )
     return pa.schema(
@@ -80,6 +89,7 @@ def arrow_schema() -> pa.Schema:
             ("run_id", pa.string()),
             ("task_id", pa.string()),
             ("episode_id", pa.string()),
+            ("task_index", pa.int64()),
             ("sample_index", pa.int32()),
             ("branch", pa.int32()),
             ("seed", pa.int64()),
@@ -95,6 +105,9 @@ def arrow_schema() -> pa.Schema:
             ("outcome", outcome),
             ("messages", pa.list_(message)),
             ("images", pa.list_(image)),
+            ("task_fields", pa.string()),
+            ("facts", pa.string()),
+            ("metadata", metadata),
         ]
     )
 
@@ -119,7 +132,7 @@ def write_parquet(rows: Iterable[Row], path: Path, metadata: dict[str, str] | No
         tokens = 0
         for row in rows:
             waiting.append(row)
-            tokens += len(row["input_ids"])
+            tokens += len(row["input_ids"]) + _characters(row) // 8
             count += 1
             if len(waiting) >= GROUP_ROWS or tokens >= GROUP_TOKENS:
                 writer.write_batch(_batch(waiting))
@@ -129,31 +142,41 @@ def write_parquet(rows: Iterable[Row], path: Path, metadata: dict[str, str] | No
     return count
 
 
+def _characters(row: Row) -> int:
+    """Of a row's long texts: a row group may hold 2 GiB of one column."""
+    said = sum(len(message["content"]) for message in row["messages"])
+    return said + len(row["task_fields"] or "") + len(row["facts"])
+
+
 def _batch(rows: list[Row]) -> pa.RecordBatch:
     import pyarrow as pa
 
     schema = arrow_schema()
-    columns = []
-    for column in schema:
-        values: list[Any] = [row[column.name] for row in rows]
-        if column.name == "messages":
-            values = [[_message(message) for message in messages] for messages in values]
-        elif column.name == "outcome":
-            values = [outcome | {"rewards": list(outcome["rewards"].items())} for outcome in values]
-        columns.append(pa.array(values, column.type))
+    columns = [pa.array([row[column.name] for row in rows], column.type) for column in schema]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _message(message: Row) -> Row:
-    """A message in the columns of its struct; arguments, which have no fixed type, as JSON."""
-    import orjson
+def describe_types() -> dict[str, str]:
+    """Every column by its path, and its type in words, such as `list of int32`."""
+    import pyarrow as pa
 
-    content = message["content"]
-    parts = content if isinstance(content, list) else None
-    return message | {
-        "content": content if parts is None else "".join(part["text"] for part in parts if part["type"] == "text"),
-        "parts": parts,
-        "tool_calls": [
-            call | {"arguments": orjson.dumps(call["arguments"]).decode()} for call in message.get("tool_calls", [])
-        ],
-    }
+    found: dict[str, str] = {}
+
+    def visit(path: str, type_: pa.DataType) -> None:
+        found[path] = _type_in_words(type_)
+        inner = type_.value_type if pa.types.is_list(type_) else type_
+        if pa.types.is_struct(inner):
+            for field in inner:
+                visit(f"{path}.{field.name}", field.type)
+
+    for column in arrow_schema():
+        visit(column.name, column.type)
+    return found
+
+
+def _type_in_words(type_: pa.DataType) -> str:
+    import pyarrow as pa
+
+    if pa.types.is_list(type_):
+        return f"list of {_type_in_words(type_.value_type)}"
+    return "struct" if pa.types.is_struct(type_) else str(type_)
