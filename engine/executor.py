@@ -4,6 +4,10 @@ Invariants:
 - An action that anything outside can tell of begins only when the record before it is durable. Sampling, and calls of
   tools that are `pure`, may begin while that record is being written: nobody can tell that they were done. A reply is
   written down only when everything before it is durable, so a crash loses one turn at most, which was not finished.
+- The entry that ends an episode is not written by the executor: `run` returns it, and it is written in the same commit
+  as the episode's end. So a journal that has ended belongs to a finished episode. Where it does not (a run of an older
+  engine, or an end that could not be written), the episode is finished from its journal, and nothing is performed.
+- An action that gives up (a failure, a limit) changes nothing of the conversation.
 - Whatever goes wrong inside one episode becomes a `Failure` on it. `run` raises for cancellation alone.
 - Limits are checked before an action, in this order: `episode_seconds`; for `generate` then
   `assistant_turns`, `images`, `episode_tokens`, the model's `context`; for `call_tools` then `tool_calls`; for
@@ -25,7 +29,7 @@ from engine.actions.base import Action, World
 from engine.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, WorldError
 from engine.storable import valid_text, words_of
-from engine.store.codec import Draft, Written, write_record
+from engine.store.codec import Draft, Ending, Written, write_record
 from schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
 from schemas.trajectory import Blame, Failure
 
@@ -135,22 +139,26 @@ class Executor:
         self._watch = watch
         self._settle = settle
 
-    async def run(self, episode: Episode, world: World) -> None:
-        """Drive the episode to its end; its `failure` says what went wrong, if anything did."""
+    async def run(self, episode: Episode, world: World) -> Ending | None:
+        """Drive the episode to its end; its `failure` says what went wrong, if anything did.
+
+        Returns:
+            Its last entry, which the caller writes with the episode's end; None where the journal holds that already.
+        """
         clock = None if self._seconds is None else _Clock(self._seconds, time.time() - episode.started)
         try:
-            await self._steps(episode, world, clock)
+            return await self._steps(episode, world, clock)
         finally:
             if clock is not None:
                 clock.stop()
 
-    async def _steps(self, episode: Episode, world: World, clock: _Clock | None) -> None:
+    async def _steps(self, episode: Episode, world: World, clock: _Clock | None) -> Ending | None:
         written: asyncio.Future[None] | None = None
         """Of the newest entry, where nobody has waited for it yet."""
         while True:
             stage = self._stages[episode.state]
             if stage.action is None and stage.final:
-                break
+                return None
             if written is not None and (stage.action is None or not stage.action.ahead(episode, world)):
                 await written
                 written = None
@@ -160,40 +168,42 @@ class Executor:
             seconds = time.perf_counter() - began
             if written is not None and isinstance(record, GenerationRecord):
                 await written
-            written, goes_on = await self._commit(episode, record, at, seconds)
-            if not goes_on:
-                break
-        if written is not None:
-            await written
+            entry = self._fed(episode, record, at, seconds)
+            if self.is_end(entry.entry.dest):
+                return entry
+            appended = self._append(episode.id, *entry)
+            if isinstance(appended, asyncio.Future):
+                written = appended
+            else:
+                await appended
+                written = None
 
-    async def run_failed(self, episode: Episode, world: World, record: FailureRecord) -> None:
-        """An episode whose world could not be built: it fails where it stands, and goes on from there."""
-        written, goes_on = await self._commit(episode, record, time.time(), 0.0)
-        if written is not None:
-            await written
-        if goes_on:
-            await self.run(episode, world)
+    async def run_failed(self, episode: Episode, world: World, error: EngineError) -> Ending | None:
+        """An episode whose objects could not be built: it fails where it stands, and goes on from there. See `run`."""
+        record = FailureRecord(failure=failure_of(error, episode), built=False)
+        entry = self._fed(episode, record, time.time(), 0.0)
+        if self.is_end(entry.entry.dest):
+            return entry
+        await self._append(episode.id, *entry)
+        return await self.run(episode, world)
 
-    async def _commit(
-        self, episode: Episode, record: Record, at: float, seconds: float
-    ) -> tuple[asyncio.Future[None] | None, bool]:
-        """Feed a record and write it down: what is done when it is durable, unless it is; and whether the episode goes on."""
+    def is_end(self, dest: str) -> bool:
+        """Whether an entry that leads to `dest` ends its episode: nothing is left to do there."""
+        if not dest:
+            return True
+        stage = self._stages[dest]
+        return stage.final and stage.action is None
+
+    def _fed(self, episode: Episode, record: Record, at: float, seconds: float) -> Ending:
+        """Feed a record; its journal entry, to be written."""
         state = episode.state
-        try:
-            columns = write_record(record)
-        except EngineError as error:  # a world said what cannot be written down: nothing of it may count
-            record = FailureRecord(failure=failure_of(error, episode))
-            columns = write_record(record)
+        columns = _written(record, episode)
         record = columns.record  # as a replay will read it, so that both do the same
         event, dest = self.feed(episode, record)
         entry = Draft(episode.seq, state, event, dest, record, at, seconds)
         episode.seq += 1
         episode.seconds[state] = episode.seconds.get(state, 0.0) + seconds
-        written = self._append(episode.id, entry, columns)
-        if isinstance(written, asyncio.Future):
-            return written, dest != ""
-        await written
-        return None, dest != ""
+        return Ending(entry, columns)
 
     async def _perform(self, episode: Episode, stage: _Stage, world: World, clock: _Clock | None, now: float) -> Record:
         """The record of this state: what the action brought back, or the limit or failure that forbade it."""
@@ -229,21 +239,13 @@ class Executor:
             except TimeoutError:
                 if timed is None or not timed.over:
                     raise
-                return LimitRecord(limit="episode_seconds", value=self._seconds or 0.0)
+                return LimitRecord(limit="episode_seconds", value=self._seconds or 0.0, began=True)
         except ContextOverflow:
             return LimitRecord(limit="context", value=episode.conversation.length)
         except EngineError as error:
             return FailureRecord(failure=failure_of(error, episode))
         except Exception as error:  # noqa: BLE001  (a fault of the engine must not end the other episodes)
             return FailureRecord(failure=unexpected(error, episode))
-
-    async def _act(self, action: Action, episode: Episode, world: World) -> Record:
-        """What the action brings back, its images put away."""
-        record = await action.perform(episode, world)
-        if self._settle is None or isinstance(record, GenerationRecord):  # a model says no images
-            return record
-        settled = self._settle(episode, record)
-        return record if settled is None else await settled
 
     def feed(self, episode: Episode, record: Record) -> tuple[str, str]:
         """Apply a record and take its transition. Pure: the whole of a replay.
@@ -275,6 +277,7 @@ class Executor:
     def _apply(self, episode: Episode, record: Record) -> str:
         if not isinstance(record, _GAVE_UP):
             return self._actions[episode.state].apply(episode, record)
+        episode.conversation.take_back()  # a prompt may have been made for a reply that did not come
         if isinstance(record, LimitRecord):
             episode.limit = record.limit
             return "limit"
@@ -294,30 +297,54 @@ class Executor:
             self._failed(episode, failure_of(error, episode))
         return self._next(episode, "failed") if event != "failed" else None
 
+    def has_ended(self, journal: Sequence[JournalEntry]) -> bool:
+        """Whether a journal says that its episode has ended."""
+        return bool(journal) and self.is_end(journal[-1].dest)
+
     async def restore(self, episode: Episode, world: World, journal: Sequence[JournalEntry]) -> None:
         """Bring an episode to where its journal ends, calling again only what must be called again.
+
+        Where the journal has ended, it is fed and nothing is called.
 
         Raises:
             RestartNeededError: something that was called cannot be called again, or answers otherwise now.
             ReplayError: the journal does not lead where it says: the spec or the engine has changed.
         """
+        ended = self.has_ended(journal)
         for entry in journal:
-            action = self._actions.get(episode.state)
-            again = None
-            if action is not None and not isinstance(entry.record, _GAVE_UP):
-                effects = action.effects(world, entry.record)
-                if effects == "external":
-                    raise RestartNeededError(f"{episode.id}: what was called in {entry.state} cannot be called again")
-                if effects == "replayable":
-                    again = write_record(await self._act(action, episode, world)).record
-            if again is not None and _told(again) != _told(entry.record):
-                raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) answers otherwise now")
+            if not ended:
+                await self._call_again(episode, world, entry)
+            action = self._actions.get(episode.state) if isinstance(entry.record, GenerationRecord) else None
             if action is not None and (preparing := action.prepare(episode)) is not None:
                 await preparing
             self.follow(episode, entry)
-        if journal:
-            # The clock stands still between a crash and the resume.
-            episode.started = time.time() - (journal[-1].at + journal[-1].seconds - journal[0].at)
+        if ended or not journal:
+            return
+        action = self._actions.get(episode.state)
+        if action is not None and action.effects(episode, world) == "external":
+            raise RestartNeededError(
+                f"{episode.id}: it was stopped in {episode.state}, whose call may have been made, and cannot be repeated"
+            )
+        # The clock stands still between a crash and the resume.
+        episode.started = time.time() - (journal[-1].at + journal[-1].seconds - journal[0].at)
+
+    async def _call_again(self, episode: Episode, world: World, entry: JournalEntry) -> None:
+        """Repeat what an entry called, where that is needed to bring the world to where it was."""
+        record, action = entry.record, self._actions.get(episode.state)
+        called = record.began if isinstance(record, LimitRecord) else getattr(record, "built", True)
+        if action is None or not called:
+            return
+        effects = action.effects(episode, world)
+        if effects == "pure":
+            return
+        if effects == "external":
+            raise RestartNeededError(f"{episode.id}: what was called in {entry.state} cannot be called again")
+        if isinstance(record, LimitRecord):
+            raise RestartNeededError(f"{episode.id}: what was called in {entry.state} was cut off by episode_seconds")
+        now = time.perf_counter()
+        again = _written(await self._perform(episode, self._stages[episode.state], world, None, now), episode)
+        if _told(again.record) != _told(record):
+            raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) answers otherwise now")
 
     def follow(self, episode: Episode, entry: JournalEntry) -> None:
         """Feed one journal entry, and hold it to where it says that it leads."""
@@ -336,11 +363,31 @@ class Executor:
         episode.seconds[entry.state] = episode.seconds.get(entry.state, 0.0) + entry.seconds
 
 
+def until_end(journal: Sequence[JournalEntry]) -> Sequence[JournalEntry]:
+    """A journal up to the entry that ends it. Older engines could perform a final state again after a crash."""
+    end = next((index for index, entry in enumerate(journal, start=1) if not entry.dest), len(journal))
+    return journal[:end]
+
+
+def never_built(journal: Sequence[JournalEntry]) -> bool:
+    """Whether a journal is of an episode whose objects could not be built: it went on without them."""
+    return bool(journal) and isinstance(first := journal[0].record, FailureRecord) and not first.built
+
+
+def _written(record: Record, episode: Episode) -> Written:
+    """A record in columns; a failure's in its place where a world said what cannot be written down."""
+    try:
+        return write_record(record)
+    except EngineError as error:
+        return write_record(FailureRecord(failure=failure_of(error, episode)))
+
+
 def _told(record: Record) -> Any:
-    """What a record says, without how long it took to say."""
+    """What a record says, without how long it took to say, and where in the code it failed."""
     told = record.model_dump()
     for result in told.get("results", ()):
         result.pop("seconds", None)
+    told.get("failure", {}).pop("trace", None)
     return told
 
 

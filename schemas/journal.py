@@ -66,12 +66,14 @@ class ScoreRecord(Contract):
 
 
 class LimitRecord(Contract):
-    """A limit was met before an action began."""
+    """A limit was met: before an action began or, for `episode_seconds`, while it waited."""
 
     kind: Literal["limit"] = "limit"
     limit: str
     value: float
     """What had been reached."""
+    began: bool = False
+    """The action had begun: the episode's time was over before it had an answer."""
 
 
 class FailureRecord(Contract):
@@ -79,6 +81,8 @@ class FailureRecord(Contract):
 
     kind: Literal["failure"] = "failure"
     failure: Failure
+    built: bool = True
+    """False where the episode's objects could not be built: it has no environment, user and tools from then on."""
 
 
 Record = Annotated[

@@ -115,7 +115,7 @@ class AskUserAction(Action):
         """Never: a world is told."""
         return False
 
-    def effects(self, world: World, record: UserRecord) -> str:
-        """The user's own; a canned answer never asked it."""
+    def effects(self, episode: Episode, world: World) -> str:
+        """The user's own; a reply that nobody can read is answered without it."""
         user = self._people.get(world.user_name)
-        return "pure" if record.canned or user is None else user.effects
+        return "pure" if episode.malformed or user is None else user.effects

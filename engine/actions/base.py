@@ -78,8 +78,8 @@ class Action(Protocol):
         """Whether it may begin although the record before it is not durable yet: nobody outside can tell that it did."""
         ...
 
-    def effects(self, world: World, record: Any) -> str:
-        """What a crash may do with this record: `pure`, `replayable` or `external`."""
+    def effects(self, episode: Episode, world: World) -> str:
+        """What it calls now, where the episode stands before it: `pure`, `replayable` or `external`."""
         ...
 
 

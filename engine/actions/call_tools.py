@@ -67,7 +67,7 @@ class CallToolsAction(Action):
         toolbox = world.toolbox
         return toolbox is None or all(toolbox.effects(call.name) == "pure" for call in episode.calls)
 
-    def effects(self, world: World, record: ToolsRecord) -> str:
-        """The strongest among the tools that were called."""
-        called = {world.toolbox.effects(result.name) for result in record.results} if world.toolbox else set()
+    def effects(self, episode: Episode, world: World) -> str:
+        """The strongest among the tools that are called."""
+        called = {world.toolbox.effects(call.name) for call in episode.calls} if world.toolbox else set()
         return next((level for level in ("external", "replayable") if level in called), "pure")

@@ -88,7 +88,7 @@ class StepAction(Action):
         """Never: a world is told."""
         return False
 
-    def effects(self, world: World, record: StepRecord) -> str:
+    def effects(self, episode: Episode, world: World) -> str:
         """As declared."""
         return self._effects
 

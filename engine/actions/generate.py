@@ -172,6 +172,6 @@ class GenerateAction(Action):
         """Always: a reply that is lost was seen by nobody, and is sampled again."""
         return True
 
-    def effects(self, world: World, record: GenerationRecord) -> str:
+    def effects(self, episode: Episode, world: World) -> str:
         """A reply that is written down is never asked for again."""
         return "pure"

@@ -75,6 +75,6 @@ class ResetAction(Action):
         """Never: a world is told."""
         return False
 
-    def effects(self, world: World, record: ResetRecord) -> str:
+    def effects(self, episode: Episode, world: World) -> str:
         """The environment's own."""
         return self._environment.effects if self._environment else "pure"

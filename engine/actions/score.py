@@ -113,9 +113,10 @@ class ScoreAction(Action):
         """Never: a world is told."""
         return False
 
-    def effects(self, world: World, record: ScoreRecord) -> str:
-        """Nothing comes after it."""
-        return "pure"
+    def effects(self, episode: Episode, world: World) -> str:
+        """The environment's own, where it scores."""
+        asked = episode.turn >= 0 and callable(getattr(world.environment, "score", None))
+        return self._environment.effects if self._environment is not None and asked else "pure"
 
 
 def graded(view: EpisodeView) -> EpisodeView:

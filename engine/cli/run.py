@@ -6,8 +6,6 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore
     from schemas.environment import Task
-    from schemas.journal import JournalEntry
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -67,34 +64,16 @@ def fork_run(run: str, out: Path, turn: int, salt: int) -> None:
     """Begin a run whose episodes share another run's journal up to a turn, and drive it to its end."""
     from engine.cli.console import make_console
     from engine.errors import EngineError
-    from engine.spec.tasks import load_tasks
-    from engine.store import RunHeader, RunStore, find_run
+    from engine.runner.fork import fork
+    from engine.store import RunStore, find_run
 
-    console = make_console()
     try:
-        source = RunStore.open(find_run(run, out=out), readonly=True)
-        loaded = source.header.loaded_spec()
-        rollout = loaded.spec.rollout.model_copy(update={"salt": salt})
-        loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
-        tasks = load_tasks(loaded)
-        changes = [*source.header.overrides, f"rollout.salt={salt}"]
-        store = RunStore.create(out, RunHeader.of(loaded, overrides=changes))
-        asyncio.run(store.put_images_of(source))
+        with RunStore.open(find_run(run, out=out), readonly=True) as source:
+            loaded, tasks, store = fork(source, out, turn, salt)
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(1) from None
-
-    def prefix(episode_id: str) -> list[JournalEntry]:
-        return before_turn(source.journal(episode_id), turn)
-
-    _conclude(loaded, tasks, store, console, quiet=False, fork=prefix)
-
-
-def before_turn(journal: list[JournalEntry], turn: int) -> list[JournalEntry]:
-    """What a journal says before assistant turn `turn`; without a final state's own entry, which is made anew."""
-    standing = [entry for entry in journal if entry.dest]
-    replies = [at for at, entry in enumerate(standing) if entry.record.kind == "generation"]
-    return standing[: replies[turn]] if turn < len(replies) else standing
+    _conclude(loaded, tasks, store, make_console(), quiet=False)
 
 
 def _conclude(
@@ -104,14 +83,13 @@ def _conclude(
     console: Console,
     *,
     quiet: bool,
-    fork: Callable[[str], list[JournalEntry]] | None = None,
 ) -> None:
     """Drive a run to its end, say what came of it, and exit accordingly."""
 
     from engine.errors import EngineError
 
     try:
-        result = asyncio.run(drive(loaded, tasks, store, console, quiet=quiet, fork=fork))
+        result = asyncio.run(drive(loaded, tasks, store, console, quiet=quiet))
     except EngineError as error:
         echo(str(error), err=True)
         console.print(f"Stored so far: {store.folder}\nTo go on: engine run --resume {store.folder}")
@@ -179,7 +157,6 @@ async def drive(
     console: Console,
     *,
     quiet: bool,
-    fork: Callable[[str], list[JournalEntry]] | None = None,
     summary: bool = True,
 ) -> RunResult:
     """Run a prepared run to its end, with progress; `summary` says whether to sum it up."""
@@ -199,7 +176,7 @@ async def drive(
             f"{loaded.spec.name}: {len(tasks)} tasks × {loaded.spec.rollout.samples_per_task} samples on "
             f"{backend.kind}, ready after {time.perf_counter() - began:.1f} s",
         )
-        runner = Runner(loaded, tasks, chat_format, backend, store, fork)
+        runner = Runner(loaded, tasks, chat_format, backend, store)
         began = time.perf_counter()
         result = await _with_progress(runner, stop, console, quiet=quiet)
     finally:

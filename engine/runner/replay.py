@@ -19,7 +19,7 @@ from engine.actions.world import WorldBuilder
 from engine.backends.replay import ReplayBackend
 from engine.episode import Episode, limit_variables
 from engine.errors import EngineError, ReplayError
-from engine.executor import Executor
+from engine.executor import Executor, never_built, until_end
 from engine.machine.compile import EpisodeMachine
 from engine.machine.presets import resolve_machine
 from engine.rewards.rules import compile_rules
@@ -99,12 +99,17 @@ class Replayer:
             ReplayError: the journal does not lead where it says.
         """
         # The tools that an environment offers are part of the prompt, so its object is needed to know them.
-        world = await self._worlds.open(task) if self._offers_tools else World(toolbox=self._worlds.shared_toolbox)
+        if never_built(journal):
+            world = World()
+        elif self._offers_tools:
+            world = await self._worlds.open(task)
+        else:
+            world = World(toolbox=self._worlds.shared_toolbox)
         try:
             schemas = world.toolbox.schemas if world.toolbox else []
             conversation = Conversation(self._format, schemas, self._spec.model.history)
             episode = Episode(task, sample, self._spec.rollout.seed, conversation, self._initial, self._limits)
-            for entry in journal[:upto]:
+            for entry in until_end(journal)[:upto]:
                 self._executor.follow(episode, entry)
             return episode
         finally:
@@ -118,8 +123,8 @@ class Replayer:
         """
         try:
             journal = self._store.journal(stored.episode_id)
-            episode = await self._begin(task, stored.sample_index)
-            elsewhere = self._follow_all(episode, journal)
+            episode = await self._begin(task, stored.sample_index, journal)
+            elsewhere = self._follow_all(episode, until_end(journal))
             if elsewhere is not None:
                 return _unscored(stored, episode.failure or elsewhere)
             if episode.failure is not None and episode.failure != stored.outcome.failure:
@@ -134,9 +139,9 @@ class Replayer:
             postings=again.postings,
         )
 
-    async def _begin(self, task: Task, sample: int) -> Episode:
-        """A fresh episode, before its first step."""
-        return await self.rebuild(task, sample, [])
+    async def _begin(self, task: Task, sample: int, journal: list[JournalEntry]) -> Episode:
+        """The episode before the first step of its journal."""
+        return await self.rebuild(task, sample, journal, 0)
 
     def _follow_all(self, episode: Episode, journal: Sequence[JournalEntry]) -> Failure | None:
         """Feed a whole journal; where it leads elsewhere than it says, the failure that tells so."""

@@ -26,24 +26,26 @@ from engine.actions.voice import Cast
 from engine.actions.workers import Workers
 from engine.actions.world import WorldBuilder
 from engine.episode import Episode, limit_variables
-from engine.errors import EngineError, StoreError
-from engine.executor import Executor, RestartNeededError, failure_of
+from engine.errors import EngineError, ReplayError, StoreError
+from engine.executor import Executor, RestartNeededError, never_built, until_end
 from engine.machine.compile import EpisodeMachine
 from engine.machine.presets import resolve_machine
 from engine.rewards.rules import compile_rules
 from engine.runner.stats import Live, Summary
 from engine.storable import words_of
+from engine.store.fork import shared_entries
 from engine.store.images import stored_images
 from engine.store.store import episode_id_of
 from engine.tokens.conversation import Conversation
-from schemas.journal import FailureRecord, JournalEntry
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.spec.load import LoadedSpec
+    from engine.store.codec import Ending
     from engine.store.store import RunStore
     from engine.tokens.format import ChatFormat
     from schemas.environment import Task
+    from schemas.journal import JournalEntry
     from schemas.trajectory import Trajectory
 
 log = structlog.get_logger(__name__)
@@ -93,7 +95,6 @@ class Runner:
         format: The chat format, shared by all episodes.
         backend: Started already; the caller closes it.
         store: Open for writing; the caller closes it.
-        fork: For a run that forks another: the journal that an episode begins with, by its id.
     """
 
     def __init__(
@@ -103,10 +104,8 @@ class Runner:
         format: ChatFormat,
         backend: Backend,
         store: RunStore,
-        fork: Callable[[str], list[JournalEntry]] | None = None,
     ) -> None:
         spec = loaded.spec
-        self._fork = fork
         self.spec = spec
         self.tasks = tasks
         self.summary = Summary()
@@ -227,41 +226,46 @@ class Runner:
         Raises:
             StoreError: it is done already, or what happens can no longer be written down.
         """
+        episode_id = episode_id_of(task.id, sample)
         journal = await self._store.begin(task, sample)
-        if self._fork is not None and not journal:
-            return await self._attempt(task, sample, [], self._fork(episode_id_of(task.id, sample)))
         try:
             return await self._attempt(task, sample, journal)
         except RestartNeededError as error:
+            shared = self._shared(episode_id)
+            if shared and len(journal) <= len(shared):
+                raise ReplayError(f"{error}; so it cannot share turns with a fork of its run") from error
             log.warning("episode begins anew", reason=str(error))
-            await self._store.restart(episode_id_of(task.id, sample))
-            return await self._attempt(task, sample, [])
+            await self._store.restart(episode_id, len(shared))
+            return await self._attempt(task, sample, shared)
 
-    async def _attempt(
-        self, task: Task, sample: int, journal: Sequence[JournalEntry], forked: Sequence[JournalEntry] = ()
-    ) -> Trajectory:
-        """Drive one episode to its end, from where its journal (or, in a fork, the other run's) stops."""
-        try:
-            world = await self._worlds.open(task)
-            broken = None
-        except EngineError as error:
-            if journal or forked:
-                raise RestartNeededError(f"its worlds can no longer be built: {error}") from error
-            world, broken = World(), error
+    def _shared(self, episode_id: str) -> Sequence[JournalEntry]:
+        """What the episode shares with the run that this one forks."""
+        fork = self._store.header.fork
+        return shared_entries(self._store.journal(episode_id, 0), fork.turn) if fork is not None else []
+
+    async def _attempt(self, task: Task, sample: int, journal: Sequence[JournalEntry]) -> Trajectory:
+        """Drive one episode to its end, from where its journal stops. One that has ended is only finished."""
+        journal = until_end(journal)
+        ended = self._executor.has_ended(journal)
+        world, broken = World(), None
+        if not never_built(journal):
+            try:
+                world = await self._worlds.open(task)
+            except EngineError as error:
+                if ended:
+                    raise ReplayError(f"it has ended, but its objects cannot be built to finish it: {error}") from error
+                if journal:
+                    raise RestartNeededError(f"its worlds can no longer be built: {error}") from error
+                broken = error
         episode = self._episode(task, sample, world)
         self.live.enter(episode.state)
         try:
-            if broken is None:
-                await self._executor.restore(episode, world, journal or forked)
-                for entry in forked:
-                    await self._store.append(episode.id, entry)
-                await self._executor.run(episode, world)
+            if broken is not None:
+                ending = await self._executor.run_failed(episode, world, broken)
             else:
-                await self._executor.run_failed(episode, world, FailureRecord(failure=failure_of(broken, episode)))
-            async with self._finishing:
-                trajectory = episode.trajectory(self._store.run_id, exact=self._backend.trainable)
-                await self._store.finish(trajectory)
-            return trajectory
+                await self._executor.restore(episode, world, journal)
+                ending = None if ended else await self._executor.run(episode, world)
+            return await self._finish(episode, ending)
         finally:
             self.live.leave(episode.state)
             await self._worlds.close(world)
@@ -269,6 +273,34 @@ class Runner:
             if release is not None:
                 release(episode.id)
             self.cast.release(episode.id)
+
+    async def _finish(self, episode: Episode, ending: Ending | None) -> Trajectory:
+        """Write an episode that has ended, in one commit.
+
+        Its last action was performed, and is not performed again: an episode that is cancelled here is written first, and of
+        one that cannot be written, the last entry is.
+        """
+        cancelled: asyncio.CancelledError | None = None
+        while True:
+            try:
+                await self._finishing.acquire()
+                break
+            except asyncio.CancelledError as error:
+                cancelled = error
+        try:
+            trajectory = episode.trajectory(self._store.run_id, exact=self._backend.trainable)
+            await self._store.finish(trajectory, ending)
+        except StoreError:
+            raise
+        except Exception:
+            if ending is not None:
+                await self._store.append(episode.id, *ending)
+            raise
+        finally:
+            self._finishing.release()
+        if cancelled is not None:
+            raise cancelled
+        return trajectory
 
     def _episode(self, task: Task, sample: int, world: World) -> Episode:
         schemas = world.toolbox.schemas if world.toolbox else []

@@ -20,7 +20,7 @@ from engine.actions.world import WorldBuilder
 from engine.backends.scripted import ScriptedBackend
 from engine.episode import Episode, limit_variables
 from engine.errors import EngineError
-from engine.executor import Executor, failure_of
+from engine.executor import Executor
 from engine.machine.compile import EpisodeMachine
 from engine.machine.presets import resolve_machine
 from engine.rewards.rules import compile_rules
@@ -28,7 +28,7 @@ from engine.scenarios.coverage import Edge, Watcher
 from engine.scenarios.load import ScenarioSet, Stages, check_scenario, check_tools
 from engine.scenarios.worlds import script_actions, script_world
 from engine.tokens.conversation import Conversation
-from schemas.journal import FailureRecord, JournalEntry, LimitRecord
+from schemas.journal import JournalEntry, LimitRecord
 from schemas.script import Script
 
 if TYPE_CHECKING:
@@ -126,10 +126,11 @@ class _Stage:
                 script_world(world, self._scenario, self._services.workers)
             episode = self._episode(task, world)
             if broken is None:
-                await self._executor.run(episode, world)
+                ending = await self._executor.run(episode, world)
             else:
-                failed = FailureRecord(failure=failure_of(broken, episode))
-                await self._executor.run_failed(episode, world, failed)
+                ending = await self._executor.run_failed(episode, world, broken)
+            if ending is not None:
+                await self._append(episode.id, *ending)
             trajectory = episode.trajectory("scenario", exact=True)
         finally:
             await self._worlds.close(world)

@@ -120,6 +120,18 @@ class Written(msgspec.Struct, frozen=True):
     record: Record
     """The record as it is read back: an episode goes on with this one, so that a replay does the same."""
 
+    @property
+    def size(self) -> int:
+        """Its weight in memory, about, in bytes."""
+        return len(self.payload) + (len(self.tokens) if self.tokens else 0)
+
+
+class Ending(NamedTuple):
+    """An episode's last entry, which is written in the same commit as the episode's end."""
+
+    entry: Draft
+    written: Written
+
 
 def write_record(record: Record) -> Written:
     """A journal record -> columns.
@@ -208,6 +220,17 @@ def _dumped(value: Any) -> str | None:
         return orjson.dumps(value).decode()
     except (TypeError, ValueError):  # half of a character, say: `json_text` tells what is wrong with it
         return None
+
+
+def entry_row(entry: JournalEntry | Draft, written: Written | None = None) -> tuple[Any, ...]:
+    """A journal entry -> columns (seq, state, event, dest, kind, payload, tokens, at, seconds).
+
+    Args:
+        entry: The entry.
+        written: Its record in columns, where that is made already.
+    """
+    kind, payload, tokens = (made := written or write_record(entry.record)).kind, made.payload, made.tokens
+    return entry.seq, entry.state, entry.event, entry.dest, kind, payload, tokens, entry.at, entry.seconds
 
 
 def read_entry(row: Sequence[Any]) -> JournalEntry:

@@ -23,13 +23,15 @@ from engine.errors import StoreError
 
 FILE = "run.db"
 """The file's name in a run's folder."""
-SCHEMA_VERSION = 2
-"""Written to `PRAGMA user_version`. 1 had no scores; it is read as it is, and becomes 2 when it is opened for writing."""
+SCHEMA_VERSION = 3
+"""Written to `PRAGMA user_version`. 1 had no scores. 2 had no forks, and no word on whether an action that gave up had begun.
+Both are read as they are, and become 3 when they are opened for writing."""
 OLDEST_VERSION = 1
 """The oldest version that is read."""
 APPLICATION_ID = 0x45504953
 """Written to `PRAGMA application_id`: "EPIS"."""
 
+_SCORES_SINCE = 2
 _PAGE = 8192
 _CHECKPOINT_PAGES = 2000
 _WAL_BYTES = 64 * 2**20
@@ -117,8 +119,9 @@ def connect_writer(path: Path) -> sqlite3.Connection:
     _must_exist(path)
     try:
         connection = sqlite3.connect(path, isolation_level=None, timeout=30.0, check_same_thread=False)
-        if check_version(connection, path) < SCHEMA_VERSION:
-            connection.executescript(f"BEGIN IMMEDIATE;{_SCORES}PRAGMA user_version = {SCHEMA_VERSION};COMMIT;")
+        if (version := check_version(connection, path)) < SCHEMA_VERSION:
+            added = _SCORES if version < _SCORES_SINCE else ""
+            connection.executescript(f"BEGIN IMMEDIATE;{added}PRAGMA user_version = {SCHEMA_VERSION};COMMIT;")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
@@ -166,7 +169,7 @@ def _must_exist(path: Path) -> None:
 
 def has_scores(connection: sqlite3.Connection) -> bool:
     """Whether the file is of a version that has scores."""
-    return int(connection.execute("PRAGMA user_version").fetchone()[0]) >= SCHEMA_VERSION
+    return int(connection.execute("PRAGMA user_version").fetchone()[0]) >= _SCORES_SINCE
 
 
 def check_version(connection: sqlite3.Connection, path: Path) -> int:

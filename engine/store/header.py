@@ -39,6 +39,15 @@ _PACKAGES = (
 """Packages whose version may change what a run comes to."""
 
 
+class Fork(Contract):
+    """Where the first journal entries of a forked run come from."""
+
+    run: str
+    """The other run's id."""
+    turn: int
+    """Episodes share what came before this assistant turn, from 0; those that never came to it are taken over whole."""
+
+
 class RunHeader(Contract):
     """The head of a run.
 
@@ -72,6 +81,8 @@ class RunHeader(Contract):
     """Only the first so many tasks, where the command line said so."""
     evaluation: bool = False
     """The run measures: none of its rows train."""
+    fork: Fork | None = None
+    """The run begins with journals of another one."""
 
     @classmethod
     def of(
@@ -82,6 +93,7 @@ class RunHeader(Contract):
         limit: int | None = None,
         run_id: str | None = None,
         evaluation: bool = False,
+        fork: Fork | None = None,
     ) -> RunHeader:
         """The header of a new run of a spec; `run_id` is made up from the spec's name when left out."""
         spec = loaded.spec
@@ -101,6 +113,7 @@ class RunHeader(Contract):
             origins=[_place(path, origin, loaded.sources) for path, origin in loaded.origins.items()],
             limit=limit,
             evaluation=evaluation,
+            fork=fork,
         )
 
     @property

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 RunStatus = Literal["running", "stopped", "interrupted", "done"]
 """`running`: a writer has it open; `stopped`: its writer died; `interrupted` and `done` are said on closing."""
 
-_ENTRY = "seq, state, event, dest, kind, payload, tokens, at, seconds"
+ENTRY = "seq, state, event, dest, kind, payload, tokens, at, seconds"
 _BRANCH = "branch, reason, tokens, spans, input_ids, logprobs, weight_versions"
 _POSTING = "seq, turn, name, delta, after, at_turn, op, cause, source"
 _EPISODE = (
@@ -295,7 +295,7 @@ def _rescored(row: EpisodeRow, text: str) -> EpisodeRow:
 def journal_rows(connection: sqlite3.Connection, number: int, attempt: int) -> list[Any]:
     """The rows of one attempt's journal, in order, for `codec.read_entry`."""
     return connection.execute(
-        f"SELECT {_ENTRY} FROM journal WHERE episode = ? AND attempt = ? ORDER BY seq", (number, attempt)
+        f"SELECT {ENTRY} FROM journal WHERE episode = ? AND attempt = ? ORDER BY seq", (number, attempt)
     ).fetchall()
 
 

@@ -33,10 +33,11 @@ import engine
 from engine.errors import StoreError
 from engine.store import codec, database
 from engine.store.find import find_run
+from engine.store.fork import copy_shared
 from engine.store.header import RunHeader, package_versions
 from engine.store.images import measure
 from engine.store.lock import RunLock
-from engine.store.reader import EpisodeRow, RunReader, journal_rows, reading
+from engine.store.reader import ENTRY, EpisodeRow, RunReader, journal_rows, reading
 from engine.store.scores import write_score
 from engine.store.writer import Track, Writer
 from schemas.environment import Task
@@ -70,8 +71,13 @@ class RunStore(RunReader):
         self._images: set[str] = set()
 
     @classmethod
-    def create(cls, folder: Path | str, header: RunHeader) -> RunStore:
+    def create(cls, folder: Path | str, header: RunHeader, source: RunReader | None = None) -> RunStore:
         """Begin a new run in `folder / header.run_id`.
+
+        Args:
+            folder: Where runs are stored.
+            header: The run's.
+            source: For a fork (`header.fork`), the run that it begins with.
 
         Raises:
             StoreError: that folder exists, or cannot be written.
@@ -89,6 +95,8 @@ class RunStore(RunReader):
         with closing(database.connect_writer(draft)) as connection:
             row = (1, header.run_id, header.name, header.created, header.engine_version, "running")
             connection.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, codec.json_text(header)))
+            if source is not None and header.fork is not None:
+                copy_shared(connection, source, header.fork)
         draft.rename(own / database.FILE)
         return cls.open(own)
 
@@ -200,7 +208,9 @@ class RunStore(RunReader):
         self._tracks[episode_id] = Track(number, attempt, len(journal))
         return journal
 
-    async def append(self, episode_id: str, entry: JournalEntry, written: codec.Written | None = None) -> None:
+    async def append(
+        self, episode_id: str, entry: JournalEntry | codec.Draft, written: codec.Written | None = None
+    ) -> None:
         """Write a journal entry; returns once it is committed: from then on no crash of the process loses it.
 
         Args:
@@ -221,32 +231,34 @@ class RunStore(RunReader):
         A future is given where the entry has its place already, so that others may follow before it is committed; they
         are lost with it where it cannot be. Anything else must be awaited first.
         """
+        track, row = self._next_row(episode_id, entry, written)
+        track.next += 1
+        return self._writing().append(track, row, written.size)
+
+    def _next_row(
+        self, episode_id: str, entry: JournalEntry | codec.Draft, written: codec.Written
+    ) -> tuple[Track, tuple[Any, ...]]:
+        """The episode's track and an entry's journal row. Raises: StoreError where it is not the next entry."""
         track = self._tracks.get(episode_id)
         if track is None or track.broken is not None or entry.seq != track.next or track.closing:
             self._writing()
             raise self._refusal(episode_id, track, entry.seq)
-        payload, tokens = written.payload, written.tokens
-        row = (
-            track.number,
-            track.attempt,
-            entry.seq,
-            entry.state,
-            entry.event,
-            entry.dest,
-            written.kind,
-            payload,
-            tokens,
-            entry.at,
-            entry.seconds,
-        )
-        track.next += 1
-        return self._writing().append(track, row, len(payload) + (len(tokens) if tokens else 0))
+        return track, (track.number, track.attempt, *codec.entry_row(entry, written))
 
-    async def restart(self, episode_id: str) -> None:
-        """Begin an episode anew: a new attempt with an empty journal. The old one stays, under its attempt."""
+    async def restart(self, episode_id: str, keep: int = 0) -> None:
+        """Begin an episode anew: a new attempt with an empty journal. The old one stays, under its attempt.
+
+        Args:
+            episode_id: The episode, begun.
+            keep: The new journal begins with so many entries of the first attempt: those that a fork shares.
+        """
         track = self._track(episode_id)
 
         def job(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                f"INSERT INTO journal SELECT episode, ?, {ENTRY} FROM journal WHERE episode = ? AND attempt = 0 AND seq < ?",
+                (track.attempt + 1, track.number, keep),
+            )
             connection.execute(
                 "UPDATE episodes SET attempt = ?, started = ? WHERE number = ?",
                 (track.attempt + 1, time.time(), track.number),
@@ -254,10 +266,16 @@ class RunStore(RunReader):
 
         with self._giving_up(episode_id, track):
             await self._writing().do(job, track)
-        self._tracks[episode_id] = Track(track.number, track.attempt + 1, 0)
+        self._tracks[episode_id] = Track(track.number, track.attempt + 1, keep)
 
-    async def finish(self, trajectory: Trajectory) -> None:
-        """Write how an episode ended: outcome, trajectory, branches, postings and its being done, or none of them.
+    async def finish(self, trajectory: Trajectory, ending: codec.Ending | None = None) -> None:
+        """Write how an episode ended: its last entry, outcome, trajectory, branches, postings and its being done, or none.
+
+        A caller that is cancelled while it waits does not take the write back.
+
+        Args:
+            trajectory: The episode.
+            ending: Its last journal entry, where that is not written yet.
 
         Raises:
             StoreError: the episode was not begun, part of its journal is missing, or the write failed.
@@ -265,14 +283,17 @@ class RunStore(RunReader):
         """
         track = self._track(trajectory.episode_id)
         written = codec.write_trajectory(trajectory)
-        entries = track.next
+        last = [self._next_row(trajectory.episode_id, *ending)[1]] if ending is not None else []
+        entries = track.next + len(last)
 
         def job(connection: sqlite3.Connection) -> None:
+            database.insert(connection, "journal", last)
             _finish(connection, track, entries, trajectory, written)
 
         size = len(written.trajectory) + sum(12 * branch[2] for branch in written.branches)
+        size += ending.written.size if ending is not None else 0
         with self._giving_up(trajectory.episode_id, track):
-            await self._writing().do(job, track, size)
+            await self._writing().do(job, track, size, at_once=True)
         del self._tracks[trajectory.episode_id]
 
     async def put_image(self, data: bytes, mime: str | None = None) -> ImagePart:
@@ -297,15 +318,6 @@ class RunStore(RunReader):
             await self._writing().do(job, size=len(data))
             self._images.add(image.digest)
         return ImagePart(image=image.digest, mime=image.mime, width=image.width, height=image.height)
-
-    async def put_images_of(self, other: RunReader) -> None:
-        """Keep another run's images too: what a fork of it shares refers to them.
-
-        Raises:
-            StoreError: one of them is damaged, or the write failed.
-        """
-        for digest in other.image_digests():
-            await self.put_image(other.image(digest).data)
 
     async def put_score(
         self,

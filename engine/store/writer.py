@@ -167,14 +167,24 @@ class Writer:
         lane.put(Write(future, weight, row, None, track))
         await future
 
-    async def do(self, job: Callable[[sqlite3.Connection], Any], track: Track | None = None, size: int = 0) -> Any:
+    async def do(
+        self,
+        job: Callable[[sqlite3.Connection], Any],
+        track: Track | None = None,
+        size: int = 0,
+        *,
+        at_once: bool = False,
+    ) -> Any:
         """Run a function of the connection inside a commit; returns its result when it is committed.
 
-        A commit that fails is taken back and tried again write by write, so the function may run twice.
+        With `at_once` it never waits for room, so cancelling the caller does not cancel the write. The caller bounds how many of those
+        there are. A commit that fails is taken back and tried again write by write, so the function may run twice.
         """
         lane = self._lane()
         weight = size + _OVERHEAD
-        if not lane.take_room(weight):
+        if at_once:
+            lane.weight += weight
+        elif not lane.take_room(weight):
             await lane.wait_for_room(weight)
         future: asyncio.Future[Any] = lane.loop.create_future()
         lane.put(Write(future, weight, None, job, track))

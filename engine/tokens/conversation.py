@@ -3,7 +3,8 @@
 Invariant: the prompt that a reply is sampled from is the tape up to that point, id for id, and what was sampled is
 never encoded again. A prompt goes on after the last reply by a proved bridge; where there is none, `history: branch`
 begins a new tape from the whole conversation as the template writes it now, and `history: keep` goes on with the
-sampled tokens as they are, or raises `BridgeError`. Each sampled token lies on exactly one tape.
+sampled tokens as they are, or raises `BridgeError`. Each sampled token lies on exactly one tape. A prompt that gets no
+reply is taken back (`take_back`), so the tape depends on what was said and sampled, and not on what was tried.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from engine.errors import BackendError, BridgeError, RenderError
 from engine.made import maker
 from engine.tokens.format import ChatFormat, Parsed
-from engine.tokens.proof import Trail, View
+from engine.tokens.proof import Trail, TrailMark, View
 from engine.tokens.tape import IntVector, Tape, largest
 from engine.tokens.vision import Placed
 from schemas.generation import Generation
@@ -49,6 +50,17 @@ class TurnPlace(NamedTuple):
     end: int
 
 
+class _Mark(NamedTuple):
+    """The conversation before a prompt was made."""
+
+    tapes: list[tuple[Tape, str]]
+    tape: tuple[int, int, int]
+    trail: TrailMark
+    heard: int
+    pending: dict[int, View]
+    waiting: int
+
+
 class _End(msgspec.Struct, frozen=True):
     """How the newest reply ended."""
 
@@ -74,6 +86,7 @@ class Conversation:
 
     __slots__ = (
         "_asked",
+        "_before",
         "_checked",
         "_end",
         "_heard",
@@ -111,6 +124,8 @@ class Conversation:
         self._heard = 0
         """How many messages are in the current prompt, or were when it was replied to."""
         self._asked = False
+        self._before: _Mark | None = None
+        """Before the prompt that has no reply yet."""
         self._checked: Generation | None = None
         self._newest: View = {}
         """The newest reply."""
@@ -153,6 +168,9 @@ class Conversation:
         """
         if self._asked and self._heard == len(self.messages):
             return self._tapes[-1][0].ids
+        if self._before is None:
+            tape = self._tapes[-1][0].mark() if self._tapes else (0, 0, 0)
+            self._before = _Mark([*self._tapes], tape, self._trail.mark(), self._heard, self._pending, self._waiting)
         new = self._views(self._heard)
         kinds = bytes([self.form.kind(view) for view in new])
         if not self._tapes:
@@ -161,13 +179,26 @@ class Conversation:
             self._begin("the prompt was changed before it was replied to")
         else:
             self._go_on(new, kinds)
-        self._pending.clear()
-        self._waiting = 0
+        self._pending, self._waiting = {}, 0
         for kind in kinds:
             self._trail.add(kind)
         self._heard = len(self.messages)
         self._asked = True
         return self._tapes[-1][0].ids
+
+    def take_back(self) -> None:
+        """Undo the newest `prompt()`, which gets no reply, or failed: the tape is as it was before."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        self._tapes = before.tapes
+        if self._tapes:
+            self._tapes[-1][0].cut(before.tape)
+        self._trail.cut(before.trail)
+        self._heard, self._asked = before.heard, False
+        if self._pending is not before.pending:  # or it failed before it had taken them
+            self._pending = before.pending | self._pending
+            self._waiting += before.waiting
 
     def reply(self, generation: Generation, turn: int) -> Reply:
         """Write down what was sampled from `prompt()`, and read it.
@@ -193,6 +224,7 @@ class Conversation:
             versions=generation.versions,
             checked=True,
         )
+        self._before = None
         parsed = self.form.parse(ids, before=before, turn=turn, tools=self._tools or ())
         return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), int(ids[-1]) if end > start else None)
 
@@ -332,6 +364,7 @@ class Conversation:
     def _reply_in_text(self, tape: Tape, text: str, turn: int) -> Reply:
         """A backend that answers in text alone: nothing counts as sampled, and its text stands on the tape unmasked."""
         start, end = tape.append("generated", [], turn=turn, logprobs=[])
+        self._before = None
         tape.append("bridge", self.form.encode(text))
         parsed = self.form.parse_text(text, turn=turn, tools=self._tools or ())
         return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), None)

@@ -123,6 +123,9 @@ def _is_marked(text: str) -> bool:
     return text.startswith(MARKERS[0]) and bool(reasoning.strip()) and bool(rest.strip()) and not odd
 
 
+TrailMark = tuple[int, bool, bytes | None, int, int]
+
+
 class Trail:
     """The kinds of a conversation's messages, and the signature that a verdict is kept under. O(1) a message."""
 
@@ -147,6 +150,15 @@ class Trail:
             self._pairs |= 1 << (kinds[-1] * _KINDS + kind)
         self._since = 1 << kind if kind == USER else self._since | 1 << kind
         kinds.append(kind)
+
+    def mark(self) -> TrailMark:
+        """Where it stands, for `cut`."""
+        return len(self.kinds), self.odd, self._head, self._pairs, self._since
+
+    def cut(self, mark: TrailMark) -> None:
+        """Forget the messages since `mark`."""
+        length, self.odd, self._head, self._pairs, self._since = mark
+        del self.kinds[length:]
 
     def signature(self, new: bytes) -> tuple[bytes | None, int, int, int, bytes]:
         """What the verdict on `new` after these messages is kept under."""

@@ -1,12 +1,13 @@
 """One append-only tape of tokens in typed spans; a training row is derived from it, never kept beside it.
 
-Invariant: `append` is the only door, and it lets in only what keeps these true.
+Invariant: tokens come in by `append` alone, which lets in only what keeps these true.
 
 - The first span is the `prompt`, and there is no other.
 - Sampled tokens are in `generated` spans and nowhere else; each of them has its log-probability, its weight
   version and its assistant turn, and turns only grow.
 - Placeholders of images stand inside of images and nowhere else, as many as each image has; nobody samples one.
-- A written token is never changed. A view that `ids` gave stays right however the tape grows.
+- A written token is never changed. Prompt tokens that nothing was sampled after can be taken back (`cut`). A view that
+  `ids` gave stays right whatever happens to the tape.
 
 What is kept is one int32 buffer of ids, one float32 buffer of the sampled tokens' log-probs, and a few integers a
 span: about 4 bytes a token and 4 more where it was sampled.
@@ -188,6 +189,25 @@ class Tape:
         if images:
             self.images.extend((picture, start + at) for picture, at in images)
         return start, end
+
+    def mark(self) -> tuple[int, int, int]:
+        """Where it ends now, for `cut`: tokens, integers of spans, images."""
+        return self._length, len(self._spans), len(self.images)
+
+    def cut(self, mark: tuple[int, int, int]) -> None:
+        """Take back the spans that were appended since `mark`, none of which may be `generated`.
+
+        The ids move to a buffer of their own, so views that were given stay as they are.
+
+        Raises:
+            ValueError: A turn was written since.
+        """
+        length, spans, images = mark
+        if any(code == _GENERATED for code in self._spans[spans::_FIELDS]):
+            raise ValueError("a turn was written since then; sampled tokens are never taken back")
+        self._ids = self._ids[:length].copy()
+        self._length, self._view = length, None
+        del self._spans[spans:], self.images[images:]
 
     def branch(self, index: int, reason: str) -> Branch:
         """The training row that this tape is: everything derived from its spans.

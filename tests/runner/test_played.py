@@ -169,7 +169,11 @@ async def test_an_episode_is_taken_up_again_without_asking_for_what_was_answered
     backend = open_backend(ran.loaded, ran.form)
     await backend.start()
     with RunStore.create(ran.store.folder.parent / "again", ran.store.header) as store:
-        again = Runner(ran.loaded, load_tasks(ran.loaded), ran.form, backend, store, fork=lambda _: journal[:answered])
+        await store.begin(load_tasks(ran.loaded)[0], 0)
+        for entry in journal[:answered]:
+            await store.append("a/0", entry)
+    with RunStore.open(store.folder) as store:
+        again = Runner(ran.loaded, load_tasks(ran.loaded), ran.form, backend, store)
         await again.run()
         (trajectory,) = store.trajectories()
         assert [message.text for message in trajectory.messages] == [message.text for message in ran.only.messages]

@@ -155,6 +155,21 @@ async def test_states_are_written_down_by_rescoring(
     assert '"Not It is 41.. Again."' in str(seen[2])
 
 
+async def test_a_run_of_the_second_store_version_is_read_and_becomes_the_third(ran: Any) -> None:
+    old = list(ran.store.trajectories())
+    with sqlite3.connect(ran.store.folder / "run.db") as connection:
+        connection.execute("PRAGMA user_version = 2")
+        connection.execute("UPDATE run SET header = json_remove(header, '$.fork')")
+    with RunStore.open(ran.store.folder, readonly=True) as store:
+        assert same(store.trajectories(), old)
+        assert store.header.fork is None
+    RunStore.open(ran.store.folder).close()
+    with sqlite3.connect(ran.store.folder / "run.db") as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (3,)
+    with RunStore.open(ran.store.folder, readonly=True) as store:
+        assert same(store.trajectories(), old)
+
+
 async def test_a_run_of_the_first_store_version_is_read_and_scored(ran: Any, make_spec: Callable[..., Path]) -> None:
     old = list(ran.store.trajectories())
     with sqlite3.connect(ran.store.folder / "run.db") as connection:

@@ -48,6 +48,9 @@ class World:
     def step(self, view: EpisodeView) -> Step:
         self.steps += 1
         CALLS["step"] += 1
+        self._note(f"step {self.steps}")
+        if self.fail == "first step" and self.steps == 1:
+            raise ValueError("stuck")
         if self.fail == "event":
             return Step(event="flew")
         if self.fail == "speaks":
@@ -58,6 +61,7 @@ class World:
 
     def score(self, view: EpisodeView) -> list[RewardEvent]:
         CALLS["score"] += 1
+        self._note("score")
         if self.fail == "score":
             raise ValueError("cannot be scored")
         return [RewardEvent(name="final", value=0.25, cause="the end")]
@@ -206,3 +210,39 @@ def tell(characters: int) -> str:
     """
     CALLS["tell"] += 1
     return ("the quick brown fox " * (characters // 20 + 1))[:characters]
+
+
+class Odometer:
+    """A tool that keeps state: it answers with what all of its calls add up to. Each call is logged."""
+
+    def __init__(self, log: str) -> None:
+        self.log = log
+        self.miles = 0
+
+    def __call__(self, miles: int) -> ToolReply:
+        """Drive.
+
+        Args:
+            miles: How far.
+        """
+        self.miles += miles
+        with Path(self.log).open("a") as file:
+            file.write(f"drove {miles}\n")
+        for call in ON_CALL:
+            call()
+        return ToolReply(content=str(self.miles), rewards=[RewardEvent(name="driven", value=float(miles))])
+
+
+def odd(word: str) -> list[object]:
+    """Answer with what JSON cannot hold.
+
+    Args:
+        word: Any.
+    """
+    return [object()]
+
+
+def one(view: EpisodeView) -> list[RewardEvent]:
+    """A scorer that pays 1."""
+    CALLS["one"] += 1
+    return [RewardEvent(name="one", value=1.0)]

@@ -203,6 +203,55 @@ def test_every_prompt_is_its_branch_and_every_sampled_id_is_masked_once(
     check_exact(conversation, prompts, replies)
 
 
+@pytest.mark.parametrize("case", CASES)
+@given(data=st.data())
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_prompt_that_gets_no_reply_leaves_nothing_behind(case: str, formats: Formats, data: st.DataObject) -> None:
+    """Asked for and taken back anywhere, prompts, branches and lengths are those of a conversation that never asked."""
+    settings_, history, roles, least = CASES[case]
+    form = formats(**settings_)
+    plan = data.draw(turns(roles, least))
+    first = data.draw(TEXTS)
+    plain, tried = Conversation(form, TOOLS, history), Conversation(form, TOOLS, history)  # type: ignore[arg-type]
+    plain.open([user(first)])
+    tried.open([user(first)])
+
+    def same() -> None:
+        assert (tried.length, tried.pending) == (plain.length, plain.pending)
+        assert [row.model_dump_json() for row in tried.branches()] == [
+            row.model_dump_json() for row in plain.branches()
+        ]
+
+    def attempt() -> None:
+        given_before = None
+        try:
+            given_before = tried.prompt()
+            kept = given_before.copy()
+        except (RenderError, BridgeError):  # one that cannot be made leaves nothing behind either
+            pass
+        tried.take_back()
+        same()
+        if given_before is not None:
+            assert given_before.tolist() == kept.tolist()
+
+    try:
+        for turn, (ids, stopped, new) in enumerate(plan):
+            attempt()
+            prompt = plain.prompt()
+            assert tried.prompt().tolist() == prompt.tolist()
+            for conversation in (plain, tried):
+                conversation.reply(generation(reply_ids(form, ids, stopped)), turn)
+            for message in new:
+                plain.add([message])
+                tried.add([message])
+                attempt()
+            tried.take_back()
+            same()
+    except (RenderError, BridgeError) as error:
+        if history != "keep" and "refuses" not in str(error):
+            raise
+
+
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case[1] == "branch"])
 @given(data=st.data())
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

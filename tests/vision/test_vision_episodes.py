@@ -93,7 +93,8 @@ async def test_a_run_that_broke_off_goes_on_with_its_images(make_spec: Any, run_
     journal = ran.store.journal("a/0")
     task = load_tasks(ran.loaded)[0]
     store = RunStore.create(tmp_path / "broken", RunHeader.of(ran.loaded))
-    await store.put_images_of(ran.store)
+    for digest in ran.store.image_digests():
+        await store.put_image(ran.store.image(digest).data)
     await store.begin(task, 0)
     for entry in journal[:4]:  # reset, a reply, what was shown, a reply
         await store.append("a/0", entry)

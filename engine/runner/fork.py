@@ -1,0 +1,40 @@
+"""Begins a fork: a new run whose episodes share another run's journals up to an assistant turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.spec.tasks import load_tasks
+from engine.store import RunHeader, RunStore
+from engine.store.header import Fork
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+    from schemas.environment import Task
+
+
+def fork(source: RunStore, out: Path, turn: int, salt: int) -> tuple[LoadedSpec, list[Task], RunStore]:
+    """Begin a fork of a run.
+
+    Args:
+        source: The run.
+        out: Folder that runs are stored under.
+        turn: Episodes share what came before this assistant turn, from 0. An episode that never came to it is taken over
+            whole; where it had ended, it is only finished.
+        salt: Changes the sampling seeds from there on; 0 keeps them.
+
+    Returns:
+        (spec, tasks, store): what `Runner` takes. The store is open for writing.
+
+    Raises:
+        EngineError: the tasks cannot be read, or the new run cannot be written.
+    """
+    loaded = source.header.loaded_spec()
+    rollout = loaded.spec.rollout.model_copy(update={"salt": salt})
+    loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
+    tasks = load_tasks(loaded)
+    changes = [*source.header.overrides, f"rollout.salt={salt}"]
+    header = RunHeader.of(loaded, overrides=changes, fork=Fork(run=source.run_id, turn=turn))
+    return loaded, tasks, RunStore.create(out, header, source)

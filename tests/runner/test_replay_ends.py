@@ -1,0 +1,26 @@
+"""A replay gives the same bytes however an episode ended: nothing but the journal's records says what it comes to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from endings import CASES, ENDS, filled
+
+from engine.runner.replay import Replayer
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_a_replay_is_the_same_to_the_byte(make_spec: Any, run_spec: Any, tmp_path: Path, case: str) -> None:
+    replies, changes = filled(case, str(tmp_path / "log"))
+    ran = await run_spec(make_spec(replies, **changes))
+    assert ran.result.faults == []
+    outcome = ran.only.outcome
+    ended = (outcome.event, outcome.limit, outcome.failure.kind if outcome.failure else None)
+    assert ended == ENDS.get(case, ("satisfied", None, None))
+    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    try:
+        assert (await replayer.check(ran.only, ran.store.task("a"))).difference is None
+    finally:
+        replayer.close()

@@ -1,0 +1,356 @@
+"""A run that is stopped at any commit and resumed comes to what it would have come to, and pays nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worlds_for_tests as worlds
+from endings import CASES, ONCE, ONE, filled
+from stopping import Resumed, content
+
+from engine.store import RunHeader, RunStore, list_runs
+from schemas.journal import JournalEntry
+
+MOST_COMMITS = 60
+SIDE = ("an external tool", "the environment is external", "an external user")
+"""Cases whose every call is logged and of an external world."""
+
+
+PAID: dict[str, Any] = {"user": None, "tools": None, "machine": "single_turn", "rewards": ONE}
+QUICK = {
+    "stopped": ["score at the end", "an external tool", "a later generation fails"],
+    "starved": [
+        "score at the end",
+        "a final state without an action",
+        "tools and a user, and an environment that scores",
+        "a replayable tool",
+        "a user that a model plays",
+        "the world was never built",
+        "a step fails, and the episode goes on",
+    ],
+}
+"""Of the cases, those that the default run stops at every commit, by the way of stopping."""
+
+
+def lines(log: Path) -> list[str]:
+    """What a case's log holds."""
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def clear(log: Path) -> None:
+    """Begin a log anew."""
+    log.unlink(missing_ok=True)
+
+
+async def undisturbed(made: Any, case: str, tmp_path: Path) -> tuple[dict[str, Any], list[str]]:
+    """What a case comes to, and what it logs."""
+    log = tmp_path / "log"
+    replies, changes = filled(case, str(log))
+    resumed = Resumed(made(replies, **changes))
+    await resumed.run(tmp_path / "whole")
+    with resumed.store(tmp_path / "whole") as store:
+        (trajectory,) = store.trajectories()
+    calls = lines(log)
+    clear(log)
+    return content(trajectory), calls
+
+
+async def check(resumed: Resumed, out: Path, wanted: dict[str, Any], calls: list[str], log: Path, where: str) -> None:
+    """Resume a stopped run, and hold it to the undisturbed one."""
+    with resumed.store(out) as store:
+        held = sum(len(store.journal(row.id)) for row in store.episodes())
+    result = await resumed.run(out)
+    assert result.faults == [], where
+    with resumed.store(out) as store:
+        (trajectory,) = store.trajectories()
+        attempt = store.episode(trajectory.episode_id).attempt
+        journal = store.journal(trajectory.episode_id)
+        assert [entry.seq for entry in journal if not entry.dest] in ([], [len(journal) - 1]), where
+    assert content(trajectory) == wanted, where
+    assert await resumed.differences(out) == [], where
+    if any(case in where for case in SIDE):
+        made = lines(log)
+        if attempt or not held:  # it began anew: what had been called before, and then everything once
+            assert made[-len(calls) :] == calls, where
+            assert made[: -len(calls)] == calls[: len(made) - len(calls)], where
+        else:
+            assert made == calls, where
+    clear(log)
+
+
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        pytest.param(case, way, marks=() if case in QUICK[way] else pytest.mark.slow)
+        for case in CASES
+        for way in QUICK
+        if case != ONCE
+    ],
+)
+async def test_an_episode_stopped_at_any_commit_comes_to_the_same(
+    make_spec: Any, tmp_path: Path, case: str, way: str
+) -> None:
+    wanted, calls = await undisturbed(make_spec, case, tmp_path)
+    log = tmp_path / "log"
+    replies, changes = filled(case, str(log))
+    resumed = Resumed(make_spec(replies, **changes))
+    for commit in range(1, MOST_COMMITS):
+        out = tmp_path / str(commit)
+        struck = await getattr(resumed, way)(out, commit)
+        await check(resumed, out, wanted, calls, log, f"{case}, {way} after commit {commit}")
+        if not struck:
+            return
+    raise AssertionError(f"more than {MOST_COMMITS} commits")
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["score at the end", *(pytest.param(case, marks=pytest.mark.slow) for case in ("a judge", "an external tool"))],
+)
+async def test_an_episode_killed_after_any_commit_comes_to_the_same(make_spec: Any, tmp_path: Path, case: str) -> None:
+    wanted, calls = await undisturbed(make_spec, case, tmp_path)
+    log = tmp_path / "log"
+    replies, changes = filled(case, str(log))
+    path = make_spec(replies, **changes)
+    resumed = Resumed(path)
+    server = serving(path)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        for commit in range(1, MOST_COMMITS):
+            out = tmp_path / str(commit)
+            server.stdin.write(f"{out} {commit}\n".encode())
+            server.stdin.flush()
+            status = int(server.stdout.readline())
+            await check(resumed, out, wanted, calls, log, f"{case}, killed after commit {commit}")
+            if status == 0:
+                return
+            assert status == 9
+    finally:
+        server.communicate(timeout=30)
+    raise AssertionError(f"more than {MOST_COMMITS} commits")
+
+
+def serving(path: Path) -> subprocess.Popen[bytes]:
+    """A process that runs a spec and kills itself: see stopping.py."""
+    script = Path(__file__).with_name("stopping.py")
+    return subprocess.Popen([sys.executable, str(script), str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+async def test_a_call_that_may_have_been_made_is_not_made_again_in_its_attempt(make_spec: Any, tmp_path: Path) -> None:
+    """Stopped inside of an external call, which is in no journal: the episode begins anew."""
+    log = tmp_path / "log"
+    replies, changes = filled("an external tool", str(log))
+    resumed = Resumed(make_spec(replies, **changes))
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def strike() -> None:
+        loop.call_soon_threadsafe(stop.set)
+        worlds.GATE.wait(5)  # it has driven, and nobody hears of it
+
+    worlds.ON_CALL.append(strike)
+    await resumed.run(tmp_path / "runs", stop)
+    worlds.GATE.set()
+    worlds.ON_CALL.clear()
+    assert lines(log) == ["drove 3"]
+    await resumed.run(tmp_path / "runs")
+    with resumed.store(tmp_path / "runs") as store:
+        (trajectory,) = store.trajectories()
+        assert store.episode("a/0").attempt == 1
+    assert [message.text for message in trajectory.messages if message.role == "tool"] == ["3", "6"]
+
+
+async def test_who_waits_to_be_finished_is_finished_when_the_run_is_interrupted(
+    make_spec: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("engine.runner.run.FINISHING", 1)
+    rows = [{"id": f"t{number}"} for number in range(8)]
+    resumed = Resumed(make_spec(["It is 42."], tasks={"rows": rows}, **PAID))
+    stop = asyncio.Event()
+    finish = RunStore.finish
+
+    async def slow(*arguments: Any) -> None:
+        while worlds.CALLS["one"] < 8:  # noqa: ASYNC110  (counted in other threads)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)  # all wait now, but one
+        stop.set()
+        await asyncio.sleep(0)
+        await finish(*arguments)
+
+    monkeypatch.setattr(RunStore, "finish", slow)
+    await resumed.run(tmp_path / "runs", stop)
+    assert worlds.CALLS["one"] == 8
+    with resumed.store(tmp_path / "runs") as store:
+        # The one that was in `slow` when it was cancelled is lost, as with any exception; the others waited.
+        assert len(store.finished()) == 7
+
+
+@pytest.mark.parametrize("commits", [2, 9])
+async def test_interrupting_many_episodes_pays_each_final_score_once(
+    make_spec: Any, tmp_path: Path, commits: int, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("engine.runner.run.FINISHING", 4)  # so that many wait to be finished
+    rows = [{"id": f"t{number}"} for number in range(200)]
+    resumed = Resumed(make_spec(["It is 42."], tasks={"rows": rows}, rollout={"concurrency": 64}, **PAID))
+    await resumed.stopped(tmp_path / "runs", commits)
+    await resumed.run(tmp_path / "runs")
+    with resumed.store(tmp_path / "runs") as store:
+        assert Counter(row.reward for row in store.episodes()) == {1.0: 200}
+    assert await resumed.differences(tmp_path / "runs") == []
+
+
+async def copied(resumed: Resumed, source: Path, out: Path, extra: int = 0) -> None:
+    """A run as an older engine could leave it: the journal has ended, some times over, and the episode is not done."""
+    with resumed.store(source) as store:
+        journal = store.journal("a/0")
+        task = store.task("a")
+    again: list[JournalEntry] = [journal[-1].model_copy(update={"seq": journal[-1].seq + n + 1}) for n in range(extra)]
+    with RunStore.create(out, RunHeader.of(resumed.loaded)) as store:
+        await store.begin(task, 0)
+        for entry in [*journal, *again]:
+            await store.append("a/0", entry)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2])
+@pytest.mark.parametrize(
+    "case", ["score at the end", "tools and a user, and an environment that scores", "an external tool", "a judge",
+             "nothing handles the failure", "a final state without an action", "the environment is external"],
+)  # fmt: skip
+async def test_what_the_journal_says_has_ended_is_only_finished(
+    make_spec: Any, tmp_path: Path, case: str, extra: int
+) -> None:
+    wanted, _ = await undisturbed(make_spec, case, tmp_path)
+    log = tmp_path / "log"
+    replies, changes = filled(case, str(log))
+    resumed = Resumed(make_spec(replies, **changes))
+    await copied(
+        resumed, tmp_path / "whole", tmp_path / "old", extra if case != "a final state without an action" else 0
+    )
+    worlds.CALLS.clear()
+    result = await resumed.run(tmp_path / "old")
+    assert result.faults == []
+    with resumed.store(tmp_path / "old") as store:
+        (trajectory,) = store.trajectories()
+        assert store.episode("a/0").attempt == 0
+    assert content(trajectory) == wanted
+    assert await resumed.differences(tmp_path / "old") == []
+    assert lines(log) == []
+    assert {name: count for name, count in worlds.CALLS.items() if name not in ("built", "closed")} == {}
+
+
+async def test_an_ended_episode_whose_objects_cannot_be_built_stays_ended(make_spec: Any, tmp_path: Path) -> None:
+    case = "tools and a user, and an environment that scores"
+    wanted, _ = await undisturbed(make_spec, case, tmp_path)
+    log = tmp_path / "log"
+    replies, changes = filled(case, str(log))
+    resumed = Resumed(make_spec(replies, **changes))
+    await copied(resumed, tmp_path / "whole", tmp_path / "old")
+    broken = Resumed(
+        make_spec(replies, **{**changes, "environment": {**changes["environment"], "with": {"fail": "build"}}})
+    )
+    worlds.CALLS.clear()
+    (fault,) = (await broken.run(tmp_path / "old")).faults
+    assert "it has ended, but its objects cannot be built to finish it" in fault
+    assert worlds.CALLS == {}
+    assert (await resumed.run(tmp_path / "old")).faults == []
+    with resumed.store(tmp_path / "old") as store:
+        (trajectory,) = store.trajectories()
+    assert content(trajectory) == wanted
+
+
+async def test_an_end_that_cannot_be_written_is_not_performed_again(
+    make_spec: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    resumed = Resumed(make_spec(["It is 42."], **PAID))
+    finish = RunStore.finish
+
+    async def failing(*_: Any) -> None:
+        raise ValueError("no row can be made of it")
+
+    monkeypatch.setattr(RunStore, "finish", failing)
+    (fault,) = (await resumed.run(tmp_path / "runs")).faults
+    assert "no row can be made of it" in fault
+    monkeypatch.setattr(RunStore, "finish", finish)
+    assert (await resumed.run(tmp_path / "runs")).faults == []
+    assert worlds.CALLS["one"] == 1
+    with resumed.store(tmp_path / "runs") as store:
+        assert [row.reward for row in store.episodes()] == [1.0]
+
+
+async def test_a_journal_that_leads_elsewhere_is_a_fault_of_that_episode_alone(make_spec: Any, tmp_path: Path) -> None:
+    """The spec has changed under the journal: nothing is performed, and the other episodes go on."""
+    rows = [{"id": "a"}, {"id": "b"}]
+    first = Resumed(make_spec(["no", "It is 42."], tasks={"rows": rows}))
+    await first.run(tmp_path / "whole")
+    with first.store(tmp_path / "whole") as store:
+        journal = store.journal("a/0")
+    changed = {"user": None, "machine": "single_turn"}
+    with RunStore.create(tmp_path / "old", RunHeader.of(first.loaded)) as store:
+        await store.begin(first_task(first), 0)
+        for entry in journal[:3]:
+            await store.append("a/0", entry)
+    other = Resumed(make_spec(["no", "It is 42."], tasks={"rows": rows}, **changed))
+    (fault,) = (await other.run(tmp_path / "old")).faults
+    assert "ReplayError: a/0: step 1 led from GENERATING by `answered` to AWAITING_USER_FEEDBACK; now it leads" in fault
+    with other.store(tmp_path / "old") as store:
+        assert store.finished() == {"b/0"}
+        assert len(store.journal("a/0")) == 3
+
+
+def first_task(resumed: Resumed) -> Any:
+    """The first task of a spec."""
+    from engine.spec.tasks import load_tasks
+
+    return load_tasks(resumed.loaded)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_thousand_episodes_killed_again_and_again_pay_once(make_spec: Any, tmp_path: Path) -> None:
+    """`kill -9` of the whole program, at moments that depend on the machine: whatever they hit, the sums are right."""
+    import os
+    import random
+    import signal
+    import time
+
+    path = make_spec(
+        ["It is 42."],
+        tasks={"rows": [{"id": f"t{number}"} for number in range(1000)]},
+        **PAID,
+    )
+    out = tmp_path / "runs"
+    rng = random.Random(1)
+    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
+    begin = [sys.executable, "-m", "engine.cli.main", "run", str(path), "--out", str(out), "-q"]
+    go_on = [sys.executable, "-m", "engine.cli.main", "run", "--resume", "latest", "--out", str(out), "-q"]
+    kills = 0
+    while True:
+        work = subprocess.Popen(go_on if list_runs(out) else begin, env=env, stdout=subprocess.DEVNULL, cwd=path.parent)
+        while work.poll() is None:
+            if kills < 8 and list_runs(out) and finished(out) > kills * 100:
+                time.sleep(rng.uniform(0.0, 0.05))
+                work.send_signal(signal.SIGKILL)
+                kills += 1
+                work.wait()
+            time.sleep(0.002)
+        if work.returncode == 0:
+            break
+        assert work.returncode == -signal.SIGKILL
+    assert kills >= 3
+    resumed = Resumed(path)
+    with resumed.store(out) as store:
+        assert Counter(row.reward for row in store.episodes()) == {1.0: 1000}
+    assert asyncio.run(resumed.differences(out)) == []
+
+
+def finished(out: Path) -> int:
+    """Episodes of the run in `out` that are done."""
+    with RunStore.open(list_runs(out)[0], readonly=True) as store:
+        return len(store.finished())
