@@ -7,7 +7,7 @@ from io import BytesIO
 from os import PathLike, fspath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from schemas.base import Contract
 from schemas.reward import RewardEvent
@@ -36,7 +36,24 @@ class ImagePart(Contract):
     """Pixels down, where it is known."""
 
 
-ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+_UNSUPPORTED = {
+    "video": "show frames of it, as parts `{type: image, image: …}`",
+    "audio": "write what is heard as text",
+    "image_url": "write the image as `{type: image, image: …}`, by path, `file://` or `data:` URI",
+}
+"""Other parts that chat messages may have, by what they hold, and what to write instead."""
+
+
+def _supported(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str):
+        for name, instead in _UNSUPPORTED.items():
+            if name in kind:
+                raise ValueError(f"parts of `type: {kind}` are not supported, only `text` and `image`: {instead}")
+    return part
+
+
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type"), BeforeValidator(_supported)]
 
 _MAGIC = (
     (b"\x89PNG\r\n\x1a\n", "image/png"),

@@ -224,12 +224,17 @@ def stop_in_token(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(message, path, "use a longer stop string, or `stop_token_ids`")
 
 
-@rule("model.images", "error", "images are shown to a model that reads text alone")
+@rule("model.images", "error", "images are shown to a model that takes none here")
 def images(ctx: CheckContext) -> Iterator[Finding]:
-    """Image parts of `prompt` and of `recover`."""
+    """Image parts of `prompt` and of `recover`, for a text model or one whose images the engine does not know."""
+    from engine.tokens.vision_families import FAMILIES
+
     files = _files(ctx)
-    if files is None or files.sees is not False:
+    kind = None if files is None else files.config.get("model_type")
+    if files is None or files.sees is None or (files.sees and kind in (None, *FAMILIES)):
         return
+    why = f"is a `{kind}`, whose images are not supported" if files.sees else "reads text alone"
+    fix = f"take one of {', '.join(FAMILIES)}" if files.sees else "take a vision-language model, or leave the image out"
     words: list[tuple[DataPath, Any]] = [
         (("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.prompt)
     ]
@@ -238,8 +243,7 @@ def images(ctx: CheckContext) -> Iterator[Finding]:
         if isinstance(value, list):
             for below, _ in texts_of(value):
                 if below and below[-1] == "image":
-                    message = f"an image is shown, and `{ctx.spec.model.path}` reads text alone"
-                    yield Finding(message, (*path, *below), "take a vision-language model, or leave the image out")
+                    yield Finding(f"an image is shown, and `{ctx.spec.model.path}` {why}", (*path, *below), fix)
 
 
 @rule("model.context", "warning", "the spec's context is larger than the model's")

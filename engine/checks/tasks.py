@@ -62,6 +62,31 @@ def task_rows(ctx: CheckContext) -> Iterator[Finding]:
         yield Finding(found.message, found.path, found.fix, origin=found.origin)
 
 
+@rule("tasks.video", "warning", "tasks have videos, which no episode shows")
+def videos(ctx: CheckContext) -> Iterator[Finding]:
+    """A field `video` or `videos` of the first row, or a column of that name."""
+    tasks = ctx.spec.tasks
+    try:
+        if tasks.source == "parquet":
+            import pyarrow.parquet
+
+            file = task_file(ctx.loaded)
+            first = sorted(file.glob("*.parquet"))[0] if file.is_dir() else file
+            fields = dict.fromkeys(pyarrow.parquet.read_schema(first).names, True)
+        elif tasks.source in ("jsonl", "inline"):
+            fields = next((dict(task_of(row, 0, tasks, ctx.loaded).fields) for row in rows_of(ctx.loaded, 1)), {})
+        else:
+            return
+    except (SpecError, OSError, IndexError, ValueError):
+        return  # `tasks.unreadable` says it
+    for name in ("video", "videos"):
+        if fields.get(name):
+            message = f"the tasks have a field `{name}`, and an episode shows text and images alone"
+            yield Finding(
+                message, ("tasks",), "show frames as image parts, or leave the field out by `tasks.map`", key=True
+            )
+
+
 @rule("tasks.not-read", "info", "not every row of the task source is looked at")
 def not_read(ctx: CheckContext) -> Iterator[Finding]:
     """Of long files the first rows, of very large ones none; `engine run` reads them all."""

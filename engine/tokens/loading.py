@@ -38,7 +38,10 @@ def load(model: ModelSpec, base: Path) -> ChatFormat:
         found = TemplateFormat(fast, model, base, vocab_size=size, context=context, eos=eos)
     found.vision = vision
     if vision is None and config.get("vision_config"):
-        found.blind = f"this model sees, but not as one of {', '.join(FAMILIES)} does, whose images are known here"
+        found.blind = (
+            f"images of `{config.get('model_type')}` models are not supported: take one of {', '.join(FAMILIES)}, or show "
+            "this model text alone"
+        )
     return found
 
 

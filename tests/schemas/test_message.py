@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 
-from schemas.message import ImagePart, image_part
+from schemas.environment import Reset, Step, ToolReply, UserTurn
+from schemas.episode import PromptMessage, RecoverSpec
+from schemas.message import ImagePart, Message, image_part
 
 
 def encoded(kind: str) -> bytes:
@@ -53,3 +56,31 @@ def test_a_path_is_named() -> None:
 def test_anything_else_is_refused() -> None:
     with pytest.raises(TypeError, match="a int is no image; give a PIL image, a file's bytes, a path or a data: URI"):
         image_part(3)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "video", "video": "a.mp4"}, "`type: video` are not supported, only `text` and `image`: show frames"),
+        ({"type": "video_url", "video_url": {"url": "a.mp4"}}, "`type: video_url` are not supported"),
+        ({"type": "input_audio", "input_audio": {}}, "`type: input_audio` are not supported, .*: write what is heard"),
+        (
+            {"type": "image_url", "image_url": {"url": "a.png"}},
+            "`type: image_url` are not supported, .*: write the image as",
+        ),
+    ],
+)
+def test_other_parts_are_refused_wherever_something_is_said(part: dict[str, object], words: str) -> None:
+    content = [part, {"type": "text", "text": "Look."}]
+    message = {"role": "user", "content": content}
+    for contract, value in (
+        (Message, message),
+        (PromptMessage, message),
+        (UserTurn, {"content": content}),
+        (ToolReply, {"content": content}),
+        (Reset, {"messages": [message]}),
+        (Step, {"event": "shown", "messages": [message]}),
+        (RecoverSpec, {"wrong": content}),
+    ):
+        with pytest.raises(ValidationError, match=words):
+            contract.model_validate(value)
