@@ -135,6 +135,22 @@ def length(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(message, ("train", "loss", "kind"), "add `length: 1024`, or set `limits.episode_tokens`")
 
 
+@rule("train.half-precision", "warning", "the sampler computes in 16 bits, and nothing corrects for it")
+def half_precision(ctx: CheckContext) -> Iterator[Finding]:
+    """`backend.dtype` of a local backend, with `train.correction: {kind: none}`."""
+    for train in _train(ctx):
+        backend = ctx.spec.backend
+        if (
+            isinstance(backend, LocalBackend)
+            and backend.dtype in ("bfloat16", "float16")
+            and train.correction.kind == "none"
+        ):
+            message = f"`dtype: {backend.dtype}` moves the sampler's log-probs by up to 0.5 from the trainer's"
+            yield Finding(
+                message, ("backend", "dtype"), "set `dtype: float32`, or `train.correction: {kind: truncate}`"
+            )
+
+
 @rule("train.freeze", "error", "a pattern of parameters is no regular expression")
 def freeze(ctx: CheckContext) -> Iterator[Finding]:
     """`train.freeze`."""

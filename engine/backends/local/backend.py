@@ -117,7 +117,9 @@ class LocalBackend:
         if self._spec.threads is not None:
             torch.set_num_threads(self._spec.threads)
         device = load.pick_device(self._spec.device)
-        packed = load.PackedModel(folder, device, load.pick_dtype(self._spec.dtype, device), self._spec.max_batch)
+        dtype = load.pick_dtype(self._spec.dtype, device)
+        repeatable = self._spec.deterministic
+        packed = load.PackedModel(folder, device, dtype, self._spec.max_batch, repeatable=repeatable)
         budget = load.shelf_bytes(device) if self._shelf_bytes is None else self._shelf_bytes
         return packed, RowTable(packed.store, self._spec.max_batch, budget)
 
@@ -250,6 +252,7 @@ class LocalBackend:
         return {
             "device": str(worker.packed.device),
             "dtype": str(worker.packed.dtype).removeprefix("torch."),
+            "deterministic": worker.packed.repeatable,
             "requests": counts["requests"],
             "cancelled": counts["cancelled"],
             "tokens": counts["tokens"],

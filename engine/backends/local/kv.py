@@ -19,6 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache
 
+from engine.backends.local.tiles import Tile
 from engine.errors import BackendError
 
 ATTENTION = "episode_engine_rows"
@@ -84,7 +85,7 @@ class KVRows:
         new[:, :, :, : old.shape[3]] = old
         return new
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, plan: Plan) -> None:
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, plan: Plan | Tile) -> None:
         """Store one layer's keys and values of a forward pass, each [1, kv_heads, tokens, head_dim]."""
         if self.keys is None or self.values is None:
             shape = (self._layers, self._rows, key.shape[1], self._wanted)
@@ -207,7 +208,7 @@ class RowsCache(Cache):  # type: ignore[misc]
     def __init__(self, store: KVRows) -> None:
         super().__init__(layers=[])
         self.store = store
-        self.plan: Plan | None = None
+        self.plan: Plan | Tile | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -267,6 +268,8 @@ def attend(
     _, heads, tokens, width = query.shape
     # The queries that share a key head are handed over as that head's several queries: nothing is repeated.
     grouped = query[0].view(kv_heads, heads // kv_heads, tokens, width)
+    if isinstance(plan, Tile):
+        return plan.attend(grouped, keys, values, scaling, sliding_window).view(1, tokens, heads, -1), None
     out = query.new_empty((tokens, kv_heads, heads // kv_heads, values.shape[-1]))
     for run in plan.decodes:
         count = len(run.lengths)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from engine.backends.local.kv import ATTENTION, Chunk, KVRows, Plan, RowsCache, attend
+from engine.backends.local.tiles import TILE, tiles
 from engine.errors import BackendError
 from engine.tokens.catalogue import no_bars
 
@@ -36,23 +37,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies it, else float32."""
+    """`auto` is float32 on a CPU, where log-probs are those of a recomputation, and the GPU's 16-bit type on one."""
     if name != "auto":
         return _DTYPES[name]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    return torch.bfloat16 if device.type == "cpu" and _cpu_multiplies_bfloat16() else torch.float32
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    """AMX or AVX512-BF16 on x86, BF16 on Arm; False where the system does not say."""
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    lines = (line for line in cpuinfo.splitlines() if line.lower().startswith(("flags", "features")))
-    flags = set(next(lines, "").split())
-    return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
+    return torch.float32
 
 
 def shelf_bytes(device: torch.device) -> int:
@@ -72,11 +62,20 @@ class PackedModel:
     Belongs to one thread.
     """
 
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, rows: int) -> None:
+    def __init__(
+        self, folder: Path, device: torch.device, dtype: torch.dtype, rows: int, *, repeatable: bool = False
+    ) -> None:
         """Load and check.
 
+        Args:
+            folder: The model's.
+            device: Where it runs.
+            dtype: Of its weights.
+            rows: Sequences at once.
+            repeatable: A token's logits are the same bits whatever is computed beside it: see tiles.py.
+
         Raises:
-            BackendError: Kind `unsupported_model`: not a causal decoder with ordinary attention.
+            BackendError: Kind `unsupported_model`: not a causal decoder with ordinary attention, or not repeatable here.
         """
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -98,9 +97,13 @@ class PackedModel:
         text = self.config.get_text_config()
         self.context: int | None = getattr(text, "max_position_embeddings", None)
         self.vocab: int = int(self.model.get_output_embeddings().weight.shape[0])
-        self.store = KVRows(int(text.num_hidden_layers), rows)
+        self.repeatable = repeatable
+        self._spare = rows
+        self.store = KVRows(int(text.num_hidden_layers), rows + repeatable)
         self._cache = RowsCache(self.store)
         self._prove(folder, rows)
+        if repeatable:
+            self._prove_repeatable(folder)
 
     def forward(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
         """One pass.
@@ -112,7 +115,9 @@ class PackedModel:
         Returns:
             float32 [wanted, vocab].
         """
-        self.store.reserve(max(chunk.past + len(chunk.ids) for chunk in chunks) + 1)
+        self.store.reserve(max(TILE, *(chunk.past + len(chunk.ids) for chunk in chunks)) + 1)
+        if self.repeatable:
+            return self._forward_in_tiles(chunks, wanted)
         ends, at = [], 0
         for chunk in chunks:
             at += len(chunk.ids)
@@ -131,6 +136,62 @@ class PackedModel:
             )
             logits: torch.Tensor = out.logits[0].float()
             return logits if wanted else logits[:0]
+
+    def _forward_in_tiles(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
+        """See `forward`."""
+        tokens: list[tuple[int, int, int]] = []
+        ends = []
+        for chunk in chunks:
+            tokens += [(token, chunk.row, chunk.past + place) for place, token in enumerate(chunk.ids)]
+            ends.append(len(tokens) - 1)
+        keep = [ends[index] for index in wanted]
+        found: dict[int, torch.Tensor] = {}
+        start = 0
+        with torch.inference_mode(), self._cache as cache:
+            for tile in tiles(tokens, self._spare, self.device):
+                cache.plan = tile
+                here = [at for at in keep if start <= at < start + tile.count]
+                out = self.model(
+                    input_ids=tile.ids[None],
+                    position_ids=tile.positions[None],
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=torch.arange(TILE if here else 1, device=self.device),
+                )
+                found |= {at: out.logits[0, at - start].float() for at in here}
+                start += tile.count
+        return torch.stack([found[at] for at in keep]) if keep else torch.empty((0, self.vocab), device=self.device)
+
+    def _prove_repeatable(self, folder: Path) -> None:
+        """Compute one sequence alone, and again in other pieces, in another row, among neighbours: the same bits.
+
+        Raises:
+            BackendError: Kind `unsupported_model`: they differ.
+        """
+        length = min(2 * TILE + 5, self.context or TILE)
+        ids, others = torch.randint(0, self.vocab, (2, length), generator=torch.Generator().manual_seed(1)).tolist()
+        last = self._spare - 1
+        try:
+            self.forward([Chunk(0, ids[:-1], 0)], [0])
+            alone = self.forward([Chunk(0, ids[-1:], length - 1)], [0])
+            kept = self.store.take(0, length)
+            at = 0
+            for size in (5, TILE - 2, 1, length):
+                own = Chunk(last, ids[at : at + size], at)
+                beside = [Chunk(0, others[at : at + size], at)] if last else []
+                among = self.forward([*beside, own], [len(beside)])
+                at += len(own.ids)
+            again = self.store.take(last, length)
+            pairs = ((alone, among), (kept.keys, again.keys), (kept.values, again.values))
+            same = all(torch.equal(one, other) for one, other in pairs)
+        finally:
+            self.store.wipe()
+        if not same:
+            raise BackendError(
+                f"`backend.deterministic: true`: on {self.device} a token's logits depend on its place in a batch for "
+                f"{type(self.model).__name__} ({folder}): leave it out, or run on another device",
+                kind="unsupported_model",
+            )
 
     def _prove(self, folder: Path, rows: int) -> None:
         """Compare the packed pass, in pieces and among neighbours, with the model's own pass over one sequence."""

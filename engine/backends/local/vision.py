@@ -124,6 +124,7 @@ class VisionBackend(LocalBackend):
         return {
             "device": str(self._model.device),
             "dtype": str(self._model.dtype).removeprefix("torch."),
+            "deterministic": self._spec.deterministic,
             **{name: self._model.counts[name] for name in ("requests", "cancelled", "tokens", "images_computed")},
             "prompt_tokens_computed": self._model.counts["computed"],
             "prompt_tokens_cached": self._model.counts["cached"],
@@ -176,7 +177,7 @@ class SeeingModel:
         self.version = 0
         self.counts: Counter[str] = Counter()
         self.closing = threading.Event()
-        self._most_kept = spec.max_batch
+        self._most_kept = 0 if spec.deterministic else spec.max_batch  # see `_keep`
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -325,6 +326,7 @@ class SeeingModel:
         return DynamicCache(), 0
 
     def _keep(self, episode_id: str, ids: np.ndarray, cache: Any) -> None:
+        """With `deterministic`, nothing: a prompt's pass and a reply's tokens leave other bits, and a kill loses them."""
         with self._lock:
             self._kept[episode_id] = _Kept(ids, cache)
             while len(self._kept) > self._most_kept:

@@ -25,7 +25,7 @@ import torch
 from engine.backends.local.kv import Chunk
 from engine.backends.local.load import PackedModel
 from engine.backends.local.rows import Row, RowTable, Ticket
-from engine.backends.local.sampler import sample
+from engine.backends.local.sampler import sample, sample_each
 from engine.errors import BackendError
 from schemas.generation import FinishReason, Generation
 
@@ -219,7 +219,8 @@ class Worker:
         if not rows:
             return
         tickets = [row.ticket for row in rows if row.ticket is not None]
-        drawn = sample(logits, [ticket.sampling for ticket in tickets], [row.sampled for row in rows])
+        states, places = [ticket.sampling for ticket in tickets], [row.sampled for row in rows]
+        drawn = sample_each(logits, states, places) if self.packed.repeatable else sample(logits, states, places)
         for row, ticket, token, logprob in zip(rows, tickets, drawn.ids.tolist(), drawn.logprobs.tolist(), strict=True):
             if not np.isfinite(logprob):
                 message = "the model gave no distribution (nan, or every token banned)"
