@@ -81,7 +81,7 @@ def command(*arguments: str) -> Callable[[], object]:
 
 def hostile(folder: Path) -> dict[str, tuple[float, float, float]]:
     """The slowest of the specs that are made to be slow."""
-    from engine.cli.validate import examine
+    from engine.cli.validate_examine import Options, examine
 
     sys.path.insert(0, str(ROOT / "tests" / "checks"))
     from hostile_specs import BUSY, REFUSED
@@ -90,7 +90,7 @@ def hostile(folder: Path) -> dict[str, tuple[float, float, float]]:
     for name, (text, _) in (BUSY | REFUSED).items():
         file = folder / "hostile.yaml"
         file.write_bytes(text.encode("utf-8", "surrogatepass"))
-        taken[name] = seconds(lambda file=file: examine(file, cost=True), 1)
+        taken[name] = seconds(lambda file=file: examine(file, Options(cost=True)), 1)
     worst = sorted(taken, key=lambda name: -taken[name][2])[:3]
     return {f"hostile: {name}": taken[name] for name in worst}
 
@@ -112,7 +112,8 @@ def main() -> None:
             "engine validate, 100 specs": seconds(command("validate", str(folder)), min(times, 3)),
         }
         from engine.checks import all_rules
-        from engine.cli.validate import examine, find_specs
+        from engine.cli.validate import find_specs
+        from engine.cli.validate_examine import Options, examine
 
         def hundred() -> None:
             with contextlib.redirect_stdout(io.StringIO()):
@@ -122,7 +123,7 @@ def main() -> None:
         all_rules()
         rows["100 specs after import, first time"] = seconds(hundred, 1)
         rows["100 specs with the worst case"] = seconds(
-            lambda: [examine(path, cost=True) for path in find_specs([folder])], 1
+            lambda: [examine(path, Options(cost=True)) for path in find_specs([folder])], 1
         )
         rows |= hostile(folder)
     heavy = sorted({"torch", "transformers", "pyarrow", "renderers"} & set(sys.modules))

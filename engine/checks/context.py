@@ -19,6 +19,7 @@ from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError, load_entry
 from engine.spec.load import LoadedSpec
 from engine.spec.near import near_or_known
+from engine.spec.source import NotImported, declared_events, read_entry
 from schemas.episode import Entry, EpisodeSpec, LimitsSpec, StateSpec, UserSpec
 
 BUILT_IN = (*ACTION_EVENTS, "step")
@@ -55,6 +56,10 @@ class CheckContext:
     loaded: LoadedSpec
     work: Work = field(default_factory=Work)
     """What the rule that is tried may still spend; without bound unless `check_spec` bounds it."""
+    rule: str = ""
+    """The rule that is tried."""
+    skipped: dict[str, None] = field(default_factory=dict)
+    """Rules that could not look at everything, because code is not imported."""
     _entries: dict[str, Any] = field(default_factory=dict)
     _read: dict[str, bool] = field(default_factory=dict)
     """Conditions that were asked for, and whether they are read."""
@@ -96,15 +101,36 @@ class CheckContext:
         return [name for name, state in self.states.items() if not state.final]
 
     def entry(self, use: str) -> Any:
-        """What an entry point names, or the EntryError that says why it cannot be had."""
+        """What an entry point names, or the EntryError that says why it cannot be had.
+
+        Where code may not be imported and its text shows no mistake, that is a `NotImported`, and the rule that asks
+        counts as skipped.
+        """
+        found = self.described(use)
+        if isinstance(found, NotImported):
+            self.skip()
+        return found
+
+    def described(self, use: str) -> Any:
+        """The same, for a rule that a `NotImported` tells enough: it does not count as skipped."""
         if use not in self._entries:
             if len(self._entries) == MOST_ENTRIES:
                 raise TooMuch
             try:
-                self._entries[use] = load_entry(use, self.loaded.base)
+                self._entries[use] = self._find(use)
             except EntryError as error:
                 self._entries[use] = error
         return self._entries[use]
+
+    def _find(self, use: str) -> Any:
+        if self.loaded.access.imports:
+            return load_entry(use, self.loaded.base)
+        return read_entry(use, self.loaded.base, self.loaded.access)
+
+    def skip(self) -> None:
+        """Say that the rule that is tried cannot look at everything without importing code."""
+        if self.rule:
+            self.skipped[self.rule] = None
 
     def events_of(self, state: StateSpec) -> tuple[str, ...] | None:
         """The events that a state's action declares; None where that is not known."""
@@ -118,7 +144,13 @@ class CheckContext:
 
     def declared(self, use: str) -> tuple[str, ...] | None:
         """The `events` of what an entry point names, where it has a list of names."""
-        events = getattr(self.entry(use), "events", None)
+        thing = self.described(use)
+        if isinstance(thing, NotImported):
+            found = declared_events(thing.node)
+            if found is None:
+                self.skip()
+            return found
+        events = getattr(thing, "events", None)
         if isinstance(events, list | tuple) and events and all(isinstance(event, str) for event in events):
             return tuple(events)
         return None

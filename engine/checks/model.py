@@ -1,17 +1,19 @@
 """Rules over the model and its chat template: from its config and tokenizer alone, where they are at hand.
 
-The template is rendered by the same sandbox that transformers uses; neither it nor torch is imported.
+Neither torch nor transformers is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from engine.checks.context import UNBOUNDED, CheckContext
-from engine.checks.model_files import ModelFiles, model_files
+from engine.checks.model_files import ModelFiles, model_files, read_bytes
 from engine.checks.registry import Finding, rule
+from engine.checks.templates import Shown, rendered, shown
 from engine.checks.worst_case import context_bound, count_bound
 from engine.errors import EngineError, SpecError
 from engine.spec.diagnostic import DataPath
@@ -19,34 +21,10 @@ from engine.spec.tasks import rows_of, task_of
 from engine.spec.template import fill, texts_of
 from schemas.episode import OpenAIBackend
 
-_MARK = "kwyjibo"
-"""A word that no template has."""
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": f"{_MARK}_tool",
-        "description": "A tool.",
-        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
-    },
-}
-_CALL = {"id": "call_0_0", "type": "function", "function": {"name": f"{_MARK}_tool", "arguments": {"x": 1}}}
 CHARACTER = 0.5
 """What it costs to count one character in tokens."""
 
 View = dict[str, Any]
-
-
-class Shown(NamedTuple):
-    """What a template does."""
-
-    problem: str | None
-    """It cannot be rendered at all: why."""
-    tools: bool
-    """It shows the schemas of tools."""
-    results: bool
-    """It shows messages of role `tool`."""
-    rewrites: str | None
-    """What of a reply it shows differently once a user speaks again."""
 
 
 def _files(ctx: CheckContext) -> ModelFiles | None:
@@ -67,82 +45,20 @@ def _render(ctx: CheckContext, files: ModelFiles) -> Shown | None:
     """What the template does; None where there is none."""
     if files.template is None:
         return None
-    kwargs = {key: value for key, value in ctx.spec.model.template_kwargs.items() if isinstance(key, str)}
-    try:
-        return _shown(
-            files.template, tuple(sorted(files.special.items())), repr(sorted(kwargs.items())), _Kwargs(kwargs)
-        )
-    except TypeError:
-        return None
+    return shown(files.template, _variables(ctx, files), trusted=files.trusted)
 
 
-class _Kwargs(dict[str, Any]):
-    """Arguments of a template, beside a key that tells them apart."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return 0
-
-    def __eq__(self, other: object) -> bool:
-        return True  # the cache's other argument, their text, tells them apart
-
-
-@lru_cache(maxsize=64)
-def _shown(source: str, special: tuple[tuple[str, str], ...], key: str, kwargs: _Kwargs) -> Shown:
-    from jinja2 import TemplateError
-
-    from engine.tokens.jinja import compile_template
-
-    try:
-        template = compile_template(source)
-    except TemplateError as error:
-        return Shown(f"it is no Jinja template: {error}", True, True, None)
-
-    def render(messages: Sequence[View], tools: list[Any] | None = None, ask: bool = True) -> str | None:
-        try:
-            return str(
-                template.render(messages=messages, tools=tools, add_generation_prompt=ask, **dict(special), **kwargs)
-            )
-        except Exception:  # noqa: BLE001  (a template may raise whatever it likes)
-            return None
-
-    said: list[View] = [{"role": "user", "content": f"{_MARK}_question"}]
-    plain = render(said)
-    if plain is None:
-        return Shown("it refuses a conversation that a user begins", True, True, None)
-    with_tools = render(said, [_TOOL])
-    called: list[View] = [*said, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
-    result = {"role": "tool", "content": f"{_MARK}_result", "name": f"{_MARK}_tool", "tool_call_id": "call_0_0"}
-    results = render([*called, result], [_TOOL])
-    return Shown(
-        None,
-        with_tools is not None and f"{_MARK}_tool" in with_tools,
-        results is not None and f"{_MARK}_result" in results,
-        _rewritten(render, said),
-    )
-
-
-def _rewritten(render: Any, said: list[View]) -> str | None:
-    """Whether a reply's reasoning, or the reply itself, is shown differently when a user has spoken again."""
-    for words, reply in (
-        ("reasoning", {"role": "assistant", "content": f"{_MARK}_answer", "reasoning_content": f"{_MARK}_thought"}),
-        ("reasoning", {"role": "assistant", "content": f"<think>\n{_MARK}_thought\n</think>\n\n{_MARK}_answer"}),
-        ("the reply", {"role": "assistant", "content": f"{_MARK}_answer"}),
-    ):
-        newest = render([*said, reply], None, False)
-        later = render([*said, reply, {"role": "user", "content": f"{_MARK}_again"}], None, False)
-        if newest is None or later is None:
-            continue
-        kept = newest.rpartition(f"{_MARK}_answer")[0]
-        if f"{_MARK}_answer" in newest and not later.startswith(kept):
-            return words
-    return None
+def _variables(ctx: CheckContext, files: ModelFiles) -> dict[str, Any]:
+    """What a template is rendered with beside messages and tools."""
+    own = {key: value for key, value in ctx.spec.model.template_kwargs.items() if isinstance(key, str)}
+    return {**files.special, **own}
 
 
 @rule("model.template", "error", "the chat template cannot be rendered")
 def template_renders(ctx: CheckContext) -> Iterator[Finding]:
     """There is none, it is no Jinja, or it refuses every conversation."""
     files = _files(ctx)
-    if files is None or not (files.source / "tokenizer_config.json").is_file():
+    if files is None or not files.access.is_file(files.source / "tokenizer_config.json"):
         return
     own = ctx.spec.model.chat_template is not None
     path: DataPath = ("model", "chat_template" if own else "path")
@@ -305,20 +221,14 @@ def _tokens_of(ctx: CheckContext, files: ModelFiles, messages: list[View]) -> in
     """How many tokens a conversation has; None where its template or tokenizer cannot tell."""
     if files.template is None:
         return None
-    from jinja2 import TemplateError
-
-    from engine.tokens.jinja import compile_template
-
     views = [
         {**view, "role": "user"} if view["role"] == "tool" and ctx.spec.model.tool_role == "user" else view
         for view in messages
     ]
-    kwargs: Mapping[str, Any] = {**files.special, **ctx.spec.model.template_kwargs}
-    try:
-        text = compile_template(files.template).render(messages=views, tools=None, add_generation_prompt=True, **kwargs)
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
+    text = rendered(files.template, _variables(ctx, files), views, trusted=files.trusted)
+    if text is None:
         return None
-    tokenizer = _tokenizer(str(files.source / "tokenizer.json"))
+    tokenizer = _tokenizer(files, (files.source / "tokenizer.json"))
     if tokenizer is None:
         return None
     ctx.work.spend(len(text) * CHARACTER)
@@ -326,10 +236,11 @@ def _tokens_of(ctx: CheckContext, files: ModelFiles, messages: list[View]) -> in
 
 
 @lru_cache(maxsize=4)
-def _tokenizer(file: str) -> Any:
+def _tokenizer(files: ModelFiles, file: Path) -> Any:
     from tokenizers import Tokenizer
 
+    data = read_bytes(file, files.access)
     try:
-        return Tokenizer.from_file(file)
+        return None if data is None else Tokenizer.from_buffer(data)
     except Exception:  # noqa: BLE001  (the library raises bare exceptions; without it nothing is counted)
         return None

@@ -8,7 +8,9 @@ from typing import Any
 from engine.checks.context import CheckContext, nearest
 from engine.checks.prompts import is_file, known_fields, offset_of
 from engine.checks.registry import Finding, rule
+from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath
+from engine.spec.near import short
 from engine.spec.template import fields_of, has_field
 from schemas.episode import ScriptedBackend
 
@@ -70,7 +72,10 @@ def played_file(ctx: CheckContext) -> Iterator[Finding]:
             named.append((("backend", "replies"), part.backend.replies))
         for below, name in named:
             full = section_of(ctx.loaded, path).resolve(name, below)
-            if not is_file(full):
+            if not ctx.loaded.access.allows(full):
+                message = f"the file `{short(name)}` lies outside of the folders that may be read"
+                yield Finding(message, (*path, *below), OUTSIDE_FIX)
+            elif not is_file(full):
                 yield Finding(f"the file `{name}` does not exist", (*path, *below), f"looked for {full}")
 
 

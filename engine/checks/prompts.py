@@ -10,9 +10,10 @@ from typing import Any
 from engine.checks.context import CheckContext, nearest
 from engine.checks.registry import Finding, rule
 from engine.errors import SpecError
+from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import short
-from engine.spec.tasks import Row, rows_of, task_file, task_of
+from engine.spec.tasks import Row, parquet_files, rows_of, task_of
 from engine.spec.template import fields_of, has_field, is_reference, texts_of
 from schemas.episode import ScriptedBackend, Words
 
@@ -153,7 +154,7 @@ def tasks_unreadable(ctx: CheckContext) -> Iterator[Finding]:
     """The file exists; inline rows, and the first of a jsonl file, have what `map` and `id` name."""
     try:
         if ctx.spec.tasks.source == "parquet":
-            task_file(ctx.loaded)
+            parquet_files(ctx.loaded)
         for index, row in enumerate(_rows(ctx)):
             task_of(row, index, ctx.spec.tasks, ctx.loaded)
     except SpecError as error:
@@ -161,9 +162,25 @@ def tasks_unreadable(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(item.message, item.path, item.fix, origin=item.origin)
 
 
+@rule("spec.outside", "error", "a file lies outside of the folders that may be read")
+def outside_file(ctx: CheckContext) -> Iterator[Finding]:
+    """Every file that the spec names, against its own folder, the current one and `--allow-path`."""
+    for path, name in _named_files(ctx):
+        if not ctx.loaded.access.allows(ctx.loaded.resolve(name, path)):
+            message = f"`{short(name)}` lies outside of the folders that may be read, so it is not opened"
+            yield Finding(message, path, OUTSIDE_FIX)
+
+
 @rule("spec.no-file", "error", "a file that the spec names does not exist")
 def missing_file(ctx: CheckContext) -> Iterator[Finding]:
     """`model.chat_template`, a scripted backend's `replies`, and images of `prompt` and `recover`."""
+    for path, name in _named_files(ctx):
+        full = ctx.loaded.resolve(name, path)
+        if ctx.loaded.access.allows(full) and not is_file(full):
+            yield Finding(f"the file `{short(name)}` does not exist", path, f"looked for {full}")
+
+
+def _named_files(ctx: CheckContext) -> list[tuple[DataPath, str]]:
     named: list[tuple[DataPath, str]] = []
     if ctx.spec.model.chat_template is not None:
         named.append((("model", "chat_template"), ctx.spec.model.chat_template))
@@ -175,7 +192,4 @@ def missing_file(ctx: CheckContext) -> Iterator[Finding]:
         for below, reference in texts_of(words):
             if below and below[-1] == "image" and not is_reference(reference) and not fields_of(reference):
                 named.append(((*above, *below), reference))
-    for path, name in named:
-        full = ctx.loaded.resolve(name, path)
-        if not is_file(full):
-            yield Finding(f"the file `{short(name)}` does not exist", path, f"looked for {full}")
+    return named

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.spec.diagnostic import DataPath, Diagnostic, Origin, Severity
+from engine.spec.masking import mask_all
 
 if TYPE_CHECKING:
     from engine.checks.context import CheckContext
@@ -103,7 +104,20 @@ def all_rules() -> list[Rule]:
 
 
 def check_spec(loaded: LoadedSpec) -> list[Diagnostic]:
-    """Everything that the rules find in a spec, in the order of the document; errors before warnings at one place."""
+    """Everything that the rules find in a spec, in the order of the document; errors before warnings at one place.
+
+    What a spec names is imported, unless it was read with an `Access` that forbids it.
+    """
+    return check_rules(loaded)[0]
+
+
+def check_rules(loaded: LoadedSpec, doing: Callable[[str], None] | None = None) -> tuple[list[Diagnostic], list[str]]:
+    """The same, and the ids of the rules that could not look at everything because code may not be imported.
+
+    Args:
+        loaded: The spec.
+        doing: Called with the id of each rule before it is tried.
+    """
     from engine.checks.context import MOST_WORK, CheckContext
     from engine.checks.work import TooMuch, Work
 
@@ -112,6 +126,9 @@ def check_spec(loaded: LoadedSpec) -> list[Diagnostic]:
     unfinished: list[str] = []
     for item in all_rules():
         ctx.work.left = MOST_WORK
+        ctx.rule = item.id
+        if doing is not None:
+            doing(item.id)
         of_rule: list[Diagnostic] = []
         try:
             for problem in item.check(ctx):
@@ -124,7 +141,7 @@ def check_spec(loaded: LoadedSpec) -> list[Diagnostic]:
         found += of_rule
     if unfinished:
         found.append(_unfinished(ctx, unfinished))
-    return sorted(dict.fromkeys(found), key=_order)
+    return sorted(mask_all(dict.fromkeys(found), loaded.variables), key=in_order), list(ctx.skipped)
 
 
 def _more(ctx: CheckContext, item: Rule) -> Diagnostic:
@@ -139,7 +156,8 @@ def _unfinished(ctx: CheckContext, rules: list[str]) -> Diagnostic:
     return Diagnostic(UNFINISHED, "warning", message, fix, ctx.loaded.origin(("machine",), key=True))
 
 
-def _order(problem: Diagnostic) -> tuple[str, int, int, bool]:
+def in_order(problem: Diagnostic) -> tuple[str, int, int, bool]:
+    """Sorts findings by place, errors first."""
     origin = problem.origin
     place = (origin.file, origin.line, origin.column) if origin else ("", 0, 0)
     return (*place, problem.severity != "error")

@@ -14,6 +14,7 @@ from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
+from engine.spec.source import NotImported
 from schemas.episode import ReassignRule
 from schemas.reward import TurnAddress
 
@@ -171,13 +172,17 @@ def _mentioned(ctx: CheckContext) -> set[str] | None:
         found |= {mark.reward for mark in user.marks if mark.reward is not None}
         found |= {event.name for mark in user.marks for event in mark.rewards if event.name is not None}
     uses = [item.entry for item in ctx.worlds]
-    things = [ctx.entry(item.use) for item in uses] + [ctx.entry(str(state.action)) for _, state in ctx.own_actions]
+    named = [item.use for item in uses] + [str(state.action) for _, state in ctx.own_actions]
     for item in uses:
         found |= set(_texts_in(item.with_))
-    for thing in things:
-        if isinstance(thing, EntryError):
-            return None
-        texts = _texts_of(thing)
+    for use in named:
+        thing = ctx.described(use)
+        if isinstance(thing, NotImported):
+            texts = None if thing.file is None or thing.node is None else _texts_of_file(str(thing.file))
+            if texts is None:
+                ctx.skip()
+        else:
+            texts = None if isinstance(thing, EntryError) else _texts_of(thing)
         if texts is None:
             return None
         found |= texts

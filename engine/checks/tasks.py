@@ -12,7 +12,7 @@ from engine.checks.registry import Finding, rule
 from engine.errors import SpecError
 from engine.spec.diagnostic import Diagnostic
 from engine.spec.load import LoadedSpec
-from engine.spec.tasks import rows_of, task_file, task_of
+from engine.spec.tasks import parquet_files, rows_of, task_file, task_of
 
 MOST_ROWS = 20_000
 """Rows of a file that are read; `engine run` reads them all."""
@@ -51,10 +51,10 @@ def task_rows(ctx: CheckContext) -> Iterator[Finding]:
         if tasks.source == "inline":
             found = _first_bad(ctx.loaded, MOST_ROWS)
         else:
-            file = task_file(ctx.loaded)
             if tasks.source == "parquet":
-                yield from _columns(ctx, file)
+                yield from _columns(ctx, parquet_files(ctx.loaded))
                 return
+            file = task_file(ctx.loaded)
             found = _first_bad_of_file(_state(ctx, file), _Known(ctx.loaded))
     except (SpecError, OSError):
         return  # `tasks.unreadable` says it
@@ -97,7 +97,7 @@ def not_read(ctx: CheckContext) -> Iterator[Finding]:
         if tasks.source == "inline":
             found = f"the first {MOST_ROWS:,} rows are" if len(tasks.rows or []) > MOST_ROWS else ""
         else:
-            found = _left_out(_state(ctx, task_file(ctx.loaded)))
+            found = _left_out(_state(ctx, task_file(ctx.loaded)), _Known(ctx.loaded))
     except (SpecError, OSError):
         return  # `tasks.unreadable` says it
     if found:
@@ -106,10 +106,10 @@ def not_read(ctx: CheckContext) -> Iterator[Finding]:
 
 
 @lru_cache(maxsize=256)
-def _left_out(state: _State) -> str:
+def _left_out(state: _State, known: _Known) -> str:
     if state.size > LARGEST:
         return "the first row is"
-    with Path(state.path).open("rb") as stream:
+    with known.loaded.access.open(Path(state.path)) as stream:
         rows = sum(1 for line in stream if line.strip())
     return f"the first {MOST_ROWS:,} rows are" if rows > MOST_ROWS else ""
 
@@ -146,16 +146,15 @@ def _first_bad(loaded: LoadedSpec, most: int) -> Diagnostic | None:
     return None
 
 
-def _columns(ctx: CheckContext, file: Path) -> Iterator[Finding]:
-    """The columns of a parquet file, against `map` and `id`."""
+def _columns(ctx: CheckContext, files: list[Path]) -> Iterator[Finding]:
+    """The columns of the first Parquet file, against `map` and `id`."""
     import pyarrow
     import pyarrow.parquet
 
-    files = sorted(file.glob("*.parquet")) if file.is_dir() else [file]
     try:
         names = list(pyarrow.parquet.read_schema(files[0]).names) if files else []
     except (OSError, pyarrow.ArrowException) as error:
-        yield Finding(f"`{file}` cannot be read as Parquet: {error}", ("tasks", "path"))
+        yield Finding(f"`{files[0]}` cannot be read as Parquet: {error}", ("tasks", "path"))
         return
     tasks = ctx.spec.tasks
     for name, column in tasks.map.items():

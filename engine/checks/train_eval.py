@@ -12,6 +12,7 @@ from engine.checks.tasks import task_rows
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
 from engine.spec.load import Document, validate
+from engine.spec.source import NotImported
 from schemas.base import Contract
 from schemas.episode import TasksSpec
 from schemas.generation import SamplingParams
@@ -65,8 +66,10 @@ def eval_tasks(ctx: CheckContext) -> Iterator[Finding]:
         return
     other = _with_tasks(ctx, section.tasks)
     if section.tasks.source == "python" and section.tasks.use is not None:
-        thing = other.entry(section.tasks.use)
-        if isinstance(thing, EntryError):
+        thing = other.described(section.tasks.use)
+        if isinstance(thing, NotImported):
+            ctx.skip()
+        elif isinstance(thing, EntryError):
             message, _, fix = str(thing).partition("; ")
             yield Finding(message, (*TASKS, "use"), fix or None)
     for check in (tasks_unreadable, task_rows, prompt_field):
@@ -77,4 +80,4 @@ def eval_tasks(ctx: CheckContext) -> Iterator[Finding]:
 
 def _with_tasks(ctx: CheckContext, tasks: TasksSpec) -> CheckContext:
     """The spec with the evaluation's tasks for its own, at the places where those are written."""
-    return CheckContext(ctx.loaded.with_tasks_of(tasks, TASKS), ctx.work)
+    return CheckContext(ctx.loaded.with_tasks_of(tasks, TASKS), ctx.work, ctx.rule, ctx.skipped)

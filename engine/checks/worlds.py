@@ -10,6 +10,7 @@ from engine.checks.context import CheckContext, NamedEntry, nearest
 from engine.checks.registry import Finding, rule
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
+from engine.spec.source import NotImported
 
 METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "environment": ("reset", ("task", "seed")),
@@ -35,8 +36,11 @@ def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
         named.append((("model", "tool_calls"), ctx.spec.model.tool_calls))
     named += [(path, use) for path, use, _, _ in _called(ctx)]
     for path, use in named:
-        thing = ctx.entry(use)
-        if isinstance(thing, EntryError):
+        thing = ctx.described(use)
+        if isinstance(thing, NotImported):
+            if thing.node is None:
+                ctx.skip()
+        elif isinstance(thing, EntryError):
             message, _, fix = str(thing).partition("; ")
             yield Finding(message, path, fix or None)
 

@@ -5,17 +5,19 @@ SARIF: OASIS Standard, "Static Analysis Results Interchange Format Version 2.1.0
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from engine import __version__
+from engine.cli.validate_report import json_text, skipped_words
 from engine.spec.diagnostic import SET_FILE, Diagnostic, show_path
+from engine.terminal import visible
 
 if TYPE_CHECKING:
-    from engine.cli.validate import Report
+    from engine.cli.validate_report import Report
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _LEVELS = {"error": "error", "warning": "warning", "info": "note"}
@@ -31,13 +33,20 @@ def as_sarif(reports: Sequence[Report]) -> str:
         "semanticVersion": __version__,
         "rules": [_rule(rule) for rule in rules],
     }
+    invocation: dict[str, Any] = {"executionSuccessful": not any(report.unreadable for report in reports)}
+    if skipped := _skipped(reports):
+        invocation["toolExecutionNotifications"] = [{"level": "note", "message": {"text": skipped}}]
     run = {
         "tool": {"driver": driver},
         "columnKind": "unicodeCodePoints",
         "results": [_result(item, rules.index(item.rule)) for item in found],
-        "invocations": [{"executionSuccessful": not any(report.unreadable for report in reports)}],
+        "invocations": [invocation],
     }
-    return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, ensure_ascii=False)
+    return json_text({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
+
+
+def _skipped(reports: Sequence[Report]) -> str:
+    return skipped_words(sum(len(report.skipped) for report in reports))
 
 
 def _rule(rule: str) -> dict[str, Any]:
@@ -60,7 +69,7 @@ def _result(item: Diagnostic, index: int) -> dict[str, Any]:
         "ruleId": item.rule,
         "ruleIndex": index,
         "level": _LEVELS[item.severity],
-        "message": {"text": f"{item.message}{fix}"},
+        "message": {"text": _plain(f"{item.message}{fix}")},
         "locations": [_location(item)],
     }
 
@@ -69,19 +78,25 @@ def _location(item: Diagnostic) -> dict[str, Any]:
     logical = [{"fullyQualifiedName": show_path(item.path)}]
     origin = item.origin
     if origin is None or origin.file == SET_FILE:
-        return {"logicalLocations": logical, **({"message": {"text": origin.via}} if origin else {})}
+        return {"logicalLocations": logical, **({"message": {"text": _plain(origin.via)}} if origin else {})}
     physical = {
         "artifactLocation": {"uri": _uri(origin.file)},
         "region": {"startLine": origin.line, "startColumn": origin.column},
     }
-    via = {"message": {"text": origin.via}} if origin.via else {}
+    via = {"message": {"text": _plain(origin.via)}} if origin.via else {}
     return {"physicalLocation": physical, "logicalLocations": logical, **via}
+
+
+def _plain(text: str) -> str:
+    """A text of which no part is a link (section 3.11.6), and in which nothing is hidden."""
+    text = visible(text)
+    return text.replace("[", "\\[").replace("]", "\\]") if "](" in text else text
 
 
 def _uri(file: str) -> str:
     """A relative path as it is, an absolute one as a file URI."""
     path = Path(file)
-    return path.as_uri() if path.is_absolute() else quote(path.as_posix())
+    return path.as_uri() if path.is_absolute() else quote(os.fsencode(path.as_posix()))
 
 
 def as_github(reports: Sequence[Report]) -> str:
@@ -90,6 +105,8 @@ def as_github(reports: Sequence[Report]) -> str:
 
 
 def _commands(reports: Sequence[Report]) -> Iterator[str]:
+    if skipped := _skipped(reports):
+        yield f"::notice title=check.skipped::{_message(skipped)}"
     for report in reports:
         for item in report.diagnostics:
             place = {"title": item.rule}
@@ -103,7 +120,7 @@ def _commands(reports: Sequence[Report]) -> Iterator[str]:
 
 
 def _message(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return visible(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:

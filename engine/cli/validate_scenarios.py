@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, SpecError
 from engine.spec.diagnostic import Diagnostic, Origin
+from engine.spec.masking import mask_all
 
 if TYPE_CHECKING:
     from engine.scenarios.load import ScenarioSet, Stages
+    from engine.spec.access import Access
+    from engine.spec.load import LoadedSpec
 
 
 def is_scenarios(path: Path) -> bool:
@@ -20,22 +23,33 @@ def is_scenarios(path: Path) -> bool:
     return path.suffix in (".yaml", ".yml") and path.stem.endswith(".scenarios")
 
 
-def scenario_problems(path: Path, overrides: Sequence[str] = ()) -> tuple[list[Diagnostic], bool]:
-    """What is wrong with a file of scenarios, and whether it could not be read at all."""
+TASK_RULE = "scenario.unknown-task"
+
+
+def scenario_problems(
+    path: Path, overrides: Sequence[str] = (), access: Access | None = None
+) -> tuple[list[Diagnostic], bool, list[str]]:
+    """What is wrong with a file of scenarios, whether it could not be read at all, and the rules that were skipped.
+
+    Args:
+        path: The file.
+        overrides: As `--set` takes them.
+        access: Which files may be opened, and whether code may be imported; everything when left out.
+    """
     from engine.scenarios.load import Stages, load_scenarios, spec_of
     from engine.spec.load import UNREADABLE
 
     try:
-        scenarios = load_scenarios(path)
+        scenarios = load_scenarios(path, access)
     except SpecError as error:
-        return list(error.diagnostics), any(item.rule in UNREADABLE for item in error.diagnostics)
+        return list(error.diagnostics), any(item.rule in UNREADABLE for item in error.diagnostics), []
     spec = spec_of(path)
     here = Origin(str(path), 1, 1)
     if not spec.is_file():
         fix = f"write {spec.name}, or name this file after its spec"
         message = f"there is no spec `{spec}` that these scenarios could be of"
-        return [Diagnostic("scenario.no-spec", "error", message, fix, here)], False
-    stages = Stages(spec, overrides)
+        return [Diagnostic("scenario.no-spec", "error", message, fix, here)], False, []
+    stages = Stages(spec, overrides, access)
     with contextlib.redirect_stdout(sys.stderr):
         try:
             stages.base()
@@ -43,12 +57,14 @@ def scenario_problems(path: Path, overrides: Sequence[str] = ()) -> tuple[list[D
             message = (
                 f"the spec `{spec}` is not valid, so its scenarios cannot be held to it: {error.diagnostics[0].message}"
             )
-            return [Diagnostic("scenario.bad-spec", "error", message, f"engine validate {spec}", here)], False
-        found = list(_misfits(stages, scenarios))
-    return list(dict.fromkeys(found)), False
+            return [Diagnostic("scenario.bad-spec", "error", message, f"engine validate {spec}", here)], False, []
+        skipped: list[str] = []
+        found = list(_misfits(stages, scenarios, skipped))
+    variables = {**stages.variables, **scenarios.document.variables}
+    return mask_all(dict.fromkeys(found), variables), False, skipped
 
 
-def _misfits(stages: Stages, scenarios: ScenarioSet) -> Iterator[Diagnostic]:
+def _misfits(stages: Stages, scenarios: ScenarioSet, skipped: list[str]) -> Iterator[Diagnostic]:
     from engine.machine.presets import resolve_machine
     from engine.scenarios.load import check_scenario
 
@@ -56,8 +72,16 @@ def _misfits(stages: Stages, scenarios: ScenarioSet) -> Iterator[Diagnostic]:
         try:
             loaded = stages.loaded(scenarios, index)
             check_scenario(loaded, resolve_machine(loaded.spec.machine), scenarios, index)
-            stages.task(loaded, scenarios, index)
+            if _made_by_code(loaded) and not isinstance(scenarios.file.scenarios[index].task, dict):
+                skipped[:] = [TASK_RULE]
+            else:
+                stages.task(loaded, scenarios, index)
         except SpecError as error:
             yield from error.diagnostics
         except EngineError as error:
             yield Diagnostic("scenario.unplayable", "error", str(error), None, scenarios.origin(index))
+
+
+def _made_by_code(loaded: LoadedSpec) -> bool:
+    """Whether the tasks' rows come from code that may not be imported."""
+    return not loaded.access.imports and loaded.spec.tasks.source in ("python", "hub")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from engine.machine.presets import ResolvedMachine
+    from engine.spec.access import Access
     from engine.spec.load import Document, LoadedSpec
     from schemas.environment import Task
 
@@ -61,28 +62,35 @@ class ScenarioSet:
         return self.document.origin(("scenarios", index, *rest))
 
 
-def load_scenarios(path: Path) -> ScenarioSet:
+def load_scenarios(path: Path, access: Access | None = None) -> ScenarioSet:
     """Read a file of scenarios.
+
+    Args:
+        path: The file.
+        access: Which files may be opened; any when left out.
 
     Raises:
         SpecError: with every mistake in it.
     """
-    file, document = load_document(path, ScenarioFile)
+    file, document = load_document(path, ScenarioFile, access)
     return ScenarioSet(path, file, document)
 
 
 class Stages:
     """The spec as each scenario wants it: loaded once for each different `set`."""
 
-    def __init__(self, spec: Path, given: Sequence[str] = ()) -> None:
+    def __init__(self, spec: Path, given: Sequence[str] = (), access: Access | None = None) -> None:
         self._spec = spec
+        self._access = access
+        self.variables: dict[str, str] = {}
+        """Environment variables that the specs were filled from, with their values."""
         self._given = list(given)
         self._loaded: dict[tuple[str, ...], LoadedSpec] = {}
         self._tasks: dict[int, list[Task]] = {}
 
     def base(self) -> LoadedSpec:
         """The spec as it is written, but for what was given to all. Raises: SpecError."""
-        return load_spec(self._spec, self._given)
+        return load_spec(self._spec, self._given, self._access)
 
     def loaded(self, scenarios: ScenarioSet, index: int) -> LoadedSpec:
         """The spec as one scenario wants it, with a scripted backend.
@@ -96,10 +104,11 @@ class Stages:
         overrides = (*self._given, *places, _BACKEND)
         if overrides not in self._loaded:
             try:
-                loaded = load_spec(self._spec, overrides)
+                loaded = load_spec(self._spec, overrides, self._access)
             except SpecError as error:
                 problems = [replace(item, origin=_placed(item.origin, places)) for item in error.diagnostics]
                 raise SpecError(problems) from error
+            self.variables.update(loaded.variables)
             origins = {path: _placed(origin, places) or origin for path, origin in loaded.origins.items()}
             self._loaded[overrides] = replace(loaded, origins=origins)
         return self._loaded[overrides]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -38,10 +39,7 @@ def load_entry(use: str, base: Path | None) -> Any:
     Raises:
         EntryError: it is not of that form, the module cannot be imported, or it has no such name.
     """
-    module_name, colon, attribute = use.partition(":")
-    parts = attribute.split(".")
-    if not colon or not all(part.isidentifier() for part in [*module_name.split("."), *parts]):
-        raise EntryError(f"`{use}` is no entry point; write `package.module:Name`")
+    module_name, parts = parse_entry(use)
     _extend_path(base)
     _forget_namesake(module_name, base)
     target = _import(module_name, use)
@@ -50,19 +48,41 @@ def load_entry(use: str, base: Path | None) -> Any:
             target = getattr(target, part)
         except AttributeError:
             owner = ".".join([module_name, *parts[:index]])
-            raise EntryError(f"`{owner}` has no `{part}`{_nearest(part, dir(target))}") from None
+            raise EntryError(f"`{owner}` has no `{part}`{nearest_attribute(part, dir(target))}") from None
         except Exception as error:  # a module may load its parts lazily, and that may fail
             raise EntryError(f"`{part}` of `{module_name}` failed{_where(error)}: {_words(error)}") from error
     return target
 
 
-def _extend_path(base: Path | None) -> None:
-    """Put the spec's folder and the current one before what is installed, behind the standard library."""
+def parse_entry(use: str) -> tuple[str, list[str]]:
+    """`package.module:Class.method` -> the module, and the names of the attribute.
+
+    Raises:
+        EntryError: it is not of that form.
+    """
+    module, colon, attribute = use.partition(":")
+    parts = attribute.split(".")
+    if not colon or not all(part.isidentifier() for part in [*module.split("."), *parts]):
+        raise EntryError(f"`{use}` is no entry point; write `package.module:Name`")
+    return module, parts
+
+
+def import_path(base: Path | None) -> list[str]:
+    """The import path with the spec's folder and the current one before what is installed, behind the standard library."""
+    return _with_folders(base)[0]
+
+
+def _with_folders(base: Path | None) -> tuple[list[str], list[str]]:
+    """That path, and the folders that it has beside those of `sys.path`."""
     folders = list(dict.fromkeys(str(folder.resolve()) for folder in (base, Path()) if folder is not None))
     folders = [folder for folder in folders if folder in _ADDED or folder not in sys.path]
     kept = [entry for entry in sys.path if entry not in folders]
     at = next((i for i, entry in enumerate(kept) if entry in _ADDED or entry.endswith(_INSTALLED)), len(kept))
-    wanted = [*kept[:at], *folders, *kept[at:]]
+    return [*kept[:at], *folders, *kept[at:]], folders
+
+
+def _extend_path(base: Path | None) -> None:
+    wanted, folders = _with_folders(base)
     if wanted != sys.path:
         sys.path[:] = wanted
         _ADDED.update(folders)
@@ -92,7 +112,9 @@ def _import(module_name: str, use: str) -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name == missing or module_name.startswith(f"{missing}."):
-            raise EntryError(_not_found(missing, use)) from None
+            parent = missing.rpartition(".")[0]
+            places = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+            raise EntryError(no_module(missing, use, sys.path, places)) from None
         raise EntryError(f"`{module_name}` needs the module `{missing}`, which is not installed") from error
     except KeyboardInterrupt:
         raise
@@ -118,16 +140,23 @@ def _where(error: BaseException) -> str:
     return place
 
 
-def _not_found(missing: str, use: str) -> str:
+def no_module(missing: str, use: str, path: Sequence[str], places: Sequence[str] | None) -> str:
+    """What is said of a module that is not there.
+
+    Args:
+        missing: The module, or the package of it that is not there.
+        use: The whole entry point.
+        path: Where modules are looked for.
+        places: Where those of its package are; None where its parent is no package.
+    """
     parent, _, leaf = missing.rpartition(".")
     if not parent:
-        names = _modules(tuple(sys.path))
-        return f"`{use}`: there is no module `{missing}`{_nearest(missing, names, list_all=False)}"
-    paths = getattr(sys.modules.get(parent), "__path__", None)
-    if paths is None:
+        names = _modules(tuple(path))
+        return f"`{use}`: there is no module `{missing}`{nearest_attribute(missing, names, list_all=False)}"
+    if places is None:
         return f"`{use}`: `{parent}` is a module, not a package, so it has no `{leaf}`; write `{parent}:Name`"
-    names = [info.name for info in pkgutil.iter_modules(paths)]
-    return f"`{use}`: the package `{parent}` has no module `{leaf}`{_nearest(leaf, names)}"
+    names = [info.name for info in pkgutil.iter_modules(places)]
+    return f"`{use}`: the package `{parent}` has no module `{leaf}`{nearest_attribute(leaf, names)}"
 
 
 @lru_cache(maxsize=4)
@@ -136,7 +165,8 @@ def _modules(path: tuple[str, ...]) -> list[str]:
     return [info.name for info in pkgutil.iter_modules(path) if not info.name.startswith("_")]
 
 
-def _nearest(name: str, known: list[str], *, list_all: bool = True) -> str:
+def nearest_attribute(name: str, known: list[str], *, list_all: bool = True) -> str:
+    """`; did you mean …?`, or the few names that there are; empty where that would not help."""
     public = [item for item in known if not item.startswith("_")]
     near = get_close_matches(name, public, n=1)
     if near:

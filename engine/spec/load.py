@@ -21,7 +21,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from engine.errors import SpecError
+from engine.spec.access import Access
 from engine.spec.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
+from engine.spec.masking import mask_all
 from engine.spec.problems import diagnose
 from engine.spec.resolve import Resolver
 from engine.spec.tree import Node, Scalar, split_lines
@@ -45,6 +47,8 @@ class Document:
     """Of every key, by the path of its value."""
     rereads: Mapping[DataPath, str] = field(default_factory=dict)
     """Text of the values that may be read as strings too."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that it was filled from, with their values."""
 
     def origin(self, path: Sequence[str | int], *, key: bool = False) -> Origin | None:
         """Where a value (or its key) was written; of what is not there, the nearest that contains it."""
@@ -73,6 +77,10 @@ class LoadedSpec:
     """Of every key, by the path of its value."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Text of every file that was read, by `Origin.file`."""
+    access: Access = field(default_factory=Access)
+    """Which files that it names may be opened, and whether its code may be imported."""
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables that it was filled from, with their values."""
 
     @property
     def base(self) -> Path:
@@ -216,54 +224,67 @@ def validate(document: Document, model: type[Model]) -> tuple[Model | None, list
     return validate(Document(document.data, document.origins, document.key_origins, rest), model)
 
 
-def read_spec(path: str | Path, overrides: Sequence[str] = ()) -> tuple[LoadedSpec | None, list[Diagnostic]]:
+def read_spec(
+    path: str | Path, overrides: Sequence[str] = (), access: Access | None = None
+) -> tuple[LoadedSpec | None, list[Diagnostic]]:
     """Read a spec and say everything that is wrong with its form.
 
     Args:
         path: The YAML file.
         overrides: `a.b=value` each, as `--set` takes them; the value is YAML, `tools.0.timeout=5s` reaches into lists.
+        access: What may be opened and imported for it; everything when left out.
 
     Returns:
-        The spec, or None where it is not valid, and the diagnostics. Rules in `UNREADABLE` mean that the file
+        The spec, or None where it is not valid, and the diagnostics, in which values of environment variables are
+        masked. Rules in `UNREADABLE` mean that the file
         could not be read as YAML.
     """
-    resolver = Resolver()
+    access = access or Access()
+    resolver = Resolver(access=access)
     tree = resolver.resolve(path, overrides)
     if tree is None:
-        return None, resolver.problems
+        return None, mask_all(resolver.problems, resolver.variables)
     document = flatten(tree)
     spec, problems = validate(document, EpisodeSpec)
-    problems = [*resolver.problems, *problems]
+    problems = mask_all([*resolver.problems, *problems], resolver.variables)
     if spec is None or any(problem.severity == "error" for problem in problems):
         return None, problems
-    full = Path(path).absolute()
-    loaded = LoadedSpec(spec, document.data, document.origins, full, document.key_origins, resolver.sources)
+    loaded = LoadedSpec(
+        spec,
+        document.data,
+        document.origins,
+        Path(path).absolute(),
+        document.key_origins,
+        resolver.sources,
+        access,
+        resolver.variables,
+    )
     return loaded, problems
 
 
-def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> LoadedSpec:
+def load_spec(path: str | Path, overrides: Sequence[str] = (), access: Access | None = None) -> LoadedSpec:
     """Read a spec.
 
     Raises:
         SpecError: with every diagnostic.
     """
-    loaded, problems = read_spec(path, overrides)
+    loaded, problems = read_spec(path, overrides, access)
     if loaded is None:
         raise SpecError(problems)
     return loaded
 
 
-def load_document(path: str | Path, model: type[Model]) -> tuple[Model, Document]:
+def load_document(path: str | Path, model: type[Model], access: Access | None = None) -> tuple[Model, Document]:
     """Read any other YAML file (scripts, scenarios) by the same rules, against a contract of its own.
 
     Raises:
         SpecError: with every diagnostic.
     """
-    resolver = Resolver()
+    resolver = Resolver(access=access)
     tree = resolver.resolve(path)
-    document = flatten(tree) if tree is not None else None
+    document = replace(flatten(tree), variables=resolver.variables) if tree is not None else None
     value, problems = validate(document, model) if document is not None else (None, [])
-    problems = [*resolver.problems, *problems]
+    problems = mask_all([*resolver.problems, *problems], resolver.variables)
     if value is None or document is None or problems:
         raise SpecError(problems)
     return value, document

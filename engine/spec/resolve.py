@@ -14,7 +14,9 @@ from collections.abc import Set as AbcSet
 from dataclasses import replace
 from pathlib import Path
 
+from engine.spec.access import OUTSIDE_FIX, Access, OutsideError
 from engine.spec.diagnostic import SET_FILE, Diagnostic, Origin
+from engine.spec.near import nearest_name
 from engine.spec.scalars import read_scalar
 from engine.spec.tree import MAX_DEPTH, Mapping, Node, Place, Scalar, Sequence, parse
 
@@ -44,11 +46,14 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class Resolver:
     """Puts one spec's tree together and gathers what is wrong on the way."""
 
-    def __init__(self, environ: AbcMapping[str, str] | None = None) -> None:
+    def __init__(self, environ: AbcMapping[str, str] | None = None, access: Access | None = None) -> None:
         self.problems: list[Diagnostic] = []
+        self.variables: dict[str, str] = {}
+        """Environment variables that were read."""
         self.sources: dict[str, str] = {}
         """Text of every file that was read, by the name that origins use."""
         self._environ = os.environ if environ is None else environ
+        self._access = access or Access()
         self._merged: dict[Path, Mapping | None] = {}
         self._bytes = 0
         self._uses = 0
@@ -88,7 +93,7 @@ class Resolver:
     def _read(self, file: str, via: str, asked: Origin) -> Mapping | None:
         rule, at = ("spec.extends", asked) if via else ("spec.unreadable", Origin(file, 1, 1))
         try:
-            with Path(file).open("rb") as stream:
+            with self._access.open(Path(file)) as stream:
                 data = stream.read(MAX_BYTES + 1 - self._bytes)
             self._bytes += len(data)
             if self._bytes > MAX_BYTES:
@@ -100,9 +105,12 @@ class Resolver:
         except UnicodeDecodeError as error:
             self._problem(rule, f"`{file}` is not UTF-8 (byte {error.start})", "save it as UTF-8", at)
             return None
+        except OutsideError as error:
+            self._problem("spec.outside", f"`{file}` is not opened: {error.strerror}", OUTSIDE_FIX, at)
+            return None
         except (OSError, ValueError) as error:
             words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            self._problem(rule, f"`{file}` cannot be read: {words}", _similar_file(file), at)
+            self._problem(rule, f"`{file}` cannot be read: {words}", _similar_file(file, self._access), at)
             return None
         self.sources[file] = text
         tree, problems = parse(text, Place(file, via))
@@ -247,6 +255,7 @@ class Resolver:
             return match[0]
         used.append(f"${{{name}}}")
         if name in self._environ:
+            self.variables[name] = self._environ[name]
             return self._environ[name]
         if not colon:
             fix = f"set it, or give a default: `${{{name}:default}}`"
@@ -319,13 +328,14 @@ def _merge(base: Mapping, own: Mapping, path: tuple[str, ...]) -> Mapping:
     return Mapping(own.origin, entries, keys)
 
 
-def _similar_file(file: str) -> str | None:
-    from difflib import get_close_matches
-
+def _similar_file(file: str, access: Access) -> str | None:
     folder = Path(file).parent
     try:
-        names = [item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml")]
-    except OSError:
+        if not access.is_dir(folder):
+            return None
+        near = nearest_name(
+            Path(file).name, (item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml"))
+        )
+    except (OSError, ValueError):
         return None
-    near = get_close_matches(Path(file).name, names, n=1)
-    return f"did you mean `{folder / near[0]}`?" if near else None
+    return f"did you mean `{folder / near}`?" if near else None

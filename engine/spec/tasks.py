@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_jsonable_python
 
 from engine.errors import SpecError
+from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath, Diagnostic, Origin
 from engine.spec.entry import EntryError, load_entry
 from engine.spec.near import near_or_known, nearest_name, short
@@ -79,6 +80,8 @@ def load_tasks(loaded: LoadedSpec) -> list[Task]:
 def count_tasks(loaded: LoadedSpec) -> int | None:
     """How many tasks a spec has; for a data set on the hub, no more is said than `tasks.limit`.
 
+    The same holds for a function whose code may not be imported.
+
     Raises:
         SpecError: the source is not there, or its function fails.
     """
@@ -90,11 +93,11 @@ def count_tasks(loaded: LoadedSpec) -> int | None:
         file = task_file(loaded)
         if file.stat().st_size > MOST_READ:
             return spec.limit
-        with file.open("rb") as stream:
+        with loaded.access.open(file) as stream:
             found = sum(1 for line in stream if line.strip())
     elif spec.source == "parquet":
-        found = _parquet_rows(task_file(loaded))
-    elif spec.source == "python":
+        found = _parquet_rows(parquet_files(loaded))
+    elif spec.source == "python" and loaded.access.imports:
         found = sum(1 for _ in rows_of(loaded, spec.limit or MOST_COUNTED + 1))
         found = found if found <= MOST_COUNTED else None
     if found is None:
@@ -102,12 +105,26 @@ def count_tasks(loaded: LoadedSpec) -> int | None:
     return found if spec.limit is None else min(found, spec.limit)
 
 
-def _parquet_rows(path: Path) -> int | None:
+def parquet_files(loaded: LoadedSpec) -> list[Path]:
+    """The files that `tasks.path` means where it names a Parquet file, or a folder of such.
+
+    Raises:
+        SpecError: it is not there, or one of them may not be opened.
+    """
+    path = task_file(loaded)
+    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    for file in files:
+        if not loaded.access.is_file(file):
+            message = f"`{short(file.name)}` is no regular file that may be opened"
+            raise _fault(loaded, "tasks.bad-file", message, OUTSIDE_FIX, loaded.origin((*TASKS, "path")))
+    return files
+
+
+def _parquet_rows(files: list[Path]) -> int | None:
     """By the files' own footers."""
     import pyarrow
     import pyarrow.parquet
 
-    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     try:
         return sum(int(pyarrow.parquet.read_metadata(file).num_rows) for file in files)
     except (OSError, pyarrow.ArrowException):
@@ -205,11 +222,13 @@ def task_file(loaded: LoadedSpec) -> Path:
     at = loaded.origin((*TASKS, "path"))
     near: str | None = None
     try:
+        if not loaded.access.allows(path):
+            raise _fault(loaded, "tasks.no-file", f"`{short(named)}` lies outside of what is read", OUTSIDE_FIX, at)
         if path.is_file() or (path.is_dir() and loaded.spec.tasks.source == "parquet"):
             return path
         if path.exists():
             raise _fault(loaded, "tasks.no-file", f"`{short(named)}` is no file of rows", f"looked at {path}", at)
-        if path.parent.is_dir():
+        if loaded.access.is_dir(path.parent):
             near = nearest_name(path.name, (item.name for item in path.parent.iterdir()))
     except OSError as error:
         fault = f"the task file `{short(named)}` cannot be had: {error.strerror}"
@@ -222,7 +241,7 @@ def _jsonl(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
     path = task_file(loaded)
     number = 0
     try:
-        with path.open("rb") as stream:
+        with loaded.access.open(path) as stream:
             for line, data in enumerate(stream, start=1):
                 if not data.strip():
                     continue
@@ -251,10 +270,8 @@ def _parquet(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
-    path = task_file(loaded)
-    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     number = 0
-    for file in files:
+    for file in parquet_files(loaded):
         try:
             with pyarrow.parquet.ParquetFile(file) as table:
                 for batch in table.iter_batches(batch_size=min(limit or 1024, 1024)):
@@ -269,6 +286,7 @@ def _parquet(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
 def _hub(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
     spec = loaded.spec.tasks
     at = loaded.origin((*TASKS, "path"))
+    _may_import(loaded, at)
     try:
         import datasets
     except ImportError as error:
@@ -293,6 +311,7 @@ def _python(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
     spec = loaded.spec.tasks
     use = str(spec.use)
     at = loaded.origin((*TASKS, "use"))
+    _may_import(loaded, at)
     try:
         source = load_entry(use, loaded.base)
     except EntryError as error:
@@ -315,6 +334,12 @@ _SOURCES: dict[str, Callable[[LoadedSpec, int | None], Iterator[Row]]] = {
     "hub": _hub,
     "python": _python,
 }
+
+
+def _may_import(loaded: LoadedSpec, at: Origin) -> None:
+    """Refuse sources whose rows are made by code."""
+    if not loaded.access.imports:
+        raise _fault(loaded, "tasks.python", "these rows are made by code, which is not run here", "add `--import`", at)
 
 
 def _near(name: str, fields: Mapping[str, Any]) -> str:

@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "nothing": (" " * 3_000_000, "spec.empty"),
     "extends itself": ("extends: s.yaml\n" + WHOLE, "spec.extends-cycle"),
     "extends much": (f"extends: {many(5000, 'base.yaml')}\n" + SINGLE, "spec.extends"),
-    "extends a device": ("extends: /dev/zero\n" + SINGLE, "spec.extends"),
+    "extends a device": ("extends: /dev/zero\n" + SINGLE, "spec.outside"),
     "transitions": (
         BASE
         + "machine:\n  preset: tools\n  transitions:\n    - {trigger: ["

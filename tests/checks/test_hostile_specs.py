@@ -10,7 +10,9 @@ import pytest
 from hostile_specs import BUSY, REFUSED, TASKS, WHOLE
 
 from engine.checks.pages import page_of
-from engine.cli.validate import FORMATS, Report, as_text, examine
+from engine.cli.validate import FORMATS
+from engine.cli.validate_examine import Options, examine
+from engine.cli.validate_report import Report, as_text
 
 LONG = {
     *("guards", "long guards", "guards that multiply", "dense", "ring", "larger ring", "wide limits", "huge limits"),
@@ -33,7 +35,7 @@ def slow(names: Iterable[str]) -> list[Any]:
 def examined(text: str) -> Report:
     """As the command would, written in every format."""
     Path("s.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
-    report = examine(Path("s.yaml"), cost=True, budget={"tokens": 1e9})
+    report = examine(Path("s.yaml"), Options(cost=True, budget={"tokens": 1e9}))
     said = [as_text([report], worst=True), *(write([report]) for write in FORMATS.values())]
     assert max(len(line) for line in as_text([report], worst=True).splitlines()) < 12_000
     assert all(each.encode("utf-8") or not report.diagnostics for each in said)

@@ -13,7 +13,7 @@ from engine.checks import all_rules
 from engine.checks.budget import read_budget
 from engine.checks.pages import Example, Page, page_ids, page_of
 from engine.checks.registry import MORE, UNFINISHED
-from engine.cli.validate import examine
+from engine.cli.validate_examine import FAILED, STOPPED, Options, examine
 from engine.errors import SpecError
 from engine.spec.load import read_spec
 from engine.spec.tasks import load_tasks
@@ -30,15 +30,15 @@ REST = {
 """What an example leaves out."""
 WHOLE = {"spec.empty", "spec.missing-key"}
 """Rules whose bad example lacks something that must not be filled in."""
-ELSEWHERE = {"machine.too-large", "tasks.not-read", "train.no-package"}
+ELSEWHERE = {"machine.too-large", "tasks.not-read", "train.no-package", STOPPED, FAILED}
 """Rules whose bad example would fill pages, or depends on what is installed; they have tests of their own."""
-NO_GOOD = {"tasks.hub"}
-"""A good example would need the network."""
+NO_GOOD = {"tasks.hub", STOPPED, FAILED}
+"""A good example would need the network, or is no spec."""
 
 
 def all_ids() -> set[str]:
     """Every id that a diagnostic of the engine may bear, as the code spells them."""
-    found = {item.id for item in all_rules()} | {"budget.exceeded", MORE, UNFINISHED}
+    found = {item.id for item in all_rules()} | {"budget.exceeded", MORE, UNFINISHED, STOPPED, FAILED}
     for file in (ROOT / "engine" / "spec").glob("*.py"):
         found |= set(re.findall(r'"((?:spec|yaml|tasks)\.[a-z-]+)"', file.read_text(encoding="utf-8")))
     return found - {"spec.yaml"}
@@ -69,7 +69,7 @@ def broken(page: Page, file: Path) -> set[str]:
     """Rules that a spec breaks, when it is validated and when its tasks are read."""
     overrides = [value for flag, value in zip(page.arguments, page.arguments[1:], strict=False) if flag == "--set"]
     most = read_budget([v for f, v in zip(page.arguments, page.arguments[1:], strict=False) if f == "--budget"])
-    found = {item.rule for item in examine(file, overrides, budget=most).diagnostics}
+    found = {item.rule for item in examine(file, Options(overrides, budget=most, imports=True)).diagnostics}
     loaded, _ = read_spec(file, overrides)
     if loaded is not None:
         try:
@@ -117,6 +117,6 @@ def test_the_good_example_does_not(rule: str, tmp_path: Path) -> None:
     file = write(example, tmp_path, whole=False)
     if rule == "spec.set":
         found = Page(found.id, found.severity, found.about, found.text, ("--set", "rollout.seed=2"))
-    errors = {item.rule for item in examine(file).diagnostics if item.severity == "error"}
+    errors = {item.rule for item in examine(file, Options(imports=True)).diagnostics if item.severity == "error"}
     assert errors == set()
     assert rule not in broken(found, file)

@@ -68,6 +68,7 @@ def test_ids_are_stable() -> None:
         ("rewards.unpayable", "error"),
         ("rules.unknown-state", "error"),
         ("spec.no-file", "error"),
+        ("spec.outside", "error"),
         ("tasks.not-read", "info"),
         ("tasks.row", "error"),
         ("tasks.unreadable", "error"),

@@ -146,9 +146,10 @@ def test_json() -> None:
                         "via": "",
                     }
                 ],
+                "skipped": [],
                 "worst_case": None,
             },
-            {"file": "t.yaml", "valid": True, "readable": True, "diagnostics": [], "worst_case": None},
+            {"file": "t.yaml", "valid": True, "readable": True, "diagnostics": [], "skipped": [], "worst_case": None},
         ],
     }
 
@@ -156,12 +157,14 @@ def test_json() -> None:
 def test_what_a_module_prints_does_not_mix_with_the_findings() -> None:
     Path("prints_at_import.py").write_text("print('hello')\n\ndef tool(x: int) -> int:\n    'Say it.'\n    return x\n")
     Path("s.yaml").write_text(GOOD + "tools: [{use: 'prints_at_import:tool', timeout: 5s}]\n")
-    result = CliRunner().invoke(app, ["s.yaml", "--format", "json"])
+    result = CliRunner().invoke(app, ["s.yaml", "--format", "json", "--import"])
     assert json.loads(result.stdout) == {
         "valid": True,
-        "specs": [{"file": "s.yaml", "valid": True, "readable": True, "diagnostics": [], "worst_case": None}],
+        "specs": [
+            {"file": "s.yaml", "valid": True, "readable": True, "diagnostics": [], "skipped": [], "worst_case": None}
+        ],
     }
-    assert result.stderr == "hello\n"
+    assert result.stderr == "imported code: hello\n"
 
 
 def test_a_folder_means_every_spec_under_it() -> None:
@@ -193,8 +196,8 @@ def test_it_imports_no_torch_and_no_transformers() -> None:
         + "tools: [{use: 'textwrap:dedent', name: d, timeout: 5s}]\n"
     )
     code = (
-        "import sys\nfrom pathlib import Path\nfrom engine.cli.validate import examine\n"
-        "print([str(d) for d in examine(Path('s.yaml')).diagnostics])\n"
+        "import sys\nfrom pathlib import Path\nfrom engine.cli.validate_examine import Options, examine\n"
+        "print([str(d) for d in examine(Path('s.yaml'), Options(imports=True)).diagnostics])\n"
         "print(sorted({'torch', 'transformers', 'renderers', 'pyarrow', 'datasets'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -212,10 +215,12 @@ def test_a_hundred_specs_are_quick(record_property: pytest.TestReport) -> None:
     record_property("seconds", time.perf_counter() - began)  # type: ignore[operator]
 
 
-def test_bytes_of_the_system_that_are_no_text_are_shown_as_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_the_system_that_are_no_text_are_shown_as_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ODD", "a\udcff")
     Path("s.yaml").write_text(GOOD + "limits: {user_turns: '${ODD}'}\n")
+    Path("t\udcff.yaml").write_text(GOOD + "limits: {user_turns: x}\n")
     for extra in ([], ["--set", "name=\udcff"], ["--format", "json"], ["--format", "sarif"], ["--format", "github"]):
-        status, output = run("s.yaml", *extra)
+        status, output = run("s.yaml", "t\udcff.yaml", *extra)
         assert status == 1
-        assert "?" in output
+        assert "${ODD}" in output
+        assert "\\udcff.yaml" in output or "%FF.yaml" in output

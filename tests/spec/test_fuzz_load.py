@@ -10,7 +10,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.cli.validate import FORMATS, as_text, examine
+from engine.cli.validate import FORMATS
+from engine.cli.validate_examine import Options, examine
+from engine.cli.validate_report import as_text, pack, unpack
 from engine.spec.load import read_spec
 from schemas.episode import EpisodeSpec
 from schemas.train import TrainSpec
@@ -132,7 +134,10 @@ values = st.recursive(
 def check(text: str, folder: Path) -> None:
     file = folder / "s.yaml"
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    report = examine(file, cost=True)
+    report = examine(file, Options(cost=True, imports=True))
+    without_code = examine(file, Options(cost=True))
+    assert unpack(str(file), pack(without_code)) == without_code
+    assert without_code.status in (0, report.status)
     assert all(item.origin is not None for item in report.diagnostics)
     if report.status == 0:
         assert read_spec(file)[0] is not None
@@ -191,6 +196,6 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path, data: bytes) -> None:
 def test_any_override_is_taken_or_refused(tmp_path: Path, overrides: list[str]) -> None:
     file = tmp_path / "s.yaml"
     file.write_text(SPEC)
-    for item in examine(file, overrides).diagnostics:
+    for item in examine(file, Options(overrides)).diagnostics:
         assert item.origin is not None
         assert str(item)

@@ -372,7 +372,7 @@ def test_a_variable_that_was_overridden_need_not_be_set() -> None:
 def test_a_wrong_value_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TURNS", "many")
     assert errors(write("s.yaml", GOOD + "limits: {user_turns: '${TURNS}'}\n")) == [
-        "s.yaml:5:22 (${TURNS}): error[spec.wrong-type] `limits.user_turns` must be a whole number; it is `many`"
+        "s.yaml:5:22 (${TURNS}): error[spec.wrong-type] `limits.user_turns` must be a whole number; it is `${TURNS}`"
     ]
 
 

@@ -1,0 +1,242 @@
+"""A forked process that answers requests: nothing that it runs can hold up its parent, or end in a way that looks like success.
+
+An answer counts only as a frame on a pipe of its own that begins with the child's random token. Ending in any way
+(`os._exit(0)`, `sys.exit`, a crash), printing, or taking too long is a `ChildError`.
+
+    child = Child(lambda request, doing: request.upper(), memory=2**30)
+    child.ask(b"text", seconds=10)
+    child.close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import secrets
+import select
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from engine.errors import EngineError
+from engine.terminal import visible
+
+Answer = Callable[[bytes, Callable[[str], None]], bytes]
+"""Takes a request, and a function that notes what is done now; returns the answer."""
+MOST_ANSWERED = 64 * 2**20
+"""Bytes of one answer."""
+MOST_PRINTED = 64 * 2**10
+"""Bytes of what a child prints that are kept."""
+_NOTE = 200
+"""Bytes of a child's word on what it is doing."""
+_POLL = 0.05
+"""Seconds between two looks at whether the child has ended."""
+_HEAD = struct.Struct(">16sQ")
+
+
+class ChildError(EngineError):
+    """A child gave no answer; the message says how it ended."""
+
+    kind = "child_error"
+    blame = "spec"
+
+
+class Child:
+    """One forked process.
+
+    Args:
+        answer: Called in the child with each request.
+        memory: Most bytes of data that the child may allocate.
+        group: It leads a process group of its own, so that what it starts ends with it.
+        capture: What it prints is kept in `printed`; otherwise it prints where its parent does.
+    """
+
+    def __init__(self, answer: Answer, *, memory: int, group: bool = True, capture: bool = False) -> None:
+        self._token = secrets.token_bytes(16)
+        self._note = mmap.mmap(-1, _NOTE)
+        self._group = group
+        self.printed = b""
+        """What it printed, the beginning."""
+        ask_out, ask_in = os.pipe()
+        told_out, told_in = os.pipe()
+        print_out, print_in = os.pipe() if capture else (-1, -1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._pid = self._leader = os.fork()
+        if self._pid == 0:
+            try:
+                _close(ask_in, told_out, print_out)
+                _prepare(group, memory, print_in)
+                self._serve(answer, ask_out, told_in)
+            except BaseException:  # noqa: BLE001  (nothing may go on as if this were the parent)
+                os.write(2, visible(traceback.format_exc()).encode())
+            finally:
+                os._exit(70)
+        _close(ask_out, told_in, print_in)
+        self._ask, self._told, self._print = ask_in, told_out, print_out
+
+    # ---- in the child
+
+    def _doing(self, what: str) -> None:
+        note = what.encode("utf-8", "replace")[: _NOTE - 1]
+        self._note[: len(note) + 1] = note + b"\0"
+
+    def _serve(self, answer: Answer, requests: int, answers: int) -> None:
+        while True:
+            length = _read(requests, 8)
+            if length is None:
+                os._exit(0)
+            seconds = _read(requests, 8) or b""
+            request = _read(requests, int.from_bytes(length, "big")) or b""
+            _limit_time(struct.unpack(">d", seconds)[0])
+            found = answer(request, self._doing)
+            _write(answers, _HEAD.pack(self._token, len(found)) + found)
+
+    # ---- in the parent
+
+    def ask(self, request: bytes, seconds: float) -> bytes:
+        """The answer to a request. After a ChildError, the child is gone.
+
+        Raises:
+            ChildError: there is none within so many seconds, or the child ended.
+        """
+        try:
+            return self._asked(request, time.monotonic() + seconds, seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def _asked(self, request: bytes, ends: float, seconds: float) -> bytes:
+        with contextlib.suppress(BrokenPipeError):
+            _write(self._ask, len(request).to_bytes(8, "big") + struct.pack(">d", seconds) + request)
+        found = bytearray()
+        ended = False
+        while True:
+            left = ends - time.monotonic()
+            if left <= 0:
+                raise ChildError(f"it took more than {seconds:g} s{self._where()}")
+            if not self._take(found, 0.0 if ended else min(left, _POLL)) and ended:
+                raise ChildError(f"the process {self._ending}{self._where()}")
+            if len(found) >= _HEAD.size:
+                token, length = _HEAD.unpack(found[: _HEAD.size])
+                if not secrets.compare_digest(token, self._token) or length > MOST_ANSWERED:
+                    raise ChildError(f"the process answered what it was not asked{self._where()}")
+                if len(found) >= _HEAD.size + length:
+                    return bytes(found[_HEAD.size : _HEAD.size + length])
+            ended = ended or self._has_ended()
+
+    def _take(self, found: bytearray, seconds: float) -> bool:
+        """Read what the child wrote, waiting so long for some; whether any of its pipes had something."""
+        open_ends = [end for end in (self._told, self._print) if end >= 0]
+        poll = select.poll()
+        for end in open_ends:
+            poll.register(end, select.POLLIN)
+        some = False
+        for end, _ in poll.poll(seconds * 1000):
+            data = os.read(end, 1 << 16)
+            some = some or bool(data)
+            if end == self._told:
+                found += data
+            else:
+                self.printed = (self.printed + data)[:MOST_PRINTED]
+            if not data:
+                os.close(end)
+                self._told, self._print = (-1 if each == end else each for each in (self._told, self._print))
+        if not open_ends:
+            time.sleep(seconds)
+        return some
+
+    def _has_ended(self) -> bool:
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        if pid == 0:
+            return False
+        self._pid = 0
+        code = os.waitstatus_to_exitcode(status)
+        self._ending = f"ended with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        return True
+
+    _ending = ""
+
+    def _where(self) -> str:
+        note = self._note[:_NOTE].partition(b"\0")[0].decode("utf-8", "replace")
+        return f" ({note})" if note else ""
+
+    def close(self) -> None:
+        """End the process, and what it has started."""
+        if self._leader and self._group:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._leader, signal.SIGKILL)
+        self._leader = 0
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._pid, 0)
+            self._pid = 0
+        _close(self._ask, self._told, self._print)
+        self._ask = self._told = self._print = -1
+
+
+def can_fork() -> bool:
+    """Whether this system has child processes of this kind."""
+    return hasattr(os, "fork")
+
+
+def _prepare(group: bool, memory: int, output: int) -> None:
+    """In the child: no input, limits, a process group, and output into the pipe where there is one."""
+    import resource
+
+    if group:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this child
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    if output >= 0:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        _close(output)
+        sys.stdout = sys.stderr = open(1, "w", errors="replace", buffering=1, closefd=False)  # noqa: SIM115, PTH123
+    for kind, most in ((resource.RLIMIT_DATA, memory), (resource.RLIMIT_CORE, 0)):
+        with contextlib.suppress(OSError, ValueError):
+            hard = resource.getrlimit(kind)[1]
+            resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _limit_time(seconds: float) -> None:
+    """End this process when it has used so many seconds of the processor more: even where nobody is left to end it."""
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _read(end: int, size: int) -> bytes | None:
+    """So many bytes; None where the other end is closed."""
+    found = bytearray()
+    while len(found) < size:
+        data = os.read(end, min(size - len(found), 1 << 20))
+        if not data:
+            return None
+        found += data
+    return bytes(found)
+
+
+def _write(end: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(end, view) :]
+
+
+def _close(*ends: int) -> None:
+    for end in ends:
+        if end >= 0:
+            with contextlib.suppress(OSError):
+                os.close(end)

@@ -1,0 +1,185 @@
+"""What a chat template does, found out by rendering it.
+
+A template is a program: it can loop for ever. Those of the engine's own catalogue are rendered here; any other, where
+the spec may be a stranger's, in a child process with a deadline, which is started once and only when it is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from engine.checks.child import Child, ChildError, can_fork
+
+SECONDS = 10.0
+"""What the child may take for one template."""
+MEMORY = 2**30
+"""Bytes that a template may fill."""
+MARK = "kwyjibo"
+"""A word that no template has."""
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": f"{MARK}_tool",
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+    },
+}
+_CALL = {"id": "call_0_0", "type": "function", "function": {"name": f"{MARK}_tool", "arguments": {"x": 1}}}
+
+View = Mapping[str, Any]
+
+
+class Shown(NamedTuple):
+    """What a template does."""
+
+    problem: str | None
+    """It cannot be rendered at all: why."""
+    tools: bool
+    """It shows the schemas of tools."""
+    results: bool
+    """It shows messages of role `tool`."""
+    rewrites: str | None
+    """What of a reply it shows differently once a user speaks again."""
+
+
+def shown(source: str, variables: Mapping[str, Any], *, trusted: bool) -> Shown | None:
+    """What a template does.
+
+    Args:
+        source: The template.
+        variables: What it is rendered with beside messages and tools.
+        trusted: It is rendered in this process.
+
+    Returns:
+        None where the variables are nothing that a template can be asked about.
+    """
+    try:
+        key = json.dumps(variables, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return _shown_of(source, key, trusted)
+
+
+def rendered(source: str, variables: Mapping[str, Any], messages: Sequence[View], *, trusted: bool) -> str | None:
+    """A conversation as the template writes it, up to the reply; None where it cannot."""
+    known = shown(source, variables, trusted=trusted)
+    if known is None or known.problem is not None:
+        return None
+    if trusted or not can_fork():
+        return _render(source, variables, messages)
+    try:
+        return _ask({"source": source, "variables": variables, "messages": messages})["text"]  # type: ignore[no-any-return]
+    except ChildError:
+        return None
+
+
+@lru_cache(maxsize=64)
+def _shown_of(source: str, variables: str, trusted: bool) -> Shown:
+    if trusted or not can_fork():
+        return _shown(source, json.loads(variables))
+    try:
+        return Shown(*_ask({"source": source, "variables": json.loads(variables)})["shown"])
+    except ChildError as error:
+        return Shown(str(error), True, True, None)
+
+
+# ---- the child
+
+_children: list[Child] = []
+_seconds = [SECONDS]
+
+
+def set_deadline(seconds: float) -> None:
+    """Let the child take so long for one template."""
+    _seconds[0] = min(SECONDS, seconds)
+
+
+def _ask(request: dict[str, Any]) -> Any:
+    if not _children:
+        _children.append(Child(_answer, memory=MEMORY, group=False))
+    try:
+        return json.loads(_children[0].ask(json.dumps(request).encode(), _seconds[0]))
+    except ChildError:
+        _children.clear()
+        raise
+
+
+def close_child() -> None:
+    """End the child, where there is one."""
+    while _children:
+        _children.pop().close()
+
+
+def _answer(request: bytes, doing: Callable[[str], None]) -> bytes:
+    """In the child."""
+    asked = json.loads(request)
+    if "messages" in asked:
+        return json.dumps({"text": _render(asked["source"], asked["variables"], asked["messages"])}).encode()
+    return json.dumps({"shown": _shown(asked["source"], asked["variables"])}).encode()
+
+
+# ---- rendering
+
+
+def _render(source: str, variables: Mapping[str, Any], messages: Sequence[View]) -> str | None:
+    from engine.tokens.jinja import compile_template
+
+    try:
+        template = compile_template(source)
+        return str(template.render(messages=messages, tools=None, add_generation_prompt=True, **variables))
+    except Exception:  # noqa: BLE001  (a template may raise whatever it likes)
+        return None
+
+
+def _shown(source: str, variables: Mapping[str, Any]) -> Shown:
+    from jinja2 import TemplateError
+
+    from engine.tokens.jinja import compile_template
+
+    try:
+        template = compile_template(source)
+    except TemplateError as error:
+        return Shown(f"it is no Jinja template: {error}", True, True, None)
+    except (RecursionError, MemoryError, ValueError, OverflowError) as error:
+        return Shown(f"it is no Jinja template that can be read: {type(error).__name__}", True, True, None)
+
+    def render(messages: Sequence[View], tools: list[Any] | None = None, ask: bool = True) -> str | None:
+        try:
+            return str(template.render(messages=messages, tools=tools, add_generation_prompt=ask, **variables))
+        except Exception:  # noqa: BLE001  (a template may raise whatever it likes)
+            return None
+
+    said: list[View] = [{"role": "user", "content": f"{MARK}_question"}]
+    plain = render(said)
+    if plain is None:
+        return Shown("it refuses a conversation that a user begins", True, True, None)
+    with_tools = render(said, [_TOOL])
+    called: list[View] = [*said, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+    result = {"role": "tool", "content": f"{MARK}_result", "name": f"{MARK}_tool", "tool_call_id": "call_0_0"}
+    results = render([*called, result], [_TOOL])
+    return Shown(
+        None,
+        with_tools is not None and f"{MARK}_tool" in with_tools,
+        results is not None and f"{MARK}_result" in results,
+        _rewritten(render, said),
+    )
+
+
+def _rewritten(render: Any, said: list[View]) -> str | None:
+    """Whether a reply's reasoning, or the reply itself, is shown differently when a user has spoken again."""
+    for words, reply in (
+        ("reasoning", {"role": "assistant", "content": f"{MARK}_answer", "reasoning_content": f"{MARK}_thought"}),
+        ("reasoning", {"role": "assistant", "content": f"<think>\n{MARK}_thought\n</think>\n\n{MARK}_answer"}),
+        ("the reply", {"role": "assistant", "content": f"{MARK}_answer"}),
+    ):
+        newest = render([*said, reply], None, False)
+        later = render([*said, reply, {"role": "user", "content": f"{MARK}_again"}], None, False)
+        if newest is None or later is None:
+            continue
+        kept = newest.rpartition(f"{MARK}_answer")[0]
+        if f"{MARK}_answer" in newest and not later.startswith(kept):
+            return words
+    return None

@@ -1,0 +1,197 @@
+"""One spec examined, and many, each within its time.
+
+Specs are examined in a child process: one that takes too long, or that crashes a parser, costs its own result alone. No
+code that a spec names is imported there. With `--import` a second child for each spec imports it; what was found without
+it stays found, whatever that code does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from engine.checks import all_rules
+from engine.checks.budget import over_budget
+from engine.checks.child import Child, ChildError, can_fork
+from engine.checks.context import CheckContext
+from engine.checks.registry import check_rules, in_order
+from engine.checks.templates import close_child, set_deadline
+from engine.checks.worst_case import worst_case
+from engine.cli.validate_report import Report, excerpts_of, pack, unpack
+from engine.cli.validate_scenarios import is_scenarios, scenario_problems
+from engine.spec.access import Access
+from engine.spec.diagnostic import Diagnostic, Origin
+from engine.spec.load import UNREADABLE, read_spec
+from engine.spec.masking import mask_all, mask_name
+
+SECONDS = 60.0
+"""What one spec may take."""
+MEMORY = 4 * 2**30
+"""Bytes that examining a spec may fill."""
+CODE_MEMORY = 16 * 2**30
+"""Bytes that the code of a spec may fill while it is imported."""
+STOPPED = "check.stopped"
+"""The id of what says that a spec was not examined whole."""
+FAILED = "check.import-failed"
+"""The id of what says that the checks that import code have no result."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `engine validate` was asked for."""
+
+    overrides: Sequence[str] = ()
+    """As `--set` takes them."""
+    cost: bool = False
+    """Compute the worst case."""
+    budget: Mapping[str, float] = field(default_factory=dict)
+    """The most that the run may cost; see `engine.checks.budget`."""
+    imports: bool = False
+    """Import the code that specs name, for the checks that need it."""
+    allowed: Sequence[Path] = ()
+    """Folders whose files may be opened too."""
+    seconds: float = SECONDS
+    """What one spec may take."""
+
+
+def examine(path: Path, options: Options | None = None, doing: Callable[[str], None] | None = None) -> Report:
+    """Read one spec and try every rule on it, in this process; a file of scenarios is held to the spec beside it.
+
+    With `options.imports` the code that it names is imported here.
+
+    Args:
+        path: The spec.
+        options: What is asked for.
+        doing: Called with what is done next.
+    """
+    options = options or Options()
+    access = Access.for_spec(path, options.allowed, imports=options.imports)
+    set_deadline(options.seconds / 2)
+    if is_scenarios(path):
+        found, unreadable, skipped = scenario_problems(path, options.overrides, access)
+        return _report(Report(str(path), found, unreadable, scenarios=True, skipped=skipped), {}, access)
+    loaded, problems = read_spec(path, options.overrides, access)
+    if loaded is None:
+        unreadable = any(item.rule in UNREADABLE for item in problems)
+        return _report(Report(str(path), problems, unreadable), {}, access)
+    found, skipped = check_rules(loaded, doing)
+    worst = None
+    sound = not any(item.severity == "error" and item.rule.startswith("machine.") for item in found)
+    if (options.cost or options.budget) and sound:
+        worst = worst_case(CheckContext(loaded))
+        found += mask_all(over_budget(loaded, worst, options.budget), loaded.variables)
+    sources = {mask_name(file, loaded.variables): text for file, text in loaded.sources.items()}
+    return _report(Report(str(path), [*problems, *found], worst=worst, skipped=skipped), sources, access)
+
+
+def _report(report: Report, sources: Mapping[str, str], access: Access) -> Report:
+    return replace(report, excerpts=excerpts_of(report.diagnostics, sources, access))
+
+
+def examine_all(paths: Sequence[Path], options: Options) -> tuple[list[Report], str]:
+    """Examine specs in child processes.
+
+    Returns:
+        The reports, and what imported code printed.
+    """
+    if not can_fork():
+        try:
+            return [examine(path, replace(options, imports=False)) for path in paths], ""
+        finally:
+            close_child()
+    all_rules()  # imported once, before the children are
+    examiner = _Examiner(options)
+    try:
+        return [examiner.examine(path) for path in paths], "".join(examiner.printed)
+    finally:
+        examiner.close()
+
+
+class _Examiner:
+    """Examines one spec after another, with one child for those that it lives through."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.printed: list[str] = []
+        self._child: Child | None = None
+
+    def examine(self, path: Path) -> Report:
+        """One spec."""
+        ends = time.monotonic() + self.options.seconds
+        report = self._without_code(path)
+        if not self.options.imports or report.unreadable or any(item.rule == STOPPED for item in report.diagnostics):
+            return report
+        return self._with_code(path, report, ends - time.monotonic())
+
+    def _without_code(self, path: Path) -> Report:
+        if self._child is None:
+            without = replace(self.options, imports=False)
+            self._child = _child(without, MEMORY)
+        try:
+            return unpack(
+                str(path), self._child.ask(str(path).encode("utf-8", "surrogateescape"), self.options.seconds)
+            )
+        except ChildError as error:
+            self._child = None
+            return _failed(
+                path, STOPPED, f"this spec could not be examined whole: {error}", "make it smaller or simpler"
+            )
+
+    def _with_code(self, path: Path, static: Report, seconds: float) -> Report:
+        child = _child(self.options, CODE_MEMORY, capture=True)
+        try:
+            found = unpack(str(path), child.ask(str(path).encode("utf-8", "surrogateescape"), max(seconds, 0.1)))
+            return _both(static, found)
+        except (ChildError, ValueError) as error:
+            fix = "a module must be imported without ending the process, and within the time and memory that there is"
+            failed = _failed(path, FAILED, f"the checks that import its code have no result: {error}", fix)
+            return replace(
+                static,
+                diagnostics=[*static.diagnostics, *failed.diagnostics],
+                excerpts=[*static.excerpts, *failed.excerpts],
+            )
+        finally:
+            child.close()
+            self.printed.append(child.printed.decode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """End the child."""
+        if self._child is not None:
+            self._child.close()
+
+
+def _child(options: Options, memory: int, *, capture: bool = False) -> Child:
+    def answer(request: bytes, doing: Callable[[str], None]) -> bytes:
+        path = Path(request.decode("utf-8", "surrogateescape"))
+        try:
+            return pack(examine(path, options, lambda rule: doing(f"at the rule `{rule}`")))
+        except MemoryError:
+            return pack(_failed(path, STOPPED, "this spec takes more memory than there is", "make it smaller"))
+        except RecursionError:
+            return pack(_failed(path, STOPPED, "something in this spec is nested too deep", "flatten it"))
+
+    return Child(answer, memory=memory, capture=capture)
+
+
+def _failed(path: Path, rule: str, message: str, fix: str) -> Report:
+    origin = Origin(str(path), 1, 1)
+    return Report(str(path), [Diagnostic(rule, "error", message, fix, origin)], excerpts=[None])
+
+
+def _both(static: Report, found: Report) -> Report:
+    """What was found with code, and what was found without it."""
+    known = {(item.rule, item.origin, item.path) for item in found.diagnostics}
+    extra = [
+        (item, excerpt)
+        for item, excerpt in zip(static.diagnostics, static.excerpts, strict=True)
+        if item.severity == "error"
+        and (item.rule, item.origin, item.path) not in known
+        and item.rule != "budget.exceeded"
+    ]
+    pairs = sorted([*zip(found.diagnostics, found.excerpts, strict=True), *extra], key=lambda pair: in_order(pair[0]))
+    return replace(found, diagnostics=[item for item, _ in pairs], excerpts=[excerpt for _, excerpt in pairs])
+
+
+__all__ = ["FAILED", "STOPPED", "Options", "examine", "examine_all"]

@@ -1,0 +1,342 @@
+"""What `engine validate` found in one spec, and how it is written: text, JSON, and as a line between processes.
+
+Everything that a spec or a file beside it can put into a finding is escaped here: control characters, line feeds, and
+what CI systems read as commands (`::error::` at the beginning of a line, `##[error]` anywhere).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from engine.spec.access import Access
+from engine.spec.diagnostic import SET_FILE, Diagnostic, Origin
+from engine.terminal import visible, visible_json
+
+if TYPE_CHECKING:
+    from engine.checks.worst_case import Bound, WorstCase
+
+VALID, INVALID, UNREADABLE = 0, 1, 2
+WIDEST = 400
+"""Characters of a line that are shown."""
+MOST_SHOWN = 64 * 2**20
+"""Bytes of a file that a line is looked for in."""
+_WORD = re.compile(r""""(?:[^"\\]|\\.)*"|'[^']*'|\{\{.*?\}\}|[\w./:*-]*[\w./*-]""")
+_COLORS = {"error": typer.colors.RED, "warning": typer.colors.YELLOW, "info": typer.colors.BLUE}
+_COMMAND = re.compile(r"##(?=[\w.-]*\[)")
+"""How commands to CI systems begin, wherever they stand in a line."""
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """The line that a finding is about."""
+
+    text: str
+    """At most `WIDEST` characters of it."""
+    column: int
+    """Where the finding points, from 1."""
+    number: str
+    """The line's number; empty for an override."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found in one spec."""
+
+    file: str
+    diagnostics: list[Diagnostic]
+    unreadable: bool = False
+    excerpts: list[Excerpt | None] = field(default_factory=list)
+    """The line of each finding, where it is at hand."""
+    worst: WorstCase | None = None
+    """The most that it can cost; None where its machine is not sound, or nobody asked."""
+    scenarios: bool = False
+    """It is a file of scenarios, held to the spec beside it."""
+    skipped: list[str] = field(default_factory=list)
+    """Rules that could not look at everything without importing code."""
+
+    @property
+    def status(self) -> int:
+        """0 valid, 1 invalid, 2 could not be read."""
+        if self.unreadable:
+            return UNREADABLE
+        return INVALID if any(item.severity == "error" for item in self.diagnostics) else VALID
+
+
+# ---- excerpts
+
+
+def excerpts_of(found: Sequence[Diagnostic], sources: Mapping[str, str], access: Access) -> list[Excerpt | None]:
+    """The source line of each finding.
+
+    Args:
+        found: The findings.
+        sources: Text of the files that were read, by `Origin.file`.
+        access: Which other files may be opened for it.
+    """
+    return [_excerpt_of(item, sources, access) for item in found]
+
+
+def _excerpt_of(item: Diagnostic, sources: Mapping[str, str], access: Access) -> Excerpt | None:
+    origin = item.origin
+    if origin is None:
+        return None
+    if origin.file == SET_FILE:
+        line, column, number = origin.via.partition("\n")[0], origin.column + len("--set "), ""
+    else:
+        line, column, number = _line(origin.file, origin.line, sources, access), origin.column, str(origin.line)
+    if len(line) > WIDEST:
+        start = max(0, column - WIDEST // 2)
+        line, column = line[start : start + WIDEST], column - start
+    return Excerpt(line, column, number) if line.strip() else None
+
+
+def _line(file: str, line: int, sources: Mapping[str, str], access: Access) -> str:
+    text = sources.get(file)
+    lines = _lines_of_file(file, access) if text is None else _lines_of(text)
+    return lines[line - 1] if 0 < line <= len(lines) else ""
+
+
+@lru_cache(maxsize=4)
+def _lines_of(text: str) -> list[str]:
+    from engine.spec.tree import split_lines
+
+    return split_lines(text)
+
+
+def _lines_of_file(file: str, access: Access) -> list[str]:
+    try:
+        status = Path(file).stat()
+        return _read_lines(str(Path(file).absolute()), status.st_mtime_ns, status.st_size, access)
+    except (OSError, ValueError):
+        return []
+
+
+@lru_cache(maxsize=4)
+def _read_lines(file: str, changed: int, size: int, access: Access) -> list[str]:
+    with access.open(Path(file)) as stream:
+        return _lines_of(stream.read(MOST_SHOWN).decode("utf-8-sig", errors="replace"))
+
+
+# ---- text
+
+
+def as_text(reports: Sequence[Report], *, notes: bool = True, worst: bool = False) -> str:
+    """Each finding with its line of source and a caret, what each spec can cost, then one line that counts."""
+    blocks = [
+        _block(item, report.excerpts[index] if index < len(report.excerpts) else None)
+        for report in reports
+        for index, item in enumerate(report.diagnostics)
+        if notes or item.severity != "info"
+    ]
+    costs = [line for report in reports for line in _cost(report) if not report.scenarios] if worst else []
+    return "\n".join([*blocks, *costs, _summary(reports)])
+
+
+def one_line(text: str) -> str:
+    """A text that stays on its line, and that neither a terminal nor a CI system takes for a command."""
+    return _COMMAND.sub(r"#\\x23", visible(text, newlines=False))
+
+
+def first_in_line(text: str) -> str:
+    """The same, for what a line begins with."""
+    shown = one_line(text)
+    return f"\\x3a{shown.lstrip()[1:]}" if shown.lstrip().startswith("::") else shown
+
+
+def _cost(report: Report) -> list[str]:
+    """The worst case as a table."""
+    found = report.worst
+    file = first_in_line(report.file)
+    if found is None:
+        return [f"{file}: no worst case: its machine has errors"]
+    many = "?" if found.episodes is None else f"{found.episodes:,}"
+    rows = [("the most of", "one episode", f"{many} episodes", "bounded by")]
+    for name, bound in found.episode.items():
+        run = found.run.get(name)
+        whole = "" if run is None else "?" if found.episodes is None and run.most is None else _number(run.most)
+        rows.append((name, _number(bound.most), whole, bound.by))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    title = file if found.exact else f"{file} (its limits alone: the machine is too large to walk through)"
+    return [title] + [
+        f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {one_line(row[3])}" for row in rows
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "unbounded" if value is None else f"{value:,.0f}" if value < 1e18 else "over 1e18"
+
+
+def _summary(reports: Sequence[Report]) -> str:
+    found = [item.severity for report in reports for item in report.diagnostics]
+    counts = [f"{found.count(name)} {name}{'s' if found.count(name) != 1 else ''}" for name in ("error", "warning")]
+    bad = sum(report.status != VALID for report in reports)
+    played = sum(report.scenarios for report in reports)
+    counted = [(len(reports) - played, "spec", "specs"), (played, "file of scenarios", "files of scenarios")]
+    specs = " and ".join(f"{count} {one if count == 1 else many}" for count, one, many in counted if count)
+    verdict = f"{specs}, {bad} invalid" if bad else f"{specs} valid"
+    said = [count for count in counts if not count.startswith("0 ")]
+    skipped = skipped_words(sum(len(report.skipped) for report in reports))
+    return (f"{verdict}: {', '.join(said)}" if said else verdict) + (f"; {skipped}" if skipped else "")
+
+
+def skipped_words(count: int) -> str:
+    """How many checks were not made, as the summary says it; empty where all were."""
+    return f"{count} check{'s' if count != 1 else ''} skipped: they need --import" if count else ""
+
+
+def _block(item: Diagnostic, excerpt: Excerpt | None) -> str:
+    label = typer.style(f"{item.severity}[{one_line(item.rule)}]", fg=_COLORS[item.severity], bold=True)
+    where = f"{first_in_line(str(item.origin))}: " if item.origin else ""
+    lines = [f"{where}{label} {one_line(item.message)}", *_excerpt(excerpt)]
+    if item.fix:
+        lines.append(f"        fix: {one_line(item.fix)}")
+    return "\n".join(lines)
+
+
+def _excerpt(excerpt: Excerpt | None) -> list[str]:
+    """The source line, and a caret under what is meant."""
+    if excerpt is None:
+        return []
+    line, column = excerpt.text, excerpt.column
+    before = one_line(line[: column - 1])
+    pad = "".join("\t" if char == "\t" else " " * _width(char) for char in before)
+    word = _WORD.match(line, column - 1)
+    carets = "^" * (sum(map(_width, one_line(word[0]))) if word else 1)
+    return [f"{excerpt.number:>6} | {one_line(line)}", f"       | {pad}{carets}"]
+
+
+def _width(char: str) -> int:
+    if unicodedata.combining(char):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+# ---- json
+
+
+def json_text(data: Any) -> str:
+    """JSON of which no line can be taken for a command; its meaning is the same."""
+    return visible_json(json.dumps(data, indent=2, ensure_ascii=False)).replace("##", "#\\u0023")
+
+
+def as_json(reports: Sequence[Report]) -> str:
+    """`{"valid": …, "specs": [{"file", "valid", "readable", "diagnostics": […], "skipped": […], "worst_case": {…}}]}`."""
+    specs = [
+        {
+            "file": report.file,
+            "valid": report.status == VALID,
+            "readable": not report.unreadable,
+            "diagnostics": [_plain(item) for item in report.diagnostics],
+            "skipped": list(report.skipped),
+            "worst_case": None if report.worst is None else _plain_cost(report.worst),
+        }
+        for report in reports
+    ]
+    return json_text({"valid": all(spec["valid"] for spec in specs), "specs": specs})
+
+
+def _plain_cost(worst: WorstCase) -> dict[str, Any]:
+    def plain(bounds: Mapping[str, Bound]) -> dict[str, Any]:
+        return {name: {"most": bound.most, "by": bound.by} for name, bound in bounds.items()}
+
+    return {
+        "tasks": worst.tasks,
+        "episodes": worst.episodes,
+        "exact": worst.exact,
+        "episode": plain(worst.episode),
+        "run": plain(worst.run),
+    }
+
+
+def _plain(item: Diagnostic) -> dict[str, Any]:
+    origin = item.origin
+    return {
+        "rule": item.rule,
+        "severity": item.severity,
+        "message": item.message,
+        "fix": item.fix,
+        "path": list(item.path),
+        "file": origin.file if origin else None,
+        "line": origin.line if origin else None,
+        "column": origin.column if origin else None,
+        "via": origin.via if origin else "",
+    }
+
+
+# ---- between processes
+
+
+def pack(report: Report) -> bytes:
+    """A report as JSON, for `unpack`."""
+    worst = report.worst
+    data = {
+        "diagnostics": [_plain(item) for item in report.diagnostics],
+        "unreadable": report.unreadable,
+        "excerpts": [item and [item.text, item.column, item.number] for item in report.excerpts],
+        "worst": None if worst is None else _plain_cost(worst),
+        "scenarios": report.scenarios,
+        "skipped": list(report.skipped),
+    }
+    return json.dumps(data).encode()
+
+
+def unpack(file: str, data: bytes) -> Report:
+    """A report that another process packed.
+
+    Args:
+        file: The spec.
+        data: What `pack` wrote. It may come from a process that runs a stranger's code: nothing of it is executed.
+
+    Raises:
+        ValueError: it is no report.
+    """
+    try:
+        plain = json.loads(data)
+        worst = plain["worst"]
+        return Report(
+            file,
+            [_diagnostic(item) for item in plain["diagnostics"]],
+            bool(plain["unreadable"]),
+            [None if item is None else Excerpt(str(item[0]), int(item[1]), str(item[2])) for item in plain["excerpts"]],
+            None if worst is None else _cost_of(worst),
+            bool(plain["scenarios"]),
+            [str(item) for item in plain["skipped"]],
+        )
+    except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"no report: {error}") from error
+
+
+def _diagnostic(plain: Mapping[str, Any]) -> Diagnostic:
+    severity = plain["severity"]
+    if severity not in _COLORS:
+        raise ValueError("no severity")
+    origin = None
+    if plain["file"] is not None:
+        origin = Origin(str(plain["file"]), int(plain["line"]), int(plain["column"]), str(plain["via"]))
+    fix = None if plain["fix"] is None else str(plain["fix"])
+    path = tuple(key if isinstance(key, int) else str(key) for key in plain["path"])
+    return Diagnostic(str(plain["rule"]), severity, str(plain["message"]), fix, origin, path)
+
+
+def _cost_of(plain: Mapping[str, Any]) -> WorstCase:
+    from engine.checks.worst_case import Bound, WorstCase
+
+    def bounds(given: Mapping[str, Any]) -> dict[str, Bound]:
+        return {str(name): Bound(_most(item["most"]), str(item["by"])) for name, item in given.items()}
+
+    def _most(value: Any) -> float | None:
+        if value is not None and not isinstance(value, int | float):
+            raise ValueError("no number")
+        return value
+
+    tasks, episodes = (None if plain[key] is None else int(plain[key]) for key in ("tasks", "episodes"))
+    return WorstCase(bounds(plain["episode"]), bounds(plain["run"]), tasks, episodes, bool(plain["exact"]))
