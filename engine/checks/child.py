@@ -70,8 +70,7 @@ class Child:
         self._pid = self._leader = os.fork()
         if self._pid == 0:
             try:
-                _close(ask_in, told_out, print_out)
-                _prepare(group, memory, print_in)
+                _prepare(group, memory, print_in, keep=(ask_out, told_in))
                 self._serve(answer, ask_out, told_in)
             except BaseException:  # noqa: BLE001  (nothing may go on as if this were the parent)
                 os.write(2, visible(traceback.format_exc()).encode())
@@ -187,8 +186,8 @@ def can_fork() -> bool:
     return hasattr(os, "fork")
 
 
-def _prepare(group: bool, memory: int, output: int) -> None:
-    """In the child: no input, limits, a process group, and output into the pipe where there is one."""
+def _prepare(group: bool, memory: int, output: int, keep: tuple[int, int]) -> None:
+    """In the child: no input, limits, a process group, output into the pipe where there is one, and no file of its parent's."""
     import resource
 
     if group:
@@ -197,11 +196,14 @@ def _prepare(group: bool, memory: int, output: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     if output >= 0:
         os.dup2(output, 1)
         os.dup2(output, 2)
-        _close(output)
-        sys.stdout = sys.stderr = open(1, "w", errors="replace", buffering=1, closefd=False)  # noqa: SIM115, PTH123
+        sys.stdout = sys.stderr = open(1, "w", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
+    low, high = sorted(keep)
+    for start, end in ((3, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX"))):
+        os.closerange(start, end)
     for kind, most in ((resource.RLIMIT_DATA, memory), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(OSError, ValueError):
             hard = resource.getrlimit(kind)[1]

@@ -38,7 +38,11 @@ def new(
     for file in files:
         echo(f"  {file.name}")
     echo("\nNext:")
-    for command in (f"engine validate {folder}/spec.yaml", f"engine run {folder}/spec.yaml", f"pytest {folder}"):
+    for command in (
+        f"engine validate --import {folder}/spec.yaml",
+        f"engine run {folder}/spec.yaml",
+        f"pytest {folder}",
+    ):
         echo(f"  {command}")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from engine import __version__
-from engine.cli.validate_report import json_text, skipped_words
+from engine.cli.validate_report import json_text, no_command, skipped_words
 from engine.spec.diagnostic import SET_FILE, Diagnostic, show_path
 from engine.terminal import visible
 
@@ -120,7 +120,7 @@ def _commands(reports: Sequence[Report]) -> Iterator[str]:
 
 
 def _message(text: str) -> str:
-    return visible(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return no_command(visible(text)).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:

@@ -53,6 +53,8 @@ def test(
     A spec's scenarios are beside it: specs/quickstart.scenarios.yaml for specs/quickstart.yaml. Exits with 0 when
     all come out as they state, 1 when one differs or too few transitions are taken, 2 when a file cannot be read
     or a scenario cannot be played.
+
+    Tools, environments and users of the specs are run: play only specs that you trust.
     """
     from engine.logs import configure_logging
     from engine.scenarios.suite import Formats, run_suite

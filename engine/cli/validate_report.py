@@ -143,7 +143,12 @@ def as_text(reports: Sequence[Report], *, notes: bool = True, worst: bool = Fals
 
 def one_line(text: str) -> str:
     """A text that stays on its line, and that neither a terminal nor a CI system takes for a command."""
-    return _COMMAND.sub(r"#\\x23", visible(text, newlines=False))
+    return no_command(visible(text, newlines=False))
+
+
+def no_command(text: str) -> str:
+    """A text in which `##[error]` and the like are no command."""
+    return _COMMAND.sub(r"#\\x23", text)
 
 
 def first_in_line(text: str) -> str:

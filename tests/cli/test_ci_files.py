@@ -31,7 +31,7 @@ def jobs() -> list[dict[str, Any]]:
 
 def commands() -> list[list[str]]:
     """Every `engine …` that the guide has a job or a reader run."""
-    lines = [step["run"] for job in jobs() for step in job["steps"] if "run" in step]
+    lines = [line for job in jobs() for step in job["steps"] for line in step.get("run", "").splitlines()]
     for block in re.findall(r"^```sh\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL):
         lines += block.splitlines()
     words = [shlex.split(line.partition(" > ")[0], comments=True) for line in lines]

@@ -33,7 +33,7 @@ def test_it_prints_the_files_and_the_next_commands(tmp_path: Path) -> None:
         *(f"  {name}" for name in FILES),
         "",
         "Next:",
-        f"  engine validate {folder}/spec.yaml",
+        f"  engine validate --import {folder}/spec.yaml",
         f"  engine run {folder}/spec.yaml",
         f"  pytest {folder}",
     ]
