@@ -7,6 +7,7 @@ the spec may be a stranger's, in a child process with a deadline, which is start
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -89,6 +90,9 @@ def _shown_of(source: str, variables: str, trusted: bool) -> Shown:
 # ---- the child
 
 _children: list[Child] = []
+"""The child of this process, where it has one; a child of this process has its own."""
+if can_fork():
+    os.register_at_fork(after_in_child=_children.clear)
 _seconds = [SECONDS]
 
 
