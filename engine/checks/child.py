@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from engine.errors import EngineError
 from engine.terminal import visible
@@ -51,7 +52,7 @@ class Child:
 
     Args:
         answer: Called in the child with each request.
-        memory: Most bytes of data that the child may allocate.
+        memory: Most bytes of data that the child may allocate beside what its parent has.
         group: It leads a process group of its own, so that what it starts ends with it.
         capture: What it prints is kept in `printed`; otherwise it prints where its parent does.
     """
@@ -204,10 +205,19 @@ def _prepare(group: bool, memory: int, output: int, keep: tuple[int, int]) -> No
     low, high = sorted(keep)
     for start, end in ((3, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX"))):
         os.closerange(start, end)
-    for kind, most in ((resource.RLIMIT_DATA, memory), (resource.RLIMIT_CORE, 0)):
+    for kind, most in ((resource.RLIMIT_DATA, memory + _data()), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(OSError, ValueError):
             hard = resource.getrlimit(kind)[1]
             resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _data() -> int:
+    """Bytes of data that this process has; 0 where that cannot be told."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmData:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def _limit_time(seconds: float) -> None:
