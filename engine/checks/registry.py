@@ -86,6 +86,7 @@ def all_rules() -> list[Rule]:
     from engine.checks import (  # noqa: F401  (importing them registers their rules)
         cycles,
         guards,
+        isolation,
         limits,
         machine,
         model,
