@@ -74,6 +74,8 @@ class Cell:
         self._server = server
         self._limits = limits
         self.memory = limits.memory
+        self.cause: WorldError | None = None
+        """What its worker died of last."""
         self.worker: Worker | None = None
         self.lock = asyncio.Lock()
         """Held during a call: a worker serves one at a time, and the clock of a call starts when it is its turn."""
@@ -108,7 +110,6 @@ class RemoteObject:
         self._id = next(_ids)
         self._worker: Worker | None = None
         self._has: frozenset[str] = frozenset()
-        self._cause = ""
         self.shapes: list[ToolShape] = []
         """Of the tool that it is, or of the tools that it offers."""
         self.opened = False
@@ -184,10 +185,12 @@ class RemoteObject:
         if worker is not None and worker.alive and worker is self._cell.worker:
             return worker
         if self.opened and not self._pure:
+            cause = self._cell.cause
+            guilty = blame if cause is None else cause.blame
             raise WorldError(
-                f"{what} cannot answer: the process that held its state is gone{self._cause}",
-                blame=blame,
-                kind=f"{blame}_crashed",
+                f"{what} cannot answer: the process that held its state is gone{f': {cause}' if cause else ''}",
+                blame=guilty,
+                kind=f"{guilty}_crashed" if cause is None else cause.kind,
             )
         await self._build(START_SECONDS)
         assert self._worker is not None
@@ -272,11 +275,11 @@ class RemoteObject:
 
     def _failure(self, lost: WorkerLost, what: str, blame: Blame) -> WorldError:
         hint = "; give it a longer deadline or make it faster" if lost.why == "timeout" else ""
-        if not self._cause:
-            self._cause = f": {what} {lost.words}"
         printed = f"printed last:\n{lost.printed}" if lost.printed else None
         error = WorldError(f"{what} {lost.words}{hint}", blame=blame, kind=f"{blame}_{lost.why}", trace=printed)
         error.__cause__ = RemoteError(f"it {lost.words}")
+        if not lost.later:
+            self._cell.cause = error
         return error
 
     async def let_go(self, seconds: float) -> None:

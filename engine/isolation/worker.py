@@ -29,10 +29,11 @@ class WorkerLost(Exception):
         why: `timeout`, `cpu`, `output` or `crashed`: the failure's kind, after the blame.
         words: What happened, to follow the name of what was called.
         printed: The end of what it printed.
+        later: It had been killed before this call.
     """
 
-    def __init__(self, why: str, words: str, printed: str) -> None:
-        self.why, self.words, self.printed = why, words, printed
+    def __init__(self, why: str, words: str, printed: str, *, later: bool = False) -> None:
+        self.why, self.words, self.printed, self.later = why, words, printed, later
         super().__init__(words)
 
 
@@ -144,7 +145,7 @@ class Worker:
         if self._reason == "protocol":
             return WorkerLost("crashed", "wrote into the engine's connection to its worker", self.printed)
         if self._reason is not None:
-            return WorkerLost("crashed", f"was ended before ({self._reason})", self.printed)
+            return WorkerLost("crashed", f"was ended before ({self._reason})", self.printed, later=True)
         if not self._gone.done():
             self.kill("protocol")
             return WorkerLost("crashed", "closed its connection to the engine", self.printed)

@@ -33,6 +33,7 @@ from engine.machine.presets import resolve_machine
 from engine.rewards.rules import compile_rules
 from engine.runner.stats import Live, Summary
 from engine.storable import words_of
+from engine.runner.suspects import APART, Suspects
 from engine.store.fork import shared_entries
 from engine.store.images import stored_images
 from engine.store.store import episode_id_of
@@ -114,6 +115,7 @@ class Runner:
         self._backend = backend
         self._store = store
         self._workers = Workers(WORKER_THREADS)
+        self._suspects = Suspects(store.crashes())
         self._finishing = asyncio.Semaphore(FINISHING)
         self._services = Services(
             spec=spec,
@@ -198,15 +200,25 @@ class Runner:
             member.cancel()
 
     def _work(self, done: set[str]) -> Iterator[tuple[Task, int]]:
-        """What is to be done, a group's samples side by side; finished episodes are only counted."""
+        """What is to be done; finished episodes are only counted."""
         for trajectory in self._store.trajectories():
             self.summary.add(trajectory)
-        return (
-            (task, sample)
-            for task in self.tasks
-            for sample in range(self.spec.rollout.samples_per_task)
-            if episode_id_of(task.id, sample) not in done
-        )
+        return self._in_order(done)
+
+    def _in_order(self, done: set[str]) -> Iterator[tuple[Task, int]]:
+        """A group's samples side by side; last the episodes that may have killed the engine, the least suspect first."""
+        suspects: list[tuple[int, Task, int]] = []
+        for task in self.tasks:
+            for sample in range(self.spec.rollout.samples_per_task):
+                episode_id = episode_id_of(task.id, sample)
+                if episode_id in done:
+                    continue
+                if (crashes := self._suspects.crashes(episode_id)) >= APART:
+                    suspects.append((crashes, task, sample))
+                else:
+                    yield task, sample
+        for _, task, sample in sorted(suspects, key=lambda suspect: suspect[0]):
+            yield task, sample
 
     async def _drain(self, work: Iterator[tuple[Task, int]]) -> None:
         for task, sample in work:
@@ -227,30 +239,51 @@ class Runner:
             StoreError: it is done already, or what happens can no longer be written down.
         """
         episode_id = episode_id_of(task.id, sample)
-        journal = await self._store.begin(task, sample)
-        try:
-            return await self._attempt(task, sample, journal)
-        except RestartNeededError as error:
-            shared = self._shared(episode_id)
-            if shared and len(journal) <= len(shared):
-                raise ReplayError(f"{error}; so it cannot share turns with a fork of its run") from error
-            log.warning("episode begins anew", reason=str(error))
-            await self._store.restart(episode_id, len(shared))
-            return await self._attempt(task, sample, shared)
+        async with self._suspects.admitted(episode_id) as alone:
+            journal = await self._store.begin(task, sample)
+            given_up = self._suspects.given_up(episode_id)
+            if given_up is not None and not self._executor.has_ended(until_end(journal)):
+                await self._store.restart(episode_id)
+                return await self._attempt(task, sample, [], given_up=given_up)
+            try:
+                return await self._attempt(task, sample, journal, alone=alone)
+            except RestartNeededError as error:
+                shared = self._shared(episode_id)
+                if shared and len(journal) <= len(shared):
+                    raise ReplayError(f"{error}; so it cannot share turns with a fork of its run") from error
+                log.warning("episode begins anew", reason=str(error))
+                await self._store.restart(episode_id, len(shared))
+                return await self._attempt(task, sample, shared, alone=alone)
 
     def _shared(self, episode_id: str) -> Sequence[JournalEntry]:
         """What the episode shares with the run that this one forks."""
         fork = self._store.header.fork
         return shared_entries(self._store.journal(episode_id, 0), fork.turn) if fork is not None else []
 
-    async def _attempt(self, task: Task, sample: int, journal: Sequence[JournalEntry]) -> Trajectory:
-        """Drive one episode to its end, from where its journal stops. One that has ended is only finished."""
+    async def _attempt(
+        self,
+        task: Task,
+        sample: int,
+        journal: Sequence[JournalEntry],
+        *,
+        alone: bool = False,
+        given_up: EngineError | None = None,
+    ) -> Trajectory:
+        """Drive one episode to its end, from where its journal stops. One that has ended is only finished.
+
+        Args:
+            task: The episode's.
+            sample: Which of the task's samples.
+            journal: What it has done.
+            alone: Run the spec's code in a worker process; see `engine.runner.suspects`.
+            given_up: Fail with this before anything is run.
+        """
         journal = until_end(journal)
         ended = self._executor.has_ended(journal)
-        world, broken = World(), None
-        if not never_built(journal):
+        world, broken = World(), given_up
+        if broken is None and not never_built(journal):
             try:
-                world = await self._worlds.open(task)
+                world = await self._worlds.open(task, alone=alone and not ended)
             except EngineError as error:
                 if ended:
                     raise ReplayError(f"it has ended, but its objects cannot be built to finish it: {error}") from error

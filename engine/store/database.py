@@ -20,18 +20,20 @@ from typing import Any
 from urllib.parse import quote
 
 from engine.errors import StoreError
+from engine.store import crashes
 
 FILE = "run.db"
 """The file's name in a run's folder."""
-SCHEMA_VERSION = 3
-"""Written to `PRAGMA user_version`. 1 had no scores. 2 had no forks, and no word on whether an action that gave up had begun.
-Both are read as they are, and become 3 when they are opened for writing."""
+SCHEMA_VERSION = 4
+"""Written to `PRAGMA user_version`. 1 had no scores. 2 had no forks, and no word on whether an action that gave up had begun. 3 did not
+count crashes. All are read as they are, and become 4 when they are opened for writing."""
 OLDEST_VERSION = 1
 """The oldest version that is read."""
 APPLICATION_ID = 0x45504953
 """Written to `PRAGMA application_id`: "EPIS"."""
 
 _SCORES_SINCE = 2
+_CRASHES_SINCE = 4
 _PAGE = 8192
 _CHECKPOINT_PAGES = 2000
 _WAL_BYTES = 64 * 2**20
@@ -102,7 +104,7 @@ def create_tables(path: Path) -> None:
             connection.execute(f"PRAGMA page_size = {_PAGE}")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(
-                f"BEGIN;{_TABLES}{_SCORES}PRAGMA application_id = {APPLICATION_ID};PRAGMA user_version = {SCHEMA_VERSION};COMMIT;"
+                f"BEGIN;{_TABLES}{_SCORES}{crashes.TABLE}PRAGMA application_id = {APPLICATION_ID};PRAGMA user_version = {SCHEMA_VERSION};COMMIT;"
             )
         finally:
             connection.close()
@@ -120,7 +122,7 @@ def connect_writer(path: Path) -> sqlite3.Connection:
     try:
         connection = sqlite3.connect(path, isolation_level=None, timeout=30.0, check_same_thread=False)
         if (version := check_version(connection, path)) < SCHEMA_VERSION:
-            added = _SCORES if version < _SCORES_SINCE else ""
+            added = (_SCORES if version < _SCORES_SINCE else "") + (crashes.TABLE if version < _CRASHES_SINCE else "")
             connection.executescript(f"BEGIN IMMEDIATE;{added}PRAGMA user_version = {SCHEMA_VERSION};COMMIT;")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")

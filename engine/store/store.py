@@ -31,7 +31,7 @@ import structlog
 
 import engine
 from engine.errors import StoreError
-from engine.store import codec, database
+from engine.store import codec, crashes, database
 from engine.store.find import find_run
 from engine.store.fork import copy_shared
 from engine.store.header import RunHeader, package_versions
@@ -120,6 +120,7 @@ class RunStore(RunReader):
             with reading(path):
                 connection.execute("INSERT INTO openings VALUES (?, ?, ?, ?)", opening)
                 connection.execute("UPDATE run SET status = 'running'")
+                crashes.count_crashes(connection)
             return cls(folder, header, lock, Writer(connection, str(path)))
         except BaseException:
             lock.release()
@@ -142,6 +143,11 @@ class RunStore(RunReader):
         return self._writer is None
 
     # --- writing ---
+
+    def crashes(self) -> dict[str, int]:
+        """By episode id: at how many deaths of the engine it was in flight; see `engine.store.crashes`."""
+        with self._reader() as connection:
+            return crashes.crashes(connection)
 
     async def plan(self, tasks: Sequence[Task], samples_per_task: int) -> None:
         """Write down episodes that are to come, as pending; those that are there already stay as they are."""
@@ -189,6 +195,7 @@ class RunStore(RunReader):
                     (episode_id, task.id, task.index, sample_index, seed, time.time()),
                 ).lastrowid
                 assert number is not None
+                crashes.take_off(connection, number)
                 return number, 0, []
             number, attempt, status, started = found
             if status == "done":
@@ -197,6 +204,7 @@ class RunStore(RunReader):
                 "UPDATE episodes SET status = 'running', started = ?, seed = coalesce(?, seed) WHERE number = ?",
                 (started or time.time(), seed, number),
             )
+            crashes.take_off(connection, number)
             return number, attempt, journal_rows(connection, number, attempt)
 
         self._beginning.add(episode_id)
@@ -360,6 +368,7 @@ class RunStore(RunReader):
         try:
             self._writer.close()
             with closing(database.connect_writer(self._path)) as connection, reading(self._path):
+                crashes.leave_in_order(connection)
                 connection.execute(
                     "UPDATE run SET status = coalesce(?, (SELECT CASE count(*) WHEN 0 THEN 'done' ELSE 'interrupted' END "
                     "FROM episodes WHERE status != 'done'))",
@@ -432,6 +441,7 @@ def _finish(
     written: codec.WrittenTrajectory,
 ) -> None:
     number = track.number
+    crashes.land(connection, number)
     held = connection.execute(
         "SELECT count(*) FROM journal WHERE episode = ? AND attempt = ?", (number, track.attempt)
     ).fetchone()[0]

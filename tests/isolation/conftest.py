@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,10 +13,17 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.store import RunStore, find_run
+from engine.backends.base import open_backend
+from engine.runner.run import Runner
+from engine.spec.load import load_spec
+from engine.spec.tasks import load_tasks
+from engine.store import RunHeader, RunStore, find_run
+from engine.tokens.format import load_format
 from schemas.trajectory import Trajectory
 
 HERE = Path(__file__).parent
+SECONDS = 10
+"""The deadline of every part but the tool `work`, whose calls have 3 s."""
 REPLIES = [
     {"tool_calls": [{"name": "work"}]},
     {"tool_calls": [{"name": "Counter"}]},
@@ -24,7 +32,7 @@ REPLIES = [
 ]
 MACHINE = {
     "preset": "tools_and_user",
-    "states": {"STEPPING": {"action": "step"}, "CHECKING": {"action": "isolated_worlds:check", "timeout": "5s"}},
+    "states": {"STEPPING": {"action": "step"}, "CHECKING": {"action": "isolated_worlds:check", "timeout": SECONDS}},
     "transitions": [
         {"trigger": "answered", "source": "GENERATING", "dest": "STEPPING"},
         {"trigger": "moved", "source": "STEPPING", "dest": "CHECKING"},
@@ -42,14 +50,14 @@ def document(tokenizer: Path, rows: list[dict[str, Any]], **changes: Any) -> dic
         "model": {"path": str(tokenizer), "tool_calls": "hermes"},
         "backend": {"kind": "scripted", "replies": REPLIES},
         "tasks": {"source": "inline", "rows": rows, "id": "id"},
-        "environment": {"use": "isolated_worlds:World", "timeout": "5s"},
+        "environment": {"use": "isolated_worlds:World", "timeout": SECONDS},
         "tools": [
-            {"use": "isolated_worlds:work", "timeout": "5s"},
-            {"use": "isolated_worlds:Counter", "timeout": "5s", "effects": "replayable"},
+            {"use": "isolated_worlds:work", "timeout": 3},
+            {"use": "isolated_worlds:Counter", "timeout": SECONDS, "effects": "replayable"},
         ],
-        "user": {"use": "isolated_worlds:Asker", "timeout": "5s"},
+        "user": {"use": "isolated_worlds:Asker", "timeout": SECONDS},
         "machine": MACHINE,
-        "rewards": {"scorer": {"use": "isolated_worlds:judge", "timeout": "5s", "with": {"value": 0.25}}},
+        "rewards": {"scorer": {"use": "isolated_worlds:judge", "timeout": SECONDS, "with": {"value": 0.25}}},
         "isolation": {"mode": "process", "memory": "1GB", "output": "1MB"},
         "rollout": {"seed": 7, "concurrency": 8, "live_episodes": 16},
         **changes,
@@ -88,6 +96,34 @@ def write(tmp_path: Path, tiny_tokenizer_dir: Path) -> Callable[..., Path]:
         return path
 
     return make
+
+
+@pytest.fixture
+def run_here(tmp_path: Path) -> Callable[..., Any]:
+    """Run a spec in this process; its finished episodes by task. `crashes` says at how many crashes each was in flight."""
+
+    async def run(path: Path, crashes: dict[str, int] | None = None) -> dict[str, Trajectory]:
+        loaded = load_spec(path)
+        form = load_format(loaded.spec.model, loaded.base)
+        backend = open_backend(loaded, form)
+        await backend.start()
+        tasks = load_tasks(loaded)
+        with RunStore.create(tmp_path / "runs", RunHeader.of(loaded)) as store:
+            await store.plan(tasks, 1)
+            folder = store.folder
+        with sqlite3.connect(folder / "run.db") as connection:
+            for task, count in (crashes or {}).items():
+                connection.execute(
+                    "INSERT INTO flights SELECT number, ?, 0 FROM episodes WHERE task_id = ?", (count, task)
+                )
+        with RunStore.open(folder) as store:
+            result = await Runner(loaded, tasks, form, backend, store).run()
+            assert result.faults == []
+            found = {trajectory.task_id: trajectory for trajectory in store.trajectories()}
+        await backend.close()
+        return found
+
+    return run
 
 
 @pytest.fixture

@@ -1,0 +1,46 @@
+"""Which episodes were under way when the engine died, and how often.
+
+A row stands for an episode from its beginning to its end. It is marked in flight while a process drives the episode; a run
+that is closed in order takes the marks away, so a mark that is found at the next opening is a crash: of the machine, of
+somebody's `kill -9`, or of the engine by the code of this very episode.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+TABLE = """
+CREATE TABLE flights (
+    episode INTEGER PRIMARY KEY REFERENCES episodes (number), crashes INTEGER NOT NULL, flying INTEGER NOT NULL);
+"""
+
+
+def take_off(connection: sqlite3.Connection, episode: int) -> None:
+    """An episode begins, or is taken up again."""
+    connection.execute(
+        "INSERT INTO flights VALUES (?, 0, 1) ON CONFLICT (episode) DO UPDATE SET flying = 1", (episode,)
+    )
+
+
+def land(connection: sqlite3.Connection, episode: int) -> None:
+    """An episode is done."""
+    connection.execute("DELETE FROM flights WHERE episode = ?", (episode,))
+
+
+def count_crashes(connection: sqlite3.Connection) -> None:
+    """A run is opened: whatever is in flight now was so when the process before this one died."""
+    connection.execute("UPDATE flights SET crashes = crashes + 1, flying = 0 WHERE flying = 1")
+
+
+def leave_in_order(connection: sqlite3.Connection) -> None:
+    """A run is closed: episodes that are not done are no longer in flight."""
+    connection.execute("UPDATE flights SET flying = 0 WHERE flying = 1")
+
+
+def crashes(connection: sqlite3.Connection) -> dict[str, int]:
+    """By episode id: at how many deaths of the engine it was in flight; episodes that were at none are left out."""
+    rows = connection.execute(
+        "SELECT episodes.id, flights.crashes FROM flights JOIN episodes ON episodes.number = flights.episode "
+        "WHERE flights.crashes > 0"
+    )
+    return dict(rows.fetchall())
