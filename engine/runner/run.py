@@ -32,8 +32,8 @@ from engine.machine.compile import EpisodeMachine
 from engine.machine.presets import resolve_machine
 from engine.rewards.rules import compile_rules
 from engine.runner.stats import Live, Summary
-from engine.storable import words_of
 from engine.runner.suspects import APART, Suspects
+from engine.storable import words_of
 from engine.store.fork import shared_entries
 from engine.store.images import stored_images
 from engine.store.store import episode_id_of

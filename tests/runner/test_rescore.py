@@ -155,17 +155,19 @@ async def test_states_are_written_down_by_rescoring(
     assert '"Not It is 41.. Again."' in str(seen[2])
 
 
-async def test_a_run_of_the_second_store_version_is_read_and_becomes_the_third(ran: Any) -> None:
+@pytest.mark.parametrize("version", [2, 3])
+async def test_a_run_of_an_older_store_version_is_read_and_becomes_the_newest(ran: Any, version: int) -> None:
     old = list(ran.store.trajectories())
     with sqlite3.connect(ran.store.folder / "run.db") as connection:
-        connection.execute("PRAGMA user_version = 2")
+        connection.executescript(f"DROP TABLE flights; PRAGMA user_version = {version};")
         connection.execute("UPDATE run SET header = json_remove(header, '$.fork')")
     with RunStore.open(ran.store.folder, readonly=True) as store:
         assert same(store.trajectories(), old)
         assert store.header.fork is None
     RunStore.open(ran.store.folder).close()
     with sqlite3.connect(ran.store.folder / "run.db") as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (3,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (4,)
+        assert connection.execute("SELECT count(*) FROM flights").fetchone() == (0,)
     with RunStore.open(ran.store.folder, readonly=True) as store:
         assert same(store.trajectories(), old)
 
@@ -173,7 +175,7 @@ async def test_a_run_of_the_second_store_version_is_read_and_becomes_the_third(r
 async def test_a_run_of_the_first_store_version_is_read_and_scored(ran: Any, make_spec: Callable[..., Path]) -> None:
     old = list(ran.store.trajectories())
     with sqlite3.connect(ran.store.folder / "run.db") as connection:
-        connection.executescript("DROP TABLE scored; DROP TABLE scores; PRAGMA user_version = 1;")
+        connection.executescript("DROP TABLE scored; DROP TABLE scores; DROP TABLE flights; PRAGMA user_version = 1;")
     store = RunStore.open(ran.store.folder, readonly=True)
     assert store.scores() == []
     assert same(store.trajectories(), old)

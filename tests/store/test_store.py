@@ -212,7 +212,7 @@ async def test_a_run_is_not_made_twice(store: RunStore) -> None:
 @pytest.mark.parametrize(
     ("pragma", "words"),
     [
-        ("user_version = 4", "of store version 4, and this engine reads versions up to 3: upgrade episode-engine"),
+        ("user_version = 5", "of store version 5, and this engine reads versions up to 4: upgrade episode-engine"),
         (
             "user_version = 0",
             "of store version 0, and this engine reads versions from 1: export it with the engine that",
