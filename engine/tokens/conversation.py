@@ -66,6 +66,8 @@ class _End(msgspec.Struct, frozen=True):
 
     last: int | None
     thinking: bool
+    said: str | None = None
+    """The reply as it was sampled, where that is more than its content."""
 
 
 class Conversation:
@@ -82,6 +84,9 @@ class Conversation:
         form: The chat format, shared by all episodes.
         tools: Schemas of the tools, in OpenAI's form.
         history: What to do where the template rewrites history.
+
+    Raises:
+        RenderError: There are tools, and nothing reads the calls that the template writes.
     """
 
     __slots__ = (
@@ -106,6 +111,8 @@ class Conversation:
     def __init__(
         self, form: ChatFormat, tools: Sequence[dict[str, Any]], history: Literal["branch", "keep"] = "branch"
     ) -> None:
+        if tools and form.unread_calls:
+            raise RenderError(f"{form.unread_calls}; set model.tool_calls: {form.other_calls}")
         self.form = form
         self.history: Literal["branch", "keep"] = history
         """What is done where the template rewrites history."""
@@ -226,7 +233,9 @@ class Conversation:
         )
         self._before = None
         parsed = self.form.parse(ids, before=before, turn=turn, tools=self._tools or ())
-        return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), int(ids[-1]) if end > start else None)
+        said = None if self.form.is_plain(parsed) else self.form.decode(ids)
+        last = int(ids[-1]) if end > start else None
+        return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), _End(last, parsed.thinking, said))
 
     @property
     def length(self) -> int:
@@ -276,10 +285,10 @@ class Conversation:
         self._waiting += len(message.text)
         self.messages.append(message)
 
-    def _views(self, start: int) -> list[View]:
-        """Messages from number `start` on, as the template is shown them."""
+    def _views(self, start: int, end: int | None = None) -> list[View]:
+        """Messages from number `start` up to `end`, as the template is shown them."""
         views: list[View] = []
-        for index in range(start, len(self.messages)):
+        for index in range(start, len(self.messages) if end is None else end):
             view = self._verbatim.get(index) or self._pending.get(index) or self.form.view(self.messages[index])
             if self.form.alternates and views and views[-1]["role"] == view["role"] == "user":
                 view = {**view, "content": _joined(views.pop()["content"], view["content"])}
@@ -296,14 +305,16 @@ class Conversation:
             kinds=kinds,
             tools=self._tools,
             last=self._end.last,
+            said=self._end.said,
             thinking=self._end.thinking,
             keep=keep,
+            conversation=lambda: self._views(0, self._heard),
         )
         if not isinstance(found, str):
             tape = self._tapes[-1][0]
             bridge, images = self._expanded(found.bridge, self._heard)
             if found.closing:
-                tape.append("closing", found.closing, checked=True)  # one of the format's own stop ids
+                tape.append("closing", found.closing)
             tape.append("bridge", bridge, images=images)
         elif keep:
             raise BridgeError(f"the tape cannot go on exactly: {found}; set model.history: branch")
@@ -367,9 +378,10 @@ class Conversation:
         self._before = None
         tape.append("bridge", self.form.encode(text))
         parsed = self.form.parse_text(text, turn=turn, tools=self._tools or ())
-        return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), None)
+        end_ = _End(None, parsed.thinking, None if self.form.is_plain(parsed) else text)
+        return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), end_)
 
-    def _replied(self, parsed: Parsed, place: TurnPlace, last: int | None) -> Reply:
+    def _replied(self, parsed: Parsed, place: TurnPlace, end: _End) -> Reply:
         message = _make_message(
             role="assistant",
             content=parsed.content,
@@ -386,7 +398,7 @@ class Conversation:
         self._heard = len(self.messages)
         self._places.append(place)
         self._newest = view
-        self._end = _End(last, parsed.thinking)
+        self._end = end
         self._asked = False
         return Reply(message, parsed.attempts, parsed.content)
 

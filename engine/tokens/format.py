@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,7 @@ from engine.tokens.proof import (
     TOOL_NAME,
     USER,
     Extension,
+    Frame,
     Trail,
     Verdict,
     View,
@@ -39,7 +40,9 @@ from engine.tokens.proof import (
     mark,
     probe,
     prove,
+    remainder,
 )
+from engine.tokens.readers import FamilyReader
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.toolcalls import CallParser, TaggedParser, Unreadable, checked_call
@@ -55,6 +58,9 @@ _TAIL = 48
 """Tokens before a reply that are decoded to see whether the prompt opened a reasoning block."""
 _OPEN_AT_END = re.compile(r"<think>\s*\Z")
 _MOST_RENDERED_CALLS = 2
+_ANY_TAG = re.compile(r"[<\[]")
+_BESIDE, _EXCERPT = 8, 48
+"""Characters of a reply that a branch's reason quotes: how many ahead of the difference, and how many in all."""
 _MOST_WRAPPERS = 4096
 """Wrappers that are remembered: one for each sequence of roles and tool names that is met."""
 
@@ -77,6 +83,8 @@ class Parsed(msgspec.Struct, frozen=True):
     """It ended inside its reasoning."""
     as_calls: bool
     """A template can be shown the calls as calls: all were read, and nothing was said after them."""
+    whole: bool = False
+    """`content` is all that was sampled but for white space at its edges and the token that ended it."""
 
 
 class ChatFormat(ABC):
@@ -84,9 +92,6 @@ class ChatFormat(ABC):
 
     A subclass sets `close_id`, `stop_token_ids` and calls `_look` once it can render.
     """
-
-    free_markup = False
-    """Replies carry the family's own markup around their content; the model samples it."""
 
     def __init__(
         self, name: str, tokenizer: FastTokenizer, spec: ModelSpec, *, vocab_size: int, context: int | None
@@ -100,6 +105,13 @@ class ChatFormat(ABC):
         self.tool_role = spec.tool_role
         self.stop_token_ids: list[int] = []
         self.parser: CallParser | None = None
+        """Reads calls in text, where `reader` does not read replies."""
+        self.reader: FamilyReader | None = None
+        """Reads replies by token."""
+        self.unread_calls = ""
+        """Why no tools may be used: the template has a syntax of its own for calls, which nothing here reads."""
+        self.other_calls = "hermes or plain, and describe the tools in the prompt"
+        """What to set `model.tool_calls` to where calls are unread."""
         self.vision: Vision | None = None
         """How images become tokens, for a model that sees; ids that this format renders hold one marker for each."""
         self.blind = "use a vision-language model"
@@ -111,13 +123,15 @@ class ChatFormat(ABC):
         self.knows_reasoning = False
         """The template shows reasoning, at least in the newest reply."""
         self.calls_shown = 0
-        """How many calls of one reply can be shown as calls: 0, 1 or 2 (any number)."""
+        """How many calls of one message the template can show as calls: 0, 1 or 2 (any number)."""
+        self.reads_calls = False
+        """Calls are read as the template writes them, so a reply's calls can be shown as calls."""
         self.alternates = False
         """The template refuses two user messages in a row."""
-        source = tokenizer.full.chat_template or ""
-        known = f"{source} {' '.join(tokenizer.added)}"
-        self.markers = tuple(marker for marker in MARKERS if marker in known)
-        """What the format may look for inside a reply's content."""
+        self.markers: tuple[str, ...] = MARKERS
+        """Reasoning markers that the format may look for inside a reply's content."""
+        self._special: re.Pattern[str] | None = _ANY_TAG
+        """What the format may look for inside any content; None where it looks for nothing."""
         self._verdicts: dict[Any, Verdict] = {}
         self._lost: dict[Any, str] = {}
         self._openings: OrderedDict[bytes, IntVector] = OrderedDict()
@@ -151,11 +165,6 @@ class ChatFormat(ABC):
     def borders(self, text: str) -> list[str]:
         """Added tokens in a text that it is cut at, whatever is put around it: see `FastTokenizer.borders`."""
         return self.fast.borders(text)
-
-    @property
-    def think_end_id(self) -> int | None:
-        """The token that ends reasoning, where it is one."""
-        return self.fast.added.get(_THINK_CLOSE)
 
     # --- messages -> ids ----------------------------------------------------------------------------------
 
@@ -203,21 +212,22 @@ class ChatFormat(ABC):
         """`render`, for messages as templates read them."""
 
     @abstractmethod
-    def extension(
-        self, reply: View, new: Sequence[View], tools: list[View] | None, last: int | None
-    ) -> Extension | None:
-        """What follows a reply when `new` is said next, made without the conversation. Used only once proved.
+    def text(self, views: Sequence[View], tools: list[View] | None) -> str:
+        """What `render_views` gives, as text.
+
+        Raises:
+            RenderError: The template refuses these messages.
+        """
+
+    @abstractmethod
+    def extension(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Extension | None:
+        """What follows a reply that was cut when `new` is said next, made without the conversation. Used only once proved.
 
         Args:
             reply: The reply; only the names and ids of its calls are read.
             new: The messages that follow it.
             tools: Tools in view.
-            last: The reply's last id; None where it has none.
         """
-
-    def check(self, before: list[int], reply: list[int], new: Sequence[View], tools: list[View] | None) -> str:
-        """A further check of one extension during a proof; empty where it holds."""
-        return ""
 
     def bridge(
         self,
@@ -227,13 +237,16 @@ class ChatFormat(ABC):
         *,
         tools: list[View] | None,
         last: int | None,
+        said: str | None = None,
         kinds: bytes | None = None,
         thinking: bool = False,
         keep: bool = False,
+        conversation: Callable[[], list[View]] | None = None,
     ) -> Extension | str:
         """The exact continuation of a tape whose newest reply is `reply`, or why there is none.
 
-        Costs O(new) once the kinds of messages were met before in this process.
+        Costs O(new) for a plain reply, and O(reply + new) for another, once messages of these kinds were met before in this
+        process.
 
         Args:
             trail: The kinds of all messages up to and including the reply.
@@ -241,51 +254,142 @@ class ChatFormat(ABC):
             new: The messages that follow.
             tools: The conversation's tools.
             last: The reply's last sampled id; None where nothing was sampled.
+            said: The reply as it was sampled, the token that ended it included; None where `is_plain` holds of it.
             kinds: The kinds of `new`, where they are known already.
             thinking: The reply ended inside its reasoning.
             keep: Go on although the template would rewrite what was said.
+            conversation: All messages up to and including the reply; asked for where a shorter one will not do.
         """
         if trail.odd and not keep:
-            return "a reply has reasoning markers where the template may read them in ways of its own"
+            return self._bridge_of_all(reply, new, tools, last, said, thinking, conversation)
         if kinds is None:
             kinds = bytes([self.kind(view) for view in new])
         key = (trail.signature(kinds), tools is not None)
         verdict = self._verdicts.get(key)
         if verdict is None:
             verdict = self._verdicts[key] = prove(self, bytes(trail.kinds), kinds, tools)
-        if not verdict.bridged or (verdict.rewrites and not keep):
+        if not verdict.bridged or not (verdict.history or keep):
             return verdict.why
-        closed = last in self.stop_set
-        if thinking and closed and not keep:
-            return "the reply ended inside its reasoning"
-        if thinking and not closed and self.think_end_id is None:
-            return "the reply was cut inside its reasoning, which no single token ends"
         try:
-            found = self._extension(reply, new, tools if verdict.with_tools else None, last if closed else None)
+            found = self._extension(reply, new, tools if verdict.with_tools else None)
+            if found is None:
+                return "these messages have no continuation apart from the conversation"
+            if said is None and (keep or not verdict.rewrites):
+                return self._ended(found, last, keep)
+            if said is None:
+                return verdict.why
+            shown = self._shown_reply(verdict.frame, reply, new, found, tools, conversation)
         except RenderError as error:
             return str(error)
-        if found is None:
-            return "these messages have no continuation apart from the conversation"
-        if thinking and not closed and self.think_end_id is not None:
-            return Extension([self.think_end_id, *found.closing], found.bridge)
-        return found
+        return self._fitted(found, said, shown, last, thinking, keep)
 
-    def _extension(
-        self, reply: View, new: Sequence[View], tools: list[View] | None, last: int | None
-    ) -> Extension | None:
+    def _bridge_of_all(
+        self,
+        reply: View,
+        new: Sequence[View],
+        tools: list[View] | None,
+        last: int | None,
+        said: str | None,
+        thinking: bool,
+        conversation: Callable[[], list[View]] | None,
+    ) -> Extension | str:
+        """`bridge` where a reply has reasoning markers in odd places: looked at in the whole conversation."""
+        why = "a reply has reasoning markers where the template reads them in a way of its own"
+        for shown in (None, tools) if tools else (None,):
+            try:
+                found = self._extension(reply, new, shown)
+                seen = None if found is None else self._shown_reply(None, reply, new, found, tools, conversation)
+            except RenderError as error:
+                return str(error)
+            if found is None or seen is None:
+                continue
+            if said is None:
+                said = reply["content"] + (self.decode([last]) if last is not None and last in self.stop_set else "")
+            return self._fitted(found, said, seen, last, thinking, False)
+        return why
+
+    def _ended(self, found: Extension, last: int | None, keep: bool) -> Extension | str:
+        """The continuation of a reply that is shown as it was said: without the end token, where it was sampled."""
+        if last not in self.stop_set:
+            return found
+        if found.closing[:1] == [last]:
+            return Extension(found.closing[1:], found.bridge)
+        if not found.closing and found.bridge[:1] == [last]:
+            return Extension([], found.bridge[1:])
+        return found if keep else self._other_end(found, last)
+
+    def _other_end(self, found: Extension, last: int | None) -> str:
+        wanted = self.decode((found.closing or found.bridge)[:1])
+        return f"the reply ended with {self.decode([last or 0])!r}, where the template writes {wanted!r}"
+
+    def _fitted(
+        self, found: Extension, said: str, shown: str | None, last: int | None, thinking: bool, keep: bool
+    ) -> Extension | str:
+        """The continuation of a reply that the template shows as `shown`: its closing is what it was not sampled of that."""
+        ended = self._ended(found, last, keep)
+        closed = last in self.stop_set
+        if shown is not None and not isinstance(ended, str):
+            implied = closed and not found.closing  # the token that ends the reply begins the next message
+            words = said.removesuffix(self.decode([last or 0])) if implied else said
+            rest = remainder(words, shown)
+            if rest is not None and not (closed and rest):
+                return Extension(self.encode(rest), ended.bridge)
+        if keep:
+            kept = found if isinstance(ended, str) else ended
+            end = self.fast.added.get(_THINK_CLOSE)
+            return Extension([end, *kept.closing], kept.bridge) if thinking and not closed and end is not None else kept
+        if isinstance(ended, str):
+            return ended
+        if thinking and closed:
+            return "the reply ended inside its reasoning"
+        if shown is None:
+            return "the template shows the conversation differently with this reply"
+        at = next(
+            (at for at, (a, b) in enumerate(zip(said, shown, strict=False)) if a != b), min(len(said), len(shown))
+        )
+        at = max(at - _BESIDE, 0)
+        return f"the template writes {shown[at : at + _EXCERPT]!r} where the reply has {said[at : at + _EXCERPT]!r}"
+
+    def _shown_reply(
+        self,
+        frame: Frame | None,
+        reply: View,
+        new: Sequence[View],
+        found: Extension,
+        tools: list[View] | None,
+        conversation: Callable[[], list[View]] | None,
+    ) -> str | None:
+        """What the template writes for a reply, its end token included; None where it rewrites what was said before."""
+        if frame is not None:
+            shown = _between(frame.text, self.text([*frame.before, reply, *frame.new], None), frame.tail)
+            if shown is not None:
+                return shown
+        if conversation is None:
+            return None
+        views = conversation()
+        before, whole = self.text(views[:-1], tools), self.text([*views, *new], tools)
+        return _between(before, whole, self.decode(found.bridge))
+
+    def is_plain(self, parsed: Parsed) -> bool:
+        """Whether a reply is text that no template looks into: what holds of a probe holds of it."""
+        special = self._special
+        body = parsed.body
+        return parsed.whole and (special is None or special.search(body) is None) and bool(body) and not body.isspace()
+
+    def _extension(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Extension | None:
         """`extension`, through a wrapper where there is one for messages like these."""
         if not all(plain(view) for view in new):
-            return self.extension(reply, new, tools, last)
+            return self.extension(reply, new, tools)
         calls = tuple([call["function"]["name"] for call in reply.get("tool_calls", ())])
-        key = (last, tools is not None, tuple([(view["role"], view.get("name")) for view in new]), calls)
+        key = (tools is not None, tuple([(view["role"], view.get("name")) for view in new]), calls)
         try:
             wrapper = self._wrappers[key]
         except KeyError:
-            wrapper = make_wrapper(self, reply, new, tools, last)
+            wrapper = make_wrapper(self, reply, new, tools)
             if len(self._wrappers) < _MOST_WRAPPERS:
                 self._wrappers[key] = wrapper
         if wrapper is None:
-            return self.extension(reply, new, tools, last)
+            return self.extension(reply, new, tools)
         return wrapper.extension(self, [view["content"] for view in new])
 
     @cached_property
@@ -306,26 +410,42 @@ class ChatFormat(ABC):
             turn: The assistant turn; call number i is `call_<turn>_<i>`.
             tools: The tools' schemas.
         """
+        if self.parser is None and self.reader is not None:
+            return self._read(self.reader, ids, before, turn, tools)
         closed = bool(len(ids)) and int(ids[-1]) in self.stop_set
         text = self.decode(ids[:-1] if closed else ids)
         opened = self.knows_reasoning and _OPEN_AT_END.search(self.decode(before[-_TAIL:])) is not None
         return self.parse_text(text, turn=turn, tools=tools, opened=opened)
 
+    def _read(
+        self, reader: FamilyReader, ids: IntVector, before: IntVector, turn: int, tools: Sequence[View]
+    ) -> Parsed:
+        found = reader.read(ids, before, f"call_{turn}", tools, self.knows_reasoning)
+        if not found.attempts:
+            return Parsed(found.content, found.reasoning, [], found.content, found.thinking, True, found.whole)
+        read = MalformedCall not in map(type, found.attempts)
+        as_calls = read and self._can_show(len(found.attempts)) and found.open
+        body = found.content if as_calls else found.after
+        return Parsed(found.content if read else body, found.reasoning, found.attempts, body, found.thinking, as_calls)
+
     def parse_text(self, text: str, *, turn: int, tools: Sequence[View] = (), opened: bool = False) -> Parsed:
         """Read a reply that is text. `opened`: the prompt ended inside a reasoning block."""
         reasoning, body, thinking = self._split_reasoning(text, opened)
+        whole = reasoning is None
         if thinking or self.parser is None:
-            return Parsed(body, reasoning, [], body, thinking, True)
+            return Parsed(body, reasoning, [], body, thinking, True, whole)
         content, attempts = self.parser.parse(body, tools, f"call_{turn}")
         if not attempts:
-            return Parsed(body, reasoning, [], body, False, True)
+            return Parsed(body, reasoning, [], body, False, True, whole)
         if not isinstance(self.parser, TaggedParser):  # somebody else's parser, whose calls nobody has checked
             attempts = [_admitted(attempt, body) for attempt in attempts]
         read = all(isinstance(attempt, ToolCall) for attempt in attempts)
-        as_calls = read and len(attempts) <= self.calls_shown and body.startswith(content)
-        if self.calls_shown >= _MOST_RENDERED_CALLS:
-            as_calls = read and body.startswith(content)
-        return Parsed(content if read else body, reasoning, attempts, body, False, as_calls)
+        as_calls = read and self._can_show(len(attempts)) and body.startswith(content)
+        return Parsed(content if read else body, reasoning, attempts, body, False, as_calls, whole and not as_calls)
+
+    def _can_show(self, calls: int) -> bool:
+        """Whether so many calls of a reply can be shown as calls."""
+        return self.reads_calls and (calls <= self.calls_shown or self.calls_shown >= _MOST_RENDERED_CALLS)
 
     def _split_reasoning(self, text: str, opened: bool) -> tuple[str | None, str, bool]:
         """Reasoning, what follows it, and whether it was left open."""
@@ -370,7 +490,12 @@ class ChatFormat(ABC):
         if role == "assistant":
             if message.reasoning:
                 view["reasoning_content"] = message.reasoning
-            if message.tool_calls and self.calls_shown:
+            if message.tool_calls:
+                if not self.calls_shown:
+                    raise RenderError(
+                        f"the chat format {self.name!r} does not show tool calls: they would be lost; write them into the "
+                        "message's content as the model is to write them"
+                    )
                 view["tool_calls"] = [call_view(call) for call in message.tool_calls]
         return view
 
@@ -442,6 +567,13 @@ class ChatFormat(ABC):
         return [(a.name, a.arguments) for a in attempts if isinstance(a, ToolCall)] == [
             (wanted["name"], wanted["arguments"])
         ]
+
+
+def _between(before: str, whole: str, after: str) -> str | None:
+    """What stands between a text's beginning and its end; None where it has others."""
+    if not (whole.startswith(before) and whole.endswith(after)) or len(whole) < len(before) + len(after):
+        return None
+    return whole[len(before) : len(whole) - len(after)]
 
 
 def probe_tool() -> View:

@@ -7,7 +7,8 @@ same white space, the same filters and functions. The tests hold the two togethe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -82,6 +83,41 @@ def _now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+
+
+def looked_for(sources: Iterable[str], also: Iterable[str] = ()) -> re.Pattern[str] | None:
+    """What templates may look for inside of a message: a pattern of their string constants; None where there are none.
+
+    Left out are constants that are only written, names (`tool_calls`) and white space: a template may trim it.
+    """
+    found = set(also)
+    for source in sources:
+        _collect(_environment().parse(source), "looked", found)
+    telling = sorted(text for text in found if re.search(r"[^\w\s]", text))
+    return re.compile("|".join(map(re.escape, telling))) if telling else None
+
+
+def _collect(node: nodes.Node, use: str, found: set[str]) -> None:
+    """String constants below a node. `use`: what becomes of its value: it is `written`, `assigned` or `looked` at."""
+    if isinstance(node, nodes.Const):
+        if use != "written" and isinstance(node.value, str):
+            found.add(node.value)
+        return
+    for child in node.iter_child_nodes():
+        inside = "looked"
+        if isinstance(node, nodes.Output):
+            inside = "written"
+        elif isinstance(node, nodes.Assign):
+            inside = "assigned"
+        elif isinstance(node, nodes.Add | nodes.Concat) and use != "looked":
+            inside = "written"
+        elif isinstance(node, nodes.CondExpr) and child is not node.test:
+            inside = use
+        _collect(child, inside, found)
+
+
 @lru_cache(maxsize=64)
 def compile_template(source: str) -> Template:
     """A chat template, ready to be rendered.
@@ -89,9 +125,7 @@ def compile_template(source: str) -> Template:
     Raises:
         jinja2.TemplateSyntaxError: it is none.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = _environment()
     environment.filters["tojson"] = _tojson
     environment.globals.update(
         {"raise_exception": _raise, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}

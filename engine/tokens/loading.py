@@ -10,6 +10,7 @@ from engine.errors import RenderError
 from engine.tokens.families import family_format
 from engine.tokens.format import ChatFormat
 from engine.tokens.plain import read_plain
+from engine.tokens.reading import choose_reader
 from engine.tokens.template import TemplateFormat
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.vision import load_vision
@@ -31,11 +32,12 @@ def load(model: ModelSpec, base: Path) -> ChatFormat:
     ends = _json(folder / "generation_config.json").get("eos_token_id")
     eos = [int(id_) for id_ in ([ends] if isinstance(ends, int) else ends or [])]
     vision = load_vision(folder, config, fast, model)
-    found: ChatFormat | None = None
-    if model.renderer != "template":
-        found = family_format(fast, model, base, vocab_size=size, context=context, sees=vision is not None)
-    if found is None:
-        found = TemplateFormat(fast, model, base, vocab_size=size, context=context, eos=eos)
+    found: ChatFormat
+    if model.renderer in ("auto", "template"):
+        found = TemplateFormat(fast, model, vocab_size=size, context=context, eos=eos)
+        choose_reader(found, model, base)
+    else:
+        found = family_format(fast, model, base, vocab_size=size, context=context)
     found.vision = vision
     if vision is None and config.get("vision_config"):
         found.blind = (

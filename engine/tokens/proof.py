@@ -7,14 +7,16 @@ conversation of n messages and new messages N, `prove` renders *probes*, message
 order whose contents are unique marks, in two styles, and checks
 
   1. text: render(before the reply) is a prefix of render(all with N): nothing said earlier is shown differently;
-  2. text: each of the reply's own marks (content, reasoning, arguments) is in what follows, ahead of N's, and a reply
-     that has no reasoning gets none, nor anything else but calls where it makes them, the end of a reasoning block that the
-     prompt opened, and white space;
+  2. text: a reply without reasoning or calls is shown as it was said, with its end token and nothing around it;
   3. tokens: the ids of render(all with N) end with the ids of the bridge, which hold all of N and were made from a
      stand-in for the reply and N alone, and which begin at an added token (text is cut there before it is tokenised, so
      no merge crosses).
 
-(1) and (2) failing means that the template rewrites history; (3) failing means that there is no bridge.
+(1) failing means that the template rewrites history; (3) failing means that there is no bridge. (2) holds for every reply that
+is plain text which the template's source looks for nothing in. Any other reply (reasoning, calls, tags, blank, ended by
+another token) is looked at itself: the template writes it in a *frame*, a conversation of one question in which the probe is
+shown as it is in the whole one, or else in the whole conversation. What the template writes must begin with what was
+sampled; the rest of it, up to its end token, is the closing. Otherwise a branch begins, which says where they differ.
 
 What is assumed, and no more: a template reads a message's role, whether it has reasoning (or has it in its content,
 between its markers), whether it calls none, one or several tools, whether it holds images and one of them comes first, and whether
@@ -24,16 +26,14 @@ message, and the new ones. Verdicts are kept per signature, so a proof costs O(c
 process, and a turn costs O(new messages).
 
 A reply with reasoning markers in odd places (several of them, unclosed, not at its beginning), of those that the
-template's source names, is outside of this: from then on the conversation is rendered whole at each turn, and goes on
-only where that begins with the tape, id for id.
+template's source names, is outside of this: from then on every reply is looked at in the whole conversation.
 
-The reply's sampled tokens are kept as they are, canonical or not: white space that a template would trim, or arguments
-that it would serialise otherwise, stay as the model wrote them. That is the contract of a bridge.
+The reply's sampled tokens are kept as they are, canonical or not. White space in what was sampled may differ from what the
+template would write (it trims contents, and spaces its JSON); everything else that differs begins a branch.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -60,13 +60,11 @@ _KINDS = 41
 MARKERS = ("<think>", "</think>", "<|channel", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>")
 """What templates look for inside a reply's content to find its reasoning."""
 _WRAP = ("<tool_response>", "</tool_response>")
-_OPEN = re.compile(r"<think>\s*\Z")
 STYLES: tuple[Callable[[str], str], ...] = (str, lambda mark: f"First 12 things.\n\n  then {mark}")
 
-_THOUGHTS = ("<think>", "[THINK]", "<seed:think>")
-"""What a template may put ahead of a reply that had no reasoning."""
-
 TOOL_NAME = "probe_tool"
+_ASKED = 800
+"""Index of the question that a frame begins with."""
 
 
 def mark(index: int) -> str:
@@ -165,6 +163,19 @@ class Trail:
         return self._head, self._pairs, self._since, self.kinds[-1], new
 
 
+class Frame(NamedTuple):
+    """A short stand-in for a conversation: what a template writes for a reply in it is what it writes in the real one."""
+
+    before: list[View]
+    """Messages ahead of the reply."""
+    text: str
+    """What the template writes for them, generation prompt included."""
+    new: list[View]
+    """Messages after the reply, of the kinds that were proved."""
+    tail: str
+    """What the template writes after the reply and its end token."""
+
+
 class Verdict(NamedTuple):
     """What was found out about one signature."""
 
@@ -176,10 +187,14 @@ class Verdict(NamedTuple):
     """The bridge is made with the tools in view."""
     why: str = ""
     """What failed."""
+    history: bool = False
+    """(1) holds: what was said before the reply is shown as it was."""
+    frame: Frame | None = None
+    """Where to look at how an actual reply is shown; None where only the whole conversation will do."""
 
 
 class Extension(msgspec.Struct, frozen=True):
-    """What follows a reply: its closing tokens where it has none, and the bridge."""
+    """What follows a reply: the token that ends it, where the template writes one, and the bridge."""
 
     closing: list[int]
     bridge: list[int]
@@ -188,23 +203,37 @@ class Extension(msgspec.Struct, frozen=True):
 class Provable(Protocol):
     """What a chat format offers to a proof."""
 
-    free_markup: bool
-    """Replies carry the family's own markup around their content; the model samples it."""
-
-    @property
-    def stops(self) -> Sequence[str]:
-        """Texts of the tokens that end a reply."""
-        ...
-
     def render_views(self, views: Sequence[View], tools: list[View] | None) -> list[int]: ...
 
-    def extension(
-        self, reply: View, new: Sequence[View], tools: list[View] | None, last: int | None
-    ) -> Extension | None: ...
+    def text(self, views: Sequence[View], tools: list[View] | None) -> str: ...
 
-    def check(self, before: list[int], reply: list[int], new: Sequence[View], tools: list[View] | None) -> str: ...
+    def extension(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Extension | None: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def remainder(said: str, shown: str) -> str | None:
+    """What a template writes after the words that were sampled; None where it shows these words differently.
+
+    White space may differ inside of what was sampled: it stays as it was sampled.
+
+    Args:
+        said: The sampled text, the token that ended it included.
+        shown: What the template writes for the reply, its end token included.
+    """
+    if shown.startswith(said):
+        return shown[len(said) :]
+    bare = "".join(said.split())
+    if not "".join(shown.split()).startswith(bare):
+        return None
+    at = left = 0
+    while left < len(bare):
+        left += not shown[at].isspace()
+        at += 1
+    own = said[len(said.rstrip()) :]
+    rest = shown[at:]
+    written = rest[: len(rest) - len(rest.lstrip())]
+    return rest[len(own) :] if written.startswith(own) else rest.lstrip()
 
 
 def probe(kind: int, index: int, style: Callable[[str], str]) -> View:
@@ -264,7 +293,7 @@ def prove(form: Provable, kinds: bytes, new: bytes, tools: list[View] | None) ->
 
 
 def _prove_all(form: Provable, kinds: bytes, new: bytes, tools: list[View] | None, shown: list[View] | None) -> Verdict:
-    rewrites, why = False, ""
+    found: list[Verdict] = []
     for style in STYLES:
         try:
             verdict = _prove_one(form, kinds, new, tools, shown, style)
@@ -272,8 +301,15 @@ def _prove_all(form: Provable, kinds: bytes, new: bytes, tools: list[View] | Non
             return Verdict(False, False, why=str(error))
         if not verdict.bridged:
             return verdict
-        rewrites, why = rewrites or verdict.rewrites, why or verdict.why
-    return Verdict(True, rewrites, bool(shown), why)
+        found.append(verdict)
+    return Verdict(
+        True,
+        any(verdict.rewrites for verdict in found),
+        bool(shown),
+        next((verdict.why for verdict in found if verdict.why), ""),
+        all(verdict.history for verdict in found),
+        found[0].frame if all(verdict.frame for verdict in found) else None,
+    )
 
 
 def _prove_one(
@@ -287,13 +323,14 @@ def _prove_one(
     at = len(kinds) - 1
     views = [probe(kind, index, style) for index, kind in enumerate(kinds + new)]
     reply = views[at]
-    extension = form.extension(reply, views[at + 1 :], shown, None)
+    extension = form.extension(reply, views[at + 1 :], shown)
     if extension is None:
         return Verdict(False, False, why="these messages have no continuation apart from the conversation")
     before = form.render_views(views[:at], tools)
     after = form.render_views(views, tools)
+    whole = [*extension.closing, *extension.bridge]
     cut = len(after) - len(extension.bridge)
-    if cut < 0 or after[cut:] != extension.bridge:
+    if after[len(after) - len(whole) :] != whole:
         return Verdict(False, False, why="what the template writes after a reply depends on more than the new messages")
     said, coming = form.decode(after[:cut]), form.decode(after[cut:])
     for index in range(at + 1, len(views)):
@@ -301,31 +338,35 @@ def _prove_one(
             return Verdict(
                 False, False, why=f"the template does not show a message of role `{views[index]['role']}` here"
             )
-    if after[: len(before)] == before and (
-        problem := form.check(before, after[len(before) : cut], views[at + 1 :], shown)
-    ):
-        return Verdict(False, False, why=problem)
     earlier = form.decode(before)
     if not said.startswith(earlier):
         return Verdict(True, True, why="the template shows what was said before the reply differently")
-    return _judge_reply(form, reply, at, earlier, said[len(earlier) :])
+    region = said[len(earlier) :]
+    why = _judge_reply(reply, kinds[-1], region, form.decode(extension.closing))
+    return Verdict(True, bool(why), why=why, history=True, frame=_frame(form, reply, views[at + 1 :], region, coming))
 
 
-def _judge_reply(form: Provable, reply: View, at: int, earlier: str, region: str) -> Verdict:
-    """(2): is the reply itself shown, and nothing put around it?"""
+def _judge_reply(reply: View, kind: int, region: str, close: str) -> str:
+    """(2): why the reply itself is not shown as it was said; empty where it is."""
+    if kind == ASSISTANT:
+        if remainder(reply["content"] + close, region) == "":
+            return ""
+        return f"the template writes {region.replace(reply['content'], '…', 1)!r} for a reply without reasoning"
     reasoning, _, content = reply["content"].rpartition("</think>\n\n")
     marked = reply.get("reasoning_content") or reasoning.removeprefix("<think>\n").rstrip("\n")
     parts = [text for text in (marked, content) if text]
     parts += [call["function"]["arguments"]["x"] for call in reply.get("tool_calls", ())]
     if any(part.strip() not in region for part in parts):
-        return Verdict(True, True, why="the template leaves out a part of the reply, its reasoning most likely")
-    rest = region
-    for text in (*parts, *form.stops):
-        rest = rest.replace(text.strip(), "", 1)
-    rest = rest.strip()
-    if _OPEN.search(earlier):
-        rest = rest.removeprefix(MARKERS[1]).strip()
-    thoughts = any(marker in rest for marker in _THOUGHTS)
-    if not marked and rest and (thoughts or not (form.free_markup or "tool_calls" in reply)):
-        return Verdict(True, True, why=f"the template writes {rest!r} around a reply")
-    return Verdict(True, False)
+        return "the template leaves out a part of the reply, its reasoning most likely"
+    return ""
+
+
+def _frame(form: Provable, reply: View, new: list[View], region: str, coming: str) -> Frame | None:
+    """A conversation of one question in which the reply is shown as it is in the whole one."""
+    before = [probe(USER, _ASKED, str)]
+    try:
+        text, whole = form.text(before, None), form.text([*before, reply, *new], None)
+    except RenderError:
+        return None
+    same = whole == text + region + coming
+    return Frame(before, text, new, coming) if same else None

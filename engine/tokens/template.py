@@ -1,27 +1,28 @@
 """Any chat template: a bridge that is proved by prefix, at token level.
 
 Invariant: a bridge is made of what the template itself writes after a stand-in reply for the actual new messages,
-cut at the added token that ends replies. It is used only once `proof.prove` has found, for messages of these kinds,
-that the template writes exactly that after the real conversation, and that it shows the conversation as before.
+cut at the added token that ends replies, or at the one that begins the next message where replies have no end of their own.
+It is used only once `proof.prove` has found, for messages of these kinds, that the template writes exactly that after the
+real conversation, and that it shows the conversation as before.
 
-A template that ends replies with no added token has no bridge (a merge could cross the cut): every turn then begins
+A template that writes no added token after a reply has no bridge (a merge could cross the cut): every turn then begins
 a branch, which is as exact and costs O(conversation).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import RenderError
 from engine.tokens.format import ChatFormat, log
-from engine.tokens.proof import ASSISTANT, USER, Extension, View, mark, probe, probe_call
+from engine.tokens.jinja import looked_for
+from engine.tokens.proof import ASSISTANT, MARKERS, SYSTEM, TOOL, USER, Extension, View, mark, probe, probe_call
 from engine.tokens.tokenizer import FastTokenizer
-from engine.tokens.toolcalls import call_parser
 from schemas.episode import ModelSpec
 
 _ASKED: View = {"role": "user", "content": "Q"}
+_WITH_AND_WITHOUT: tuple[list[Any] | None, ...] = (None, [{}])
 _STAND_IN = 0
 """Index of the stand-in's mark."""
 
@@ -66,6 +67,12 @@ class ChatTemplate:
             raise RenderError(f"the chat template refuses these messages: {error}{_advice(views)}") from error
         return written
 
+    @property
+    def sources(self) -> list[str]:
+        """Its Jinja source: one, or another for conversations with tools."""
+        found = [self._tokenizer.get_chat_template(None, tools=tools) for tools in _WITH_AND_WITHOUT]
+        return list(dict.fromkeys(source for source in found if source))
+
     def _for(self, with_tools: bool) -> Any:
         """The compiled template; a tokenizer may have another one for conversations with tools."""
         found = self._compiled.get(with_tools)
@@ -84,7 +91,6 @@ class TemplateFormat(ChatFormat):
         self,
         tokenizer: FastTokenizer,
         spec: ModelSpec,
-        base: Path,
         *,
         vocab_size: int,
         context: int | None,
@@ -96,62 +102,76 @@ class TemplateFormat(ChatFormat):
                 f"the tokenizer of {spec.path!r} has no chat template; name a Jinja file in model.chat_template"
             )
         self._template = ChatTemplate(tokenizer, spec.template_kwargs)
-        self.close, self.close_id = self._find_close()
-        ends = [self.close_id, *eos, tokenizer.eos_token_id]
-        self.stop_token_ids = list(dict.fromkeys(id_ for id_ in ends if id_ is not None))
+        source = "".join(self._template.sources)
+        self.markers = tuple(marker for marker in MARKERS if marker in source)
+        self._special = looked_for(self._template.sources, self.markers)
+        self._ends = find_ends(self)
+        self.close_id = self._ends.close
+        stops = [self.close_id, *eos, tokenizer.eos_token_id, *self._ends.openers]
+        self.stop_token_ids = list(dict.fromkeys(id_ for id_ in stops if id_ is not None))
         self._look()
-        self._choose_parser(spec, base)
-        if self.close_id is None:
-            log.warning("no_bridge", format=self.name, why="the template ends replies with no added token")
+        if not self._ends.tokens:
+            log.warning("no_bridge", format=self.name, why="the template writes no added token after a reply")
 
-    def _choose_parser(self, spec: ModelSpec, base: Path) -> None:
-        wanted = spec.tool_calls
-        if wanted == "auto":
-            wanted = "hermes" if self.knows_tools else "plain"
-        self.parser = call_parser(wanted, base)
-        if not self._writes_calls_as(self.parser):
-            self.calls_shown = 0
+    def text(self, views: Sequence[View], tools: list[View] | None) -> str:
+        """See `ChatFormat.text`."""
+        return self._template.text(views, tools)
 
     def render_views(self, views: Sequence[View], tools: list[View] | None) -> list[int]:
         """See `ChatFormat.render`."""
         return self.fast.encode(self._template.text(views, tools))
 
-    def _find_close(self) -> tuple[str, int | None]:
-        """The added token that the template writes after a reply, whatever follows it."""
-        reply = probe(ASSISTANT, _STAND_IN, str)
-        found: set[str] = set()
-        for new in ([], [probe(USER, 1, str)]):
-            try:
-                _, _, rest = self._template.text([_ASKED, reply, *new], None).partition(mark(_STAND_IN))
-            except RenderError:
-                continue
-            rest = rest.lstrip()
-            found.add(max((token for token in self.fast.added if rest.startswith(token)), key=len, default=""))
-        close = found.pop() if len(found) == 1 else ""
-        return close, self.fast.added.get(close)
-
-    def extension(
-        self, reply: View, new: Sequence[View], tools: list[View] | None, last: int | None
-    ) -> Extension | None:
+    def extension(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Extension | None:
         """See `ChatFormat.extension`: O(new), one pass of the template and one of the tokenizer."""
-        if self.close_id is None:
-            raise RenderError("the template has no token that ends a reply")
-        stand_in, end = _stand_in(reply)
+        if not self._ends.tokens:
+            raise RenderError("the template writes no added token after a reply")
+        stand_in, end = stand_in_for(reply)
         written = self._template.text([_ASKED, stand_in, *new], tools)
-        at = written.find(end)
-        at = written.find(self.close, at + len(end)) if at >= 0 else -1
-        if at < 0:
+        after = written.find(end)
+        found = [at for token in self._ends.tokens if (at := written.find(token, after + len(end))) >= 0]
+        if after < 0 or not found:
             return None
-        ids = self.fast.encode(written[at:])
-        if not ids or ids[0] != self.close_id:
+        ids = self.fast.encode(written[min(found) :])
+        if not ids or self.decode(ids[:1]) not in self._ends.tokens:
             return None
-        return Extension([] if last == self.close_id else ids[:1], ids[1:])
+        return Extension([], ids) if self.close_id is None else Extension(ids[:1], ids[1:])
+
+
+class Ends(NamedTuple):
+    """How a template ends replies."""
+
+    close: int | None
+    """The added token that ends every reply."""
+    openers: list[int]
+    """Where replies have no end: the added tokens that begin what follows one. The model samples them to end its reply."""
+    tokens: list[str]
+    """The added tokens that were found behind a reply, as text."""
+
+
+def find_ends(form: ChatFormat) -> Ends:
+    """How a format ends replies, by probes."""
+    asked, reply = probe(USER, 1, str), probe(ASSISTANT, _STAND_IN, str)
+    found: dict[str, None] = {}
+    rests: list[str] = []
+    for new in ([], [asked], [probe(TOOL, 1, str)], [probe(SYSTEM, 1, str)]):
+        try:
+            _, _, rest = form.text([_ASKED, reply, *new], None).partition(mark(_STAND_IN))
+        except RenderError:
+            continue
+        rests.append(rest)
+        if rest := rest.lstrip():
+            found[max((token for token in form.fast.added if rest.startswith(token)), key=len, default="")] = None
+    tokens = [token for token in found if token]
+    if len(found) == 1 and tokens:
+        return Ends(form.fast.added[tokens[0]], [], tokens)
+    endless = rests[:1] == [form.text([asked], None).partition(mark(1))[2]]
+    return Ends(None, [form.fast.added[token] for token in tokens] if endless else [], tokens)
 
 
 _PLAIN_STAND_IN: View = {"role": "assistant", "content": mark(_STAND_IN)}
 
 
-def _stand_in(reply: View) -> tuple[View, str]:
+def stand_in_for(reply: View) -> tuple[View, str]:
     """A reply that calls the same tools by the same ids, and the mark that it ends with."""
     calls = reply.get("tool_calls")
     if not calls:

@@ -2,7 +2,7 @@
 
 Invariant: every opened call of a reply gives exactly one attempt, in order, read or malformed: none is dropped.
 
-Two formats are built in, and `package.module:Parser` names one of your own.
+Three formats are built in, and `package.module:Parser` names one of your own.
 
 `hermes`, which large models know:
 
@@ -14,6 +14,10 @@ Two formats are built in, and `package.module:Parser` names one of your own.
 
     <call>calculate(expression="3 * (4 + 5)")</call>
     <call>calculate(3 * (4 + 5))</call>
+
+`pythonic`, which LFM2 writes, all calls of a reply in one list:
+
+    <|tool_call_start|>[calculate(expression="3 * (4 + 5)"), now()]<|tool_call_end|>
 
 In `plain`, arguments are Python literals, by keyword or in the order of the tool's parameters. Where a parameter is
 a string, what is not a literal is taken as it stands; a tool whose one parameter is a string takes all that is in
@@ -69,7 +73,7 @@ class CallParser(Protocol):
 
 
 def call_parser(name: str, base: Path | None = None) -> CallParser:
-    """The parser that `model.tool_calls` names: `hermes`, `plain`, or an entry point.
+    """The parser that `model.tool_calls` names: `hermes`, `plain`, `pythonic`, or an entry point.
 
     Raises:
         RenderError: It has no `parse`.
@@ -79,8 +83,12 @@ def call_parser(name: str, base: Path | None = None) -> CallParser:
         return TaggedParser("<tool_call>", "</tool_call>", _read_hermes)
     if name == "plain":
         return TaggedParser("<call>", "</call>", _read_plain)
+    if name == "pythonic":
+        return PythonicParser()
     if ":" not in name:
-        raise RenderError(f"model.tool_calls: {name!r} is unknown; write auto, hermes, plain or package.module:Parser")
+        raise RenderError(
+            f"model.tool_calls: {name!r} is unknown; write auto, hermes, plain, pythonic or package.module:Parser"
+        )
     from engine.spec.entry import load_entry
 
     found = load_entry(name, base)
@@ -155,6 +163,72 @@ class TaggedParser:
             return checked_call(_make_call, id_, name, arguments)
         except Unreadable as problem:
             return MalformedCall(raw=raw, problem=str(problem))
+
+
+class PythonicParser:
+    """Calls as a Python list between LFM2's tokens; values are Python literals, or JSON's true, false and null."""
+
+    opening, closing = "<|tool_call_start|>", "<|tool_call_end|>"
+
+    def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ReadCalls:
+        """See `CallParser.parse`."""
+        attempts: list[ToolCall | MalformedCall] = []
+        outside: list[str] = []
+        rest = text
+        while self.opening in rest:
+            before, _, rest = rest.partition(self.opening)
+            body, closed, rest = rest.partition(self.closing)
+            outside.append(before)
+            raw = f"{self.opening}{body}{closed}"
+            if not closed:
+                problem = f"It begins with {self.opening} but is never closed with {self.closing}."
+                attempts.append(MalformedCall(raw=raw, problem=problem))
+                break
+            try:
+                read = _read_pythonic(body.strip())
+            except Unreadable as problem_:
+                attempts.append(MalformedCall(raw=raw, problem=str(problem_)))
+                continue
+            for name, arguments in read:
+                attempts.append(ToolCall(id=f"{prefix}_{len(attempts)}", name=name, arguments=arguments))
+        outside.append(rest)
+        return ReadCalls("".join(outside).rstrip() if attempts else text, attempts)
+
+
+_PYTHONIC_FORM = "Write [name(argument=value)]."
+
+
+def _read_pythonic(body: str) -> list[tuple[str, dict[str, Any]]]:
+    """Names and arguments of a list of calls."""
+    try:
+        if len(body) > _LONGEST:
+            raise Unreadable(f"It is longer than {_LONGEST} characters.")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = ast.parse(body, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise Unreadable(f"{body!r} is not a list of calls. {_PYTHONIC_FORM}") from None
+    calls = made.elts if isinstance(made, ast.List) else [made]
+    found = []
+    for call in calls:
+        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+            raise Unreadable(f"{body!r} is not a list of calls with named arguments. {_PYTHONIC_FORM}")
+        arguments = {str(word.arg): _literal(str(word.arg), word.value) for word in call.keywords}
+        found.append((ast.unparse(call.func), arguments))
+    return found
+
+
+def _literal(key: str, node: ast.expr) -> Any:
+    """A Python literal in which JSON's words stand for their values."""
+
+    class Words(ast.NodeTransformer):
+        def visit_Name(self, name: ast.Name) -> ast.AST:
+            return ast.Constant(_WORDS[name.id]) if name.id in _WORDS else name
+
+    try:
+        return _as_json(ast.literal_eval(Words().visit(node)))
+    except (ValueError, TypeError):
+        raise Unreadable(f"The value of {key} is not a literal: put text in quotes.") from None
 
 
 _HERMES_FORM = 'Write {"name": "<tool>", "arguments": {...}}.'

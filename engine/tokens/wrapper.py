@@ -29,9 +29,7 @@ _FIRST_MARK = 900
 class Wrappable(Protocol):
     """What a chat format offers."""
 
-    def extension(
-        self, reply: View, new: Sequence[View], tools: list[View] | None, last: int | None
-    ) -> Extension | None: ...
+    def extension(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Extension | None: ...
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -72,9 +70,7 @@ def plain(view: View) -> bool:
     return isinstance(content, str) and "<" not in content and bool(content.strip())
 
 
-def make_wrapper(
-    form: Wrappable, reply: View, new: Sequence[View], tools: list[View] | None, last: int | None
-) -> Wrapper | None:
+def make_wrapper(form: Wrappable, reply: View, new: Sequence[View], tools: list[View] | None) -> Wrapper | None:
     """The wrapper of messages like `new`, whatever their contents; None where the template does more than copy them."""
     made: Wrapper | None = None
     short: Wrapper | None = None
@@ -83,7 +79,7 @@ def make_wrapper(
     for style in _STYLES:
         probes = [{**view, "content": style(mark(_FIRST_MARK + index))} for index, view in enumerate(new)]
         contents = [view["content"] for view in probes]
-        found = form.extension(reply, probes, tools, last)
+        found = form.extension(reply, probes, tools)
         if found is None:
             return None
         whole = [*found.closing, *found.bridge]

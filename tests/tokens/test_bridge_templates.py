@@ -51,7 +51,7 @@ WANTED = {
     "unmarked": [NONE] * 7,
     "counting": [REWRITE, REWRITE, REWRITE, NONE, NONE, REWRITE, REWRITE],
     "dropping": [BRIDGE, BRIDGE, REWRITE, NONE, NONE, BRIDGE, BRIDGE],
-    "prefilled": [BRIDGE, BRIDGE, BRIDGE, NONE, NONE, BRIDGE, BRIDGE],
+    "prefilled": [REWRITE, REWRITE, BRIDGE, NONE, NONE, REWRITE, REWRITE],
 }
 
 
@@ -86,23 +86,20 @@ CONTENT = st.lists(
 
 
 @pytest.mark.parametrize("template", ["thinking", "plain", "alternating", "prefilled"])
-@given(contents=st.lists(CONTENT, min_size=1, max_size=3), closed=st.booleans())
+@given(contents=st.lists(CONTENT, min_size=1, max_size=3))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_wrapper_gives_what_the_template_gives(
-    formats: Formats, template: str, contents: list[str], closed: bool
-) -> None:
+def test_a_wrapper_gives_what_the_template_gives(formats: Formats, template: str, contents: list[str]) -> None:
     form = formats(template, renderer="template")
     role = "user" if template == "alternating" else "tool"
     new: list[View] = [{"role": role, "content": text} for text in contents[: 1 if template == "alternating" else 3]]
     reply: View = {"role": "assistant", "content": "42"}
-    last = form.close_id if closed else None
-    assert form._extension(reply, new, None, last) == form.extension(reply, new, None, last)
+    assert form._extension(reply, new, None) == form.extension(reply, new, None)
 
 
 def test_wrappers_are_made_only_of_what_is_copied(formats: Formats, tmp_path: Path) -> None:
     reply: View = {"role": "assistant", "content": "42"}
     new: list[View] = [{"role": "tool", "content": "1", "name": "f", "tool_call_id": "call_0_0"}]
-    assert make_wrapper(formats("plain"), reply, new, None, None) is not None
+    assert make_wrapper(formats("plain"), reply, new, None) is not None
     changes = {
         "escaped": "m.content | tojson",
         "upper": "m.content | upper",
@@ -116,7 +113,7 @@ def test_wrappers_are_made_only_of_what_is_copied(formats: Formats, tmp_path: Pa
             "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
         )
         form = load_format(ModelSpec(path=str(make_tokenizer(tmp_path / name, source)), renderer="template"), Path())
-        assert make_wrapper(form, reply, new, None, None) is None
+        assert make_wrapper(form, reply, new, None) is None
 
 
 @pytest.mark.parametrize(
@@ -166,7 +163,7 @@ def test_a_wrapper_keeps_as_ids_what_lies_beyond_added_tokens(formats: Formats, 
     form = formats("plain")
     reply = {"role": "assistant", "content": "Yes."}
     new = [{"role": "user", "content": content} for content in contents]
-    made = make_wrapper(form, reply, new, None, None)
+    made = make_wrapper(form, reply, new, None)
     assert made is not None
-    assert made.extension(form, contents) == form.extension(reply, new, None, None)
+    assert made.extension(form, contents) == form.extension(reply, new, None)
     assert bool(made.head and made.tail) == bool(contents)

@@ -378,7 +378,7 @@ def test_keep_refuses_where_no_token_ends_a_reply(formats: Formats) -> None:
     conversation.prompt()
     conversation.reply(said(form, "42"), 0)
     conversation.add([user("Good.")])
-    with pytest.raises(BridgeError, match="no token that ends a reply"):
+    with pytest.raises(BridgeError, match="no added token after a reply"):
         conversation.prompt()
 
 
@@ -406,7 +406,7 @@ def test_a_cut_reply_gets_its_closing_token_unmasked(formats: Formats) -> None:
         assert row.loss_mask.tolist() == [0] * start + [1] * len(sampled) + [0] * (len(prompt) - end)
 
 
-def test_a_reply_cut_in_its_reasoning_is_closed_with_the_token_that_ends_reasoning(formats: Formats) -> None:
+def test_a_reply_cut_in_its_reasoning_is_closed_as_the_template_closes_reasoning(formats: Formats) -> None:
     for renderer in ("auto", "template"):
         form = formats("thinking", renderer=renderer)
         conversation = Conversation(form, TOOLS)
@@ -414,32 +414,49 @@ def test_a_reply_cut_in_its_reasoning_is_closed_with_the_token_that_ends_reasoni
         conversation.prompt()
         sampled = form.encode("<think>\nLet me")
         reply = conversation.reply(generation(sampled, "length"), 0)
-        assert (reply.message.content, reply.message.reasoning) == ("", "\nLet me" if renderer == "auto" else "Let me")
+        assert (reply.message.content, reply.message.reasoning) == ("", "Let me")
         conversation.add([tool("too long")])
         prompt = conversation.prompt()
         (row,) = conversation.branches()
         assert [s.kind for s in row.spans] == ["prompt", "generated", "closing", "bridge"]
         closing = row.spans[2]
-        assert form.decode(row.input_ids[closing.start : closing.end]) == "</think><|im_end|>"
+        assert form.decode(row.input_ids[closing.start : closing.end]) == "\n</think>\n\n<|im_end|>"
         assert form.decode(prompt).endswith(
-            "<think>\nLet me</think><|im_end|>\n<|im_start|>user\n<tool_response>\ntoo long\n</tool_response><|im_end|>\n"
+            "<think>\nLet me\n</think>\n\n<|im_end|>\n<|im_start|>user\n<tool_response>\ntoo long\n</tool_response><|im_end|>\n"
             "<|im_start|>assistant\n"
         )
 
 
-def test_another_token_that_ends_replies_stays_and_is_closed_as_the_format_has_it(formats: Formats) -> None:
-    tails = {
-        "thinking": "42<|endoftext|>\n<|im_start|>user\nGood.<|im_end|>\n<|im_start|>assistant\n",  # the family's own way
-        "plain": "42<|endoftext|><|im_end|>\n<|im_start|>user\nGood.<|im_end|>\n<|im_start|>assistant\n",
-    }
-    for name, tail in tails.items():
-        form = formats(name)
-        conversation = Conversation(form, [])
-        conversation.open([user("Hm?")])
-        start = len(conversation.prompt())
-        conversation.reply(said(form, "42<|endoftext|>"), 0)
-        conversation.add([user("Good.")])
-        assert form.decode(conversation.prompt()[start:]) == tail
+@pytest.mark.parametrize("history", ["branch", "keep"])
+def test_another_token_that_ends_replies_begins_a_branch(formats: Formats, history: str) -> None:
+    """Whatever ended the reply: the template writes one token there, and no other."""
+    form = formats("thinking", renderer="qwen3")  # whose `<|endoftext|>` ends replies too
+    conversation = Conversation(form, [], history)  # type: ignore[arg-type]
+    conversation.open([user("Hm?")])
+    start = len(conversation.prompt())
+    conversation.reply(said(form, "42<|endoftext|>"), 0)
+    conversation.add([user("Good.")])
+    tail = "\n<|im_start|>user\nGood.<|im_end|>\n<|im_start|>assistant\n"
+    if history == "branch":
+        assert form.decode(conversation.prompt()[start:]) == f"42<|im_end|>{tail}"
+        assert (
+            conversation._tapes[1][1] == "the reply ended with '<|endoftext|>', where the template writes '<|im_end|>'"
+        )
+    else:
+        assert form.decode(conversation.prompt()[start:]) == f"42<|endoftext|><|im_end|>{tail}"
+    rows = conversation.branches()
+    assert [row.loss_mask.sum() for row in rows] == [len(form.encode("42<|endoftext|>"))]
+
+
+def test_a_token_that_ends_no_reply_is_text(formats: Formats) -> None:
+    form = formats("plain")
+    conversation = Conversation(form, [])
+    conversation.open([user("Hm?")])
+    start = len(conversation.prompt())
+    conversation.reply(said(form, "42<|endoftext|>"), 0)
+    conversation.add([user("Good.")])
+    tail = "\n<|im_start|>user\nGood.<|im_end|>\n<|im_start|>assistant\n"
+    assert form.decode(conversation.prompt()[start:]) == f"42<|endoftext|><|im_end|>{tail}"
 
 
 def test_the_small_models_template_is_bridged_with_its_default_system_message(formats: Formats) -> None:

@@ -1,4 +1,4 @@
-"""Known families: proved before they are used, and bridged through a short tail that gives the whole one's ids."""
+"""Known families: they read replies where that is proved, and render only where a spec names one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RenderError
+from engine.tokens.conversation import Conversation
 from engine.tokens.families import FamilyFormat
 from engine.tokens.format import ChatFormat, load_format
+from engine.tokens.reading import TOOL
+from engine.tokens.template import TemplateFormat
 from schemas.episode import ModelSpec
 from schemas.message import MalformedCall, ToolCall
 
@@ -70,23 +73,35 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FamilyForm
     return get
 
 
-def test_auto_takes_a_family_whose_ids_are_the_templates(formats: Formats) -> None:
+def test_auto_reads_by_a_family_that_is_proved_to_read_this_template(formats: Formats) -> None:
     form = formats("thinking")
-    assert isinstance(form, FamilyFormat)
-    assert (form.name, form.knows_tools, form.knows_tool_results, form.knows_reasoning) == ("qwen3", True, True, True)
+    assert isinstance(form, TemplateFormat)
+    assert form.reader is not None
+    assert (form.reader.name, form.knows_tools, form.knows_tool_results, form.knows_reasoning) == (
+        "qwen3",
+        True,
+        True,
+        True,
+    )
     assert (form.calls_shown, form.rewrites_history, form.vocab_size) == (2, True, 448)
 
 
-def test_auto_takes_no_family_on_likeness(tmp_path: Path) -> None:
+def test_auto_renders_by_the_template_and_nothing_else(tmp_path: Path) -> None:
+    """A template that departs from its family's by one word is rendered as it is, and read as the family reads."""
     one_word_off = THINKING.replace("You may call one or more functions", "You may call some functions")
     form = load_format(ModelSpec(path=str(make_tokenizer(tmp_path, one_word_off))), Path())
-    assert form.name == "template"
+    assert form.reader is not None
+    assert "You may call some functions" in form.decode(form.render([{"role": "user", "content": "Q"}], [TOOL]))
 
 
-def test_auto_takes_no_family_that_departs_from_the_template(formats: Formats) -> None:
-    """With thinking disabled the family keeps a prefilled wrapper that the template strips: it must be asked for."""
-    assert formats("thinking", template_kwargs={"enable_thinking": False}).name == "template"
-    assert formats("thinking", template_kwargs={"enable_thinking": False}, renderer="qwen3").name == "qwen3"
+def test_auto_takes_no_reader_on_likeness(tmp_path: Path) -> None:
+    """The family's tokens and tags, but arguments in another place: nothing reads these calls, and tools are refused."""
+    other = THINKING.replace('"arguments": ', '"given": ')
+    form = load_format(ModelSpec(path=str(make_tokenizer(tmp_path, other))), Path())
+    assert (form.reader, form.parser) == (None, None)
+    with pytest.raises(RenderError, match=r"no reader reads the calls.*set model\.tool_calls: hermes or plain"):
+        Conversation(form, [TOOL])
+    Conversation(form, [])
 
 
 def test_a_family_that_does_not_exist_or_fit_is_refused(formats: Formats) -> None:
@@ -108,28 +123,26 @@ ROLES = st.lists(st.tuples(st.sampled_from(["user", "tool"]), TEXTS), min_size=1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@given(new=ROLES, first=TEXTS, reply=TEXTS, closed=st.booleans())
+@given(new=ROLES)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_short_tail_gives_the_ids_of_the_whole_bridge(
-    name: str, family: Callable[..., FamilyFormat], new: list[tuple[str, str]], first: str, reply: str, closed: bool
+def test_an_extension_is_the_end_of_what_the_family_renders(
+    name: str, family: Callable[..., FamilyFormat], new: list[tuple[str, str]]
 ) -> None:
     form = family(name)
-    prompt = form.render_views([{"role": "user", "content": first}], None)
-    said = [id_ for id_ in form.encode(f"It is {reply}") if id_ not in form.stop_set]
-    said += [form.stop_token_ids[0]] if closed else []
     views = [
         {"role": role, "content": text, **({"name": "f", "tool_call_id": "call_0_0"} if role == "tool" else {})}
         for role, text in new
     ]
-    whole = form._bridger.bridge_to_next_turn(prompt, said, views)
-    short = form._extension({"role": "assistant", "content": "x"}, views, None, said[-1] if closed else None)
-    if whole is not None:
-        assert short is not None
-        tail = whole.token_ids[len(prompt) + len(said) :]
-        # A family whose prompt opened the reasoning closes it first in a reply that never did.
-        if form.think_end_id is not None and tail[:1] == [form.think_end_id]:
-            tail = tail[1:]
-        assert [*short.closing, *short.bridge] == tail
+    try:
+        whole = form.render_views(
+            [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "42"}, *views], None
+        )
+        found = form._extension({"role": "assistant", "content": "42"}, views, None)
+    except RenderError:
+        return
+    if found is not None:
+        tail = [*found.closing, *found.bridge]
+        assert whole[-len(tail) :] == tail
 
 
 def parse(form: ChatFormat, text: str, prompt: str = "<|im_start|>assistant\n") -> Any:

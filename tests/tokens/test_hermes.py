@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from engine.tokens.families import FamilyFormat
+from engine.tokens.format import ChatFormat
 from engine.tokens.hermes import Read
 from engine.tokens.tokenizer import FastTokenizer
 
@@ -39,8 +39,8 @@ _PIECES = [
 _THOUGHTS = ["<think>", "</think>"]
 
 
-def _library(form: FamilyFormat, ids: list[int], before: list[int]) -> tuple[Any, ...]:
-    found = form._renderer.parse_response(ids, tools=None, prompt_ids=before)
+def _library(form: ChatFormat, ids: list[int], before: list[int]) -> tuple[Any, ...]:
+    found = form.reader._library.parse_response(ids, tools=None, prompt_ids=before)
     calls = [(call.raw, call.name, call.arguments, call.token_span, str(call.status)) for call in found.tool_calls]
     return found.content, found.reasoning_content, found.reasoning_complete is False, calls
 
@@ -56,7 +56,7 @@ def test_a_reply_without_reasoning_is_read_as_the_library_reads_it(formats: Form
     form = formats("thinking")
     ids = form.encode("".join(pieces))
     before = form.render([{"role": "user", "content": "What is it?"}])[-64:]
-    found = form._hermes.read(np.array(ids, np.int32), before)
+    found = form.reader._hermes.read(np.array(ids, np.int32), before)
     assert found is not None
     assert _ours(found) == _library(form, ids, before)
 
@@ -66,7 +66,7 @@ def test_a_reply_without_reasoning_is_read_as_the_library_reads_it(formats: Form
 def test_any_ids_are_read_as_the_library_reads_them(formats: Formats, ids: list[int]) -> None:
     form = formats("thinking")
     before = form.render([{"role": "user", "content": "What is it?"}])[-64:]
-    found = form._hermes.read(np.array(ids, np.int32), before)
+    found = form.reader._hermes.read(np.array(ids, np.int32), before)
     assert found is None or _ours(found) == _library(form, ids, before)
 
 
@@ -77,7 +77,7 @@ def test_reasoning_is_left_to_the_library(formats: Formats, reply: str, opened: 
     form = formats("thinking")
     before = [*form.render([{"role": "user", "content": "What is it?"}]), *form.encode(opened)][-64:]
     reasons = any(mark in reply + opened for mark in _THOUGHTS)
-    assert (form._hermes.read(np.array(form.encode(reply), np.int32), before) is None) == reasons
+    assert (form.reader._hermes.read(np.array(form.encode(reply), np.int32), before) is None) == reasons
 
 
 def test_a_name_that_is_no_text_is_no_name(formats: Formats) -> None:

@@ -83,7 +83,7 @@ def test_qwen3_vl_is_rendered_by_its_family_and_by_its_template_alike(
     vlm: Callable[[str], Path], renderer: str
 ) -> None:
     form = form_of(vlm("qwen3_vl"), renderer=renderer)
-    assert form.name == ("qwen3-vl" if renderer == "auto" else "template")
+    assert form.name == "template"
     assert form.vision is not None
     call = {"name": "look", "arguments": {"where": "left"}}
     conversation = Conversation(form, [])

@@ -1,0 +1,182 @@
+"""Replies read by token, by the parser that the library `renderers` has for a family.
+
+Invariant: every attempt at a call is kept, read or malformed, and a reader reports no reasoning where the template at hand
+shows none: there a reply's thoughts are part of its content, so that no prompt loses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import RenderError
+from engine.made import maker
+from engine.tokens.hermes import Read, hermes_of
+from engine.tokens.tape import IntVector
+from engine.tokens.tokenizer import FastTokenizer
+from engine.tokens.toolcalls import Unreadable, as_arguments, checked_call
+from schemas.message import MalformedCall, ToolCall
+
+if TYPE_CHECKING:
+    from engine.tokens.proof import View
+
+_make_call = maker(ToolCall)
+
+_PROBLEMS = {
+    "invalid_json": "Its arguments are not valid JSON.",
+    "unclosed_block": "It was begun but never finished: its closing tag is missing.",
+    "missing_name": "It does not say which tool to call.",
+    "malformed_structure": "It is not in the form that tool calls have.",
+}
+
+
+class Found:
+    """What a family's parser found in one reply."""
+
+    __slots__ = ("after", "attempts", "content", "open", "reasoning", "thinking", "whole")
+
+    def __init__(self, content: str, reasoning: str | None, attempts: list[ToolCall | MalformedCall]) -> None:
+        self.content = content
+        self.reasoning = reasoning
+        self.attempts = attempts
+        self.thinking = False
+        """It ended inside its reasoning."""
+        self.whole = False
+        """`content` is all that was said."""
+        self.open = True
+        """Nothing was said between the calls or after them."""
+        self.after = ""
+        """What was said after the reasoning, calls included. Only set where there are calls."""
+
+
+class FamilyReader:
+    """Reads replies as one family writes them.
+
+    Args:
+        name: The family.
+        library: Its renderer in the library.
+        tokenizer: The tokenizer.
+        stops: Ids that end a reply.
+    """
+
+    def __init__(self, name: str, library: Any, tokenizer: FastTokenizer, stops: frozenset[int]) -> None:
+        self.name = name
+        self._library = library
+        self._decode = tokenizer.decode
+        self._stops = stops
+        self._special = {id_ for text, id_ in tokenizer.added.items() if text != "</think>"}
+        self._foreign = stops - set(library.get_stop_token_ids())
+        """Tokens that end replies, which the library does not know as such."""
+        self._hermes = hermes_of(library, tokenizer)
+
+    def read(self, ids: IntVector, before: IntVector, prefix: str, tools: Sequence[View], reasons: bool) -> Found:
+        """Read a reply.
+
+        Args:
+            ids: Its sampled ids, the one that ended it included.
+            before: The ids that it was sampled from; the last few are enough.
+            prefix: What the ids of its calls begin with.
+            tools: The tools' schemas.
+            reasons: The template shows reasoning; else it is left in the content.
+        """
+        if len(ids) and int(ids[-1]) in self._foreign:
+            ids = ids[:-1]
+        read = self._read(ids, before.tolist(), tools)
+        attempts = [_attempt(call, f"{prefix}_{index}", tools) for index, call in enumerate(read.tool_calls)]
+        found = Found(read.content, read.reasoning_content, attempts)
+        if read.reasoning_complete is False:
+            found.thinking, found.reasoning = True, (found.reasoning or "").strip("\n")
+        if not attempts and type(read) is Read:
+            found.whole = True
+            return found
+        said: list[int] = ids.tolist()
+        if said and said[-1] in self._stops:
+            said.pop()
+        spans = [call.token_span for call in read.tool_calls]
+        text = self._decode(said)
+        if not reasons:
+            if not spans or None in spans:
+                found.content = text.strip()
+            elif found.reasoning is not None:
+                found.content = self._decode(self._without_markers(said[: spans[0][0]])).strip()
+            found.reasoning, found.thinking = None, False
+        if attempts:
+            found.open = not self._said_more(said, spans)
+            found.after = text if found.reasoning is None else _after_reasoning(text, found.content, read.tool_calls)
+        found.whole = not attempts and found.reasoning is None and found.content.strip() == text.strip()
+        return found
+
+    def _read(self, ids: IntVector, before: list[int], tools: Sequence[View]) -> Read | Any:
+        """A reply as the library reads it."""
+        found = self._hermes.read(ids, before) if self._hermes is not None else None
+        if found is not None:
+            return found
+        try:
+            return self._library.parse_response(ids.tolist(), tools=list(tools) or None, prompt_ids=before)
+        except Exception as error:
+            raise RenderError(f"the renderer {self.name!r} cannot read a reply: {error}") from error
+
+    def _without_markers(self, ids: list[int]) -> list[int]:
+        """Without the markers at their end that begin a section of calls."""
+        while ids and ids[-1] in self._special:
+            ids.pop()
+        return ids
+
+    def _said_more(self, said: list[int], spans: list[Any]) -> bool:
+        """Whether there is text between or behind the calls, which the parser leaves out."""
+        if None in spans:
+            return False
+        after = spans[0][1]
+        for start, end in [*spans[1:], (len(said), 0)]:
+            if after < start and self._decode(said[after:start]).strip():
+                return True
+            after = end
+        return False
+
+
+def _after_reasoning(text: str, content: str, calls: list[Any]) -> str:
+    """What was written behind the reasoning, calls included."""
+    _, closing, body = text.partition("</think>")
+    if closing:
+        return body.lstrip("\n")
+    return "\n".join([content, *(call.raw for call in calls)]).strip()
+
+
+_PYTHON = {"True": True, "False": False, "None": None}
+
+
+def _typed(name: str | None, arguments: Any, tools: Sequence[View]) -> Any:
+    """Arguments without the words of Python that templates write for values of JSON; None where that does not mend them."""
+    schema: dict[str, Any] = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            schema = function.get("parameters", {}).get("properties", {})
+    if not isinstance(arguments, dict) or not schema:
+        return None
+    found: dict[str, Any] = {}
+    changed = False
+    for key, value in arguments.items():
+        type_ = schema.get(key, {}).get("type", "string")
+        if isinstance(value, str) and type_ != "string" and "string" not in type_:
+            if value not in _PYTHON:
+                return None
+            value = _PYTHON[value]
+            changed = True
+        found[key] = value
+    return found if changed else None
+
+
+def _attempt(call: Any, id_: str, tools: Sequence[View]) -> ToolCall | MalformedCall:
+    status = str(call.status)
+    arguments = call.arguments
+    if status in ("ok", "invalid_json") and (mended := _typed(call.name, arguments, tools)) is not None:
+        status, arguments = "ok", mended
+    if not isinstance(call.name, str | None):
+        status = "missing_name"
+    if status in ("ok", "unknown_tool") and call.name:
+        try:
+            return checked_call(_make_call, id_, call.name, as_arguments(arguments or {}))
+        except Unreadable as problem:
+            return MalformedCall(raw=call.raw, problem=str(problem))
+    return MalformedCall(raw=call.raw, problem=_PROBLEMS.get(status, f"It could not be read ({status})."))

@@ -1,0 +1,224 @@
+"""Who reads a model's replies: found by proof, never by likeness.
+
+Invariant: `auto` takes a reader only if, for a generated battery of replies (contents with white space at their edges,
+reasoning, calls with every type of JSON, calls in parallel), it reads what the chat template at hand writes as what the
+template was given. Where no reader does, tools are refused with this model: a call is never taken for an answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.errors import RenderError
+from engine.tokens.families import MARKS, make_renderer
+from engine.tokens.format import ChatFormat, Parsed
+from engine.tokens.proof import View
+from engine.tokens.readers import FamilyReader
+from engine.tokens.template import TemplateFormat
+from engine.tokens.toolcalls import call_parser
+from schemas.episode import ModelSpec
+from schemas.message import ToolCall
+
+TEXT_PARSERS = ("hermes", "pythonic")
+"""Built-in parsers that read calls as templates write them."""
+
+_NAME = "probe_tool"
+_RESULT = "Qz9Result"
+_KINDS: dict[str, Any] = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "ratio": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "nothing": {"type": "null"},
+    "items": {"type": "array", "items": {}},
+    "options": {"type": "object"},
+}
+TOOL: View = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": _KINDS},
+    },
+}
+"""A tool with a parameter of each type of JSON."""
+
+ARGUMENTS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"text": "Paris"}],
+    "no arguments": [{}],
+    "every type": [
+        {
+            "text": "é (d), [e]: {f}",
+            "count": 3,
+            "ratio": 2.5,
+            "flag": True,
+            "nothing": None,
+            "items": [1, "a", False, {"k": 2}],
+            "options": {"k": "v", "n": [0]},
+        }
+    ],
+    "awkward text": [{"text": "a \"b\"\n'c' <d> \\", "items": [None]}],
+    "text that looks like another type": [{"text": "12"}, {"text": "true"}],
+    "parallel": [{"text": "a"}, {"count": 2, "flag": False}],
+}
+"""Calls by name of the case: each the arguments of the calls of one reply."""
+AWKWARD = "calls: awkward text"
+"""What need not be read: some templates write quotes in a way that nobody can read back. It shows as a malformed call, or as
+one whose bridge is not proved."""
+CONTENTS = ("Yes.", "So:\n\n1.", "\n\nIt is.", "It is. \n", "It is:\n\n")
+"""Contents with white space at their edges."""
+
+
+def _calls(arguments: list[dict[str, Any]]) -> list[View]:
+    return [
+        {"type": "function", "id": f"call_0_{number}", "function": {"name": _NAME, "arguments": each}}
+        for number, each in enumerate(arguments)
+    ]
+
+
+def _cases(form: ChatFormat) -> Iterator[tuple[str, View]]:
+    """Replies by what they test."""
+    thoughts = ["Hm.", "Hm.\n\nSo it is."] if form.knows_reasoning else []
+    for content in CONTENTS:
+        yield "content", {"role": "assistant", "content": content}
+    if not thoughts:
+        marked = "<think>\nHm.\n</think>\n\nYes."
+        yield "thoughts as content", {"role": "assistant", "content": marked}
+        if form.calls_shown:
+            yield "thoughts as content", {"role": "assistant", "content": marked, "tool_calls": _calls([{"text": "a"}])}
+    for why in thoughts:
+        yield "reasoning", {"role": "assistant", "content": "Yes.", "reasoning_content": why}
+    for name, arguments in ARGUMENTS.items():
+        if len(arguments) > 1 and form.calls_shown < 2:
+            continue
+        for content in ("", "I look it up.\n\n"):
+            view = {"role": "assistant", "content": content, "tool_calls": _calls(arguments)}
+            yield f"calls: {name}", view
+            if thoughts and not content:
+                yield f"calls: {name}", {**view, "reasoning_content": thoughts[0]}
+
+
+def written(form: ChatFormat, reply: View) -> tuple[str, str] | None:
+    """What the template writes ahead of a reply, and for it up to its end; None where it shows no such reply."""
+    results = [
+        {"role": "tool", "content": _RESULT, "name": _NAME, "tool_call_id": call["id"]}
+        for call in reply.get("tool_calls", ())
+    ]
+    return _written(form, reply, results) or (_written(form, reply, []) if results else None)
+
+
+def _written(form: ChatFormat, reply: View, results: list[View]) -> tuple[str, str] | None:
+    asked: View = {"role": "user", "content": "Q"}
+    try:
+        before = form.text([asked], [TOOL])
+        after = form.extension(reply, results, None)
+        whole = form.text([asked, reply, *results], [TOOL])
+    except RenderError:
+        return None
+    if after is None:
+        return None
+    tail = form.decode([*after.closing, *after.bridge])
+    if not whole.startswith(before):
+        opened = before.rfind("<think>")
+        if opened < 0 or not whole.startswith(before[:opened]):
+            return None
+        before = before[:opened]
+    text = whole[len(before) : -len(tail)]
+    return (before, text) if whole.endswith(tail) and _RESULT not in text else None
+
+
+def failures(form: ChatFormat) -> dict[str, str]:
+    """What a format reads otherwise than its template was given it: case -> an example. Empty: all is read."""
+    found: dict[str, str] = {}
+    called = False
+    close = form.stop_token_ids[:1]
+    for name, reply in _cases(form):
+        shown = written(form, reply)
+        if shown is None:
+            continue
+        before, text = shown
+        if reply["content"] and reply["content"].strip() not in text and "tool_calls" not in reply:
+            continue  # the template reads this content in a way of its own
+        called = called or "tool_calls" in reply
+        ids = np.array([*form.encode(text), *close], np.int32)
+        try:
+            parsed = form.parse(ids, before=np.array(form.encode(before), np.int32), turn=0, tools=[TOOL])
+        except RenderError as error:
+            found.setdefault(name, str(error))
+            continue
+        if problem := _differs(form, parsed, reply, text):
+            found.setdefault(name, problem)
+    if not called:
+        found["calls"] = "the template shows no calls, so that nothing says how this model writes them"
+    return found
+
+
+def _exactly(calls: list[Any]) -> str:
+    """Calls as text in which 1, 1.0 and True are not the same, whatever the order of their arguments."""
+    return json.dumps(calls, sort_keys=True)
+
+
+def _differs(form: ChatFormat, parsed: Parsed, reply: View, text: str) -> str:
+    """How a reply that was read is another than the one that was written; empty where it is the same."""
+    calls = [(a.name, a.arguments) if isinstance(a, ToolCall) else a.problem for a in parsed.attempts]
+    wanted = [(call["function"]["name"], call["function"]["arguments"]) for call in reply.get("tool_calls", ())]
+    if _exactly(calls) != _exactly(wanted):
+        return f"{text!r} is read as the calls {calls}"
+    content = reply["content"].strip()
+    if content not in text:  # the prompt opened its reasoning
+        content = content.removeprefix("<think>\n")
+    if wanted and content not in text:  # the template shows no content beside calls
+        content = ""
+    if parsed.content.strip() != content:
+        return f"{text!r} is read as the content {parsed.content!r}"
+    why = reply.get("reasoning_content", "")
+    if why not in text:  # the template shows no reasoning here
+        why = ""
+    if (parsed.reasoning or "").strip() != why:
+        return f"{text!r} is read as the reasoning {parsed.reasoning!r}"
+    return ""
+
+
+def choose_reader(form: TemplateFormat, spec: ModelSpec, base: Path) -> None:
+    """Give a format the reader that `model.tool_calls` asks for: for `auto`, one that is proved to read this template."""
+    if spec.tool_calls != "auto":
+        form.parser = call_parser(spec.tool_calls, base)
+        form.reads_calls = bool(form.calls_shown) and form._writes_calls_as(form.parser)
+        return
+    if not form.knows_tools and not form.calls_shown:
+        form.parser = call_parser("plain")
+        return
+    form.reads_calls = True
+    why: dict[str, str] = {}
+    for name in _candidates(form):
+        problem = _take(form, name, spec)
+        if not problem:
+            return
+        why[name] = problem
+    form.parser, form.reader, form.reads_calls = None, None, False
+    tried = "; ".join(f"{name}: {problem}" for name, problem in why.items())
+    form.unread_calls = f"no reader reads the calls that this chat template writes ({tried})"
+
+
+def _candidates(form: TemplateFormat) -> Iterator[str]:
+    yield from (name for name, token in MARKS.items() if token in form.fast.added)
+    yield from TEXT_PARSERS
+
+
+def _take(form: TemplateFormat, name: str, spec: ModelSpec) -> str:
+    """Give a format this reader; what it cannot read, empty where it reads all."""
+    form.parser = form.reader = None
+    if name in TEXT_PARSERS:
+        form.parser = call_parser(name)
+    else:
+        try:
+            library = make_renderer(name, form.fast, spec)
+        except Exception as error:  # noqa: BLE001 - each family refuses foreign tokenizers in its own way
+            return f"does not fit the tokenizer: {error}"
+        form.reader = FamilyReader(name, library, form.fast, form.stop_set)
+    return next((problem for case, problem in failures(form).items() if case != AWKWARD), "")

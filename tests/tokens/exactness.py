@@ -1,0 +1,527 @@
+"""Scripted conversations on any chat template, judged by what `apply_chat_template` writes.
+
+A case is a folder with `chat_template.jinja`. Where it also holds `tokenizer.json` and `tokenizer_config.json`, these are used;
+else a small tokenizer is made that has the template's special tokens. `case.json` may name {"eos": token, "stops": [tokens]}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError, RenderError
+from engine.tokens.conversation import Conversation
+from engine.tokens.format import ChatFormat, load_format
+from engine.tokens.reading import ARGUMENTS, TOOL, written
+from engine.tokens.tape import Tape
+from schemas.episode import ModelSpec
+from schemas.generation import FinishReason, Generation, VersionSpan
+from schemas.message import Message, ToolCall
+
+SHIPPED = Path(__file__).parents[1] / "data" / "templates"
+SPECIAL = re.compile(
+    r"<\|[^|<>\s{}'\"]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|</?think>|<end_of_utterance>|<\|?turn\|?>|<\|?channel\|?>"
+    r"|</s>|<s>|</?tool_call>|</?tool_response>|</?arg_(?:key|value)>|\[gMASK\]|<sop>|<bos>|<eos>|\[/?INST\]|\[/?TOOL_CALLS\]"
+    r"|\]~!?b\[|\[e~\[|</?minimax:tool_call>|<\|?tool_call\|?>|<\|?tool_response\|?>|<\|?tool\|?>|◁/?think▷"
+)
+"""What looks like a special token in a template's source."""
+ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|end|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<｜end▁of▁sentence｜>",
+    "</s>",
+)
+BESIDE = {
+    "<|im_start|>": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<tool_response>"),
+    "<|eot_id|>": ("<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|python_tag|>", "<|start_header_id|>", "<|end_header_id|>"),
+    "<｜User｜>": (
+        "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
+    ),
+    "<|turn>": ("<bos>", "<eos>", '<|"|>', "<|tool>", "<tool|>", "<|image|>", "<|think|>", "<|image>", "<image|>", "<|video|>"),
+    "<|channel|>": ("<|start|>", "<|end|>", "<|message|>", "<|return|>", "<|call|>", "<|constrain|>", "<|startoftext|>"),
+    "<|observation|>": ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "<|START_OF_TURN_TOKEN|>": ("<BOS_TOKEN>",),
+}  # fmt: skip
+"""Special tokens that a family's tokenizer has beside those that its template names."""
+BEGINS = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<bos>", "<BOS_TOKEN>", "<|startoftext|>", "<s>")
+OTHER_ENDS = ("<|endoftext|>", "<|eom_id|>", "<eos>", "<|user|>", "<|observation|>", "<|return|>", "<|call|>")
+
+
+def cases() -> dict[str, Path]:
+    """Case folders by name: those that are shipped and those under EPISODE_ENGINE_TEMPLATES."""
+    roots = [SHIPPED, *map(Path, filter(None, os.environ.get("EPISODE_ENGINE_TEMPLATES", "").split(os.pathsep)))]
+    return {file.parent.name: file.parent for root in roots for file in sorted(root.glob("*/chat_template.jinja"))}
+
+
+def load_case(folder: Path, made: Path, make_tokenizer: Callable[..., Path], **model: Any) -> ChatFormat:
+    """The chat format of a case. `made`: an empty folder for the files that the case itself does not have."""
+    source = (folder / "chat_template.jinja").read_text()
+    told = json.loads(file.read_text()) if (file := folder / "case.json").is_file() else {}
+    if (folder / "tokenizer.json").is_file():
+        path = folder
+    else:
+        tokens = [*SPECIAL.findall(source), *told.get("tokens", []), "<|endoftext|>", "<s>", "</s>"]
+        tokens = list(
+            dict.fromkeys([*tokens, *(token for mark, more in BESIDE.items() if mark in source for token in more)])
+        )
+        eos = told.get("eos") or next((token for token in ENDS if token in source), "<|endoftext|>")
+        path = make_tokenizer(made, source, tokens, eos)
+    spec = ModelSpec(path=str(path), **model)
+    if path != folder:
+        tokenizer = json.loads((path / "tokenizer.json").read_text())
+        ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+        stops = told.get("stops") or [token for token in (eos, *OTHER_ENDS) if token in ids]
+        config = json.loads((path / "tokenizer_config.json").read_text())
+        bos = next((token for token in BEGINS if token in ids), None)
+        (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos, **config}))
+        (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids[token] for token in stops]}))
+    return load_format(spec, Path())
+
+
+# --- scenarios -------------------------------------------------------------------------------------------------------
+
+TOOLS = [TOOL]
+
+
+@dataclass
+class Said:
+    """A reply of a scenario: what the model means, or the very text."""
+
+    content: str = ""
+    thoughts: str | None = None
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    end: str = "close"
+    """`close`, `none` (cut), `other` (another token that ends replies)."""
+    raw: str | None = None
+    cut: int | None = None
+    """So many characters of it were sampled, and no end token."""
+
+
+Step = Said | list[Message]
+
+
+def _user(text: str = "And then?") -> list[Message]:
+    return [Message(role="user", content=text)]
+
+
+def _results(calls: int, turn: int) -> list[Message]:
+    return [
+        Message(role="tool", content=f"{number} °C", name="probe_tool", tool_call_id=f"call_{turn}_{number}")
+        for number in range(calls)
+    ]
+
+
+def _asked(system: bool = False) -> list[Message]:
+    return [*([Message(role="system", content="Be brief.")] if system else []), *_user("How warm is it?")]
+
+
+_CALL = [{"text": "Paris"}]
+
+SCENARIOS: dict[str, tuple[bool, list[list[Step]]]] = {
+    "plain turns": (
+        False,
+        [
+            [_asked(system), Said("It is 42."), _user(), Said("Yes."), _user("Sure?"), Said("Yes: 42."), _user()]
+            for system in (False, True)
+        ],
+    ),
+    "content edges": (
+        False,
+        [
+            [_asked(), Said(text), _user(" \n now \n\n"), Said("Yes."), _user()]
+            for text in ("\n\nIt is.", " It is.", "It is.\n", "It is. ", "It is:\n\n", "a < b, [x] {y}", "", " \n", "<b>é🙂</b>")
+        ],
+    ),
+    "empty thoughts": (
+        False,
+        [
+            [_asked(), Said(raw="<think>\n\n</think>\n\nYes."), _user(), Said("Yes."), _user()],
+            [_asked(), Said(raw="<think></think>Yes."), _user()],
+            [_asked(), Said("Yes.", thoughts=""), _user()],
+        ],
+    ),
+    "empty thoughts, tools": (
+        True,
+        [[_asked(), Said(calls=_CALL, thoughts=""), _results(1, 0), Said("Yes."), _user()]],
+    ),
+    "thoughts": (
+        False,
+        [
+            [_asked(), Said("Yes.", thoughts="Hm."), _user(), Said("No.", thoughts="Hm, no.\n\nSo."), _user(), Said("A."), _user()],
+            [_asked(), Said(raw="<think>\nHm.\n</think>\n\nYes."), _user(), Said("Yes."), _user()],
+            [_asked(), Said(raw="<think> Hm.\n\n</think> Yes."), _user()],
+        ],
+    ),
+    "thoughts and tools": (
+        True,
+        [
+            [
+                _asked(system), Said("I look.", thoughts="Hm.", calls=_CALL), _results(1, 0), Said(thoughts="So.", calls=_CALL),
+                _results(1, 1), Said("It is warm.", thoughts="Done."), _user(), Said("Yes."), _user(),
+            ]
+            for system in (False, True)
+        ],
+    ),
+    "thoughts cut": (
+        False,
+        [[_asked(), Said("Yes.", thoughts="Hm. So", cut=size), _user(), Said("Yes."), _user()] for size in (-9, -16)]
+        + [[_asked(), Said(raw=raw, end="none"), _user()] for raw in ("<think>\nHm", "<think>\nHm.\n", "<think>")],
+    ),
+    "thoughts ended": (
+        False,
+        [[_asked(), Said(raw="<think>\nHm."), _user(), Said("Yes."), _user()]],
+    ),
+    "cut replies": (
+        False,
+        [[_asked(), Said(raw, end="none"), _user(), Said("Yes."), _user()] for raw in ("It is", "It is\n", "It is.\n\n")],
+    ),
+    "stop strings": (
+        False,
+        [[_asked(), Said(raw, end="none"), _user(), Said("Yes."), _user()] for raw in ("<answer>42</answer>", "42\nUser:")],
+    ),
+    "stop strings in a call": (
+        True,
+        [[_asked(), Said("I look.", calls=_CALL, end="none"), _results(1, 0), Said("Yes."), _user()]],
+    ),
+    "other end tokens": (
+        False,
+        [
+            [_asked(), Said("It is 42.", end="other"), _user(), Said("Yes."), _user()],
+            [_asked(), Said("Yes.", thoughts="Hm.", end="other"), _user()],
+        ],
+    ),
+    "other end tokens, tools": (True, [[_asked(), Said(calls=_CALL, end="other"), _results(1, 0), Said("Yes."), _user()]]),
+    "tool calls": (
+        True,
+        [
+            [_asked(system), Said(content, calls=arguments), _results(len(arguments), 0), Said("It is warm."), _user()]
+            for arguments in ARGUMENTS.values()
+            if len(arguments) == 1
+            for content in ("", "I look:\n\n", "I look.")
+            for system in (False, True)
+        ],
+    ),
+    "parallel calls": (
+        True,
+        [
+            [
+                _asked(), Said(content, calls=arguments), _results(len(arguments), 0),
+                Said(calls=arguments), _results(len(arguments), 1), Said("It is warm."), _user(), Said("Yes."), _user(),
+            ]
+            for arguments in ARGUMENTS.values()
+            if len(arguments) > 1
+            for content in ("", "I look.")
+        ],
+    ),
+    "calls in the prompt": (
+        True,
+        [
+            [
+                [
+                    *_asked(),
+                    Message(
+                        role="assistant", content="",
+                        tool_calls=[ToolCall(id="call_9_0", name="probe_tool", arguments={"text": "Rome"})],
+                    ),
+                    Message(role="tool", content="9 °C", name="probe_tool", tool_call_id="call_9_0"),
+                    Message(role="assistant", content="It is cold."),
+                    *_user(),
+                ],
+                Said("Yes."), _user(),
+            ]
+        ],
+    ),
+    "markers inside": (
+        False,
+        [
+            [_asked(), Said(raw=raw), _user(), Said("Yes."), _user()]
+            for raw in ("a</think>b</think>c", "<think>a</think>b</think>c", "It is <think>", "a</think>", "x<tool_call>y", "[THINK]a[/THINK]b")
+        ],
+    ),
+    "no answer": (False, [[_asked(), Said("Yes."), [], Said("No."), _user()]]),
+}  # fmt: skip
+"""Name -> whether tools are in view, and scripts of steps."""
+
+
+# --- the oracle ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """What one script came to."""
+
+    verdict: str
+    """`exact`, `spaced` (exact but for white space that was sampled), `branched`, `refused` or `WRONG`."""
+    why: str = ""
+    needless: str = ""
+    """A branch that the template does not need."""
+
+
+class Wrong(AssertionError):
+    """A prompt that the template does not write."""
+
+
+def aligned(pieces: Sequence[tuple[bool, str]], text: str) -> int | None:
+    """Where a tape's text ends in a template's: white space alone may differ, and in sampled pieces alone.
+
+    Args:
+        pieces: (sampled, text) of the tape.
+        text: What the template writes.
+
+    Returns:
+        Characters of the sampled pieces that differ (0 where all is the same); None where the tape is no beginning of the text.
+    """
+    places = {0: 0}
+    for sampled, piece in pieces:
+        after: dict[int, int] = {}
+        for place, spaced in places.items():
+            if not sampled:
+                if text.startswith(piece, place):
+                    after[place + len(piece)] = spaced
+                continue
+            if text.startswith(piece, place):
+                after[place + len(piece)] = spaced
+            at = place
+            for character in "".join(piece.split()):
+                while at < len(text) and text[at].isspace():
+                    at += 1
+                if at >= len(text) or text[at] != character:
+                    break
+                at += 1
+            else:
+                while True:
+                    after.setdefault(at, spaced + 1)
+                    if at >= len(text) or not text[at].isspace():
+                        break
+                    at += 1
+        places = after
+    return min(places.values(), default=None)
+
+
+class Player:
+    """Plays one script."""
+
+    def __init__(self, form: ChatFormat, tools: bool) -> None:
+        self.form = form
+        self.tools: list[dict[str, Any]] = TOOLS if tools else []
+        self.conversation = Conversation(form, self.tools)
+        self.sampled: list[list[int]] = []
+        self.raw: dict[int, str] = {}
+        self.spaced = 0
+        self.beside = False
+        """A reply has thoughts that its template has no place for: a call after them may be none."""
+        self.needless = ""
+
+    def play(self, steps: Sequence[Step]) -> Result:
+        try:
+            for number, step in enumerate(steps):
+                if isinstance(step, Said):
+                    self._reply(step)
+                else:
+                    (self.conversation.add if number else self.conversation.open)(step)
+                    self._check()
+            self._check_rows()
+        except Wrong as wrong:
+            return Result("WRONG", str(wrong))
+        except RenderError as error:
+            return Result("refused", str(error), self.needless)
+        reasons = [reason for _, reason in self.conversation._tapes[1:]]
+        if reasons:
+            return Result("branched", "; ".join(reasons), self.needless)
+        return Result("spaced" if self.spaced else "exact")
+
+    def _messages(self, raw: bool = False) -> list[dict[str, Any]]:
+        """The conversation as it is now, in OpenAI's form. `raw`: replies as text, as they were sampled."""
+        found = []
+        for index, message in enumerate(self.conversation.messages):
+            view = self.conversation._verbatim.get(index)
+            if raw and index in self.raw:
+                found.append({"role": "assistant", "content": self.raw[index]})
+                continue
+            if view is not None:
+                found.append(dict(view))
+                continue
+            view = {"role": message.role, "content": message.text}
+            if message.reasoning:
+                view["reasoning_content"] = message.reasoning
+            if message.tool_calls:
+                view["tool_calls"] = [
+                    {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+                    for call in message.tool_calls
+                ]
+            if message.role == "tool":
+                view |= {"name": message.name, "tool_call_id": message.tool_call_id}
+                if self.form.tool_role == "user":
+                    view = {"role": "user", "content": message.text}
+            found.append(view)
+        return found
+
+    def _written(self, raw: bool = False) -> str:
+        messages = self._messages(raw)
+        if getattr(self.form._template, "_in_parts", False):
+            messages = [{**view, "content": [{"type": "text", "text": view["content"]}]} for view in messages]
+        return str(
+            self.form.tokenizer.apply_chat_template(
+                messages, tools=self.tools or None, add_generation_prompt=True, tokenize=False
+            )
+        )
+
+    def _pieces(self, tape: Tape) -> list[tuple[bool, str]]:
+        ids = tape.ids.tolist()
+        return [(span.kind == "generated", self.form.decode(ids[span.start : span.end])) for span in tape.spans]
+
+    def _check(self) -> None:
+        """The next prompt is what the template writes, or begins a branch that had to begin."""
+        tapes = self.conversation._tapes
+        before, old = len(tapes), tapes[-1][0] if tapes else None
+        said = self._pieces(old) if old is not None else []
+        prompt = self.conversation.prompt().tolist()
+        text = self._written()
+        tape, reason = self.conversation._tapes[-1]
+        for span in tape.spans:
+            ids = prompt[span.start : span.end]
+            if span.kind != "generated" and ids != self.form.tokenizer.encode(
+                self.form.decode(ids), add_special_tokens=False
+            ):
+                raise Wrong(f"{span.kind} has other ids than its text {self.form.decode(ids)!r}")
+        found = aligned(self._pieces(tape), text)
+        if found is None or sum(len(piece) for _, piece in self._pieces(tape)) > len(text) + 200:
+            raise Wrong(f"{self.form.decode(prompt)!r} is not {text!r}")
+        if "".join(self.form.decode(prompt).split()) != "".join(text.split()):
+            raise Wrong(f"{self.form.decode(prompt)!r} ends before {text!r}")
+        self.spaced += found
+        if len(self.conversation._tapes) > before >= 1:
+            if not reason:
+                raise Wrong("a branch without a reason")
+            for other in (False, True)[: 2 - self.form.knows_reasoning]:
+                whole = self._written(raw=other)
+                if "no added token" not in reason and aligned(said, whole) is not None and self._ends_well(said, whole):
+                    self.needless = self.needless or f"{reason} | {said[-1][1]!r} in {whole!r}"
+
+    def _ends_well(self, said: list[tuple[bool, str]], text: str) -> bool:
+        """Whether the template goes on after the tape with an added token, or with white space and one."""
+        rest = text.rpartition(said[-1][1])[2].lstrip()
+        return any(rest.startswith(token) for token in self.form.fast.added) or said[-1][1].endswith(
+            tuple(self.form.stops)
+        )
+
+    def _text(self, said: Said) -> str:
+        """What the model samples for it: as the template itself would write it, where it can."""
+        if said.raw is not None:
+            return said.raw
+        form, asked = self.form, {"role": "user", "content": "Q"}
+        opened = re.search(r"<think>\s*\Z", form.text([asked], None)) is not None
+        view: dict[str, Any] = {"role": "assistant", "content": said.content}
+        if said.calls:
+            view["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": f"call_{len(self.sampled)}_{number}",
+                    "function": {"name": "probe_tool", "arguments": arguments},
+                }
+                for number, arguments in enumerate(said.calls)
+            ]
+        if said.thoughts is None and not said.calls and not opened:
+            return said.content
+        if said.thoughts and form.knows_reasoning:
+            view["reasoning_content"] = said.thoughts
+        shown = written(form, view)
+        if shown is None:
+            raise RenderError("the template writes no such reply")
+        text = shown[1]
+        prompt = form.text([asked], TOOLS)
+        if prompt.startswith(shown[0]):  # the prompt itself opens the reasoning
+            text = text.removeprefix(prompt[len(shown[0]) :])
+        if said.thoughts is not None and said.thoughts not in text:
+            text = f"<think>\n{said.thoughts}\n</think>\n\n{text}"
+            self.beside = True
+        return text if said.cut is None else text[: said.cut]
+
+    def _reply(self, said: Said) -> None:
+        form = self.form
+        text = self._text(said)
+        ids = form.encode(text)
+        end = "none" if said.cut is not None else said.end
+        if end == "close":
+            ids = [*ids, form.stop_token_ids[0] if form.close_id is not None else self._opener(said)]
+        elif end == "other":
+            others = [id_ for id_ in form.stop_token_ids if id_ != form.close_id and id_ != self._opener(said)]
+            if not others:
+                raise RenderError("the tokenizer has one token that ends replies")
+            ids = [*ids, others[0]]
+        turn = len(self.sampled)
+        self.sampled.append(ids)
+        finish = FinishReason(type="length" if end == "none" else "stop")
+        generation = Generation(
+            output_ids=ids, logprobs=[-0.5] * len(ids), finish=finish,
+            versions=[VersionSpan(version=0, start=0, end=len(ids))] if ids else [],
+        )  # fmt: skip
+        self.raw[len(self.conversation.messages)] = text
+        reply = self.conversation.reply(generation, turn)
+        if said.calls and said.raw is None and not (self.beside and not reply.attempts):
+            read = [(a.name, a.arguments) if isinstance(a, ToolCall) else a.problem for a in reply.attempts]
+            wanted = [("probe_tool", arguments) for arguments in said.calls]
+            if json.dumps(read, sort_keys=True) != json.dumps(wanted, sort_keys=True):
+                raise Wrong(f"the calls {wanted}, written {text!r}, are read as {read}")
+
+    def _opener(self, said: Said) -> int:
+        """The token that the model ends this reply with."""
+        form = self.form
+        view: dict[str, Any] = {"role": "assistant", "content": "A"}
+        new: list[dict[str, Any]] = [{"role": "user", "content": "Q"}]
+        if said.calls:
+            call = {
+                "type": "function",
+                "id": "call_0_0",
+                "function": {"name": "probe_tool", "arguments": {"text": "x"}},
+            }
+            view["tool_calls"], new = (
+                [call],
+                [{"role": "tool", "content": "R", "name": "probe_tool", "tool_call_id": "call_0_0"}],
+            )
+        found = form.extension(view, new, None)
+        return [*found.closing, *found.bridge][0] if found is not None else form.stop_token_ids[0]
+
+    def _check_rows(self) -> None:
+        """Each sampled token is trained once, and nothing else is."""
+        trained: dict[int, list[int]] = {}
+        for branch in self.conversation.branches():
+            for position, mask in enumerate(branch.loss_mask.tolist()):
+                turn = int(branch.turn_ids[position])
+                if (mask == 1) != (turn >= 0):
+                    raise Wrong(f"mask {mask} on turn {turn}")
+                if mask:
+                    trained.setdefault(turn, []).append(int(branch.input_ids[position]))
+        wanted = {turn: ids for turn, ids in enumerate(self.sampled) if ids}
+        if trained != wanted:
+            raise Wrong(f"trained {trained}, sampled {wanted}")
+
+
+def play(form: ChatFormat, name: str) -> list[Result]:
+    """The results of one scenario's scripts."""
+    tools, scripts = SCENARIOS[name]
+    results = []
+    for steps in scripts:
+        try:
+            results.append(Player(form, tools).play(steps))
+        except EngineError as error:
+            results.append(Result("refused", str(error)))
+    return results
+
+
+def table(results: Iterator[Result] | Sequence[Result]) -> str:
+    """One word for a scenario: its verdicts, most frequent first."""
+    counts: dict[str, int] = {}
+    for result in results:
+        counts[result.verdict] = counts.get(result.verdict, 0) + 1
+    return ", ".join(f"{word} {count}" for word, count in counts.items())
