@@ -50,11 +50,12 @@ def _register() -> None:
     from engine.cli.run import run
     from engine.cli.schema import schema
     from engine.cli.show import show
+    from engine.cli.template import template
     from engine.cli.test import test
     from engine.cli.train import train
     from engine.cli.validate import validate
 
-    for command in (new, validate, explain, test, graph, run, train, show, export, replay, schema, models):
+    for command in (new, validate, explain, test, graph, run, train, show, export, replay, schema, models, template):
         app.command(command.__name__)(command)
     app.add_typer(import_app, name="import")
     app.command("eval")(evaluate)

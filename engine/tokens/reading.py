@@ -7,14 +7,19 @@ template was given. Where no reader does, tools are refused with this model: a c
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from engine.errors import RenderError
+from engine.tokens.catalogue import cache_root
 from engine.tokens.families import MARKS, make_renderer
 from engine.tokens.format import ChatFormat, Parsed
 from engine.tokens.proof import View
@@ -184,6 +189,57 @@ def _differs(form: ChatFormat, parsed: Parsed, reply: View, text: str) -> str:
     return ""
 
 
+class Reading(msgspec.Struct, frozen=True):
+    """Who reads the replies of one chat template."""
+
+    reader: str | None
+    """A family of the library `renderers`, or a built-in parser; None where nothing reads what the template writes."""
+    tried: dict[str, str]
+    """Readers that were tried before it, and what each does not read."""
+    unread: list[str]
+    """Cases that the reader does not read: texts that the template writes in a way that nobody can read back."""
+
+
+_VERSION = 1
+"""Of the battery and of the parsers: a proof of another version is made anew."""
+
+
+def reading_of(form: TemplateFormat, spec: ModelSpec) -> Reading:
+    """Who reads this template's replies. The proof is kept by the hash of the template in the cache, `readers/`."""
+    file = cache_root() / "readers" / f"{_hash(form, spec)}.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Reading)
+    except (OSError, msgspec.DecodeError):
+        found = _prove(form, spec)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_name(f"{file.name}.{os.getpid()}")
+        beside.write_bytes(msgspec.json.encode(found))
+        beside.replace(file)
+    except OSError:  # a cache that cannot be written costs time, and nothing else
+        pass
+    return found
+
+
+def _hash(form: TemplateFormat, spec: ModelSpec) -> str:
+    """What a proof depends on."""
+    parts = [_VERSION, version("renderers"), form.sources, sorted(form.fast.added), spec.template_kwargs, form.stops]
+    parts += [type(form.fast.full).__name__, form.fast.size]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _prove(form: TemplateFormat, spec: ModelSpec) -> Reading:
+    tried: dict[str, str] = {}
+    for name in _candidates(form):
+        problem = _take(form, name, spec)
+        found = {"it": problem} if problem else failures(form)
+        wanting = next((text for case, text in found.items() if case != AWKWARD), "")
+        if not wanting:
+            return Reading(name, tried, list(found))
+        tried[name] = wanting
+    return Reading(None, tried, [])
+
+
 def choose_reader(form: TemplateFormat, spec: ModelSpec, base: Path) -> None:
     """Give a format the reader that `model.tool_calls` asks for: for `auto`, one that is proved to read this template."""
     if spec.tool_calls != "auto":
@@ -194,15 +250,13 @@ def choose_reader(form: TemplateFormat, spec: ModelSpec, base: Path) -> None:
         form.parser = call_parser("plain")
         return
     form.reads_calls = True
-    why: dict[str, str] = {}
-    for name in _candidates(form):
-        problem = _take(form, name, spec)
-        if not problem:
-            return
-        why[name] = problem
+    reading = reading_of(form, spec)
+    if reading.reader is not None:
+        _take(form, reading.reader, spec)
+        return
     form.parser, form.reader, form.reads_calls = None, None, False
-    tried = "; ".join(f"{name}: {problem}" for name, problem in why.items())
-    form.unread_calls = f"no reader reads the calls that this chat template writes ({tried})"
+    why = "; ".join(f"{name}: {problem[:_SHORT]}" for name, problem in reading.tried.items() if _NO_FIT not in problem)
+    form.unread_calls = f"no reader reads the calls that this chat template writes ({why})"
 
 
 def _candidates(form: TemplateFormat) -> Iterator[str]:
@@ -210,15 +264,20 @@ def _candidates(form: TemplateFormat) -> Iterator[str]:
     yield from TEXT_PARSERS
 
 
+_NO_FIT = "does not fit the tokenizer"
+_SHORT = 160
+"""Characters of one reader's failure in a message."""
+
+
 def _take(form: TemplateFormat, name: str, spec: ModelSpec) -> str:
-    """Give a format this reader; what it cannot read, empty where it reads all."""
+    """Give a format this reader; why it cannot be made, empty where it can."""
     form.parser = form.reader = None
     if name in TEXT_PARSERS:
         form.parser = call_parser(name)
-    else:
-        try:
-            library = make_renderer(name, form.fast, spec)
-        except Exception as error:  # noqa: BLE001 - each family refuses foreign tokenizers in its own way
-            return f"does not fit the tokenizer: {error}"
-        form.reader = FamilyReader(name, library, form.fast, form.stop_set)
-    return next((problem for case, problem in failures(form).items() if case != AWKWARD), "")
+        return ""
+    try:
+        library = make_renderer(name, form.fast, spec)
+    except Exception as error:  # noqa: BLE001 - each family refuses foreign tokenizers in its own way
+        return f"{_NO_FIT}: {error}"
+    form.reader = FamilyReader(name, library, form.fast, form.stop_set)
+    return ""

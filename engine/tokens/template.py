@@ -102,9 +102,11 @@ class TemplateFormat(ChatFormat):
                 f"the tokenizer of {spec.path!r} has no chat template; name a Jinja file in model.chat_template"
             )
         self._template = ChatTemplate(tokenizer, spec.template_kwargs)
-        source = "".join(self._template.sources)
+        self.sources = self._template.sources
+        """The template's Jinja source: one, or another for conversations with tools."""
+        source = "".join(self.sources)
         self.markers = tuple(marker for marker in MARKERS if marker in source)
-        self._special = looked_for(self._template.sources, self.markers)
+        self._special = looked_for(self.sources, self.markers)
         self._ends = find_ends(self)
         self.close_id = self._ends.close
         stops = [self.close_id, *eos, tokenizer.eos_token_id, *self._ends.openers]
