@@ -14,6 +14,7 @@ from typing import Any, TextIO, cast
 
 import structlog
 
+from engine.masking import mask_credentials
 from engine.terminal import visible, visible_json
 
 LEVEL_VARIABLE = "EPISODE_ENGINE_LOG"
@@ -41,7 +42,7 @@ def _json(event: Any, **_: Any) -> str:
         line = orjson.dumps(event, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
     except TypeError:  # lone surrogates, integers of more than 64 bits
         line = json.dumps(event, default=repr, ensure_ascii=False)
-    return visible_json(line)
+    return visible_json(mask_credentials(line))
 
 
 def _visible_values(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -50,7 +51,7 @@ def _visible_values(_: Any, __: str, event: MutableMapping[str, Any]) -> Mutable
         if not isinstance(value, str | int | float | bool | None):
             value = repr(value)
         if isinstance(value, str):
-            event[key] = visible(value)
+            event[key] = visible(mask_credentials(value))
     return event
 
 

@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.masking import mask_credentials
+
 MAX_DEPTH = 64
 """Lists and dicts inside each other."""
 MAX_SIZE = 2**23
@@ -157,10 +159,11 @@ def _name(value: Any) -> str:
 
 
 def valid_text(text: str, most: int = MAX_MESSAGE) -> str:
-    """Text that can be stored: lone surrogates become escapes, the middle of very long text is left out.
+    """Text that can be stored: secrets are masked, lone surrogates become escapes, the middle of long text is left out.
 
     For error messages and tracebacks, which must be kept whatever they quote.
     """
+    text = mask_credentials(text)
     if len(text) > most:
         text = f"{text[: most // 2]}\n… {len(text) - most:,} characters left out …\n{text[-(most // 2) :]}"
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()

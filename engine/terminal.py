@@ -13,6 +13,8 @@ import re
 import sys
 from typing import Any
 
+from engine.masking import mask, mask_credentials
+
 _UNSAFE = re.compile(
     "["
     "\x00-\x08\x0b-\x1f"  # C0 without tab and line feed: ESC, BEL, backspace, carriage return
@@ -54,13 +56,13 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print a line of plain text, on stderr if `err`; `nl=False` leaves out the line feed at the end."""
+    """Print a line of plain text without secrets, on stderr if `err`; `nl=False` leaves out the line feed at the end."""
     stream = sys.stderr if err else sys.stdout
-    stream.write(visible(text) + ("\n" if nl else ""))
+    stream.write(visible(mask_credentials(text) if err else mask(text)) + ("\n" if nl else ""))
     stream.flush()
 
 
 def echo_json(data: Any, *, indent: int | None = 2) -> None:
     """Print a value as JSON on stdout."""
-    sys.stdout.write(visible_json(json.dumps(data, indent=indent, ensure_ascii=False)) + "\n")
+    sys.stdout.write(visible_json(mask(json.dumps(data, indent=indent, ensure_ascii=False))) + "\n")
     sys.stdout.flush()

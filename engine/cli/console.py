@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from engine.masking import mask
 from engine.terminal import visible
 
 
@@ -20,10 +21,10 @@ class SafeConsole(Console):
     """
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(visible(text), **options)
+        return super().render_str(visible(mask(text)), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        if isinstance(renderable, Text) and (plain := visible(renderable.plain)) != renderable.plain:
+        if isinstance(renderable, Text) and (plain := visible(mask(renderable.plain))) != renderable.plain:
             renderable = renderable.blank_copy(plain)  # without spans, whose places no longer hold
         for segment in super().render(renderable, options):
             if segment.control or (text := visible(segment.text)) == segment.text:

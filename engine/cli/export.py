@@ -92,6 +92,7 @@ def export(
 def _write(
     store: RunStore, chosen: Format, path: Path, rows: Iterator[Row], credit: CreditSpec, score: str | None
 ) -> int:
+    from engine.masking import mask
     from engine.store.export import write_jsonl
     from engine.store.parquet import write_parquet
 
@@ -101,7 +102,7 @@ def _write(
     metadata = {
         "episode_engine.run_id": header.run_id,
         "episode_engine.version": header.engine_version,
-        "episode_engine.credit": credit.model_dump_json(by_alias=True),
+        "episode_engine.credit": mask(credit.model_dump_json(by_alias=True)),
     }
     return write_parquet(rows, path, metadata | ({"episode_engine.score": score} if score else {}))
 

@@ -129,7 +129,7 @@ def prepare(
             raise StoreError("--resume finishes a run as it was begun; leave out SPEC, --set and --limit")
         store = RunStore.open(find_run(resume, out=out or Path("runs")))
         try:
-            loaded = store.header.loaded_spec()
+            loaded = store.header.loaded_spec(strict=True)
             return loaded, load_tasks(loaded), store
         except BaseException:
             store.close()
@@ -162,7 +162,9 @@ async def drive(
     """Run a prepared run to its end, with progress; `summary` says whether to sum it up."""
     from engine.backends.base import open_backend
     from engine.cli.report import print_summary
+    from engine.masking import mask_credentials
     from engine.runner.run import Runner
+    from engine.store.private import private_file
     from engine.tokens.format import load_format
 
     began = time.perf_counter()
@@ -182,7 +184,8 @@ async def drive(
     finally:
         await backend.close()
     told = backend.stats() | ({"played": runner.cast_stats} if runner.cast_stats else {})
-    (store.folder / "backend.json").write_text(json.dumps(told, indent=2, default=str) + "\n")
+    report = private_file(store.folder / "backend.json")
+    report.write_text(mask_credentials(json.dumps(told, indent=2, default=str)) + "\n")
     if summary:
         print_summary(console, result.summary, seconds=time.perf_counter() - began, tokens=runner.live.tokens)
     if certificate := told.get("certificate"):

@@ -80,7 +80,7 @@ def _follow(team: Team, spec: Path | None, overrides: list[str], out: Path | Non
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if resume is not None:
-        follow(folders.read_header(folders.find_training(resume, out or Path("runs"))).loaded_spec(), team)
+        follow(folders.read_header(folders.find_training(resume, out or Path("runs"))).loaded_spec(strict=True), team)
     elif spec is not None:
         follow(load_spec(spec, overrides), team)
 
@@ -100,7 +100,7 @@ def _prepare(
         if spec is not None or overrides:
             raise TrainError("--resume goes on as it was begun; leave out SPEC and --set", kind="train_setup")
         found = folders.find_training(resume, out or Path("runs"))
-        return folders.read_header(found).loaded_spec(), found
+        return folders.read_header(found).loaded_spec(strict=True), found
     if spec is None:
         raise TrainError("give a spec to train, or --resume TRAINING", kind="train_setup")
     loaded = load_spec(spec, overrides)

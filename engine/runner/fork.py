@@ -31,7 +31,7 @@ def fork(source: RunStore, out: Path, turn: int, salt: int) -> tuple[LoadedSpec,
     Raises:
         EngineError: the tasks cannot be read, or the new run cannot be written.
     """
-    loaded = source.header.loaded_spec()
+    loaded = source.header.loaded_spec(strict=True)
     rollout = loaded.spec.rollout.model_copy(update={"salt": salt})
     loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
     tasks = load_tasks(loaded)

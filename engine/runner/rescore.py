@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import StoreError
+from engine.masking import mask_values
 from engine.runner.replay import Replayer
 
 if TYPE_CHECKING:
@@ -134,6 +135,6 @@ async def rescore(
             result.add(stored, score)
     finally:
         replayer.close()
-    rewards = loaded.spec.rewards.model_dump(mode="json", by_alias=True)
+    rewards = mask_values(loaded.spec.rewards.model_dump(mode="json", by_alias=True))
     await store.put_score(label, rewards, scores, spec_path=str(new.path), replace=replace_label)
     return result

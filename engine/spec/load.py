@@ -25,12 +25,14 @@ from engine.spec.access import Access
 from engine.spec.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
 from engine.spec.masking import mask_all
 from engine.spec.problems import diagnose
+from engine.spec.references import remember_secrets
 from engine.spec.resolve import Resolver
 from engine.spec.tree import Node, Scalar, split_lines
 from engine.spec.tree import Sequence as SequenceNode
 from schemas.episode import EpisodeSpec, TasksSpec
 
 Model = TypeVar("Model", bound=BaseModel)
+Place = TypeVar("Place")
 
 UNREADABLE = frozenset({"spec.unreadable", "yaml.syntax"})
 """Rules that mean: this could not be read at all."""
@@ -49,6 +51,8 @@ class Document:
     """Text of the values that may be read as strings too."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that it was filled from, with their values."""
+    references: Mapping[DataPath, str] = field(default_factory=dict)
+    """What was written where environment variables gave the value."""
 
     def origin(self, path: Sequence[str | int], *, key: bool = False) -> Origin | None:
         """Where a value (or its key) was written; of what is not there, the nearest that contains it."""
@@ -81,6 +85,8 @@ class LoadedSpec:
     """Which files that it names may be opened, and whether its code may be imported."""
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables that it was filled from, with their values."""
+    references: Mapping[DataPath, str] = field(default_factory=dict)
+    """What was written where environment variables gave the value: `Bearer ${TOKEN}`, by its path in `data`."""
 
     @property
     def base(self) -> Path:
@@ -95,7 +101,7 @@ class LoadedSpec:
             at: Where they stand in the document, such as `("train", "eval", "tasks")`.
         """
 
-        def moved(places: Mapping[DataPath, Origin]) -> dict[DataPath, Origin]:
+        def moved(places: Mapping[DataPath, Place]) -> dict[DataPath, Place]:
             kept = {path: origin for path, origin in places.items() if path[:1] != ("tasks",)}
             return kept | {
                 ("tasks", *path[len(at) :]): origin for path, origin in places.items() if path[: len(at)] == at
@@ -110,6 +116,7 @@ class LoadedSpec:
             data={**self.data, "tasks": written},
             origins=moved(self.origins),
             key_origins=moved(self.key_origins),
+            references=moved(self.references),
         )
 
     def resolve(self, relative: str | Path, path: Sequence[str | int] | None = None) -> Path:
@@ -187,12 +194,15 @@ def flatten(tree: Node) -> Document:
     origins: dict[DataPath, Origin] = {}
     key_origins: dict[DataPath, Origin] = {}
     rereads: dict[DataPath, str] = {}
+    references: dict[DataPath, str] = {}
 
     def visit(node: Node, path: DataPath) -> Any:
         origins[path] = node.origin
         if isinstance(node, Scalar):
             if node.reread and not isinstance(node.value, str):
                 rereads[path] = node.text
+            if node.reference:
+                references[path] = node.reference
             return node.value
         if isinstance(node, SequenceNode):
             return [visit(item, (*path, index)) for index, item in enumerate(node.items)]
@@ -201,7 +211,7 @@ def flatten(tree: Node) -> Document:
         return {key: visit(value, (*path, key)) for key, value in node.entries.items()}
 
     data = visit(tree, ())
-    return Document(data, origins, key_origins, rereads)
+    return Document(data, origins, key_origins, rereads, references=references)
 
 
 def validate(document: Document, model: type[Model]) -> tuple[Model | None, list[Diagnostic]]:
@@ -221,7 +231,7 @@ def validate(document: Document, model: type[Model]) -> tuple[Model | None, list
             owner = owner[key]
         owner[path[-1]] = document.rereads[path]
     rest = {path: text for path, text in document.rereads.items() if path not in as_text}
-    return validate(Document(document.data, document.origins, document.key_origins, rest), model)
+    return validate(replace(document, rereads=rest), model)
 
 
 def read_spec(
@@ -245,6 +255,7 @@ def read_spec(
     if tree is None:
         return None, mask_all(resolver.problems, resolver.variables)
     document = flatten(tree)
+    remember_secrets(document.references)
     spec, problems = validate(document, EpisodeSpec)
     problems = mask_all([*resolver.problems, *problems], resolver.variables)
     if spec is None or any(problem.severity == "error" for problem in problems):
@@ -258,6 +269,7 @@ def read_spec(
         resolver.sources,
         access,
         resolver.variables,
+        document.references,
     )
     return loaded, problems
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from engine.spec.access import OUTSIDE_FIX, Access, OutsideError
 from engine.spec.diagnostic import SET_FILE, Diagnostic, Origin
 from engine.spec.near import nearest_name
+from engine.spec.references import VARIABLE
 from engine.spec.scalars import read_scalar
 from engine.spec.tree import MAX_DEPTH, Mapping, Node, Place, Scalar, Sequence, parse
 
@@ -39,7 +40,6 @@ DECIDES: dict[tuple[str, ...], tuple[str, frozenset[str]]] = {
 }
 """Mappings whose other keys depend on one of theirs: another value of that key drops them, but for those named here."""
 
-_VARIABLE = re.compile(r"\$(\$?)\{([^{}]*)(\}?)")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -236,13 +236,13 @@ class Resolver:
     def _fill(self, node: Scalar) -> Scalar:
         text = str(node.value)
         used: list[str] = []
-        filled = _VARIABLE.sub(lambda match: self._variable(match, node.origin, used), text)
+        filled = VARIABLE.sub(lambda match: self._variable(match, node.origin, used), text)
         if not used:
             return replace(node, value=filled, text=filled)
         via = ", ".join(dict.fromkeys([node.origin.via, *used] if node.origin.via else used))
         origin = replace(node.origin, via=via)
-        whole = node.typed and len(used) == 1 and _VARIABLE.fullmatch(text) is not None
-        return Scalar(read_scalar(filled) if whole else filled, origin, filled, reread=whole)
+        whole = node.typed and len(used) == 1 and VARIABLE.fullmatch(text) is not None
+        return Scalar(read_scalar(filled) if whole else filled, origin, filled, reread=whole, reference=text)
 
     def _variable(self, match: re.Match[str], at: Origin, used: list[str]) -> str:
         escaped, inside, closed = match.groups()

@@ -42,6 +42,8 @@ class Scalar:
     """False where the text must stay a string (`!!str`, block scalars)."""
     reread: bool = False
     """The value came from `${ENV}` or `--set` as text: where a string is wanted, `text` serves."""
+    reference: str = ""
+    """What was written in place of a value that environment variables gave: `Bearer ${TOKEN}`."""
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 from engine.errors import StoreError
 from engine.store import crashes
+from engine.store.private import private_file
 
 FILE = "run.db"
 """The file's name in a run's folder."""
@@ -99,7 +100,7 @@ def create_tables(path: Path) -> None:
     if path.exists():
         raise StoreError(f"{path} exists already; open it instead of creating it")
     try:
-        connection = sqlite3.connect(path, isolation_level=None)
+        connection = sqlite3.connect(private_file(path), isolation_level=None)  # its WAL gets the same mode
         try:
             connection.execute(f"PRAGMA page_size = {_PAGE}")
             connection.execute("PRAGMA journal_mode = WAL")
@@ -108,7 +109,7 @@ def create_tables(path: Path) -> None:
             )
         finally:
             connection.close()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         raise StoreError(f"cannot make {path}: {error}; is its folder writable, and the disk not full?") from error
 
 

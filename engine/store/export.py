@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import LedgerError, StoreError
+from engine.masking import mask
 from engine.rewards.credit import Member, Values, Where, credit_tokens, place
 from engine.rewards.ledger import SealedLedger
 from engine.store.columns import json_text, message_row, outcome_row, task_row
+from engine.store.private import private_file
 from schemas.episode import CreditSpec, RewardsSpec
 
 if TYPE_CHECKING:
@@ -125,7 +127,7 @@ def _metadata(store: RunReader, credit: CreditSpec, score: str | None) -> dict[s
         "model": (header.spec.get("model") or {}).get("path"),
         "engine_version": header.engine_version,
         "created": header.created,
-        "credit": json_text(credit.model_dump(mode="json", by_alias=True)),
+        "credit": mask(json_text(credit.model_dump(mode="json", by_alias=True))),
         "score": score,
     }
 
@@ -237,6 +239,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     draft = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        private_file(draft)
         try:
             yield draft
             draft.replace(path)

@@ -18,6 +18,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 import engine
+from engine.spec.references import (
+    Reference,
+    digests,
+    filled,
+    kept_by_reference,
+    new_salt,
+    value_at,
+    with_references,
+)
 from schemas.base import Contract
 
 if TYPE_CHECKING:
@@ -83,6 +92,13 @@ class RunHeader(Contract):
     """The run measures: none of its rows train."""
     fork: Fork | None = None
     """The run begins with journals of another one."""
+    references: list[tuple[list[str | int], str, bool]] = Field(default_factory=list)
+    """Values that are not stored, because they may be secret: path, the text in its place (`Bearer ${TOKEN}`), and whether
+    what the variable holds is read as YAML."""
+    variables: dict[str, str] = Field(default_factory=dict)
+    """The variables that those texts name, and a digest of what each held; empty for one that was not set."""
+    salt: str = ""
+    """Of the digests, in hex."""
 
     @classmethod
     def of(
@@ -98,6 +114,12 @@ class RunHeader(Contract):
         """The header of a new run of a spec; `run_id` is made up from the spec's name when left out."""
         spec = loaded.spec
         now = time.time()
+        kept = [
+            Reference(path, text, not isinstance(value_at(loaded.data, path), str))
+            for path, text in loaded.references.items()
+            if kept_by_reference(path, text)
+        ]
+        salt = new_salt() if kept else ""
         return cls(
             run_id=run_id or new_run_id(spec.name, now),
             name=spec.name,
@@ -105,38 +127,60 @@ class RunHeader(Contract):
             engine_version=engine.__version__,
             packages=package_versions(),
             seeds={"rollout": spec.rollout.seed},
-            spec=spec.model_dump(mode="json", by_alias=True),
+            spec=with_references(spec.model_dump(mode="json", by_alias=True), kept),
             spec_path=str(loaded.path),
             sources={_absolute(file): text for file, text in loaded.sources.items()},
             overrides=list(overrides),
-            data=loaded.data,
+            data=with_references(loaded.data, kept),
             origins=[_place(path, origin, loaded.sources) for path, origin in loaded.origins.items()],
             limit=limit,
             evaluation=evaluation,
             fork=fork,
+            references=[(list(each.path), each.text, each.typed) for each in kept],
+            variables=digests([each.text for each in kept], salt),
+            salt=salt,
         )
 
     @property
     def rewards(self) -> dict[str, Any]:
         """The spec's section `rewards`. Runs of older engines say `gamma` of every credit: `outcome` never read it."""
-        rewards: dict[str, Any] = dict(self.spec.get("rewards") or {})
+        return self._rewards(self._filled(self.spec, strict=False))
+
+    @staticmethod
+    def _rewards(spec: dict[str, Any]) -> dict[str, Any]:
+        rewards: dict[str, Any] = dict(spec.get("rewards") or {})
         credit = rewards.get("credit")
         if credit and credit.get("method", "outcome") == "outcome":
             rewards["credit"] = {"method": "outcome", **{key: credit[key] for key in credit if key != "gamma"}}
         return rewards
 
-    def loaded_spec(self) -> LoadedSpec:
+    def _filled(self, document: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+        """A document of this header with the values of variables in their places."""
+        references = [Reference(tuple(path), text, typed) for path, text, typed in self.references]
+        found: dict[str, Any] = filled(document, references, self.variables, self.salt, strict=strict)
+        return found
+
+    def loaded_spec(self, *, strict: bool = False) -> LoadedSpec:
         """The spec that the run was made from, as it was loaded then: its file may have changed since.
 
         Relative paths in it are relative to its file's place, and those of `--set` to the current folder.
+
+        Args:
+            strict: Episodes are to be run with it: each variable that a value is made of must hold what it held. Left
+                out, such values stay `${NAME}` where that is not so: reading a run needs none of them.
+
+        Raises:
+            StoreError: with `strict`, a variable is not set or holds something else; the message names it.
         """
         from engine.spec.diagnostic import Origin
         from engine.spec.load import LoadedSpec
         from schemas.episode import EpisodeSpec
 
+        spec = self._filled(self.spec, strict=strict)
         return LoadedSpec(
-            spec=EpisodeSpec.model_validate({**self.spec, "rewards": self.rewards}),
-            data=self.data,
+            spec=EpisodeSpec.model_validate({**spec, "rewards": self._rewards(spec)}),
+            data=self._filled(self.data, strict=strict),
+            references={tuple(path): text for path, text, _ in self.references},
             origins={tuple(path): Origin(file, line, column, via) for path, file, line, column, via in self.origins},
             path=Path(self.spec_path),
             sources=self.sources,

@@ -23,6 +23,7 @@ import numpy as np
 from engine.errors import StoreError
 from engine.store.export import Row
 from engine.store.images import stored_images
+from engine.store.private import private_file, private_folder
 from engine.tokens.images import DIGEST, Tensors
 
 if TYPE_CHECKING:
@@ -86,10 +87,10 @@ class TensorFolder:
             return
         path = self._file(digest)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            private_folder(self.folder, exist_ok=True)
             if not path.exists():
                 draft = path.with_suffix(".part")
-                draft.write_bytes(save(tensors(digest)))
+                private_file(draft).write_bytes(save(tensors(digest)))
                 draft.replace(path)
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error}") from error

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from engine.errors import StoreError
+from engine.store.private import private_file
 
 FILE = "run.lock"
 
@@ -24,7 +25,7 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         try:
-            self._file = (folder / FILE).open("a+")
+            self._file = private_file(folder / FILE).open("a+")
         except OSError as error:
             raise StoreError(f"cannot write in {folder}: {error}") from error
         try:

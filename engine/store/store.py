@@ -37,6 +37,7 @@ from engine.store.fork import copy_shared
 from engine.store.header import RunHeader, package_versions
 from engine.store.images import measure
 from engine.store.lock import RunLock
+from engine.store.private import private_folder
 from engine.store.reader import ENTRY, EpisodeRow, RunReader, journal_rows, reading
 from engine.store.scores import write_score
 from engine.store.writer import Track, Writer
@@ -84,7 +85,7 @@ class RunStore(RunReader):
         """
         own = Path(folder) / header.run_id
         try:
-            own.mkdir(parents=True)
+            private_folder(own)
         except FileExistsError:
             raise StoreError(f"{own} exists already; resume it, or give the new run another id") from None
         except OSError as error:

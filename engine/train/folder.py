@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from engine.errors import TrainError
 from engine.store.header import RunHeader
+from engine.store.private import private_file, private_folder
 
 _HEADER = "train.json"
 
@@ -30,9 +31,9 @@ def begin(out: Path, header: RunHeader) -> Path:
     """
     folder = out / header.run_id
     try:
-        folder.mkdir(parents=True)
+        private_folder(folder)
         draft = folder / f".{_HEADER}"
-        draft.write_text(header.model_dump_json(indent=2) + "\n")
+        private_file(draft).write_text(header.model_dump_json(indent=2) + "\n")
         draft.replace(folder / _HEADER)
     except OSError as error:
         raise TrainError(f"cannot make the training's folder {folder}: {error}", kind="train_setup") from error

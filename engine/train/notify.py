@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 import structlog
 
 from engine.errors import TrainError
+from engine.masking import remember
 
 if TYPE_CHECKING:
     from schemas.train import NotifySpec
@@ -245,6 +246,7 @@ def _webhook(variable: str, environ: Mapping[str, str], seconds: float) -> Calla
             "put the webhook's URL there, or leave `webhook_env` out",
             kind="train_setup",
         )
+    remember(variable, url)
 
     def post(event: Event) -> None:
         import httpx

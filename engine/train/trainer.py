@@ -22,6 +22,7 @@ import structlog
 
 from engine.backends.base import open_backend
 from engine.errors import TrainError
+from engine.masking import mask_values
 from engine.runner.evaluate import evaluate
 from engine.runner.run import Runner
 from engine.runner.stats import label
@@ -146,7 +147,9 @@ class Trainer:
             if resumed is not None or self.spec.backend.kind == "sglang":
                 # A server may hold any weights: the first token is already of ours.
                 await self._push()
-            metrics = MetricsLog(self.folder, self.train.report, self.folder.name, self.spec.model_dump(mode="json"))
+            metrics = MetricsLog(
+                self.folder, self.train.report, self.folder.name, mask_values(self.spec.model_dump(mode="json"))
+            )
             try:
                 metrics.truncate(self._state.step)
                 return await self._with_store(tasks, metrics, stop)

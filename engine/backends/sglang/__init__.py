@@ -16,6 +16,7 @@ import os
 from typing import TYPE_CHECKING
 
 from engine.errors import BackendError
+from engine.masking import remember
 
 if TYPE_CHECKING:
     from engine.backends.sglang.client import SGLangBackend
@@ -61,4 +62,5 @@ def read_key(variable: str | None) -> str | None:
     key = os.environ.get(variable)
     if not key:
         raise BackendError(f"the environment variable {variable} (backend.api_key_env) is not set", kind="unauthorized")
+    remember(variable, key)
     return key

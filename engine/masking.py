@@ -1,0 +1,80 @@
+"""Secrets in text that is printed, logged or stored: known values become the names of their variables.
+
+    remember("API_KEY", "sk-1234567890")
+    mask("refused: sk-1234567890")                                    # "refused: ${API_KEY}"
+    mask_credentials("http://me:pass@host: Bearer abcdefghijk")       # "http://me:***@host: Bearer ***"
+
+A process remembers the values of environment variables that a spec fills into a `with`, of those whose names say that
+they are secret, and of the API keys that backends use. Values of fewer than `SHORTEST` characters are not masked: they
+occur in ordinary text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+SHORTEST = 6
+"""Characters of a value that is masked."""
+
+_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|WEBHOOK|DSN|PRIVATE", re.IGNORECASE)
+_USER_INFO = re.compile(r"(://[^\s/:@?#]*):[^\s/@]+@")
+_CREDENTIALS = (
+    (_USER_INFO, r"\1:***@"),
+    (re.compile(r"\b(bearer|basic)\s+(?!realm)[\w.~+/=-]{8,}", re.IGNORECASE), r"\1 ***"),
+    (re.compile(r"\b(sk|pk|rk|hf|gh[pousr]|glpat|xox[abprs])([-_])[\w-]{8,}"), r"\1\2***"),
+    (re.compile(r"\bAKIA[0-9A-Z]{12,}"), "AKIA***"),
+    (
+        re.compile(
+            r"""((?:api[_-]?key|access[_-]?token|auth[_-]?token|client[_-]?secret|password|passwd)["']?\s*[:=]\s*["']?)"""
+            r"""(?!\*\*\*)[^\s"',;&{}()]{6,}""",
+            re.IGNORECASE,
+        ),
+        r"\1***",
+    ),
+)
+_known: dict[str, str] = {}
+_pattern: re.Pattern[str] | None = None
+
+
+def remember(name: str, value: str) -> None:
+    """Mask this value from now on, in each form in which it is written, as `${name}`."""
+    global _pattern
+    if len(value) < SHORTEST:
+        return
+    quoted = json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]
+    for form in {value, *quoted, quote(value, safe="")}:
+        _known[form] = f"${{{name}}}"
+    _pattern = re.compile("|".join(re.escape(form) for form in sorted(_known, key=len, reverse=True)))
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable is taken for a secret wherever it is used: by its name, or because it is a URL with a password."""
+    return _NAMES.search(name) is not None or _USER_INFO.search(value) is not None
+
+
+def mask(text: str) -> str:
+    """Text with each remembered value replaced by the name of its variable."""
+    return text if _pattern is None else _pattern.sub(lambda match: _known[match[0]], text)
+
+
+def mask_credentials(text: str) -> str:
+    """The same, and passwords in URLs, bearer tokens and keys of known forms too: for error messages, which quote others."""
+    text = mask(text)
+    for pattern, replacement in _CREDENTIALS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def mask_values(value: Any) -> Any:
+    """A JSON value with every string in it masked."""
+    if isinstance(value, str):
+        return mask(value)
+    if isinstance(value, dict):
+        return {key: mask_values(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [mask_values(item) for item in value]
+    return value

@@ -1,0 +1,158 @@
+"""Values that environment variables gave: stored by reference, and filled in again when a run is taken up.
+
+A header keeps `${NAME}` in place of such a value, and a digest that says whether the variable still holds it. The digest
+is scrypt's (RFC 7914; n = 2^14, r = 8, p = 1: 16 MiB and some 50 ms a guess) under a salt of the run's own, cut to 32 bits:
+it says next to nothing about a key of 128 bits, and enough to notice that a value has changed. A short password can be
+guessed from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import StoreError
+from engine.masking import is_secret, mask_values, remember
+from engine.spec.diagnostic import DataPath, show_path
+from engine.spec.scalars import read_scalar
+
+VARIABLE = re.compile(r"\$(\$?)\{([^{}]*)(\}?)")
+"""`${NAME}`, `${NAME:default}` and `$${`, which is a literal `${`: (escape, inside, closing brace)."""
+MISSING = object()
+"""No value: a path leads nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A value that is kept as it was written."""
+
+    path: DataPath
+    """Of the value, in the spec."""
+    text: str
+    """As it was written: `Bearer ${TOKEN}`."""
+    typed: bool
+    """The text is a variable alone, and what it holds is read as YAML: a number, say."""
+
+
+def names_in(text: str) -> dict[str, str | None]:
+    """The variables that a text names, and their defaults."""
+    found: dict[str, str | None] = {}
+    for escaped, inside, _ in VARIABLE.findall(text):
+        if not escaped:
+            name, colon, default = inside.partition(":")
+            found[name] = default if colon else None
+    return found
+
+
+def kept_by_reference(path: DataPath, text: str) -> bool:
+    """Whether a value is a secret: it is in a `with`, or a variable in it is one by its name or content."""
+    return "with" in path or any(is_secret(name, os.environ.get(name, "")) for name in names_in(text))
+
+
+def remember_secrets(references: Mapping[DataPath, str]) -> None:
+    """Mask, from now on, what the variables of these values hold."""
+    for path, text in references.items():
+        if kept_by_reference(path, text):
+            for name in names_in(text):
+                remember(name, os.environ.get(name, ""))
+
+
+def digests(texts: Sequence[str], salt: str) -> dict[str, str]:
+    """Every variable that the texts name -> a digest of what it holds; empty where it is not set."""
+    names = dict.fromkeys(name for text in texts for name in names_in(text))
+    return {name: digest(os.environ[name], salt) if name in os.environ else "" for name in names}
+
+
+def digest(value: str, salt: str) -> str:
+    """32 bits of a slow, salted digest of a value, in hex."""
+    return hashlib.scrypt(
+        value.encode(errors="surrogatepass"), salt=bytes.fromhex(salt), n=2**14, r=8, p=1, dklen=4
+    ).hex()
+
+
+def new_salt() -> str:
+    """A salt, in hex."""
+    return secrets.token_hex(16)
+
+
+def with_references(document: Any, references: Sequence[Reference]) -> Any:
+    """A copy of a document with the texts in place of the values; what else holds a remembered value is masked."""
+    masked = mask_values(document)
+    for reference in references:
+        if value_at(document, reference.path) is not MISSING:
+            masked = _put(masked, reference.path, reference.text)
+    return masked
+
+
+def filled(
+    document: Any, references: Sequence[Reference], stored: Mapping[str, str], salt: str, *, strict: bool
+) -> Any:
+    """A copy of a document with what the variables hold now in place of the texts.
+
+    Args:
+        document: With texts in their places.
+        references: They.
+        stored: Digests of what the variables held; empty for one that was not set.
+        salt: Of the digests.
+        strict: Refuse a variable that holds something else now; otherwise texts that use it stay.
+
+    Raises:
+        StoreError: such a variable, by its name and the place that uses it.
+    """
+    changed = {name: problem for name, held in stored.items() if (problem := _changed(name, held, salt))}
+    for reference in references:
+        names = names_in(reference.text)
+        bad = next((name for name in names if name in changed), None)
+        if bad is not None and strict:
+            raise StoreError(
+                f"the environment variable `{bad}`, which `{show_path(reference.path)}` uses, {changed[bad]}; "
+                "set it to what it was when the run began (the run stores no values of variables that may be secret)"
+            )
+        if bad is None and value_at(document, reference.path) is not MISSING:
+            for name in names:
+                remember(name, os.environ.get(name, ""))
+            document = _put(document, reference.path, _filled(reference))
+    return document
+
+
+def _changed(name: str, held: str, salt: str) -> str:
+    """How a variable differs from what it was; empty where it does not."""
+    if name not in os.environ:
+        return "is not set now" if held else ""
+    if not held:
+        return "was not set when the run began, and is set now"
+    return "" if digest(os.environ[name], salt) == held else "holds another value now than when the run began"
+
+
+def _filled(reference: Reference) -> Any:
+    def value_of(match: re.Match[str]) -> str:
+        escaped, inside, _ = match.groups()
+        name, _, default = inside.partition(":")
+        return match[0][1:] if escaped else os.environ.get(name, default)
+
+    text = VARIABLE.sub(value_of, reference.text)
+    return read_scalar(text) if reference.typed else text
+
+
+def value_at(document: Any, path: DataPath) -> Any:
+    """The value at `path`, or `MISSING`."""
+    for key in path:
+        try:
+            document = document[key]
+        except (LookupError, TypeError):
+            return MISSING
+    return document
+
+
+def _put(document: Any, path: DataPath, value: Any) -> Any:
+    """A copy with another value at `path`."""
+    if not path:
+        return value
+    copy: Any = list(document) if isinstance(document, list) else dict(document)
+    copy[path[0]] = _put(document[path[0]], path[1:], value)
+    return copy
