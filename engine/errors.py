@@ -8,10 +8,12 @@
     ├── LedgerError          a reward event cannot be carried out
     ├── GuardError           a guard or a rule's `when` failed on real values
     ├── BackendError         a backend did not answer; `retryable` says whether another try may
-    │   └── ContextOverflow  the prompt and the reply do not fit the model: a limit, not a fault
+    │   ├── ContextOverflow  the prompt and the reply do not fit the model: a limit, not a fault
+    │   └── OutageError      no server can be asked: the run stops, and no episode fails for it
     ├── WorldError           an environment, a tool or a user raised, hung or answered nonsense
     ├── StoreError           a run cannot be read or written
     ├── ReplayError          a journal does not lead where it says
+    ├── FailingError         the first episodes of a run all failed in the same way: the run stops
     └── TrainError           the model cannot learn, or no longer should
 
 One episode's failure is a value (`schemas.trajectory.Failure`); an exception of this tree is how it
@@ -34,6 +36,8 @@ class EngineError(Exception):
 
     kind: str = "engine_error"
     blame: Blame = "engine"
+    stops_run: bool = False
+    """It is no episode's failure: the whole run stops, and what was under way can be resumed."""
 
 
 class SpecError(EngineError):
@@ -96,9 +100,27 @@ class BackendError(EngineError):
 
     blame: Blame = "backend"
 
-    def __init__(self, message: str, *, kind: str = "backend_error", retryable: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str = "backend_error",
+        retryable: bool = False,
+        refused: bool = False,
+        retry_after: float | None = None,
+    ) -> None:
+        """
+        Args:
+            message: what happened and what to do about it.
+            kind: the failure's kind.
+            retryable: another try may succeed.
+            refused: no server worked on the request, so this was no try; it may be sent again once one is there.
+            retry_after: seconds after which the server wants to be asked again.
+        """
         self.kind = kind
         self.retryable = retryable
+        self.refused = refused
+        self.retry_after = retry_after
         super().__init__(message)
 
 
@@ -107,6 +129,24 @@ class ContextOverflow(BackendError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, kind="context_overflow")
+
+
+class OutageError(BackendError):
+    """No server can be asked: none is there at the start (kind `unreachable`), or none has replied for `backend.wait`
+    (kind `outage`)."""
+
+    stops_run = True
+
+
+class FailingError(EngineError):
+    """The first episodes of a run all failed in the same way. `cause` says how, and where in the spec."""
+
+    kind = "failing"
+    stops_run = True
+
+    def __init__(self, message: str, cause: str) -> None:
+        self.cause = cause
+        super().__init__(message)
 
 
 class WorldError(EngineError):

@@ -8,7 +8,8 @@ Invariants:
   as the episode's end. So a journal that has ended belongs to a finished episode. Where it does not (a run of an older
   engine, or an end that could not be written), the episode is finished from its journal, and nothing is performed.
 - An action that gives up (a failure, a limit) changes nothing of the conversation.
-- Whatever goes wrong inside one episode becomes a `Failure` on it. `run` raises for cancellation alone.
+- Whatever goes wrong inside one episode becomes a `Failure` on it. `run` raises for cancellation, and for what stops
+  the whole run (`EngineError.stops_run`): the episode stays as its journal has it, and can be resumed.
 - Limits are checked before an action, in this order: `episode_seconds`; for `generate` then
   `assistant_turns`, `images`, `episode_tokens`, the model's `context`; for `call_tools` then `tool_calls`; for
   `ask_user` then `user_turns`. A final state's action is not limited.
@@ -35,6 +36,7 @@ from schemas.trajectory import Blame, Failure
 
 if TYPE_CHECKING:
     from engine.actions.images import Settle
+    from engine.deadline import Standstill
     from engine.machine.compile import EpisodeMachine
     from engine.rewards.rules import Rules
 
@@ -75,13 +77,16 @@ class _Clock:
         await action.perform(episode, world)    # TimeoutError, and `over`, where the time ended in here
     """
 
-    __slots__ = ("_acting", "_before", "_seconds", "_task", "_timer", "ends", "over")
+    __slots__ = ("_acting", "_before", "_seconds", "_still", "_task", "_timer", "ends", "over", "stood")
 
     def __init__(self, seconds: float, spent: float) -> None:
         self._task = asyncio.current_task()
         self._seconds = seconds
         self._acting = False
         self._before = 0
+        self._still: float | None = None
+        self.stood = 0.0
+        """Seconds that it stood still."""
         self.over = False
         """It ended an action."""
         self.ends = time.perf_counter() + seconds - spent
@@ -92,9 +97,29 @@ class _Clock:
         """Seconds that the episode has taken."""
         return self._seconds - self.ends + now
 
+    def passed(self, now: float) -> bool:
+        """Whether it is over."""
+        return (now if self._still is None else self._still) >= self.ends
+
     def stop(self) -> None:
         """The episode has ended."""
         self._timer.cancel()
+
+    def pause(self) -> None:
+        """Stand still: the servers cannot be asked."""
+        self._still = time.perf_counter()
+        self._timer.cancel()
+
+    def resume(self) -> None:
+        """Go on, with the time that was left."""
+        if self._still is None:
+            return
+        now = time.perf_counter()
+        stood, self._still = now - self._still, None
+        self.stood += stood
+        self.ends += stood
+        if not self.over:
+            self._timer = asyncio.get_running_loop().call_later(self.ends - now, self._strike)
 
     def _strike(self) -> None:
         # Between actions the episode waits for its journal, and that is never broken off.
@@ -128,6 +153,7 @@ class Executor:
         append: Append,
         watch: Watch | None = None,
         settle: Settle | None = None,
+        clocks: Standstill | None = None,
     ) -> None:
         self._machine = machine
         self._actions = actions
@@ -138,6 +164,7 @@ class Executor:
         self._append = append
         self._watch = watch
         self._settle = settle
+        self._clocks = clocks
 
     async def run(self, episode: Episode, world: World) -> Ending | None:
         """Drive the episode to its end; its `failure` says what went wrong, if anything did.
@@ -145,12 +172,18 @@ class Executor:
         Returns:
             Its last entry, which the caller writes with the episode's end; None where the journal holds that already.
         """
-        clock = None if self._seconds is None else _Clock(self._seconds, time.time() - episode.started)
+        if self._seconds is None:
+            return await self._steps(episode, world, None)
+        clock = _Clock(self._seconds, time.time() - episode.started)
+        clocks = self._clocks
+        if clocks is not None:
+            clocks.add(clock)
         try:
             return await self._steps(episode, world, clock)
         finally:
-            if clock is not None:
-                clock.stop()
+            if clocks is not None:
+                clocks.remove(clock)
+            clock.stop()
 
     async def _steps(self, episode: Episode, world: World, clock: _Clock | None) -> Ending | None:
         written: asyncio.Future[None] | None = None
@@ -164,8 +197,11 @@ class Executor:
                 written = None
             at = time.time()
             began = time.perf_counter()
+            stood = 0.0 if clock is None else clock.stood
             record = await self._perform(episode, stage, world, clock, began)
             seconds = time.perf_counter() - began
+            if clock is not None and clock.stood != stood:  # the wait for a server is no time of the episode's
+                seconds -= clock.stood - stood
             if written is not None and isinstance(record, GenerationRecord):
                 await written
             entry = self._fed(episode, record, at, seconds)
@@ -222,7 +258,7 @@ class Executor:
                     kind="unbounded",
                 )
             timed = None if stage.final else clock
-            if timed is not None and now >= timed.ends:
+            if timed is not None and timed.passed(now):
                 return LimitRecord(limit="episode_seconds", value=timed.spent(now))
             if (preparing := action.prepare(episode)) is not None:
                 await preparing
@@ -243,6 +279,8 @@ class Executor:
         except ContextOverflow:
             return LimitRecord(limit="context", value=episode.conversation.length)
         except EngineError as error:
+            if error.stops_run:
+                raise
             return FailureRecord(failure=failure_of(error, episode))
         except Exception as error:  # noqa: BLE001  (a fault of the engine must not end the other episodes)
             return FailureRecord(failure=unexpected(error, episode))
@@ -325,8 +363,8 @@ class Executor:
             raise RestartNeededError(
                 f"{episode.id}: it was stopped in {episode.state}, whose call may have been made, and cannot be repeated"
             )
-        # The clock stands still between a crash and the resume.
-        episode.started = time.time() - (journal[-1].at + journal[-1].seconds - journal[0].at)
+        # The clock stands still between a crash and the resume, and while servers cannot be asked.
+        episode.started = time.time() - sum(entry.seconds for entry in journal)
 
     async def _call_again(self, episode: Episode, world: World, entry: JournalEntry) -> None:
         """Repeat what an entry called, where that is needed to bring the world to where it was."""

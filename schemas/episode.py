@@ -138,9 +138,14 @@ class SGLangBackend(Contract):
     router: bool = False
     """The URL is an sglang-router; what it drops is checked at the start."""
     timeout: Seconds = 600.0
-    """Deadline for one request."""
+    """Deadline for one reply, tries and all. Time in which no server can be asked does not count."""
+    try_timeout: Seconds | None = None
+    """Deadline for one try, after which the reply is asked for again, elsewhere if possible; half of `timeout` when left out."""
     retries: int = Field(default=4, ge=0)
-    """Attempts after the first, on connection errors and 5xx."""
+    """Tries after the first, on broken connections, bad replies and 5xx. A server that cannot be reached or answers 429,
+    502, 503 or 504 uses up no try."""
+    wait: Seconds = 600.0
+    """How long a run waits while no server replies; then it stops, and can be resumed. No episode fails for an outage."""
     adapter: str | None = None
     """Name of a LoRA adapter that is loaded in the servers; left out, the base model samples."""
     patience: Seconds = 30.0
@@ -158,7 +163,15 @@ class OpenAIBackend(Contract):
     model: str
     api_key_env: str | None = None
     timeout: Seconds = 600.0
+    """Deadline for one reply, tries and all. Time in which the endpoint cannot be asked does not count."""
+    try_timeout: Seconds | None = None
+    """Deadline for one try, after which the reply is asked for again; half of `timeout` when left out."""
     retries: int = Field(default=4, ge=0)
+    """Tries after the first, on broken connections, bad replies and 5xx. An endpoint that cannot be reached or answers 429,
+    502, 503 or 504 uses up no try."""
+    wait: Seconds = 600.0
+    """How long a run waits while the endpoint does not reply; then it stops, and can be resumed. No episode fails for an
+    outage."""
 
 
 class ScriptedBackend(Contract):

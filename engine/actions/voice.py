@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from engine.backends.base import Backend
+    from engine.backends.outage import Outage
     from engine.spec.diagnostic import DataPath
     from engine.tokens.format import ChatFormat
     from schemas.trajectory import Blame
@@ -101,7 +102,7 @@ class Voice:
         """
         try:
             request = self._request(messages, episode_id, turn, seed, attempt)
-            async with self._mouth.slots, asyncio.timeout(self._spec.seconds):
+            async with self._mouth.slots, self._timeout():
                 generation = await self._mouth.backend.generate(request)
             if generation.finish.type == "abort":
                 raise self._fault("its backend gave the reply up", "aborted")
@@ -114,6 +115,8 @@ class Voice:
         except WorldError:
             raise
         except EngineError as error:
+            if error.stops_run:
+                raise
             raise self._fault(str(error), error.kind) from error
         tokens = len(generation.output_ids)
         return Said(spoken(parsed.content), tokens, cut=generation.finish.type == "length")
@@ -136,6 +139,11 @@ class Voice:
             adapter=None if self._mouth.borrowed else getattr(self._spec.backend, "adapter", None),
             messages=list(messages) if in_words else None,
         )
+
+    def _timeout(self) -> AbstractAsyncContextManager[Any]:
+        """The deadline of one answer. It stands still while its servers cannot be asked."""
+        outage: Outage | None = getattr(self._mouth.backend, "outage", None)
+        return asyncio.timeout(self._spec.seconds) if outage is None else outage.clocks.timeout(self._spec.seconds)
 
     def _room(self, prompt: Sequence[int] | np.ndarray) -> int:
         contexts = [self._format.context, getattr(self._mouth.backend, "context", None)]
@@ -252,6 +260,12 @@ class Cast:
         mouths, self._mouths, self._voices = list(self._mouths.values()), {}, {}
         for mouth in mouths:
             await mouth.backend.close()
+
+    @property
+    def outages(self) -> list[Outage]:
+        """Those of the backends that were opened here."""
+        found = (getattr(mouth.backend, "outage", None) for mouth in self._mouths.values())
+        return [outage for outage in found if outage is not None]
 
     def stats(self) -> dict[str, Any]:
         """Counts of each backend that was opened here, by the kind of the first part that speaks through it."""

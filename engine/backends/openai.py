@@ -20,11 +20,14 @@ import structlog
 
 from engine.backends.base import refuse_parameters
 from engine.backends.calls import write_calls
+from engine.backends.outage import Outage, Tries
 from engine.backends.sglang import read_key
 from engine.backends.sglang.client import BACKOFF, MOST_BACKOFF, refusal
 from engine.backends.sglang.connection import HttpFailure
 from engine.backends.sglang.http import HttpClient
-from engine.errors import BackendError
+from engine.backends.sglang.pool import UNAVAILABLE
+from engine.deadline import Deadlines
+from engine.errors import BackendError, OutageError
 from engine.tokens.images import DIGEST
 from schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
 from schemas.message import Message, TextPart
@@ -51,6 +54,8 @@ UNSUPPORTED = (
     "custom_params",
 )
 """Parameters that the chat protocol does not have."""
+_TOKEN_BYTES = 4096
+_REST_BYTES = 4 << 20
 _NO_IDS = np.zeros(0, dtype=np.int32)
 _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 
@@ -123,35 +128,44 @@ class OpenAIBackend:
         self._length_name = "max_tokens"
         self._closed = False
         self._counts: Counter[str] = Counter()
+        self._deadlines = Deadlines(spec.timeout)
+        self._try_deadlines = Deadlines(spec.try_timeout or spec.timeout / 2)
+        self.outage = Outage(spec.wait)
+        self.outage.clocks.add(self._deadlines)
+        self.outage.clocks.add(self._try_deadlines)
 
     async def start(self) -> None:
         """Reach the endpoint. What it says of its models is not relied on: many say nothing.
 
         Raises:
-            BackendError: it is not there, or refuses the key.
+            OutageError: it is not there.
+            BackendError: it refuses the key.
         """
         try:
             async with asyncio.timeout(min(30.0, self._spec.timeout)):
                 reply = await self._http.request("GET", "/models")
         except TimeoutError:
-            raise BackendError(f"{self._spec.url} did not answer", kind="unreachable") from None
+            raise OutageError(f"{self._spec.url} did not answer", kind="unreachable") from None
         except HttpFailure as failure:
-            raise BackendError(f"{self._spec.url}: {failure}", kind="unreachable") from None
+            raise OutageError(f"{self._spec.url}: {failure}", kind="unreachable") from None
         if reply.status in (401, 403):
             raise refusal(self._spec.url, reply)
+        if reply.status in UNAVAILABLE:
+            raise OutageError(str(refusal(self._spec.url, reply)), kind="unreachable")
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """One reply, in text.
 
         Raises:
             ContextOverflow: the conversation does not fit the model.
+            OutageError: the endpoint replied to no request for `backend.wait`.
             BackendError: no reply that can be used.
         """
         if request.messages is None:
             raise BackendError("an openai backend needs the request's messages", kind="bad_request")
         began = time.perf_counter()
         try:
-            async with asyncio.timeout(self._spec.timeout):
+            with self._deadlines.begin():
                 completion = await self._completion(request)
         except TimeoutError:
             raise BackendError(f"no reply within {self._spec.timeout:g} s", kind="timeout") from None
@@ -173,35 +187,53 @@ class OpenAIBackend:
     async def close(self) -> None:
         """Close every connection."""
         self._closed = True
+        self.outage.end()
         await self._http.close()
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start."""
         return {
             name: self._counts[name]
-            for name in ("turns", "prompt_tokens", "tokens", "attempts", "retries", "bad_replies")
-        }
+            for name in ("turns", "prompt_tokens", "tokens", "attempts", "retries", "bad_replies", "try_timeouts")
+        } | self.outage.stats()
 
     async def _completion(self, request: GenerateRequest) -> _Completion:
-        for attempt in range(self._spec.retries + 1):
+        """The reply after as many attempts as it takes. What the endpoint did not work on uses up no try."""
+        tries = Tries(self._spec.retries, self.outage)
+        while True:
+            if self.outage.closed:
+                await self.outage.wait()
             try:
-                return await self._attempt(request)
+                completion = await self._attempt(request)
             except BackendError as error:
                 if self._closed:
                     raise BackendError("the backend was closed", kind="closed") from None
-                if not error.retryable or attempt == self._spec.retries:
+                if not tries.another(error):
                     raise
                 self._counts["retries"] += 1
                 log.info("retrying", episode=request.episode_id, turn=request.turn, reason=str(error))
-            await asyncio.sleep(min(MOST_BACKOFF, BACKOFF * 2**attempt) * random.uniform(0.5, 1.0))
-        raise AssertionError("unreachable")
+                if error.refused:
+                    self.outage.rest(str(error), error.retry_after)
+                    continue
+            else:
+                if self.outage.since is not None:
+                    self.outage.served()
+                return completion
+            await asyncio.sleep(min(MOST_BACKOFF, BACKOFF * 2 ** (tries.used - 1)) * random.uniform(0.5, 1.0))
 
     async def _attempt(self, request: GenerateRequest) -> _Completion:
         self._counts["attempts"] += 1
         try:
-            reply = await self._http.request("POST", "/chat/completions", msgspec.json.encode(self._body(request)))
+            body = msgspec.json.encode(self._body(request))
+            with self._try_deadlines.begin():
+                reply = await self._http.request("POST", "/chat/completions", body, most=_most(request))
         except HttpFailure as failure:
-            raise BackendError(f"{self._spec.url}: {failure}", kind="unreachable", retryable=True) from None
+            message = f"{self._spec.url}: {failure}"
+            raise BackendError(message, kind="unreachable", retryable=True, refused=not failure.sent) from None
+        except TimeoutError:
+            self._counts["try_timeouts"] += 1
+            message = f"{self._spec.url} did not reply within {self._try_deadlines.seconds:g} s (`backend.try_timeout`)"
+            raise BackendError(message, kind="timeout", retryable=True) from None
         if reply.status == 400 and self._length_name == "max_tokens" and b"max_completion_tokens" in reply.body:
             self._length_name = "max_completion_tokens"  # the newer name, which some endpoints insist on
             return await self._attempt(request)
@@ -264,6 +296,11 @@ def _as_written(calls: list[_Call]) -> str:
         f'\n<tool_call>\n{{"name": "{call.function.name}", "arguments": {call.function.arguments}}}\n</tool_call>'
         for call in calls
     )
+
+
+def _most(request: GenerateRequest) -> int:
+    """Bytes that a reply may have: what was asked for, with room for reasoning, and the rest."""
+    return _REST_BYTES + _TOKEN_BYTES * request.max_new_tokens
 
 
 def _finish(choice: _Choice) -> FinishReason:

@@ -20,7 +20,7 @@ from engine.backends.sglang.connection import HttpFailure, HttpReply
 from engine.backends.sglang.images import check_images
 from engine.backends.sglang.pool import Server, error_text
 from engine.backends.sglang.wire import Encoder, ReplyError, decode, sampling_fields
-from engine.errors import BackendError
+from engine.errors import BackendError, OutageError
 from schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ async def check_servers(
     found: list[Found] = []
     absent: list[BackendError] = []
     for server, outcome in zip(backend.workers, outcomes, strict=True):
-        if isinstance(outcome, BackendError) and outcome.kind == "unreachable":
+        if isinstance(outcome, BackendError) and (outcome.refused or outcome.kind == "unreachable"):
             absent.append(outcome)
             if not spec.router:
                 backend.pool.failed(server, str(outcome))
@@ -100,7 +100,7 @@ async def check_servers(
         else:
             found.append(outcome)
     if not found:
-        raise BackendError("no sglang server can be reached: " + "; ".join(map(str, absent)), kind="unreachable")
+        raise OutageError("no sglang server can be reached: " + "; ".join(map(str, absent)), kind="unreachable")
     versions = {server.version for server in backend.workers if server.version is not None}
     if len(versions) > 1:
         log.warning("sglang servers hold different weights", versions=sorted(versions))
@@ -226,12 +226,17 @@ async def _workers(routers: list[Server], headers: dict[str, str]) -> list[Serve
     """The servers behind the routers: control calls go to them, since a router refuses those."""
     urls: list[str] = []
     for router in routers:
-        listed = await router.json("GET", "/workers")
+        try:
+            listed = await router.json("GET", "/workers")
+        except BackendError as error:
+            if error.refused:
+                raise OutageError(f"no sglang server can be reached: {error}", kind="unreachable") from None
+            raise
         rows: list[Any] = (listed.get("workers") or listed.get("urls") or []) if isinstance(listed, dict) else listed
         urls += [row if isinstance(row, str) else row["url"] for row in rows]
     if not urls:
         names = ", ".join(router.url for router in routers)
-        raise BackendError(f"the router at {names} has no workers; start them first", kind="unreachable")
+        raise OutageError(f"the router at {names} has no workers; start them first", kind="unreachable")
     return [Server(url, headers) for url in dict.fromkeys(urls)]
 
 

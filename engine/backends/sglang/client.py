@@ -21,8 +21,9 @@ import numpy as np
 import structlog
 from msgspec.structs import replace
 
+from engine.backends.outage import Tries
 from engine.backends.sglang.connection import HttpFailure, HttpReply
-from engine.backends.sglang.pool import Pool, Server, error_text
+from engine.backends.sglang.pool import UNAVAILABLE, Pool, Server, error_text
 from engine.backends.sglang.resume import can_resume, clean_cut, cut, join
 from engine.backends.sglang.wire import Encoder, Outgoing, Part, PromptMismatch, ReplyError, decode
 from engine.deadline import Deadlines
@@ -93,7 +94,10 @@ class SGLangBackend:
         self._sampling = sampling
         self._model = model
         self._headers = headers
-        self.pool = Pool((Server(url, headers) for url in spec.urls), patience=spec.patience, admit=self._admit)
+        self.pool = Pool(
+            (Server(url, headers) for url in spec.urls), patience=spec.patience, wait=spec.wait, admit=self._admit
+        )
+        self.outage = self.pool.outage
         self.workers: list[Server] = self.pool.servers
         """Servers that take control calls: those of the pool, or what stands behind the router."""
         self.control: Control = Control(self)
@@ -119,6 +123,9 @@ class SGLangBackend:
         """Closed: servers were told what to stop, and are told nothing more."""
         self._closed = asyncio.Event()
         self._deadlines = Deadlines(spec.timeout)
+        self._try_deadlines = Deadlines(spec.try_timeout or spec.timeout / 2)
+        self.outage.clocks.add(self._deadlines)
+        self.outage.clocks.add(self._try_deadlines)
         self._counts: Counter[str] = Counter()
 
     # -- the protocol
@@ -148,8 +155,9 @@ class SGLangBackend:
 
         Raises:
             ContextOverflow: the prompt does not fit the servers' context.
-            BackendError: kinds `timeout`, `unreachable`, `server_error`, `bad_reply`, `bad_request`, `bad_prompt`,
-                `prompt_mismatch`, `unauthorized`, `not_found`, `closed`.
+            OutageError: no server replied to any request for `backend.wait`.
+            BackendError: kinds `timeout`, `unreachable`, `unavailable`, `rate_limited`, `server_error`, `bad_reply`,
+                `bad_request`, `bad_prompt`, `prompt_mismatch`, `unauthorized`, `not_found`, `closed`.
         """
         began = time.perf_counter()
         if request.banned_token_ids and "logit_bias" in self.dropped:
@@ -214,6 +222,7 @@ class SGLangBackend:
             "interruptions",
             "aborts",
             "timeouts",
+            "try_timeouts",
         )
         return {
             "certificate": {
@@ -224,6 +233,7 @@ class SGLangBackend:
             **{name: self._counts[name] for name in names},
             "bad_replies": self._counts["bad_replies"],
             "failovers": self.pool.failovers,
+            **self.outage.stats(),
             "seeded": self._encoder.seeded,
             "dropped_by_router": list(self.dropped),
             "servers": [server.stats() for server in self.pool.servers],
@@ -288,26 +298,30 @@ class SGLangBackend:
         return replace(part, versions=[VersionSpan(version=policy.version, start=0, end=tokens)] if tokens else [])
 
     async def _tried(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Part:
-        """The same after as many attempts as it takes."""
+        """The same after as many attempts as it takes. What no server worked on uses up no try."""
         failed: list[Server] = []
-        for attempt in range(self._spec.retries + 1):
+        tries: Tries | None = None
+        while True:
             server = self.pool.choose(request.episode_id, failed)
+            if server is None:
+                server = await self.pool.available(request.episode_id, failed)
             try:
                 return await self._attempt(server, self._encode(request, ids, most, sampled))
             except BackendError as error:
                 if self._closed.is_set():
                     raise BackendError("the backend was closed", kind="closed") from None
-                if not error.retryable or attempt == self._spec.retries:
+                tries = tries or Tries(self._spec.retries, self.outage)
+                if not tries.another(error):
                     raise
+                refused = error.refused
                 self._counts["retries"] += 1
                 log.info(
                     "retrying", episode=request.episode_id, turn=request.turn, server=server.url, reason=str(error)
                 )
             if server not in failed:
                 failed.append(server)
-            if all(other in failed or not other.healthy for other in self.pool.servers):
-                await self._back_off(attempt)
-        raise AssertionError("unreachable")
+            if not refused and all(other in failed or not other.usable for other in self.pool.servers):
+                await self._back_off(tries.used - 1)
 
     def _encode(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Outgoing:
         return self._encoder.encode(request, self._rid(), ids, most, sampled, prefixes=self.prefixes)
@@ -335,21 +349,30 @@ class SGLangBackend:
         server.begin()
         try:
             read = partial(_read, sent, self.vocab_size)
-            reply = await server.http.request("POST", "/generate", *sent.pieces, read=read, most=sent.most)
+            with self._try_deadlines.begin():
+                reply = await server.http.request("POST", "/generate", *sent.pieces, read=read, most=sent.most)
         except HttpFailure as failure:
-            self.abort(server, sent.rid)
+            if failure.sent:
+                self.abort(server, sent.rid)
             if not self._closed.is_set():  # or it is our own doing
                 self.pool.failed(server, str(failure))
-            raise BackendError(f"{server.url}: {failure}", kind="unreachable", retryable=True) from None
+            message = f"{server.url}: {failure}"
+            raise BackendError(message, kind="unreachable", retryable=True, refused=not failure.sent) from None
+        except TimeoutError:
+            self.abort(server, sent.rid)
+            self._counts["try_timeouts"] += 1
+            self.pool.suspect(server)
+            message = f"{server.url} did not reply within {self._try_deadlines.seconds:g} s (`backend.try_timeout`)"
+            raise BackendError(message, kind="timeout", retryable=True) from None
         except asyncio.CancelledError:
             self.abort(server, sent.rid)
             raise
         finally:
             server.end()
             del self._calls[sent.rid]
-        self.pool.answered(server, reply.status)
+        self.pool.answered(server, reply.status, reply.retry_after)
         if reply.status != 200:
-            raise refusal(server.url, HttpReply(reply.status, reply.read))
+            raise refusal(server.url, HttpReply(reply.status, reply.read, None, reply.retry_after))
         return self._accepted(server, reply.read, expected)
 
     def _accepted(self, server: Server, part: Part | ReplyError | PromptMismatch, expected: str | None) -> Part:
@@ -416,7 +439,10 @@ def refusal(url: str, reply: HttpReply) -> BackendError:
     message = f"{url} answered {reply.status}: {text}"
     if reply.status == 400 and _TOO_LONG.search(text):
         return ContextOverflow(message)
+    if reply.status in (429, *UNAVAILABLE):
+        kind = "rate_limited" if reply.status == 429 else "unavailable"
+        return BackendError(message, kind=kind, retryable=True, refused=True, retry_after=reply.retry_after)
     # a name that is in use: the connection broke while the server was at work, and the request was sent once more
-    if reply.status >= 500 or reply.status in (408, 425, 429) or "Duplicate request ID" in text:
+    if reply.status >= 500 or reply.status in (408, 425) or "Duplicate request ID" in text:
         return BackendError(message, kind="server_error", retryable=True)
     return BackendError(message, kind=_STATUS_KIND.get(reply.status, "bad_request"))

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import structlog
 
+from engine.backends.outage import Outage, growing_pause
 from engine.backends.sglang.connection import HttpFailure, HttpReply
 from engine.backends.sglang.http import HttpClient
 from engine.errors import BackendError
@@ -29,6 +30,10 @@ REMEMBERED = 65536
 """Episodes whose server is remembered."""
 BROKEN_AFTER = 3
 """Server errors (5xx) in a row after which a server counts as broken."""
+MOST_HEAL_PAUSE = 5.0
+"""Most seconds between two questions whether a lost server is back."""
+UNAVAILABLE = (502, 503, 504)
+"""Statuses that say that nobody works on the request: the server, or the one behind a proxy, is not there."""
 
 
 class ImageFacts(NamedTuple):
@@ -48,6 +53,8 @@ class Server:
         self.url = url.rstrip("/")
         self.http = HttpClient(url, headers=headers)
         self.healthy = True
+        self.resting = False
+        """It asked for a pause (429) that is not over."""
         self.in_flight = 0
         self.served = 0
         """Requests answered."""
@@ -65,6 +72,15 @@ class Server:
         """How it treats images, for a model that takes some."""
         self.counts: Counter[str] = Counter()
         """`failed` (connections), `5xx`, `rejoined`."""
+        self.refusals = 0
+        """429 replies in a row."""
+        self.rest: asyncio.TimerHandle | None = None
+        """Ends its pause."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether a request may be sent to it now."""
+        return self.healthy and not self.resting
 
     def begin(self) -> None:
         """A request is sent."""
@@ -89,12 +105,18 @@ class Server:
                 reply = await self.http.request(method, path, b"" if body is None else msgspec.json.encode(body))
         except TimeoutError:
             message = f"{self.url}{path} did not answer within {timeout:g} s"
-            raise BackendError(message, kind="unreachable", retryable=True) from None
+            raise BackendError(message, kind="unreachable", retryable=True, refused=True) from None
         except HttpFailure as failure:
-            raise BackendError(f"{self.url}{path}: {failure}", kind="unreachable", retryable=True) from None
+            raise BackendError(f"{self.url}{path}: {failure}", kind="unreachable", retryable=True, refused=True) from None
         if not 200 <= reply.status < 300:
             message = f"{self.url}{path} answered {reply.status}: {error_text(reply)}"
-            raise BackendError(message, kind=f"http_{reply.status}", retryable=reply.status >= 500)
+            raise BackendError(
+                message,
+                kind=f"http_{reply.status}",
+                retryable=reply.status >= 500,
+                refused=reply.status in (429, *UNAVAILABLE),
+                retry_after=reply.retry_after,
+            )
         if not reply.body:
             return None
         try:
@@ -151,11 +173,13 @@ class Pool:
         servers: Iterable[Server],
         *,
         patience: float,
+        wait: float = 600.0,
         admit: Callable[[Server], Awaitable[None]] | None = None,
     ) -> None:
         """
         Args:
             servers: at least one.
+            wait: seconds without any reply after which requests that wait for a server raise `OutageError`.
             patience: seconds without any reply after which a busy server is asked whether it is there.
             admit: called with a server that answers its health check again; raises BackendError to keep it out.
         """
@@ -164,22 +188,37 @@ class Pool:
         self._admit = admit
         self._sticky: OrderedDict[str, Server] = OrderedDict()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.outage = Outage(wait)
         self.failovers = 0
         """Episodes that had to change their server."""
 
-    def choose(self, episode_id: str, avoid: Iterable[Server] = ()) -> Server:
-        """The server for this episode's next request: its own while it is healthy, else the least loaded.
+    async def available(self, episode_id: str, avoid: Iterable[Server] = ()) -> Server:
+        """`choose`, once a server can be asked.
+
+        Raises:
+            OutageError: none replied for as long as requests wait.
+            BackendError: the pool was closed (kind `closed`).
+        """
+        while (server := self.choose(episode_id, avoid)) is None:
+            self._close_gate("no server is there")
+            await self.outage.wait()
+        return server
+
+    def choose(self, episode_id: str, avoid: Iterable[Server] = ()) -> Server | None:
+        """The server for this episode's next request: its own while it is there, else the least loaded; None where none is.
 
         Args:
             episode_id: whose request it is.
             avoid: servers that failed this very request; used again only where no other is left.
         """
         own = self._sticky.get(episode_id)
-        if own is not None and own.healthy and own not in avoid:
+        if own is not None and own.healthy and not own.resting and own not in avoid:
             self._sticky.move_to_end(episode_id)
             return own
-        healthy = [server for server in self.servers if server.healthy]
-        candidates = [server for server in healthy if server not in avoid] or healthy or self.servers
+        usable = [server for server in self.servers if server.usable]
+        candidates = [server for server in usable if server not in avoid] or usable
+        if not candidates:
+            return None
         server = min(candidates, key=lambda s: (s.in_flight, s.assigned))
         if server is not own:
             if own is not None:
@@ -194,18 +233,51 @@ class Pool:
         """The episode is over."""
         self._sticky.pop(episode_id, None)
 
-    def answered(self, server: Server, status: int) -> None:
-        """Note a reply's status; servers that keep failing are taken out."""
+    def answered(self, server: Server, status: int, retry_after: float | None = None) -> None:
+        """Note a reply's status. A server that keeps failing is taken out, one that asks for a pause is given it.
+
+        Args:
+            server: which one answered.
+            status: of its reply.
+            retry_after: seconds after which it wants to be asked again.
+        """
         server.served += 1
         if status < 500:
             server.errors = 0
+            if status == 429:
+                server.counts["429"] += 1
+                self._rest(server, f"{server.url} answered 429", retry_after)
+            elif status == 200:
+                server.refusals = 0
+                if self.outage.since is not None and server.usable:
+                    self.outage.served()
             return
         server.errors += 1
         server.counts["5xx"] += 1
-        if status == 503 or server.errors >= BROKEN_AFTER:
-            self.failed(server, f"answered {status} {server.errors} times in a row")
+        if status in UNAVAILABLE or server.errors >= BROKEN_AFTER:
+            self.failed(server, f"answered {status} {server.errors} times in a row", retry_after)
 
-    def failed(self, server: Server, reason: str) -> None:
+    def _rest(self, server: Server, reason: str, seconds: float | None) -> None:
+        """Send a server nothing for the pause that it asks for; for a growing one where it does not say how long."""
+        if server.resting and seconds is None:
+            return
+        if seconds is None:
+            seconds = growing_pause(server.refusals)
+            server.refusals += 1
+        server.resting = True
+        until = self.outage.until(seconds)
+        if server.rest is not None:
+            until = max(until, server.rest.when())
+            server.rest.cancel()
+        server.rest = asyncio.get_running_loop().call_at(until, self._rested, server)
+        self._close_gate(reason)
+
+    def _rested(self, server: Server) -> None:
+        server.resting, server.rest = False, None
+        if server.usable:
+            self.outage.open()
+
+    def failed(self, server: Server, reason: str, retry_after: float | None = None) -> None:
         """Take a server out, and look after it in the background until it is back."""
         server.counts["failed"] += 1
         if not server.healthy:
@@ -213,14 +285,21 @@ class Pool:
         server.healthy = False
         server.http.drop_idle()
         log.warning("sglang server taken out", url=server.url, reason=reason)
-        self._run(f"heal {server.url}", self._heal(server))
+        self._close_gate(f"{server.url}: {reason}")
+        self._run(f"heal {server.url}", self._heal(server, retry_after or 0.0))
+
+    def _close_gate(self, reason: str) -> None:
+        """Have requests wait, where no server can be asked."""
+        if not any(server.usable for server in self.servers):
+            self.outage.close(reason)
 
     def watch(self) -> None:
         """Begin to look after servers that are busy and say nothing."""
         self._run("watch", self._watch())
 
     async def close(self) -> None:
-        """Stop looking after servers and close all connections."""
+        """Stop looking after servers, tell who waits for one, and close all connections."""
+        self.outage.end()
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -240,8 +319,9 @@ class Pool:
         if not task.cancelled() and task.exception() is not None:
             log.error("looking after sglang servers failed", task=name, error=repr(task.exception()))
 
-    async def _heal(self, server: Server) -> None:
+    async def _heal(self, server: Server, pause: float) -> None:
         wait = 0.25
+        await asyncio.sleep(min(pause, self.outage.limit))
         while True:
             try:
                 await server.json("GET", "/health", timeout=30.0)
@@ -250,10 +330,12 @@ class Pool:
             except BackendError as error:
                 log.debug("sglang server is still out", url=server.url, reason=str(error))
                 await asyncio.sleep(wait * random.uniform(0.8, 1.2))
-                wait = min(10.0, wait * 2)
+                wait = min(MOST_HEAL_PAUSE, wait * 2)
                 continue
             server.healthy = True
             server.errors = 0
+            if server.usable:  # it was given a request, and replied
+                self.outage.served()
             server.counts["rejoined"] += 1
             log.info("sglang server is back", url=server.url)
             return
@@ -268,6 +350,12 @@ class Pool:
             quiet = time.monotonic() - self._patience
             suspects = [s for s in self.servers if s.healthy and s.in_flight and s.heard < quiet]
             await asyncio.gather(*(self._suspect(server) for server in suspects))
+
+    def suspect(self, server: Server) -> None:
+        """Ask in the background whether a server is there that has left a request without a reply."""
+        name = f"suspect {server.url}"
+        if server.healthy and name not in self._tasks:
+            self._run(name, self._suspect(server))
 
     async def _suspect(self, server: Server) -> None:
         try:
