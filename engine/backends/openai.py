@@ -208,12 +208,13 @@ class OpenAIBackend:
             except BackendError as error:
                 if self._closed:
                     raise BackendError("the backend was closed", kind="closed") from None
+                if error.refused:
+                    self.outage.rest(str(error), error.retry_after)
                 if not tries.another(error):
                     raise
                 self._counts["retries"] += 1
                 log.info("retrying", episode=request.episode_id, turn=request.turn, reason=str(error))
                 if error.refused:
-                    self.outage.rest(str(error), error.retry_after)
                     continue
             else:
                 if self.outage.since is not None:

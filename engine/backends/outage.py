@@ -31,7 +31,7 @@ _GRACE = 0.1
 
 def growing_pause(refusals: int) -> float:
     """Seconds before a server that refused `refusals` times before is asked again; no two are alike."""
-    return min(MOST_PAUSE, FIRST_PAUSE * 2 ** min(refusals, 16)) * random.uniform(0.8, 1.2)
+    return min(MOST_PAUSE, FIRST_PAUSE * 2.0 ** min(refusals, 16)) * random.uniform(0.8, 1.2)
 
 
 class Outage:

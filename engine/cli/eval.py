@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from engine.cli.exits import ERROR, FAILED, INTERRUPTED
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.runner.evaluate import Estimate, Evaluation
+    from engine.runner.run import RunResult
 
 
 class Format(StrEnum):
@@ -42,15 +44,20 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Folder that runs are stored under.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap; sampling's is the spec's.")] = 0,
     format: Annotated[Format, typer.Option(help="What is printed.")] = Format.TEXT,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Go on where the first 16 episodes all fail in one way.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Run a spec to measure its policy: success by turn, pass@k, rewards by name, each with a 95 % interval.
 
     The run is stored like any other, and none of its rows trains. Intervals are from a bootstrap over tasks. Episodes
     that failed through no fault of the policy's are left out and counted. Of a training the best checkpoint is taken;
-    a LoRA adapter is merged into a copy of the spec's model.
+    a LoRA adapter is merged into a copy of the spec's model. The exit status is as for `engine run`; a run that failed as
+    a whole has no estimates.
     """
     from engine.cli.console import make_console
+    from engine.cli.run import tell_stopped
     from engine.errors import EngineError
     from engine.logs import configure_logging
 
@@ -62,21 +69,23 @@ def evaluate(
     try:
         if model is not None:
             changes.append(f"model.path={json.dumps(_other_model(console, spec, changes, model))}")
-        folder, found, faults = asyncio.run(
-            _evaluate(console, spec, changes, limit, out, seed, quiet or format is Format.JSON)
+        silent = quiet or format is Format.JSON
+        folder, found, result = asyncio.run(
+            _evaluate(console, spec, changes, limit, out, seed, quiet=silent, keep_going=keep_going)
         )
     except EngineError as error:
         echo(str(error), err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(FAILED if error.stops_run else ERROR) from None
     if format is Format.JSON:
         echo_json(plain(found) | {"run": str(folder)})
     else:
         tell(console, found)
         console.print(f"Run: {folder}")
-    for fault in faults:
+    for fault in result.faults:
         console.print(f"could not be finished: {fault}", style="red")
-    if faults:
-        raise typer.Exit(1)
+    tell_stopped(result, folder)
+    if result.faults:
+        raise typer.Exit(ERROR)
 
 
 def _other_model(console: Console, spec: Path, changes: list[str], model: str) -> str:
@@ -121,13 +130,15 @@ def _served(urls: Sequence[str], api_key_env: str | None, folder: Path) -> None:
     import httpx
 
     from engine.backends.sglang import read_key
-    from engine.errors import BackendError, TrainError
+    from engine.errors import BackendError, OutageError, TrainError
 
     key = read_key(api_key_env)
     for url in urls:
         try:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             told = httpx.get(f"{url.rstrip('/')}/model_info", headers=headers, timeout=30).raise_for_status().json()
+        except httpx.TransportError as error:
+            raise OutageError(f"{url}/model_info: {error}", kind="unreachable") from None
         except (httpx.HTTPError, ValueError) as error:
             raise BackendError(f"{url}/model_info: {error}", kind="unreachable") from None
         if Path(str(told.get("model_path", ""))).resolve() != folder:
@@ -139,20 +150,34 @@ def _served(urls: Sequence[str], api_key_env: str | None, folder: Path) -> None:
 
 
 async def _evaluate(
-    console: Console, spec: Path, changes: list[str], limit: int | None, out: Path | None, seed: int, quiet: bool
-) -> tuple[Path, Evaluation, list[str]]:
-    from engine.cli.run import INTERRUPTED, drive, prepare
+    console: Console,
+    spec: Path,
+    changes: list[str],
+    limit: int | None,
+    out: Path | None,
+    seed: int,
+    *,
+    quiet: bool,
+    keep_going: bool,
+) -> tuple[Path, Evaluation, RunResult]:
+    from engine.cli.run import drive, prepare, tell_stopped
+    from engine.errors import EngineError
     from engine.runner.evaluate import evaluate as measure
 
     loaded, tasks, store = prepare(console, spec, changes, limit, out, None, evaluation=True)
     try:
-        result = await drive(loaded, tasks, store, console, quiet=quiet, summary=False)
+        result = await drive(loaded, tasks, store, console, quiet=quiet, summary=False, keep_going=keep_going)
+    except EngineError:
+        store.discard()
+        raise
     finally:
         store.close()
+    if result.stopped is not None:
+        tell_stopped(result, store.folder)
     if result.interrupted:
         console.print(f"Interrupted. To finish it: engine run --resume {store.folder}")
         raise typer.Exit(INTERRUPTED)
-    return store.folder, measure(store.trajectories(), seed=seed), result.faults
+    return store.folder, measure(store.trajectories(), seed=seed), result
 
 
 def plain(found: Evaluation) -> dict[str, Any]:

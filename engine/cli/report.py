@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from engine.runner.stats import Live, Summary
 
 
+_MESSAGE = 300
+"""Characters of a failure's message that the summary shows."""
+
+
 def share(part: float, whole: float) -> str:
     """`part` of `whole` in per cent."""
     return f"{100 * part / whole:.0f}%" if whole else "–"
@@ -34,6 +38,7 @@ class Panel:
         return (
             f"{summary.episodes}/{live.total} episodes · {live.tokens_per_second:.0f} tokens/s · "
             f"mean reward {summary.mean_reward:.3f} · {states or 'none alive'}"
+            + (f" · {live.waits}" if live.waits else "")
         )
 
     def __rich__(self) -> Group:
@@ -48,13 +53,23 @@ class Panel:
             Text(f"{seconds:.0f} s", style="dim"),
         )
         states = Text("  ".join(f"{state} {count}" for state, count in live.states.items() if count > 0), style="cyan")
-        return Group(head, states)
+        waits = live.waits
+        return Group(head, states, *([Text(waits, style="yellow")] if waits else []))
 
 
 def _outcomes(summary: Summary) -> Table:
     table = Table("outcome", "episodes", "share", title="Outcomes", title_justify="left")
     for name, count in summary.outcomes.most_common():
         table.add_row(name, str(count), share(count, summary.episodes))
+    return table
+
+
+def _causes(summary: Summary) -> Table:
+    table = Table("episodes", "cause", "the first one's message", title="Failures by cause", title_justify="left")
+    for cause, count in summary.causes.most_common():
+        message = summary.causes.first[cause].message
+        line = " ".join(message.split())
+        table.add_row(str(count), str(cause), line if len(line) <= _MESSAGE else f"{line[: _MESSAGE - 1]}…")
     return table
 
 
@@ -95,7 +110,7 @@ def print_summary(
         seconds: Wall time of this process's part of the run.
         tokens: Tokens that were sampled in it.
     """
-    for table in (_outcomes(summary), _turns(summary), _transitions(summary), _times(summary)):
+    for table in (_outcomes(summary), _causes(summary), _turns(summary), _transitions(summary), _times(summary)):
         if table.row_count:
             console.print(table)
     names = ", ".join(f"{name} {value / summary.episodes:+.3f}" for name, value in sorted(summary.names.items()))

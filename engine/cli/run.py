@@ -6,11 +6,14 @@ import asyncio
 import json
 import signal
 import time
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.cli.exits import ERROR, FAILED, INTERRUPTED
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -20,9 +23,23 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore
     from schemas.environment import Task
+    from schemas.trajectory import Blame
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+
+class Retry(StrEnum):
+    """Failures that are run again, by who is to blame."""
+
+    BACKEND = "backend"
+    ENVIRONMENT = "environment"
+    TOOL = "tool"
+    USER = "user"
+    ALL = "all"
+
+    @property
+    def blames(self) -> list[Blame]:
+        """Everybody but the policy for `all`: what the policy fails is a result."""
+        every: list[Blame] = ["backend", "environment", "tool", "user", "spec", "engine"]
+        return [blame for blame in every if self is Retry.ALL or blame == self.value]
 
 
 def run(
@@ -39,12 +56,24 @@ def run(
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Finish this run: a folder, an id or its beginning, or `latest`.")
     ] = None,
+    retry_failed: Annotated[
+        Retry | None,
+        typer.Option(
+            help="With --resume: run the episodes again that failed through this one's fault; `all`: everybody's but the "
+            "policy's. The old attempts stay in the store."
+        ),
+    ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Go on where the first 16 episodes all fail in one way.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the summary.")] = False,
 ) -> None:
     """Run episodes, and store every token, reward and event.
 
-    Exits with 0 when every episode came to an end (a failed episode is data), 1 when the spec is
-    invalid or an episode could not be finished, 130 after Ctrl-C.
+    Exit status: 0 when every episode came to an end (a failed episode is data); 1 when the spec is invalid or an episode
+    could not be finished; 2 when the command line is wrong; 3 when no server can be reached at the start, none replies
+    for `backend.wait`, the first 16 episodes all fail in one way, or the backend fails more than 10 % of them; 130 after
+    Ctrl-C.
     """
     from engine.cli.console import make_console
     from engine.errors import EngineError
@@ -53,11 +82,16 @@ def run(
     configure_logging()
     console = make_console()
     try:
+        if retry_failed is not None and resume is None:
+            raise typer.BadParameter(
+                "it says what to do again in a run: give --resume RUN too", param_hint="--retry-failed"
+            )
         loaded, tasks, store = prepare(console, spec, list(overrides or ()), limit, out, resume)
     except EngineError as error:
         echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    _conclude(loaded, tasks, store, console, quiet=quiet)
+        raise typer.Exit(ERROR) from None
+    blames = retry_failed.blames if retry_failed is not None else []
+    _conclude(loaded, tasks, store, console, quiet=quiet, again=blames, keep_going=keep_going)
 
 
 def fork_run(run: str, out: Path, turn: int, salt: int) -> None:
@@ -83,17 +117,21 @@ def _conclude(
     console: Console,
     *,
     quiet: bool,
+    again: Sequence[Blame] = (),
+    keep_going: bool = False,
 ) -> None:
     """Drive a run to its end, say what came of it, and exit accordingly."""
 
     from engine.errors import EngineError
 
     try:
-        result = asyncio.run(drive(loaded, tasks, store, console, quiet=quiet))
+        work = drive(loaded, tasks, store, console, quiet=quiet, again=again, keep_going=keep_going)
+        result = asyncio.run(work)
     except EngineError as error:
         echo(str(error), err=True)
-        console.print(f"Stored so far: {store.folder}\nTo go on: engine run --resume {store.folder}")
-        raise typer.Exit(1) from None
+        if not store.discard():
+            console.print(f"Stored so far: {store.folder}\nTo go on: engine run --resume {store.folder}")
+        raise typer.Exit(FAILED if error.stops_run else ERROR) from None
     finally:
         store.close()
     console.print(f"Run: {store.folder}")
@@ -102,9 +140,39 @@ def _conclude(
     if result.interrupted:
         console.print(f"Interrupted. To finish it: engine run --resume {store.folder}")
         raise typer.Exit(INTERRUPTED)
+    tell_stopped(result, store.folder)
     if result.faults:
-        raise typer.Exit(1)
+        raise typer.Exit(ERROR)
     console.print(f"Look at it: engine show {store.folder}")
+
+
+def tell_stopped(result: RunResult, folder: Path) -> None:
+    """Say why a run failed as a whole, where it did.
+
+    Raises:
+        typer.Exit: with status 3, where it did.
+    """
+    from engine.errors import FailingError
+
+    if result.stopped is not None:
+        echo(f"Stopped: {result.stopped}", err=True)
+        if isinstance(result.stopped, FailingError):
+            echo(result.stopped.cause, err=True)
+            echo(
+                f"Correct it, then: engine run --resume {folder} --retry-failed all (--keep-going runs on in spite of it)",
+                err=True,
+            )
+        else:
+            echo(f"To go on: engine run --resume {folder}", err=True)
+        raise typer.Exit(FAILED)
+    if result.summary.backend_failed:
+        failed = result.summary.causes.blamed("backend")
+        echo(
+            f"The backend failed {failed} of {result.summary.episodes} episodes. To run them again: "
+            f"engine run --resume {folder} --retry-failed backend",
+            err=True,
+        )
+        raise typer.Exit(FAILED)
 
 
 def prepare(
@@ -158,8 +226,21 @@ async def drive(
     *,
     quiet: bool,
     summary: bool = True,
+    again: Sequence[Blame] = (),
+    keep_going: bool = False,
 ) -> RunResult:
-    """Run a prepared run to its end, with progress; `summary` says whether to sum it up."""
+    """Run a prepared run to its end, with progress.
+
+    Args:
+        loaded: The spec.
+        tasks: Of the run.
+        store: Of the run.
+        console: What to print on.
+        quiet: No progress.
+        summary: Whether to sum it up.
+        again: Failures blamed on these are run again.
+        keep_going: See `Runner`.
+    """
     from engine.backends.base import open_backend
     from engine.cli.report import print_summary
     from engine.masking import mask_credentials
@@ -178,7 +259,9 @@ async def drive(
             f"{loaded.spec.name}: {len(tasks)} tasks × {loaded.spec.rollout.samples_per_task} samples on "
             f"{backend.kind}, ready after {time.perf_counter() - began:.1f} s",
         )
-        runner = Runner(loaded, tasks, chat_format, backend, store)
+        runner = Runner(loaded, tasks, chat_format, backend, store, keep_going=keep_going)
+        if again:
+            console.print(f"{len(await store.begin_again(again))} failed episodes are run again")
         began = time.perf_counter()
         result = await _with_progress(runner, stop, console, quiet=quiet)
     finally:

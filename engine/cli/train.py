@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.cli.exits import ERROR, FAILED, INTERRUPTED
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -35,16 +36,22 @@ def train(
         str | None,
         typer.Option(metavar="TRAINING", help="Go on with this one: a folder, an id or its beginning, or `latest`."),
     ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Go on where the first 16 episodes all fail in one way.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the end.")] = False,
 ) -> None:
     """Train the spec's model on its own episodes.
 
     Weights, optimizer, random state and the place among the tasks are kept in checkpoints; --resume goes on from the
-    newest. Exits with 0 when the last step is done, 1 when training cannot begin or go on, 130 after Ctrl-C.
+    newest. Exit status: 0 when the last step is done; 1 when training cannot begin or go on; 2 when the command line is
+    wrong; 3 when no server can be reached at the start, none replies for `backend.wait`, or the first 16 episodes all fail
+    in one way; 130 after Ctrl-C.
     """
     from engine.cli.console import make_console
-    from engine.errors import EngineError
+    from engine.errors import EngineError, FailingError
     from engine.logs import configure_logging
+    from engine.train import folder as folders
 
     configure_logging()
     console = make_console(soft_wrap=True)
@@ -58,14 +65,16 @@ def train(
             return
         loaded, folder = _prepare(console, spec, list(overrides or ()), out, resume)
         began = time.perf_counter()
-        result = asyncio.run(_drive(loaded, folder, team, console, quiet=quiet))
+        result = asyncio.run(_drive(loaded, folder, team, console, quiet=quiet, keep_going=keep_going))
         team.close()
     except EngineError as error:
         echo(str(error), err=True)
-        if folder is not None:
+        if isinstance(error, FailingError):
+            echo(error.cause, err=True)
+        if folder is not None and (resume is not None or not folders.discard(folder)):
             _pictures(folder, console)
             console.print(f"Kept so far: {folder}\nTo go on: engine train --resume {folder}")
-        raise typer.Exit(1) from None
+        raise typer.Exit(FAILED if error.stops_run else ERROR) from None
     _conclude(result, folder, console, time.perf_counter() - began)
 
 
@@ -116,7 +125,9 @@ def _prepare(
     return loaded, folders.begin(out or Path(loaded.spec.rollout.out), header)
 
 
-async def _drive(loaded: LoadedSpec, folder: Path, team: Team, console: Console, *, quiet: bool) -> TrainResult:
+async def _drive(
+    loaded: LoadedSpec, folder: Path, team: Team, console: Console, *, quiet: bool, keep_going: bool
+) -> TrainResult:
     from engine.cli.run import stop_on_signals
     from engine.cli.train_panel import TrainPanel, shown
     from engine.train.setup import train_spec_of
@@ -129,14 +140,14 @@ async def _drive(loaded: LoadedSpec, folder: Path, team: Team, console: Console,
     def watch(runner: Runner) -> None:
         panel.live = runner.live
 
-    trainer = Trainer(loaded, folder, team=team, tell=panel.update, phase=panel.phase, watch=watch)
+    trainer = Trainer(
+        loaded, folder, team=team, tell=panel.update, phase=panel.phase, watch=watch, keep_going=keep_going
+    )
     with shown(panel, console, quiet=quiet):
         return await trainer.run(stop=stop)
 
 
 def _conclude(result: TrainResult, folder: Path, console: Console, seconds: float) -> None:
-    from engine.cli.run import INTERRUPTED
-
     before, after = result.first.get("reward/mean"), result.last.get("reward/mean")
     if before is not None and after is not None:
         console.print(
@@ -155,7 +166,7 @@ def _conclude(result: TrainResult, folder: Path, console: Console, seconds: floa
         console.print(f"Interrupted. To go on: engine train --resume {folder}")
         raise typer.Exit(INTERRUPTED)
     if result.faults:
-        raise typer.Exit(1)
+        raise typer.Exit(ERROR)
 
 
 def _pictures(folder: Path, console: Console) -> None:

@@ -148,7 +148,8 @@ class TrainPanel:
             return "–" if speed is None else f"{speed:.0f} tokens/s"
         alive = [f"{state} {count}" for state, count in self.live.states.items() if count > 0]
         shown = self.live.tokens_per_second if speed is None else speed
-        return "  ".join([*(alive or ["none alive"]), f"{shown:.0f} tokens/s"])
+        waits = [self.live.waits] if self.live.waits else []
+        return "  ".join([*(alive or ["none alive"]), f"{shown:.0f} tokens/s", *waits])
 
 
 @contextmanager

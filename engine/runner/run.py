@@ -4,6 +4,7 @@ Invariants:
 - One episode's failure, whatever it is, stops no other. Only the store's failure stops the run: no turn is sampled
   after one that cannot be written down.
 - A generation slot is held while a generation is asked for, and at no other time (`actions/generate.py`).
+- A server that is lost fails no episode: requests wait for it, and the clocks of all episodes stand still.
 - Cancelling leaves everything that was finished in the store; `resume` does the rest and nothing twice.
 """
 
@@ -25,12 +26,14 @@ from engine.actions.slots import Slots
 from engine.actions.voice import Cast
 from engine.actions.workers import Workers
 from engine.actions.world import WorldBuilder
+from engine.deadline import Standstill
 from engine.episode import Episode, limit_variables
 from engine.errors import EngineError, ReplayError, StoreError
 from engine.executor import Executor, RestartNeededError, never_built, until_end
 from engine.machine.compile import EpisodeMachine
 from engine.machine.presets import resolve_machine
 from engine.rewards.rules import compile_rules
+from engine.runner.causes import Causes, Verdict, places
 from engine.runner.stats import Live, Summary
 from engine.runner.suspects import APART, Suspects
 from engine.storable import words_of
@@ -41,6 +44,7 @@ from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
+    from engine.backends.outage import Outage
     from engine.spec.load import LoadedSpec
     from engine.store.codec import Ending
     from engine.store.store import RunStore
@@ -68,6 +72,8 @@ class RunResult:
     """It was cancelled: some episodes are not done."""
     faults: list[str] = field(default_factory=list)
     """Episodes that could not be finished through a fault of the engine's own."""
+    stopped: EngineError | None = None
+    """What stopped it: no server for too long, or first episodes that all failed in one way."""
 
 
 @contextmanager
@@ -96,6 +102,7 @@ class Runner:
         format: The chat format, shared by all episodes.
         backend: Started already; the caller closes it.
         store: Open for writing; the caller closes it.
+        keep_going: Do not stop where the first episodes all fail in one way.
     """
 
     def __init__(
@@ -105,12 +112,17 @@ class Runner:
         format: ChatFormat,
         backend: Backend,
         store: RunStore,
+        *,
+        keep_going: bool = False,
     ) -> None:
         spec = loaded.spec
         self.spec = spec
         self.tasks = tasks
-        self.summary = Summary()
+        self.summary = Summary(causes=Causes(places(loaded, tasks)))
         self.live = Live(total=len(tasks) * spec.rollout.samples_per_task)
+        self._verdict = None if keep_going else Verdict(lambda: self.live.total)
+        self._stopped: EngineError | None = None
+        self._clocks = Standstill()
         self._format = format
         self._backend = backend
         self._store = store
@@ -138,8 +150,10 @@ class Runner:
             append=store.post,
             watch=self.live.watch,
             settle=ImageDesk(format, store, stored_images(store)).settle,
+            clocks=self._clocks,
         )
         self._faults: list[str] = []
+        self._halt: Callable[[], None] = lambda: None
         self.cast_stats: dict[str, Any] = {}
         """After the run: what the backends of models beside the policy counted."""
 
@@ -151,16 +165,25 @@ class Runner:
             EngineError: a model that plays a user or judges cannot be had.
         """
         await self.cast.start()
+        own = getattr(self._backend, "outage", None)
+        outages: list[Outage] = [*([own] if own is not None else []), *self.cast.outages]
+        self.live.outages = outages
+        for outage in outages:
+            outage.clocks.add(self._clocks)
         try:
             with _rare_collections():
                 yield
         finally:
+            for outage in outages:
+                outage.clocks.remove(self._clocks)
             self._workers.close()
             self.cast_stats = self.cast.stats()
             await self.cast.close()
 
     async def run(self, *, stop: asyncio.Event | None = None) -> RunResult:
         """Run what the store does not hold finished. `stop`, once set, ends it cleanly and early.
+
+        A run that stops by itself (`RunResult.stopped`) leaves what was under way to a resume.
 
         Raises:
             EngineError: a model that plays a user or judges cannot be had.
@@ -176,7 +199,9 @@ class Runner:
         crew = [
             asyncio.create_task(self._drain(work), name=f"crew-{n}") for n in range(min(alive, self.live.total or 1))
         ]
-        watcher = asyncio.create_task(self._stop_on(stop, crew)) if stop is not None else None
+        halt = asyncio.Event()
+        self._halt = halt.set
+        watchers = [asyncio.create_task(self._stop_on(event, crew)) for event in (stop, halt) if event is not None]
         try:
             finished = await asyncio.gather(*crew, return_exceptions=True)
         except asyncio.CancelledError:
@@ -185,13 +210,13 @@ class Runner:
             await asyncio.gather(*crew, return_exceptions=True)
             raise
         finally:
-            if watcher is not None:
+            for watcher in watchers:
                 watcher.cancel()
         for fault in finished:
             if isinstance(fault, BaseException) and not isinstance(fault, asyncio.CancelledError):
                 raise fault
         interrupted = stop is not None and stop.is_set() and self.summary.episodes < self.live.total
-        return RunResult(self.summary, interrupted, self._faults)
+        return RunResult(self.summary, interrupted, self._faults, self._stopped)
 
     @staticmethod
     async def _stop_on(stop: asyncio.Event, crew: list[asyncio.Task[None]]) -> None:
@@ -224,19 +249,33 @@ class Runner:
         for task, sample in work:
             try:
                 trajectory = await self.episode(task, sample)
+                self.count(trajectory)
             except StoreError:
                 raise
             except Exception as error:
+                if isinstance(error, EngineError) and error.stops_run:
+                    self._stopped = self._stopped or error
+                    self._halt()
+                    return
                 log.exception("an episode could not be finished", episode=episode_id_of(task.id, sample))
                 self._faults.append(f"{episode_id_of(task.id, sample)}: {words_of(error)}")
-            else:
-                self.summary.add(trajectory)
+
+    def count(self, trajectory: Trajectory) -> None:
+        """Count a finished episode of this launch.
+
+        Raises:
+            FailingError: the first ones all failed with one cause.
+        """
+        cause = self.summary.add(trajectory)
+        if self._verdict is not None:
+            self._verdict.add(cause, trajectory.outcome.failure)
 
     async def episode(self, task: Task, sample: int) -> Trajectory:
         """Drive one episode to its end, from where its journal stops; inside `serving` alone.
 
         Raises:
             StoreError: it is done already, or what happens can no longer be written down.
+            OutageError: no server replied for too long; the episode stays as its journal has it.
         """
         episode_id = episode_id_of(task.id, sample)
         async with self._suspects.admitted(episode_id) as alone:

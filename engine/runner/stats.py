@@ -9,10 +9,15 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.actions.events import ACTION_EVENTS
 from engine.episode import Episode
+from engine.runner.causes import BACKEND_SHARE, Cause, Causes
 from schemas.trajectory import Outcome, Trajectory
+
+if TYPE_CHECKING:
+    from engine.backends.outage import Outage
 
 _GENERATE = frozenset(ACTION_EVENTS["generate"])
 
@@ -39,6 +44,13 @@ class Live:
     tokens: int = 0
     """Tokens sampled since the run (or its resume) began."""
     began: float = field(default_factory=time.perf_counter)
+    outages: list[Outage] = field(default_factory=list)
+    """Of the backends that the run asks."""
+
+    @property
+    def waits(self) -> str | None:
+        """What the run waits for, in words; None where it waits for no server."""
+        return "; ".join(filter(None, (outage.told() for outage in self.outages))) or None
 
     def enter(self, state: str) -> None:
         """An episode begins in `state`."""
@@ -70,6 +82,8 @@ class Summary:
     solved: int = 0
     reward: float = 0.0
     outcomes: Counter[str] = field(default_factory=Counter)
+    causes: Causes = field(default_factory=Causes)
+    """Failures by cause."""
     transitions: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     turn_rewards: list[list[float]] = field(default_factory=list)
     """For each turn: the sum of its rewards, and how many episodes reached it."""
@@ -83,8 +97,8 @@ class Summary:
     cached_tokens: int = 0
     branches: int = 0
 
-    def add(self, trajectory: Trajectory) -> None:
-        """Count one finished episode."""
+    def add(self, trajectory: Trajectory) -> Cause | None:
+        """Count one finished episode; the cause, where it failed."""
         outcome = trajectory.outcome
         self.episodes += 1
         self.trainable += outcome.trainable
@@ -110,6 +124,12 @@ class Summary:
         self.counts.update(trajectory.counts)
         for state, seconds in trajectory.seconds.items():
             self.seconds[state] += seconds
+        return self.causes.add(trajectory)
+
+    @property
+    def backend_failed(self) -> bool:
+        """More than a tenth of the episodes failed by the backend."""
+        return self.causes.blamed("backend") > BACKEND_SHARE * self.episodes
 
     @property
     def mean_reward(self) -> float:

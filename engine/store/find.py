@@ -53,9 +53,11 @@ def find_run(run: Path | str, out: Path | str = "runs") -> Path:
     raise StoreError(f"no run `{run}` in {out}{hint}")
 
 
-def _created(folder: Path) -> float:
+def _created(folder: Path) -> tuple[bool, float]:
+    """Whether episodes were planned, and when the run was made: one that never got so far is not the latest."""
     try:
         with closing(database.connect_reader(folder / database.FILE)) as connection:
-            return float(connection.execute("SELECT created FROM run").fetchone()[0])
+            created = float(connection.execute("SELECT created FROM run").fetchone()[0])
+            return connection.execute("SELECT 1 FROM episodes LIMIT 1").fetchone() is not None, created
     except (StoreError, sqlite3.Error):  # of another version, or broken: it is not the latest that can be used
-        return float("-inf")
+        return False, float("-inf")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ import structlog
 import engine
 from engine.errors import StoreError
 from engine.store import codec, crashes, database
+from engine.store.again import begin_again
 from engine.store.find import find_run
 from engine.store.fork import copy_shared
 from engine.store.header import RunHeader, package_versions
@@ -44,7 +46,7 @@ from engine.store.writer import Track, Writer
 from schemas.environment import Task
 from schemas.journal import JournalEntry
 from schemas.message import ImagePart
-from schemas.trajectory import EpisodeScore, Trajectory
+from schemas.trajectory import Blame, EpisodeScore, Trajectory
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
@@ -277,6 +279,20 @@ class RunStore(RunReader):
             await self._writing().do(job, track)
         self._tracks[episode_id] = Track(track.number, track.attempt + 1, keep)
 
+    async def begin_again(self, blames: Sequence[Blame]) -> list[str]:
+        """Give every finished episode that failed through one of `blames` a new attempt. The old attempts' journals stay.
+
+        Returns:
+            The ids of those episodes.
+
+        Raises:
+            StoreError: the write failed; then no episode has changed.
+        """
+        found: list[str] = await self._writing().do(
+            lambda connection: begin_again(connection, blames, self.header.fork)
+        )
+        return found
+
     async def finish(self, trajectory: Trajectory, ending: codec.Ending | None = None) -> None:
         """Write how an episode ended: its last entry, outcome, trajectory, branches, postings and its being done, or none.
 
@@ -356,12 +372,25 @@ class RunStore(RunReader):
 
         await self._writing().do(job, size=sum(map(len, texts.values())))
 
+    def discard(self) -> bool:
+        """Remove the run's folder, where no episode was planned or begun; else only let go of the run.
+
+        Returns:
+            Whether it was removed.
+        """
+        self.close()
+        with self._reader() as connection:
+            if connection.execute("SELECT 1 FROM episodes LIMIT 1").fetchone() is not None:
+                return False
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return True
+
     def close(self, status: Literal["interrupted", "done"] | None = None) -> None:
         """Write what is under way and let go of the run. Doing it twice is harmless.
 
         Args:
-            status: How the run stands now that its runner has ended; left out, `done` where every episode that was
-                planned or begun is done, else `interrupted`.
+            status: How the run stands now that its runner has ended; left out, `done` where episodes were planned or
+                begun and all of them are done, else `interrupted`.
         """
         if self._writer is None or self._lock is None or self._closed:
             return
@@ -371,8 +400,8 @@ class RunStore(RunReader):
             with closing(database.connect_writer(self._path)) as connection, reading(self._path):
                 crashes.leave_in_order(connection)
                 connection.execute(
-                    "UPDATE run SET status = coalesce(?, (SELECT CASE count(*) WHEN 0 THEN 'done' ELSE 'interrupted' END "
-                    "FROM episodes WHERE status != 'done'))",
+                    "UPDATE run SET status = coalesce(?, (SELECT CASE count(*) WHEN 0 THEN 'interrupted' "
+                    "WHEN sum(status = 'done') THEN 'done' ELSE 'interrupted' END FROM episodes))",
                     (status,),
                 )
         except StoreError as error:  # what the run was is written; only that it was left in order is not

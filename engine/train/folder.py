@@ -40,6 +40,15 @@ def begin(out: Path, header: RunHeader) -> Path:
     return folder
 
 
+def discard(folder: Path) -> bool:
+    """Remove a training's folder where it holds nothing but what it was begun with; whether it was removed."""
+    if [entry.name for entry in os.scandir(folder)] != [_HEADER]:
+        return False
+    (folder / _HEADER).unlink()
+    folder.rmdir()
+    return True
+
+
 def trainings(out: Path) -> list[Path]:
     """Folders of the trainings under `out`, by name."""
     try:

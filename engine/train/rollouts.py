@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from engine.errors import StoreError, TrainError
+from engine.errors import EngineError, StoreError, TrainError
 from engine.train.batches import Batch, Group, RowMaker
 
 if TYPE_CHECKING:
@@ -165,9 +165,12 @@ class Rollouts:
             except StoreError:
                 raise
             except Exception as error:
+                if isinstance(error, EngineError) and error.stops_run:
+                    raise
                 log.exception("an episode could not be finished", task=task.id, sample=sample)
                 self.faults.append(f"{task.id}/{sample}: {type(error).__name__}: {error}")
                 return None
+        self._runner.count(trajectory)
         if self._progress is not None:
             self._progress(trajectory)
         return trajectory
@@ -178,6 +181,8 @@ class Rollouts:
         Raises:
             LedgerError: the credit method cannot be carried out.
             StoreError: what happens can no longer be written down.
+            OutageError: no server replied for `backend.wait`.
+            FailingError: the first episodes all failed in one way.
             TrainError: a bonus answers nonsense.
         """
         batch = self._batch = Batch(self.version)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import structlog
 
 from engine.backends.base import open_backend
-from engine.errors import TrainError
+from engine.errors import OutageError, TrainError
 from engine.masking import mask_values
 from engine.runner.evaluate import evaluate
 from engine.runner.run import Runner
@@ -42,6 +42,7 @@ from engine.train.sync import open_sync
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
+    from engine.backends.outage import Outage
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
     from engine.train.sync import WeightSync
@@ -80,6 +81,7 @@ class Trainer:
         tell: Told of each step.
         phase: Told what it does from now on: `rollout`, `update`, `sync`, `eval`, `checkpoint`.
         watch: Given the runner once it is there, for a live display.
+        keep_going: Do not stop where the first episodes all fail in one way.
         team: The processes that learn as one; this is the first of them, and the others `follow`.
     """
 
@@ -92,6 +94,7 @@ class Trainer:
         tell: Tell | None = None,
         phase: Callable[[str], None] | None = None,
         watch: Callable[[Runner], None] | None = None,
+        keep_going: bool = False,
     ) -> None:
         self.loaded = loaded
         self.spec = loaded.spec
@@ -101,6 +104,7 @@ class Trainer:
         self._tell = tell
         self._phase = phase
         self._watch = watch
+        self._keep_going = keep_going
         self._state = State(step=0, version=0, taken=0)
         self._checkpoints = Checkpoints(folder, self.train.checkpoints.keep)
         self._written: Path | None = None
@@ -161,6 +165,9 @@ class Trainer:
     async def _push(self) -> None:
         """Have the backend sample with what is learnt."""
         policy = self._learner.policy
+        outage: Outage | None = getattr(self._backend, "outage", None)
+        if outage is not None:
+            await outage.wait()
         with contextlib.ExitStack() as whole:
             await asyncio.to_thread(whole.enter_context, self._team.whole(policy.model))
             await self._sync.push(policy, self._state.version)
@@ -169,7 +176,7 @@ class Trainer:
         name = folders.next_rollouts(self.folder)
         store = RunStore.create(self.folder, RunHeader.of(self.loaded, run_id=name))
         try:
-            runner = Runner(self.loaded, [], self._format, self._backend, store)
+            runner = Runner(self.loaded, [], self._format, self._backend, store, keep_going=self._keep_going)
             runner.live.total = self.train.steps * self.train.tasks_per_step * self.spec.rollout.samples_per_task
             if self._watch is not None:
                 self._watch(runner)
@@ -221,8 +228,12 @@ class Trainer:
         while state.step < train.steps:
             began = time.perf_counter()
             self._seconds.clear()
-            with self._timed("rollout"):
-                batch = await self._unless(stop, rollouts.batch())
+            try:
+                with self._timed("rollout"):
+                    batch = await self._unless(stop, rollouts.batch())
+            except OutageError:
+                await self._checkpoint()
+                raise
             if batch is None:
                 result.interrupted = True
                 break
@@ -297,8 +308,11 @@ class Trainer:
                 name += "-again"
             store = RunStore.create(folder, RunHeader.of(loaded, run_id=name, evaluation=True))
             try:
-                runner = Runner(loaded, load_tasks(loaded), self._format, self._backend, store)
-                await runner.run()
+                tasks = load_tasks(loaded)
+                runner = Runner(loaded, tasks, self._format, self._backend, store, keep_going=self._keep_going)
+                result = await runner.run()
+                if result.stopped is not None:
+                    raise result.stopped
                 found = evaluate(store.trajectories(), seed=self.train.seed)
             finally:
                 store.close()

@@ -107,7 +107,9 @@ class Server:
             message = f"{self.url}{path} did not answer within {timeout:g} s"
             raise BackendError(message, kind="unreachable", retryable=True, refused=True) from None
         except HttpFailure as failure:
-            raise BackendError(f"{self.url}{path}: {failure}", kind="unreachable", retryable=True, refused=True) from None
+            raise BackendError(
+                f"{self.url}{path}: {failure}", kind="unreachable", retryable=True, refused=True
+            ) from None
         if not 200 <= reply.status < 300:
             message = f"{self.url}{path} answered {reply.status}: {error_text(reply)}"
             raise BackendError(
@@ -200,7 +202,8 @@ class Pool:
             BackendError: the pool was closed (kind `closed`).
         """
         while (server := self.choose(episode_id, avoid)) is None:
-            self._close_gate("no server is there")
+            if not self.outage.closed:
+                self.outage.close(self.outage.reason or "no server is there")
             await self.outage.wait()
         return server
 
@@ -285,7 +288,7 @@ class Pool:
         server.healthy = False
         server.http.drop_idle()
         log.warning("sglang server taken out", url=server.url, reason=reason)
-        self._close_gate(f"{server.url}: {reason}")
+        self._close_gate(reason if server.url in reason else f"{server.url}: {reason}")
         self._run(f"heal {server.url}", self._heal(server, retry_after or 0.0))
 
     def _close_gate(self, reason: str) -> None:

@@ -1,0 +1,14 @@
+"""Exit statuses of `engine run`, `engine eval` and `engine train`."""
+
+from __future__ import annotations
+
+DONE = 0
+"""Every episode came to an end. A failed episode is data."""
+ERROR = 1
+"""The spec is invalid, or something could not be read, written or finished."""
+USAGE = 2
+"""The command line is wrong."""
+FAILED = 3
+"""No server could be asked; the first episodes all failed in one way; or the backend failed more than 10 % of them."""
+INTERRUPTED = 130
+"""Ctrl-C, as shells have it."""

@@ -1,0 +1,158 @@
+"""Why episodes fail, by cause: a kind, who is to blame, and the place in the spec.
+
+Invariant: a failure that the policy is to blame for is what a run measures, so it never stops one. Neither does a wait for
+a server: it fails no episode.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.errors import FailingError
+from engine.machine.presets import resolve_machine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.spec.diagnostic import DataPath
+    from engine.spec.load import LoadedSpec
+    from schemas.environment import Task
+    from schemas.trajectory import Blame, Failure, Trajectory
+
+FIRST = 16
+"""Finished episodes that must all fail with one cause for a run to stop; all of them in a smaller run."""
+BACKEND_SHARE = 0.1
+"""Share of episodes that the backend may fail before a run counts as failed."""
+_TRACE_LINES = 12
+_TOOL = re.compile(r"^tool `([^`]+)`")
+
+
+class Cause(NamedTuple):
+    """What failures have in common."""
+
+    kind: str
+    blame: Blame
+    place: str
+    """Where in the spec, `file:line:column`; empty where it is unknown."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.blame})" + (f" at {self.place}" if self.place else "")
+
+
+@dataclass(slots=True)
+class Causes:
+    """Failures, counted by cause.
+
+    Args:
+        place: where in the spec an episode's failure arose; without it causes have no place.
+    """
+
+    place: Callable[[Trajectory, Failure], str] | None = None
+    counts: dict[Cause, int] = field(default_factory=dict)
+    first: dict[Cause, Failure] = field(default_factory=dict)
+    """The first failure of each cause."""
+
+    def add(self, trajectory: Trajectory) -> Cause | None:
+        """Count a finished episode; its cause, where it failed."""
+        failure = trajectory.outcome.failure
+        if failure is None:
+            return None
+        cause = Cause(failure.kind, failure.blame, self.place(trajectory, failure) if self.place else "")
+        self.counts[cause] = self.counts.get(cause, 0) + 1
+        self.first.setdefault(cause, failure)
+        return cause
+
+    def blamed(self, blame: Blame) -> int:
+        """Failures that somebody is to blame for."""
+        return sum(count for cause, count in self.counts.items() if cause.blame == blame)
+
+    def most_common(self) -> list[tuple[Cause, int]]:
+        """Causes with their counts, the largest first."""
+        return sorted(self.counts.items(), key=lambda item: -item[1])
+
+
+class Verdict:
+    """Whether the first finished episodes of a launch all failed in one way.
+
+    Args:
+        total: gives the episodes that the run is to have; 0 where that is not known.
+    """
+
+    def __init__(self, total: Callable[[], int]) -> None:
+        self._total = total
+        self._seen = 0
+        self._cause: Cause | None = None
+        self._decided = False
+
+    def add(self, cause: Cause | None, failure: Failure | None) -> None:
+        """Count a finished episode.
+
+        Raises:
+            FailingError: it is the last of the first min(16, total), and all failed with one cause.
+        """
+        if self._decided:
+            return
+        if cause is None or failure is None or cause.blame == "policy" or self._cause not in (None, cause):
+            self._decided = True
+            return
+        self._cause = cause
+        self._seen += 1
+        if self._seen >= min(FIRST, self._total() or FIRST):
+            self._decided = True
+            raise FailingError(
+                f"the first {self._seen} finished episode{'s' if self._seen > 1 else ''} failed with one cause, {cause}",
+                cause=_whole(failure),
+            )
+
+
+def _whole(failure: Failure) -> str:
+    """A failure's message, and the end of its traceback."""
+    lines = (failure.trace or "").rstrip().splitlines()
+    shown = lines if len(lines) <= _TRACE_LINES else ["…", *lines[-_TRACE_LINES:]]
+    return "\n".join([failure.message, *shown])
+
+
+def places(loaded: LoadedSpec, tasks: Sequence[Task]) -> Callable[[Trajectory, Failure], str]:
+    """Where in the spec a failure arose: the place of the entry whose code or server failed."""
+    users: Mapping[str, str | None] = {task.id: task.user for task in tasks}
+    actions = {name: state.action for name, state in resolve_machine(loaded.spec.machine).states.items()}
+
+    def place(trajectory: Trajectory, failure: Failure) -> str:
+        path = _path(loaded, failure, users.get(trajectory.task_id), actions.get(failure.state))
+        return "" if path is None else str(loaded.origin(path))
+
+    return place
+
+
+def _path(loaded: LoadedSpec, failure: Failure, user: str | None, action: str | None) -> DataPath | None:
+    spec = loaded.spec
+    found: DataPath
+    match failure.blame:
+        case "backend":
+            return ("backend",)
+        case "user":
+            found = ("users", user) if spec.users and user else ("user",)
+        case "environment" if action in ("score", "judge") and spec.rewards.scorer is not None:
+            found = ("rewards", "scorer")
+        case "environment":
+            found = ("environment",)
+        case "tool":
+            named = _TOOL.match(failure.message)
+            at = _tool(loaded, named[1]) if named else None
+            found = ("tools",) if at is None else ("tools", at)
+        case "spec":
+            return ("machine", "states", failure.state) if failure.state in spec.machine.states else ("machine",)
+        case _:
+            return None
+    return (*found, "use")
+
+
+def _tool(loaded: LoadedSpec, name: str) -> int | None:
+    """The index of the spec's tool of this name."""
+    for at, tool in enumerate(loaded.spec.tools):
+        if name in (tool.name, tool.use.rpartition(":")[2]):
+            return at
+    return None

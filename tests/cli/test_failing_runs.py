@@ -1,0 +1,217 @@
+"""A run that fails as a whole: it stops, says why once, and exits with 3."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from engine.cli.main import app
+from engine.store import RunStore, list_runs
+
+WORLDS = '''
+from pathlib import Path
+
+from schemas.environment import UserTurn
+
+
+class User:
+    """Raises while the file `broken` is there, in every `every`-th episode."""
+
+    def __init__(self, folder, every=1):
+        self.folder, self.every = Path(folder), every
+
+    def respond(self, view):
+        number = int(view.task.id[1:])
+        if (self.folder / "broken").exists() and number % self.every == 0:
+            return {}["missing"]
+        return UserTurn(satisfied=True, solved=True)
+
+
+class World:
+    def __init__(self, folder):
+        if (Path(folder) / "broken").exists():
+            raise OSError("no licence")
+
+    def reset(self, task, seed):
+        from schemas.environment import Reset
+        return Reset()
+
+
+def scorer(folder):
+    raise RuntimeError("no such grader")
+
+
+def add(a: int, b: int) -> int:
+    return {1, 2}  # not JSON
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "failing_worlds.py").write_text(WORLDS)
+    (tmp_path / "broken").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def write_spec(folder: Path, tokenizer: Path, *, tasks: int = 40, every: int = 1, **more: Any) -> Path:
+    spec: dict[str, Any] = {
+        "spec": "episode/v1",
+        "name": "failing",
+        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
+        "backend": {"kind": "scripted", "replies": ["It is 42."]},
+        "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(tasks)], "id": "id"},
+        "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
+        "user": {"use": "failing_worlds:User", "with": {"folder": str(folder), "every": every}},
+        "limits": {"assistant_turns": 2, "turn_tokens": 64},
+        "rollout": {"concurrency": 4, "live_episodes": 4},
+        **more,
+    }
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in spec.items() if value is not None}, sort_keys=False))
+    return path
+
+
+def engine(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "400", "TERM": "dumb"})
+
+
+def line_of(path: Path, text: str) -> int:
+    return next(number for number, line in enumerate(path.read_text().splitlines(), 1) if text in line)
+
+
+def run_of(folder: Path) -> RunStore:
+    return RunStore.open(list_runs(folder / "runs")[-1], readonly=True)
+
+
+def test_a_run_whose_every_episode_fails_in_one_way_stops_and_says_why(folder: Path, tiny_tokenizer_dir: Path) -> None:
+    spec = write_spec(folder, tiny_tokenizer_dir, tasks=400)
+    found = engine("run", spec, "-q")
+    assert found.exit_code == 3, found.output
+    place = f"{spec}:{line_of(spec, 'failing_worlds:User')}:"
+    assert (
+        f"Stopped: the first 16 finished episodes failed with one cause, user_error (user) at {place}" in found.stderr
+    )
+    assert "raised KeyError: 'missing'" in found.stderr
+    assert found.stderr.count("Traceback (most recent call last)") == 1
+    assert 'return {}["missing"]' in found.stderr
+    assert f"user_error (user) at {place}" in found.stdout  # the summary's table
+    with run_of(folder) as store:
+        assert 16 <= len(store.finished()) <= 16 + 4
+        assert store.status == "interrupted"
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_a_small_run_fails_as_a_whole_when_all_of_it_does(folder: Path, tiny_tokenizer_dir: Path, tasks: int) -> None:
+    found = engine("run", write_spec(folder, tiny_tokenizer_dir, tasks=tasks), "-q")
+    assert found.exit_code == 3
+    assert f"the first {tasks} finished episode" in found.stderr
+    with run_of(folder) as store:
+        assert len(store.finished()) == tasks
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "entry"),
+    [
+        ({"user": None, "environment": {"use": "failing_worlds:World"}}, "environment_error (environment)", "World"),
+        (
+            {"user": None, "machine": "single_turn", "rewards": {"scorer": {"use": "failing_worlds:scorer"}}},
+            "environment_error (environment)",
+            "scorer",
+        ),
+    ],
+    ids=["environment", "scorer"],
+)
+def test_the_cause_names_the_entry_that_failed(
+    folder: Path, tiny_tokenizer_dir: Path, changes: dict[str, Any], cause: str, entry: str
+) -> None:
+    if "environment" in changes:
+        changes = changes | {"environment": changes["environment"] | {"with": {"folder": str(folder)}}}
+        changes["machine"] = "single_turn"
+    spec = write_spec(folder, tiny_tokenizer_dir, **changes)
+    found = engine("run", spec, "-q")
+    assert found.exit_code == 3, found.output
+    assert f"{cause} at {spec}:{line_of(spec, f'failing_worlds:{entry}')}:" in found.stderr
+
+
+def test_keep_going_runs_on(folder: Path, tiny_tokenizer_dir: Path) -> None:
+    found = engine("run", write_spec(folder, tiny_tokenizer_dir), "-q", "--keep-going")
+    assert found.exit_code == 0, found.output
+    assert "user_error (user)" in found.stdout
+    with run_of(folder) as store:
+        assert len(store.finished()) == 40
+
+
+@pytest.mark.parametrize("every", [2, 15])
+def test_a_run_in_which_others_succeed_goes_on(folder: Path, tiny_tokenizer_dir: Path, every: int) -> None:
+    found = engine("run", write_spec(folder, tiny_tokenizer_dir, every=every), "-q")
+    assert found.exit_code == 0, found.output
+    row = next(line for line in found.stdout.splitlines() if "user_error (user) at" in line)
+    assert f" {-(-40 // every)} " in row
+    assert "raised KeyError: 'missing'" in row
+
+
+@pytest.mark.parametrize("blame", ["user", "all"])
+def test_failed_episodes_are_run_again_on_request(folder: Path, tiny_tokenizer_dir: Path, blame: str) -> None:
+    engine("run", write_spec(folder, tiny_tokenizer_dir, every=4), "-q")
+    (run,) = list_runs(folder / "runs")
+    with run_of(folder) as store:
+        failed = [row.id for row in store.episodes() if row.failure]
+        fine = {row.id: store.trajectory(row.id).model_dump_json() for row in store.episodes() if not row.failure}
+        old = {key: [entry.model_dump_json() for entry in store.journal(key)] for key in failed}
+    assert len(failed) == 10
+    (folder / "broken").unlink()
+    for others in ("backend", "environment", "tool"):
+        assert engine("run", "--resume", run, "--retry-failed", others, "-q").exit_code == 0
+    with run_of(folder) as store:
+        assert [row.id for row in store.episodes() if row.failure] == failed  # not what was asked for
+    found = engine("run", "--resume", run, "--retry-failed", blame, "-q")
+    assert found.exit_code == 0, found.output
+    assert "10 failed episodes are run again" in found.stdout
+    assert "40 episodes" in found.stdout
+    with run_of(folder) as store:
+        rows = {row.id: row for row in store.episodes()}
+        assert not [row for row in rows.values() if row.failure]
+        assert {key: rows[key].attempt for key in rows} == {key: int(key in failed) for key in rows}
+        assert {key: store.trajectory(key).model_dump_json() for key in fine} == fine
+        assert {key: [entry.model_dump_json() for entry in store.journal(key, 0)] for key in failed} == old
+        assert len(list(store.trajectories())) == 40
+    exported = engine("export", run, "--format", "jsonl", "--out", folder / "rows.jsonl")
+    assert exported.exit_code == 0, exported.output
+    lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert len({row["episode_id"] for row in lines}) == len(lines) == 40
+
+
+def test_retry_failed_without_a_run_is_wrong_usage(folder: Path, tiny_tokenizer_dir: Path) -> None:
+    found = engine("run", write_spec(folder, tiny_tokenizer_dir), "--retry-failed", "user")
+    assert found.exit_code == 2
+    assert not list_runs(folder / "runs")
+
+
+@pytest.mark.parametrize(("failing", "code"), [(4, 0), (5, 3)])
+def test_a_run_with_more_than_a_tenth_failed_by_its_backend_says_so(
+    folder: Path, tiny_tokenizer_dir: Path, failing: int, code: int
+) -> None:
+    (folder / "broken").unlink()
+    cases = [{"task": f"t{39 - n}", "replies": [{"error": "no memory"}]} for n in range(failing)]
+    (folder / "replies.yaml").write_text(yaml.safe_dump({"replies": ["It is 42."], "cases": cases}))
+    backend = {"kind": "scripted", "replies": "replies.yaml"}
+    found = engine("run", write_spec(folder, tiny_tokenizer_dir, backend=backend), "-q")
+    assert found.exit_code == code, found.output
+    assert (f"The backend failed {failing} of 40 episodes" in found.stderr) == (code == 3)
+    assert ("--retry-failed backend" in found.stderr) == (code == 3)
+    assert "scripted_error (backend)" in found.stdout
+
+
+def test_help_names_the_exit_statuses() -> None:
+    found = engine("run", "--help")
+    words = " ".join(found.output.replace("│", " ").split())
+    for said in ("0 when every episode", "1 when the spec", "2 when the command line", "3 when no server", "130 after"):
+        assert said in words, words

@@ -1,0 +1,267 @@
+"""`engine run` while its server is killed, refuses, or was never there: a real server process, and a real run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.store import RunStore, list_runs
+
+BACKENDS = Path(__file__).parent.parent / "backends"
+WORLDS = Path(__file__).parent.parent / "runner"
+
+
+class Servers:
+    """Server processes on one port, one after another."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.port = 0
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, *options: str | float) -> None:
+        command = [sys.executable, str(BACKENDS / "outage_server.py"), self.kind, str(self.port), *map(str, options)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def backend(self, **more: Any) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self.port}"
+        if self.kind == "openai":
+            return {"kind": "openai", "url": f"{url}/v1", "model": "m", **more}
+        return {"kind": "sglang", "urls": [url], **more}
+
+
+@pytest.fixture(params=["sglang", "openai"])
+def servers(request: pytest.FixtureRequest) -> Iterator[Servers]:
+    made = Servers(request.param)
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def sglang() -> Iterator[Servers]:
+    made = Servers("sglang")
+    yield made
+    made.kill()
+
+
+def write_spec(folder: Path, tokenizer: Path, backend: dict[str, Any], *, tasks: int = 24, **more: Any) -> Path:
+    spec: dict[str, Any] = {
+        "spec": "episode/v1",
+        "name": "outage",
+        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
+        "backend": backend,
+        "tasks": {"source": "inline", "rows": [{"id": f"t{n}", "n": str(n)} for n in range(tasks)], "id": "id"},
+        "prompt": [{"role": "user", "content": "What is 17 plus {{n}}?"}],
+        "user": {"use": "worlds_for_tests:Critic"},
+        "limits": {"assistant_turns": 4, "turn_tokens": 64},
+        "rollout": {"concurrency": 8},
+        **more,
+    }
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(spec, sort_keys=False))
+    return path
+
+
+def engine(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(WORLDS), str(Path.cwd())]), "COLUMNS": "250"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "engine.cli.main", *map(str, arguments)],
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+def until(done: Callable[[], bool], seconds: float = 60) -> None:
+    ends = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < ends, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def finished(folder: Path) -> int:
+    runs = list_runs(folder / "runs")
+    return len(RunStore.open(runs[-1], readonly=True).finished()) if runs else 0
+
+
+def results(run: Path) -> dict[str, Any]:
+    """What came of each episode, without times."""
+    with RunStore.open(run, readonly=True) as store:
+        return {
+            trajectory.episode_id: json.loads(
+                trajectory.model_dump_json(
+                    exclude={
+                        "run_id": True,
+                        "seconds": True,
+                        "turns": {"__all__": {"seconds", "queue_seconds", "cached_tokens"}},
+                    }
+                )
+            )
+            for trajectory in store.trajectories()
+        }
+
+
+def undisturbed(tmp_path: Path, tokenizer: Path, backend: dict[str, Any], **more: Any) -> dict[str, Any]:
+    folder = tmp_path / "undisturbed"
+    folder.mkdir()
+    code, _, err = finish(engine("run", write_spec(folder, tokenizer, backend, **more), "-q", cwd=folder))
+    assert code == 0, err
+    return results(list_runs(folder / "runs")[0])
+
+
+def told(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "backend.json").read_text()))
+
+
+def test_a_server_that_is_killed_twice_costs_no_episode(
+    tmp_path: Path, tiny_tokenizer_dir: Path, servers: Servers
+) -> None:
+    servers.start()
+    spec = write_spec(tmp_path, tiny_tokenizer_dir, servers.backend())
+    process = engine("run", spec, cwd=tmp_path)
+    for enough in (3, 12):
+        until(lambda enough=enough: finished(tmp_path) >= enough)  # type: ignore[misc]
+        servers.kill()
+        time.sleep(1.0)
+        servers.start()
+    code, out, err = finish(process)
+    assert code == 0, err
+    (run,) = list_runs(tmp_path / "runs")
+    assert RunStore.open(run, readonly=True).status == "done"
+    found = results(run)
+    assert len(found) == 24
+    assert not [episode for episode in found.values() if episode["outcome"]["failure"]]
+    assert found == undisturbed(tmp_path, tiny_tokenizer_dir, servers.backend())
+    assert told(run)["outages"] >= 1, out
+
+
+@pytest.mark.slow
+def test_the_time_of_an_outage_is_no_episode_s(tmp_path: Path, tiny_tokenizer_dir: Path, servers: Servers) -> None:
+    """The outage is longer than an episode may take, and than one reply may."""
+    limits = {"assistant_turns": 4, "turn_tokens": 64, "episode_seconds": 5}
+    servers.start("--latency", 0.2)
+    backend = servers.backend(timeout=6)
+    process = engine("run", write_spec(tmp_path, tiny_tokenizer_dir, backend, limits=limits), cwd=tmp_path)
+    until(lambda: finished(tmp_path) >= 3)
+    servers.kill()
+    time.sleep(8)
+    servers.start()
+    code, out, err = finish(process)
+    assert code == 0, err
+    assert " · waiting for the server for " in out
+    (run,) = list_runs(tmp_path / "runs")
+    assert results(run) == undisturbed(tmp_path, tiny_tokenizer_dir, backend, limits=limits)
+    with RunStore.open(run, readonly=True) as store:
+        assert max(sum(each.seconds.values()) for each in store.trajectories()) < 8
+
+
+@pytest.mark.slow
+def test_a_server_that_stays_away_stops_the_run_and_a_resume_finishes_it(
+    tmp_path: Path, tiny_tokenizer_dir: Path, servers: Servers
+) -> None:
+    servers.start()
+    process = engine("run", write_spec(tmp_path, tiny_tokenizer_dir, servers.backend(wait=1)), cwd=tmp_path)
+    until(lambda: finished(tmp_path) >= 3)
+    servers.kill()
+    code, _, err = finish(process)
+    assert code == 3, err
+    (run,) = list_runs(tmp_path / "runs")
+    assert "Stopped: no reply for 1 s (`backend.wait`)" in err
+    assert err.count("Stopped: ") == 1
+    with RunStore.open(run, readonly=True) as store:
+        assert store.status == "interrupted"
+        before = {key: store.trajectory(key).model_dump_json() for key in store.finished()}
+        assert all(row.failure is None for row in store.episodes())
+    code, _, err = finish(engine("run", "--resume", run, cwd=tmp_path))
+    assert code == 3  # still nobody there
+    assert "cannot be reached" in err
+    servers.start()
+    code, _, err = finish(engine("run", "--resume", run, cwd=tmp_path))
+    assert code == 0, err
+    with RunStore.open(run, readonly=True) as store:
+        assert store.status == "done"
+        assert {key: store.trajectory(key).model_dump_json() for key in before} == before
+    assert results(run) == undisturbed(tmp_path, tiny_tokenizer_dir, servers.backend())
+
+
+@pytest.mark.parametrize("command", ["run", pytest.param("eval", marks=pytest.mark.slow)])
+def test_nobody_there_at_the_start_stores_nothing(
+    tmp_path: Path, tiny_tokenizer_dir: Path, sglang: Servers, command: str
+) -> None:
+    servers = sglang
+    servers.start()
+    spec = write_spec(tmp_path, tiny_tokenizer_dir, servers.backend(), tasks=2)
+    code, _, err = finish(engine("run", spec, "-q", cwd=tmp_path))
+    assert code == 0, err
+    (first,) = list_runs(tmp_path / "runs")
+    servers.kill()
+    began = time.monotonic()
+    code, out, err = finish(engine(command, spec, "-q", cwd=tmp_path))
+    assert code == 3, err
+    assert time.monotonic() - began < 60  # and not `backend.wait`
+    assert "cannot be reached" in err
+    assert "Run: " not in out
+    assert [entry.name for entry in (tmp_path / "runs").iterdir()] == [first.name]
+    code, out, _ = finish(engine("show", "latest", cwd=tmp_path))
+    assert code == 0
+    assert first.name in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("retry_after", ["2", "date", "none"])
+def test_a_server_that_asks_for_a_pause_is_given_it(
+    tmp_path: Path, tiny_tokenizer_dir: Path, servers: Servers, retry_after: str, status: int
+) -> None:
+    """One retry is for what was under way when the server was killed; the refusals use up none."""
+    servers.start()
+    backend = servers.backend(retries=1)
+    process = engine("run", write_spec(tmp_path, tiny_tokenizer_dir, backend, tasks=16), cwd=tmp_path)
+    until(lambda: finished(tmp_path) >= 2)
+    servers.kill()
+    servers.start("--refuse", 2, "--retry-after", retry_after, "--status", status)
+    code, _, err = finish(process)
+    assert code == 0, err
+    found = results(list_runs(tmp_path / "runs")[0])
+    assert len(found) == 16
+    assert not [episode for episode in found.values() if episode["outcome"]["failure"]]
+
+
+@pytest.mark.slow
+def test_a_longer_pause_than_the_run_waits_stops_it(tmp_path: Path, tiny_tokenizer_dir: Path, servers: Servers) -> None:
+    servers.start()
+    backend = servers.backend(wait=1.5)
+    process = engine("run", write_spec(tmp_path, tiny_tokenizer_dir, backend, tasks=16), cwd=tmp_path)
+    until(lambda: finished(tmp_path) >= 2)
+    servers.kill()
+    servers.start("--refuse", 3600, "--retry-after", 86400)
+    code, _, err = finish(process)
+    assert code == 3, err
+    assert "answered 429" in err
+    (run,) = list_runs(tmp_path / "runs")
+    with RunStore.open(run, readonly=True) as store:
+        assert all(row.failure is None for row in store.episodes())
