@@ -85,7 +85,7 @@ class Rollouts:
         alive: Most episodes alive at once.
         version: Of the weights that are sampled with.
         begun: Groups that were begun before: where a resumed training goes on.
-        progress: Called as each episode ends.
+        progress: Called as each episode ends; what it raises ends the collecting.
     """
 
     def __init__(
@@ -170,7 +170,6 @@ class Rollouts:
                 log.exception("an episode could not be finished", task=task.id, sample=sample)
                 self.faults.append(f"{task.id}/{sample}: {type(error).__name__}: {error}")
                 return None
-        self._runner.count(trajectory)
         if self._progress is not None:
             self._progress(trajectory)
         return trajectory

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
     from engine.train.sync import WeightSync
     from schemas.environment import Task
+    from schemas.trajectory import Trajectory
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -191,6 +192,11 @@ class Trainer:
 
     def _rollouts(self, runner: Runner, tasks: list[Task]) -> Rollouts:
         rollout = self.spec.rollout
+
+        def ended(trajectory: Trajectory) -> None:
+            self._stall.tick()
+            runner.count(trajectory)
+
         return Rollouts(
             runner,
             TaskOrder(tasks, shuffle=self.train.shuffle, seed=self.train.seed),
@@ -200,7 +206,7 @@ class Trainer:
             alive=rollout.live_episodes or 2 * rollout.concurrency,
             version=self._state.version,
             begun=self._state.taken,
-            progress=lambda _: self._stall.tick(),
+            progress=ended,
         )
 
     @staticmethod
