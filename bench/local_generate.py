@@ -25,9 +25,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.backends.local import LocalBackend
+from engine.schemas.episode import LocalBackend as LocalSpec
+from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.tokens.catalogue import resolve_model
-from schemas.episode import LocalBackend as LocalSpec
-from schemas.generation import GenerateRequest, SamplingParams
 
 SHARED_PROMPT = 160
 """Tokens that every episode's prompt begins with: instructions and examples."""

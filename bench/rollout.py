@@ -82,8 +82,8 @@ async def _engine(
 
 async def _client(url: str, workload: Workload, turns: int, episodes: int, concurrency: int) -> int:
     from engine.backends.sglang.client import SGLangBackend
-    from schemas.episode import SGLangBackend as Spec
-    from schemas.generation import GenerateRequest, SamplingParams
+    from engine.schemas.episode import SGLangBackend as Spec
+    from engine.schemas.generation import GenerateRequest, SamplingParams
 
     sampling = SamplingParams(temperature=1.0)
     backend = SGLangBackend(Spec(urls=[url]), _Format(workload), sampling=sampling, model="fake")  # type: ignore[arg-type]

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.schemas.environment import Task
+from engine.schemas.generation import FinishReason, Generation, VersionSpan
+from engine.schemas.journal import GenerationRecord, JournalEntry, Record, ToolsRecord
+from engine.schemas.message import ToolResult
 from engine.store import RunHeader, RunStore, codec, database, new_run_id
-from schemas.environment import Task
-from schemas.generation import FinishReason, Generation, VersionSpan
-from schemas.journal import GenerationRecord, JournalEntry, Record, ToolsRecord
-from schemas.message import ToolResult
 
 TURNS = 16
 

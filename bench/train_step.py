@@ -117,9 +117,9 @@ class Ours:
     """`Learner.step`, as `engine train` calls it."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        from engine.schemas.train import TrainSpec
         from engine.train.learner import Learner
         from engine.train.policy import Policy
-        from schemas.train import TrainSpec
 
         spec = TrainSpec.model_validate(
             {

@@ -26,9 +26,9 @@ name: demo{index}
 model: {{path: m}}
 tasks: {{source: inline, rows: [{{question: "What is {index} + 2?"}}]}}
 prompt: [{{role: user, content: "{{{{question}}}}"}}]
-environment: {{use: "environments.arithmetic:Arithmetic"}}
-tools: [{{use: "environments.tools.calculator:calculate", timeout: 5s}}]
-user: {{use: "environments.arithmetic:Teacher"}}
+environment: {{use: "engine.environments.arithmetic:Arithmetic"}}
+tools: [{{use: "engine.environments.tools.calculator:calculate", timeout: 5s}}]
+user: {{use: "engine.environments.arithmetic:Teacher"}}
 machine:
   preset: tools_and_user
   transitions:

@@ -44,11 +44,11 @@ def pictures(count: int, size: int, seed: int) -> list[bytes]:
 
 def engine_turns(form: Any, shown: list[bytes], settle: Callable[[Any, Any], Any]) -> list[float]:
     """Seconds of each turn through the engine: from the user's message to the next prompt."""
+    from engine.schemas.environment import UserTurn
+    from engine.schemas.generation import FinishReason, Generation
+    from engine.schemas.journal import UserRecord
+    from engine.schemas.message import Message, TextPart, image_part
     from engine.tokens.conversation import Conversation
-    from schemas.environment import UserTurn
-    from schemas.generation import FinishReason, Generation
-    from schemas.journal import UserRecord
-    from schemas.message import Message, TextPart, image_part
 
     conversation = Conversation(form, [])
     episode = SimpleNamespace(conversation=conversation)
@@ -109,8 +109,8 @@ def main() -> None:
     options = parser.parse_args()
 
     from engine.actions.images import ImageDesk, MemoryImages
+    from engine.schemas.episode import ModelSpec
     from engine.tokens.format import load_format
-    from schemas.episode import ModelSpec
 
     with tempfile.TemporaryDirectory() as folder:
         form = load_format(ModelSpec(path=options.model), Path(folder))

@@ -15,16 +15,16 @@ import msgspec
 
 from engine.made import maker, row_maker
 from engine.rewards.ledger import Ledger
+from engine.schemas.environment import EpisodeView, Task
+from engine.schemas.generation import FinishReason
+from engine.schemas.message import MalformedCall, ToolCall
+from engine.schemas.trajectory import Failure, Outcome, Trajectory, Turn
 from engine.store.store import episode_id_of
 from engine.tokens.tape import as_seen
-from schemas.environment import EpisodeView, Task
-from schemas.generation import FinishReason
-from schemas.message import MalformedCall, ToolCall
-from schemas.trajectory import Failure, Outcome, Trajectory, Turn
 
 if TYPE_CHECKING:
+    from engine.schemas.episode import LimitsSpec
     from engine.tokens.conversation import Conversation
-    from schemas.episode import LimitsSpec
 
 _make_turns = row_maker(Turn)
 _make_trajectory = maker(Trajectory)

@@ -16,7 +16,7 @@
     ├── FailingError         the first episodes of a run all failed in the same way: the run stops
     └── TrainError           the model cannot learn, or no longer should
 
-One episode's failure is a value (`schemas.trajectory.Failure`); an exception of this tree is how it
+One episode's failure is a value (`engine.schemas.trajectory.Failure`); an exception of this tree is how it
 travels from where it happened to the executor, which turns it into that value.
 """
 
@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.schemas.trajectory import Blame
     from engine.spec.diagnostic import Diagnostic
-    from schemas.trajectory import Blame
 
 
 class EngineError(Exception):

@@ -29,10 +29,10 @@ import structlog
 from engine.actions.base import Action, World
 from engine.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, WorldError
+from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
+from engine.schemas.trajectory import Blame, Failure
 from engine.storable import valid_text, words_of
 from engine.store.codec import Draft, Ending, Written, write_record
-from schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
-from schemas.trajectory import Blame, Failure
 
 if TYPE_CHECKING:
     from engine.actions.images import Settle

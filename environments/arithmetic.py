@@ -13,11 +13,11 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from environments.answers import STYLES, final_number
-from environments.tools.calculator import calculate, evaluate
-from schemas.environment import EpisodeView, Reset, Task, UserTurn
-from schemas.message import Message
-from schemas.reward import RewardEvent
+from engine.environments.answers import STYLES, final_number
+from engine.environments.tools.calculator import calculate, evaluate
+from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
+from engine.schemas.message import Message
+from engine.schemas.reward import RewardEvent
 
 
 class _Shape(NamedTuple):
@@ -80,7 +80,7 @@ class Arithmetic:
         for field in ("question", "expression", "answer"):
             if field not in task.fields:
                 raise ValueError(
-                    f"task {task.id!r} has no field {field!r}; `environments.arithmetic:problems` makes whole ones"
+                    f"task {task.id!r} has no field {field!r}; `engine.environments.arithmetic:problems` makes whole ones"
                 )
         return Reset(messages=[Message(role="user", content=str(task.fields["question"]))])
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from schemas.environment import EpisodeView, Reset, Task, UserTurn
-from schemas.message import ContentPart, ImagePart, Message, TextPart, image_part
-from schemas.reward import RewardEvent
+from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
+from engine.schemas.message import ContentPart, ImagePart, Message, TextPart, image_part
+from engine.schemas.reward import RewardEvent
 
 COLORS: dict[str, tuple[int, int, int]] = {
     "red": (220, 40, 40),
@@ -121,7 +121,7 @@ class Scene(NamedTuple):
         fields = {"turns": 2, "size": 64, "jitter": 24} | dict(task.fields)
         if "seed" not in fields:
             raise ValueError(
-                f"task {task.id!r} has no field 'seed'; `environments.color_square:problems` makes whole ones"
+                f"task {task.id!r} has no field 'seed'; `engine.environments.color_square:problems` makes whole ones"
             )
         for name, least in (("turns", 1), ("size", 8), ("jitter", 0)):
             value = fields[name]

@@ -19,11 +19,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
 
-from environments.geo3k_data import problems as problems
-from environments.math_answers import Number, final_answer, read_number, same_number
-from schemas.environment import EpisodeView, Reset, Task, ToolReply, UserTurn
-from schemas.message import ContentPart, Message, TextPart, image_part
-from schemas.reward import RewardEvent
+from engine.environments.geo3k_data import problems as problems
+from engine.environments.math_answers import Number, final_answer, read_number, same_number
+from engine.schemas.environment import EpisodeView, Reset, Task, ToolReply, UserTurn
+from engine.schemas.message import ContentPart, Message, TextPart, image_part
+from engine.schemas.reward import RewardEvent
 
 MARK = "<image>"
 """Where a picture stands in a question, in the public layouts."""
@@ -59,7 +59,9 @@ def ask(task: Task, instruction: str = "") -> list[ContentPart]:
     """
     question = task.fields.get("question")
     if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"task {task.id!r} has no field 'question'; `environments.geo3k:problems` makes whole ones")
+        raise ValueError(
+            f"task {task.id!r} has no field 'question'; `engine.environments.geo3k:problems` makes whole ones"
+        )
     images = list(task.fields.get("images") or [])
     pieces = question.split(MARK) if MARK in question else ["" for _ in images] + [question]
     if len(pieces) != len(images) + 1:

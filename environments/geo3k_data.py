@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from schemas.message import image_part
+from engine.schemas.message import image_part
 
 SHIPPED = Path(__file__).parent / "data" / "geo3k" / "problems.jsonl"
 _REFERENCES = ("sha256:", "data:", "file:", "http:", "https:")

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal, NamedTuple, get_args
 
-from environments.answers import STYLES, Answer, Style, final_number, one_number
-from environments.tools.calculator import evaluate
-from schemas.environment import EpisodeView, Reset, Task, UserTurn
-from schemas.message import Message
-from schemas.reward import RewardEvent
+from engine.environments.answers import STYLES, Answer, Style, final_number, one_number
+from engine.environments.tools.calculator import evaluate
+from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
+from engine.schemas.message import Message
+from engine.schemas.reward import RewardEvent
 
 Hint = Literal["none", "direction", "step"]
 
@@ -66,7 +66,7 @@ class Gsm8k:
     Args:
         instruction: Added after the question, on a line of its own.
         correct: Reward `correct` for a right last answer that no user has judged (see `score`).
-        styles: How an answer may be given; see `environments.answers.final_number`.
+        styles: How an answer may be given; see `engine.environments.answers.final_number`.
     """
 
     def __init__(self, instruction: str = "", correct: float = 1.0, styles: Sequence[Style] = STYLES) -> None:
@@ -105,7 +105,7 @@ class Grader:
         hint: What a wrong answer is told. `none`: that it is wrong; `direction`: that it is too high or too low;
             `step`: the next step of the reference solution, never one that shows the right answer.
         max_hints: How many wrong answers get a hint.
-        styles: How an answer may be given; see `environments.answers.final_number`.
+        styles: How an answer may be given; see `engine.environments.answers.final_number`.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 Invariant: an answer is one finite real number, or it is none. A list, an interval, an equation between numbers, two
 candidates side by side are no answers, so nothing is won by naming several. What is read is bounded before it is
 parsed (length, kinds of signs, powers, brackets), in time linear in its length, and parsed within a limit of CPU time in a
-process of its own (`environments.math_pool`).
+process of its own (`engine.environments.math_pool`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from environments.math_pool import POOL
+from engine.environments.math_pool import POOL
 
 LONGEST = 120
 """Characters of an answer beyond which it is not read."""

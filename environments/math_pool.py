@@ -24,7 +24,7 @@ _SILENCE = 600.0
 
 
 class MathPool:
-    """Processes that answer questions of `environments.math_worker`; they start as they are needed.
+    """Processes that answer questions of `engine.environments.math_worker`; they start as they are needed.
 
     Args:
         most: Processes at once; one for each processor when left out.
@@ -37,7 +37,7 @@ class MathPool:
         atexit.register(self.close)
 
     def ask(self, task: str, seconds: float = SECONDS, **arguments: Any) -> dict[str, Any] | None:
-        """Ask one question; see `environments.math_worker` for tasks and answers.
+        """Ask one question; see `engine.environments.math_worker` for tasks and answers.
 
         Args:
             task: `compare`, `read` or `same`.
@@ -72,10 +72,10 @@ class MathPool:
                 break
             if worker.poll() is None:
                 return worker
-        root = str(Path(__file__).resolve().parents[1])
+        root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         worker = subprocess.Popen(
-            [sys.executable, "-P", "-m", "environments.math_worker"],
+            [sys.executable, "-P", "-m", "engine.environments.math_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

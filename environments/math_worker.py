@@ -6,7 +6,7 @@
 
 Invariant: a question takes at most `seconds` of CPU time, however busy the machine is; past it the answer is
 `{"late": true}`, or the kernel ends the process (SIGXCPU) where one call of SymPy cannot be interrupted. Memory is
-limited too. `environments.math_pool` starts these processes.
+limited too. `engine.environments.math_pool` starts these processes.
 """
 
 from __future__ import annotations

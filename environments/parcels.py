@@ -15,9 +15,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from schemas.environment import EpisodeView, Reset, Task, UserTurn
-from schemas.message import Message
-from schemas.reward import RewardEvent
+from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
+from engine.schemas.message import Message
+from engine.schemas.reward import RewardEvent
 
 GATES: dict[str, str] = {
     "Bern": "C",
@@ -57,7 +57,7 @@ def towns_of(task: Task) -> list[str]:
     if not isinstance(towns, list) or not towns or not all(town in GATES for town in towns):
         raise ValueError(
             f"task {task.id!r}: `towns` is {towns!r}; write a list of some of {', '.join(GATES)}, "
-            "or take `environments.parcels:problems`"
+            "or take `engine.environments.parcels:problems`"
         )
     return towns
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from environments.math_pool import POOL, SECONDS
-from schemas.environment import EpisodeView
-from schemas.reward import RewardEvent
+from engine.environments.math_pool import POOL, SECONDS
+from engine.schemas.environment import EpisodeView
+from engine.schemas.reward import RewardEvent
 
 MOST_CHARACTERS = 20_000
 """Of a reply, from its end, that are read for an answer."""

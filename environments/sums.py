@@ -1,6 +1,6 @@
 """Sums with a coach who says which way a wrong answer is off: two tries, of which the first is worth more.
 
-`problems` makes the tasks, `environments.arithmetic:Arithmetic` asks them, `Coach` judges each try. An answer counts only
+`problems` makes the tasks, `engine.environments.arithmetic:Arithmetic` asks them, `Coach` judges each try. An answer counts only
 in the form that the coach asks for, so that a model learns the form as well as the sum.
 
 Invariant: a problem is a pure function of (count, seed, least, most, held_out), no sum is both held out and not, and the
@@ -13,9 +13,9 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from environments.answers import final_number
-from schemas.environment import EpisodeView, Task, UserTurn
-from schemas.reward import RewardEvent
+from engine.environments.answers import final_number
+from engine.schemas.environment import EpisodeView, Task, UserTurn
+from engine.schemas.reward import RewardEvent
 
 HELD_OUT = 5
 """One sum of so many is held out."""
@@ -98,5 +98,7 @@ def _answer(task: Task) -> int:
     """
     value = task.fields.get("answer")
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"task {task.id!r}: `answer` is {value!r}; `environments.sums:problems` makes whole ones")
+        raise ValueError(
+            f"task {task.id!r}: `answer` is {value!r}; `engine.environments.sums:problems` makes whole ones"
+        )
     return value

@@ -13,9 +13,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import Field
 
-from schemas.base import Contract
-from schemas.message import ContentPart, MalformedCall, Message, ToolCall
-from schemas.reward import RewardEvent
+from engine.schemas.base import Contract
+from engine.schemas.message import ContentPart, MalformedCall, Message, ToolCall
+from engine.schemas.reward import RewardEvent
 
 
 class Task(Contract):

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
-from schemas.base import Bytes, Contract, Seconds
-from schemas.generation import SamplingParams
-from schemas.message import ContentPart
-from schemas.reward import RewardEvent, TurnAddress
-from schemas.train import TrainSpec
+from engine.schemas.base import Bytes, Contract, Seconds
+from engine.schemas.generation import SamplingParams
+from engine.schemas.message import ContentPart
+from engine.schemas.reward import RewardEvent, TurnAddress
+from engine.schemas.train import TrainSpec
 
 Effects = Literal["pure", "replayable", "external"]
 """What a crash may do with a call that was made already.

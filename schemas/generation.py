@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from schemas.base import Contract, FloatArray, IntArray
-from schemas.message import ImagePart, Message
+from engine.schemas.base import Contract, FloatArray, IntArray
+from engine.schemas.message import ImagePart, Message
 
 Weight = Annotated[float, Field(ge=-2.0, le=2.0)]
 

@@ -11,12 +11,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schemas.base import Contract
-from schemas.environment import Reset, Step, UserTurn
-from schemas.generation import Generation
-from schemas.message import Message, ToolResult
-from schemas.reward import RewardEvent
-from schemas.trajectory import Failure
+from engine.schemas.base import Contract
+from engine.schemas.environment import Reset, Step, UserTurn
+from engine.schemas.generation import Generation
+from engine.schemas.message import Message, ToolResult
+from engine.schemas.reward import RewardEvent
+from engine.schemas.trajectory import Failure
 
 
 class ResetRecord(Contract):

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from schemas.base import Contract
-from schemas.reward import RewardEvent
+from engine.schemas.base import Contract
+from engine.schemas.reward import RewardEvent
 
 Role = Literal["system", "user", "assistant", "tool"]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from schemas.base import Contract
+from engine.schemas.base import Contract
 
 TurnAddress = Annotated[int, Field(ge=0)] | Literal["first", "second", "previous", "last", "all", "each"]
 """Which assistant turns are meant, counted when the event is written.

@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from schemas.base import Contract
-from schemas.environment import Reset, UserTurn
-from schemas.message import ContentPart, Message, Role
-from schemas.reward import RewardEvent
-from schemas.script import ScriptedReply
-from schemas.trajectory import Blame
+from engine.schemas.base import Contract
+from engine.schemas.environment import Reset, UserTurn
+from engine.schemas.message import ContentPart, Message, Role
+from engine.schemas.reward import RewardEvent
+from engine.schemas.script import ScriptedReply
+from engine.schemas.trajectory import Blame
 
 ANYTHING = "..."
 """Among the expected messages: any number of messages, none included."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from schemas.base import Contract, parse_seconds
+from engine.schemas.base import Contract, parse_seconds
 
 Delay = Annotated[
     float,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from schemas.base import Contract, Seconds
+from engine.schemas.base import Contract, Seconds
 
 Level = Literal["token", "turn", "sequence"]
 """What a ratio is taken over: one token, a turn's tokens, or a whole row's."""

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from schemas.base import Contract, FloatArray, IntArray
-from schemas.generation import FinishReason
-from schemas.message import Message
-from schemas.reward import Posting
+from engine.schemas.base import Contract, FloatArray, IntArray
+from engine.schemas.generation import FinishReason
+from engine.schemas.message import Message
+from engine.schemas.reward import Posting
 
 Blame = Literal["policy", "tool", "user", "environment", "backend", "spec", "engine"]
 """Whose fault a failure is. Only the policy's own failures train it."""

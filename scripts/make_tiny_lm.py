@@ -5,7 +5,7 @@
     engine train specs/train_credit.yaml --set model.path=models/tiny-lm
 
 The first is what the catalogue makes by itself where a spec names `tiny-qwen2`. The second has learned to read and to
-answer from conversations of `environments.parcels`: it names the parcel's town, then a gate at random, for the lessons
+answer from conversations of `engine.environments.parcels`: it names the parcel's town, then a gate at random, for the lessons
 name gates at random. Which gate is right it learns from rewards alone.
 """
 
@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine.environments.parcels import GATES, said
 from engine.tokens.tiny_lm import build
-from environments.parcels import GATES, said
 
 LETTERS = sorted(set(GATES.values()))
 

@@ -7,7 +7,7 @@
     engine train specs/train_color_square.yaml --set model.path=models/tiny-vlm
 
 The first is what the catalogue makes by itself where a spec names `tiny-qwen2_5-vl`. The second learns from the
-conversations of `environments.color_square`, of one to three turns: it names the colours of squares that it has never
+conversations of `engine.environments.color_square`, of one to three turns: it names the colours of squares that it has never
 seen, and of the picture that it was shown last. The third had a careless teacher: two squares in five were named as they
 are, the others anyhow. It is what training from rewards begins with.
 """
@@ -22,8 +22,8 @@ from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
+from engine.environments.color_square import COLORS, picture, square
 from engine.tokens.tiny_vlm import build
-from environments.color_square import COLORS, picture, square
 
 QUESTIONS = (
     "What colour is the square? Answer in one word: red, green, blue, yellow, purple or orange.",

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from engine.made import checked, maker, row_maker
-from schemas.generation import FinishReason, Generation, VersionSpan
-from schemas.journal import ScoreRecord
-from schemas.message import Message
-from schemas.trajectory import Span
+from engine.schemas.generation import FinishReason, Generation, VersionSpan
+from engine.schemas.journal import ScoreRecord
+from engine.schemas.message import Message
+from engine.schemas.trajectory import Span
 
 IDS, LOGPROBS = np.array([1, 2], np.int32), np.array([-0.5, -1.0], np.float32)
 

@@ -8,10 +8,10 @@ from engine.actions.base import Action, Services, World, post_rewards
 from engine.actions.workers import call_world
 from engine.episode import Episode
 from engine.errors import WorldError
+from engine.schemas.environment import UserTurn
+from engine.schemas.journal import UserRecord
+from engine.schemas.message import ContentPart, Message
 from engine.spec.template import fill_words
-from schemas.environment import UserTurn
-from schemas.journal import UserRecord
-from schemas.message import ContentPart, Message
 
 
 class AskUserAction(Action):

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.episode import Episode
     from engine.isolation.remote import Cell
+    from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.journal import Record
     from engine.tokens.format import ChatFormat
-    from schemas.episode import EpisodeSpec
-    from schemas.journal import Record
 
 
 @dataclass(slots=True)

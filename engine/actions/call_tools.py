@@ -8,8 +8,8 @@ from engine.actions.base import Action, Services, World, post_rewards
 from engine.episode import Episode
 from engine.errors import WorldError
 from engine.made import maker
-from schemas.journal import ToolsRecord
-from schemas.message import Message
+from engine.schemas.journal import ToolsRecord
+from engine.schemas.message import Message
 
 _make_record = maker(ToolsRecord)
 _make_message = maker(Message)

@@ -16,7 +16,7 @@ from engine.errors import WorldError
 
 if TYPE_CHECKING:
     from engine.actions.guest import GuestLoop
-    from schemas.trajectory import Blame
+    from engine.schemas.trajectory import Blame
 
 
 class EpisodeScope:

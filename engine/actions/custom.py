@@ -13,13 +13,13 @@ from engine.episode import Episode
 from engine.errors import WorldError
 from engine.isolation.pool import RemoteFunction
 from engine.isolation.remote import Origin, function_in
+from engine.schemas.environment import Step
+from engine.schemas.journal import StepRecord
 from engine.spec.entry import load_entry
-from schemas.environment import Step
-from schemas.journal import StepRecord
 
 if TYPE_CHECKING:
-    from schemas.episode import Effects, StateSpec
-    from schemas.trajectory import Blame
+    from engine.schemas.episode import Effects, StateSpec
+    from engine.schemas.trajectory import Blame
 
 DEFAULT_SECONDS = 60.0
 """Deadline of an action whose state gives none."""
@@ -136,7 +136,7 @@ class OwnAction(StepAction):
             function = partial(function, **state.with_) if state.with_ else function
         if not events:
             raise WorldError(
-                f'`{state.action}` declares no events; decorate it with `@action("done", …)` from schemas.environment',
+                f'`{state.action}` declares no events; decorate it with `@action("done", …)` from engine.schemas.environment',
                 blame="spec",
                 kind="bad_action",
             )

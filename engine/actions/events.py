@@ -18,5 +18,5 @@ ACTION_EVENTS: dict[str, tuple[str, ...]] = {
 ALWAYS: tuple[str, ...] = ("limit", "failed")
 """Events that any state may meet."""
 
-SCORERS = {"math-verify": "environments.scorers:math_verify"}
+SCORERS = {"math-verify": "engine.environments.scorers:math_verify"}
 """Scorers that have a name of their own, and their entry points."""

@@ -13,8 +13,8 @@ from engine.episode import Episode, TurnNote
 from engine.errors import BackendError
 from engine.made import maker
 from engine.rewards.state_key import compile_state_key
-from schemas.generation import GenerateRequest, Generation
-from schemas.journal import GenerationRecord
+from engine.schemas.generation import GenerateRequest, Generation
+from engine.schemas.journal import GenerationRecord
 
 LONG_TEXT = 1 << 16
 """Characters that are tokenised on the event loop, at most."""

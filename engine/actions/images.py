@@ -11,16 +11,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import ImageError, RenderError, WorldError
+from engine.schemas.journal import Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
+from engine.schemas.message import ContentPart, ImagePart, Message, TextPart
 from engine.store.images import measure
 from engine.tokens.images import DIGEST, Source, measure_pixels, read_reference
-from schemas.journal import Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
-from schemas.message import ContentPart, ImagePart, Message, TextPart
 
 if TYPE_CHECKING:
     from engine.episode import Episode
+    from engine.schemas.trajectory import Blame
     from engine.tokens.format import ChatFormat
     from engine.tokens.vision import Vision
-    from schemas.trajectory import Blame
 Content = str | list[ContentPart]
 Settle = Callable[["Episode", Record], Awaitable[Record] | None]
 """None, where there is nothing to put away."""

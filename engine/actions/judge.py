@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from engine.episode import derive_seed
 from engine.errors import WorldError
+from engine.schemas.environment import EpisodeView
+from engine.schemas.message import Message
+from engine.schemas.reward import RewardEvent
 from engine.spec.template import fill
-from schemas.environment import EpisodeView
-from schemas.message import Message
-from schemas.reward import RewardEvent
 
 if TYPE_CHECKING:
     from engine.actions.voice import Voice
-    from schemas.episode import ScorerSpec
+    from engine.schemas.episode import ScorerSpec
 
 JUDGE_FIELDS = ("task", "reply", "replies", "turn")
 """What a judge's prompt may name: the task's fields, the reply that is judged, all replies up to it, and its turn."""

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 from engine.actions.workers import call_world, on_main_loop
 from engine.episode import derive_seed
 from engine.errors import WorldError
+from engine.schemas.environment import EpisodeView, UserTurn
+from engine.schemas.message import Message
+from engine.schemas.reward import RewardEvent
 from engine.spec.template import fields_of, fill
-from schemas.environment import EpisodeView, UserTurn
-from schemas.message import Message
-from schemas.reward import RewardEvent
 
 if TYPE_CHECKING:
     from engine.actions.voice import Voice
     from engine.actions.workers import Workers
-    from schemas.episode import Mark, UserSpec
+    from engine.schemas.episode import Mark, UserSpec
 
 USER_FIELDS = ("task", "reply", "dialogue", "verdict", "turn")
 """What a user's prompt may name: the task's fields, the policy's newest reply, the dialogue as text, the grader's

@@ -12,7 +12,7 @@ from engine.actions.custom import EnvironmentStep, OwnAction
 from engine.actions.generate import GenerateAction
 from engine.actions.reset import ResetAction
 from engine.actions.score import ScoreAction
-from schemas.episode import StateSpec
+from engine.schemas.episode import StateSpec
 
 BUILT_IN: dict[str, Callable[[Services, Path], Action]] = {
     "reset": ResetAction,

@@ -8,10 +8,10 @@ from engine.actions.base import Action, Services, World
 from engine.actions.workers import call_world
 from engine.episode import Episode
 from engine.errors import WorldError
+from engine.schemas.environment import Reset
+from engine.schemas.journal import ResetRecord
+from engine.schemas.message import Message
 from engine.spec.template import fill, fill_words
-from schemas.environment import Reset
-from schemas.journal import ResetRecord
-from schemas.message import Message
 
 
 class ResetAction(Action):

@@ -16,13 +16,13 @@ from engine.episode import Episode
 from engine.errors import WorldError
 from engine.isolation.pool import RemoteFunction
 from engine.isolation.remote import Origin, function_in
+from engine.schemas.environment import EpisodeView
+from engine.schemas.journal import ScoreRecord
+from engine.schemas.reward import RewardEvent
 from engine.spec.entry import load_entry
-from schemas.environment import EpisodeView
-from schemas.journal import ScoreRecord
-from schemas.reward import RewardEvent
 
 if TYPE_CHECKING:
-    from schemas.episode import Effects
+    from engine.schemas.episode import Effects
 
 
 class ScoreAction(Action):

@@ -21,13 +21,13 @@ from engine.actions.workers import Workers, call_world
 from engine.errors import EngineError, WorldError
 from engine.isolation.remote import InvalidArguments, RemoteTool
 from engine.made import maker
+from engine.schemas.message import MalformedCall, ToolCall, ToolResult
 from engine.spec.signature import ToolShape, explain, reply_of, shape_of
 from engine.storable import message_of
-from schemas.message import MalformedCall, ToolCall, ToolResult
 
 if TYPE_CHECKING:
-    from schemas.environment import EpisodeView
-    from schemas.episode import Effects
+    from engine.schemas.environment import EpisodeView
+    from engine.schemas.episode import Effects
 
 _make_result = maker(ToolResult)
 

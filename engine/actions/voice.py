@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any
 from engine.actions.slots import Slots
 from engine.backends.base import open_backend
 from engine.errors import ContextOverflow, EngineError, WorldError
+from engine.schemas.episode import EpisodeSpec, LocalBackend, PlayedSpec
+from engine.schemas.generation import GenerateRequest
+from engine.schemas.message import Message
 from engine.spec.load import LoadedSpec
 from engine.tokens.format import load_format
-from schemas.episode import EpisodeSpec, LocalBackend, PlayedSpec
-from schemas.generation import GenerateRequest
-from schemas.message import Message
 
 if TYPE_CHECKING:
     import numpy as np
 
     from engine.backends.base import Backend
     from engine.backends.outage import Outage
+    from engine.schemas.trajectory import Blame
     from engine.spec.diagnostic import DataPath
     from engine.tokens.format import ChatFormat
-    from schemas.trajectory import Blame
 
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"

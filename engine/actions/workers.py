@@ -27,11 +27,11 @@ from engine.deadline import Deadlines
 from engine.errors import EngineError, WorldError
 from engine.isolation.pool import Isolation
 from engine.isolation.remote import RemoteCallable
+from engine.schemas.trajectory import Blame
 from engine.storable import words_of
-from schemas.trajectory import Blame
 
 if TYPE_CHECKING:
-    from schemas.episode import Effects
+    from engine.schemas.episode import Effects
 
 MOST_THREADS = 1024
 """Most plain calls that run at once; further ones wait for a thread, and their deadlines have not begun."""

@@ -17,18 +17,18 @@ from engine.actions.workers import call_world
 from engine.errors import EngineError, WorldError
 from engine.isolation.pool import FunctionTool, HeldObject, Pool, RemoteFunction
 from engine.isolation.remote import Cell, Origin, RemoteObject, RemoteTool
+from engine.schemas.episode import IsolationSpec
 from engine.spec.entry import load_entry
 from engine.spec.signature import waits
 from engine.storable import words_of
-from schemas.episode import IsolationSpec
 
 if TYPE_CHECKING:
     from engine.actions.voice import Voice
     from engine.actions.workers import Workers
+    from engine.schemas.environment import Task
+    from engine.schemas.episode import Effects, Entry, ToolSpec, UserSpec
+    from engine.schemas.trajectory import Blame
     from engine.spec.signature import ToolShape
-    from schemas.environment import Task
-    from schemas.episode import Effects, Entry, ToolSpec, UserSpec
-    from schemas.trajectory import Blame
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from engine.errors import BackendError
-from schemas.generation import GenerateRequest, Generation, SamplingParams
+from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import BackendError, RenderError
-from schemas.message import Message, ToolCall
+from engine.schemas.message import Message, ToolCall
 
 if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat

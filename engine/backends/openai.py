@@ -28,14 +28,14 @@ from engine.backends.sglang.http import HttpClient
 from engine.backends.sglang.pool import UNAVAILABLE
 from engine.deadline import Deadlines
 from engine.errors import BackendError, OutageError
+from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
+from engine.schemas.message import Message, TextPart
 from engine.tokens.images import DIGEST
-from schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
-from schemas.message import Message, TextPart
 
 if TYPE_CHECKING:
+    from engine.schemas.episode import OpenAIBackend as OpenAISpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
-    from schemas.episode import OpenAIBackend as OpenAISpec
 
 log = structlog.get_logger(__name__)
 

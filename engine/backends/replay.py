@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import BackendError
-from schemas.generation import GenerateRequest, Generation
+from engine.schemas.generation import GenerateRequest, Generation
 
 
 class ReplayBackend:

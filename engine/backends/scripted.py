@@ -17,15 +17,15 @@ from engine.backends.base import refuse_parameters
 from engine.backends.calls import write_calls
 from engine.backends.stops import StopStrings
 from engine.errors import BackendError, ContextOverflow
-from schemas.generation import FinishReason, GenerateRequest, Generation, VersionSpan
-from schemas.script import Script, ScriptedReply
+from engine.schemas.generation import FinishReason, GenerateRequest, Generation, VersionSpan
+from engine.schemas.script import Script, ScriptedReply
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine.schemas.episode import ScriptedBackend as ScriptedSpec
     from engine.spec.load import Document, LoadedSpec
     from engine.tokens.format import ChatFormat
-    from schemas.episode import ScriptedBackend as ScriptedSpec
 
 UNSUPPORTED = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params")
 """Parameters that would change what a real backend says, and that a script cannot follow."""

@@ -15,12 +15,12 @@ from engine.checks.logic import UNKNOWN, Formula, Ranges, formula
 from engine.checks.loops import Cycles, cycles_of
 from engine.checks.work import TooMuch, Work
 from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, resolve_machine
+from engine.schemas.episode import Entry, EpisodeSpec, LimitsSpec, StateSpec, UserSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError, load_entry
 from engine.spec.load import LoadedSpec
 from engine.spec.near import near_or_known
 from engine.spec.source import NotImported, declared_events, read_entry
-from schemas.episode import Entry, EpisodeSpec, LimitsSpec, StateSpec, UserSpec
 
 BUILT_IN = (*ACTION_EVENTS, "step")
 """Actions that need no entry point."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
+from engine.schemas.episode import IsolationSpec
 from engine.spec.diagnostic import DataPath
-from schemas.episode import IsolationSpec
 
 _PROCESS = "write `mode: process`"
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from engine.actions.events import ALWAYS
 from engine.checks.context import BUILT_IN, MOST_TRANSITIONS, CheckContext, nearest
 from engine.checks.registry import Finding, rule
+from engine.schemas.episode import TransitionSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import listed
-from schemas.episode import TransitionSpec
 
 ANY = "*"
 

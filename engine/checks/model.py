@@ -16,10 +16,10 @@ from engine.checks.registry import Finding, rule
 from engine.checks.templates import Shown, rendered, shown
 from engine.checks.worst_case import context_bound, count_bound
 from engine.errors import EngineError, SpecError
+from engine.schemas.episode import OpenAIBackend
 from engine.spec.diagnostic import DataPath
 from engine.spec.tasks import rows_of, task_of
 from engine.spec.template import fill, texts_of
-from schemas.episode import OpenAIBackend
 
 CHARACTER = 0.5
 """What it costs to count one character in tokens."""

@@ -8,11 +8,11 @@ from typing import Any
 from engine.checks.context import CheckContext, nearest
 from engine.checks.prompts import is_file, known_fields, offset_of
 from engine.checks.registry import Finding, rule
+from engine.schemas.episode import ScriptedBackend
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import short
 from engine.spec.template import fields_of, has_field
-from schemas.episode import ScriptedBackend
 
 
 def _played(ctx: CheckContext) -> bool:

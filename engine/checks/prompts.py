@@ -10,12 +10,12 @@ from typing import Any
 from engine.checks.context import CheckContext, nearest
 from engine.checks.registry import Finding, rule
 from engine.errors import SpecError
+from engine.schemas.episode import ScriptedBackend, Words
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import short
 from engine.spec.tasks import Row, parquet_files, rows_of, task_of
 from engine.spec.template import fields_of, has_field, is_reference, texts_of
-from schemas.episode import ScriptedBackend, Words
 
 RECOVER_FIELDS = ("problem", "raw")
 """What `recover.malformed` is filled with."""

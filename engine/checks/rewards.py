@@ -12,11 +12,11 @@ from typing import Any
 from engine.checks.chart import Place
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
+from engine.schemas.episode import ReassignRule
+from engine.schemas.reward import TurnAddress
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
 from engine.spec.source import NotImported
-from schemas.episode import ReassignRule
-from schemas.reward import TurnAddress
 
 REWARD = "reward"
 """The name of a reward that was given none."""

@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
+from engine.schemas.episode import LocalBackend, SGLangBackend
+from engine.schemas.train import DrGrpoLoss, TrainSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import near_or_known, short
-from schemas.episode import LocalBackend, SGLangBackend
-from schemas.train import DrGrpoLoss, TrainSpec
 
 _CRITIC = ("bilevel_gae", "turn_ppo")
 _CUTS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}

@@ -9,13 +9,13 @@ from engine.checks.context import CheckContext
 from engine.checks.prompts import prompt_field, tasks_unreadable
 from engine.checks.registry import Finding, rule
 from engine.checks.tasks import task_rows
+from engine.schemas.base import Contract
+from engine.schemas.episode import TasksSpec
+from engine.schemas.generation import SamplingParams
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
 from engine.spec.load import Document, validate
 from engine.spec.source import NotImported
-from schemas.base import Contract
-from schemas.episode import TasksSpec
-from schemas.generation import SamplingParams
 
 EVAL: DataPath = ("train", "eval")
 TASKS: DataPath = (*EVAL, "tasks")

@@ -172,7 +172,7 @@ def action_protocol(ctx: CheckContext) -> Iterator[Finding]:
             continue
         yield from _function(thing, use, state.with_, (*path, "action"), (*path, "with"))
         if ctx.declared(use) is None:
-            fix = 'decorate it: `from schemas.environment import action`, then `@action("done")`'
+            fix = 'decorate it: `from engine.schemas.environment import action`, then `@action("done")`'
             yield Finding(f"`{use}` declares no events", (*path, "action"), fix)
     for name, state in ctx.states.items():
         if state.action == "step":

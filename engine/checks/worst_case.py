@@ -19,8 +19,8 @@ from engine.checks.context import UNBOUNDED, CheckContext
 from engine.checks.explore import Graph, explore
 from engine.checks.model_files import model_files
 from engine.errors import SpecError
+from engine.schemas.episode import EpisodeSpec, LocalBackend, ScriptedBackend, StateSpec
 from engine.spec.tasks import count_tasks
-from schemas.episode import EpisodeSpec, LocalBackend, ScriptedBackend, StateSpec
 
 COUNTS = ("assistant_turns", "user_turns", "tool_calls")
 MACHINE = "machine"

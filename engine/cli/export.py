@@ -14,9 +14,9 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from engine.schemas.episode import CreditSpec
     from engine.store.export import Row
     from engine.store.store import RunStore
-    from schemas.episode import CreditSpec
 
 
 class Format(StrEnum):
@@ -112,9 +112,9 @@ def _credit(store: RunStore, score: str | None, changes: list[str]) -> CreditSpe
     from pydantic import ValidationError
 
     from engine.errors import StoreError
+    from engine.schemas.episode import CreditSpec, read_credit
     from engine.spec.places import fields_by_key, tagged
     from engine.store.export import credit_of
-    from schemas.episode import CreditSpec, read_credit
 
     values = credit_of(store, score).model_dump(by_alias=True)
     given: dict[str, str] = {}

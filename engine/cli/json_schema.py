@@ -13,14 +13,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from engine.cli.schema_words import add_words
-from schemas.environment import Reset, Step, Task, ToolReply, UserTurn
-from schemas.episode import EpisodeSpec
-from schemas.generation import GenerateRequest, Generation, SamplingParams
-from schemas.journal import JournalEntry
-from schemas.message import Message, ToolCall, ToolResult
-from schemas.reward import Posting, RewardEvent
-from schemas.scenario import ScenarioFile
-from schemas.trajectory import Branch, Outcome, Trajectory, Turn
+from engine.schemas.environment import Reset, Step, Task, ToolReply, UserTurn
+from engine.schemas.episode import EpisodeSpec
+from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
+from engine.schemas.journal import JournalEntry
+from engine.schemas.message import Message, ToolCall, ToolResult
+from engine.schemas.reward import Posting, RewardEvent
+from engine.schemas.scenario import ScenarioFile
+from engine.schemas.trajectory import Branch, Outcome, Trajectory, Turn
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 Schema = dict[str, Any]

@@ -96,6 +96,6 @@ def _render(name: str, folder: Path) -> dict[str, str]:
 
 def _schema() -> str:
     """Where an editor finds the spec's JSON schema: beside the installed contracts."""
-    import schemas
+    from engine import schemas
 
     return (Path(schemas.__file__).parent / "json" / "episode.schema.json").as_posix()

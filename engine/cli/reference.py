@@ -12,10 +12,10 @@ from pydantic_core import PydanticUndefined
 
 from engine.actions.events import ACTION_EVENTS, ALWAYS
 from engine.machine.variables import VARIABLES
+from engine.schemas.base import Bytes, Seconds
+from engine.schemas.episode import EpisodeSpec, IsolationSpec, MachineSpec
 from engine.spec.places import bare, branches, fields_by_key, is_model, literals
 from engine.spec.problems import describe
-from schemas.base import Bytes, Seconds
-from schemas.episode import EpisodeSpec, IsolationSpec, MachineSpec
 
 HEAD = """\
 # The spec

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.runner.run import Runner, RunResult
+    from engine.schemas.environment import Task
+    from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore
-    from schemas.environment import Task
-    from schemas.trajectory import Blame
 
 
 class Retry(StrEnum):

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from engine.schemas.journal import JournalEntry
+    from engine.schemas.message import Message
+    from engine.schemas.reward import Posting
+    from engine.schemas.trajectory import Outcome, Trajectory, Turn
     from engine.store.store import EpisodeRow
-    from schemas.journal import JournalEntry
-    from schemas.message import Message
-    from schemas.reward import Posting
-    from schemas.trajectory import Outcome, Trajectory, Turn
 
 _STYLES = {"system": "dim", "user": "green", "assistant": "cyan", "tool": "yellow"}
 
@@ -248,7 +248,7 @@ def what_happened(entry: JournalEntry) -> Text:
     """A journal entry in a few words."""
     from rich.text import Text
 
-    from schemas.journal import (
+    from engine.schemas.journal import (
         FailureRecord,
         GenerationRecord,
         LimitRecord,

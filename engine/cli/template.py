@@ -22,9 +22,9 @@ def template(
     from pathlib import Path
 
     from engine.errors import EngineError
+    from engine.schemas.episode import ModelSpec
     from engine.terminal import echo
     from engine.tokens.format import load_format
-    from schemas.episode import ModelSpec
 
     spec = ModelSpec(path=model, chat_template=chat_template, renderer=renderer, tool_calls=tool_calls)
     try:

@@ -33,10 +33,10 @@ from typing import Any
 import orjson
 import yaml
 
+from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
+from engine.schemas.message import Message
+from engine.schemas.reward import RewardEvent
 from engine.spec.entry import load_entry
-from schemas.environment import EpisodeView, Reset, Task, UserTurn
-from schemas.message import Message
-from schemas.reward import RewardEvent
 
 REWARD = "interaction"
 """Name of the reward that a turn's score becomes."""

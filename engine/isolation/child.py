@@ -28,10 +28,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from engine.errors import EngineError
+from engine.schemas.environment import Reset, Step, UserTurn
+from engine.schemas.reward import RewardEvent
 from engine.spec.entry import load_entry
 from engine.spec.signature import ToolShape, explain, reply_of, shape_of, waits
-from schemas.environment import Reset, Step, UserTurn
-from schemas.reward import RewardEvent
 
 METHODS = ("reset", "step", "score", "tools", "respond", "close", "__call__")
 _CONTRACTS: dict[str, type[BaseModel]] = {"reset": Reset, "step": Step, "user": UserTurn}

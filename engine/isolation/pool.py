@@ -34,9 +34,9 @@ from engine.spec.entry import EntryError
 from engine.spec.signature import ToolShape
 
 if TYPE_CHECKING:
-    from schemas.environment import EpisodeView
-    from schemas.episode import Effects, IsolationSpec
-    from schemas.trajectory import Blame
+    from engine.schemas.environment import EpisodeView
+    from engine.schemas.episode import Effects, IsolationSpec
+    from engine.schemas.trajectory import Blame
 
 log = structlog.get_logger(__name__)
 

@@ -21,13 +21,13 @@ from engine.errors import WorldError
 from engine.isolation.child import INVALID, RAISED, UNFIT, VALUE, WRONG
 from engine.isolation.server import Limits, Server
 from engine.isolation.worker import Worker, WorkerLost
+from engine.schemas.environment import EpisodeView, Reset, Step, ToolReply, UserTurn
+from engine.schemas.reward import RewardEvent
 from engine.spec.entry import EntryError
 from engine.spec.signature import ToolShape
-from schemas.environment import EpisodeView, Reset, Step, ToolReply, UserTurn
-from schemas.reward import RewardEvent
 
 if TYPE_CHECKING:
-    from schemas.trajectory import Blame
+    from engine.schemas.trajectory import Blame
 
 START_SECONDS = 120.0
 """Deadline for importing a function's module in a fresh worker; it is no part of the call's own deadline."""

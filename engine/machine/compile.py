@@ -16,11 +16,11 @@ from transitions import Machine
 from engine.errors import EngineError, GuardError, SpecError
 from engine.machine.guards import Guard
 from engine.machine.presets import ResolvedMachine, ResolvedTransition, resolve_machine
+from engine.schemas.episode import MachineSpec
 from engine.spec.diagnostic import DataPath, Diagnostic
-from schemas.episode import MachineSpec
 
 if TYPE_CHECKING:
-    from schemas.trajectory import Blame
+    from engine.schemas.trajectory import Blame
 
 ReadContext = Callable[[frozenset[str]], Mapping[str, Any]]
 """Builds the guard variables that are asked for, and no others."""

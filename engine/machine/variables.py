@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-from schemas.episode import LimitsSpec
+from engine.schemas.episode import LimitsSpec
 
 Types = frozenset[str]
 """CEL types that a value may have: one most often; several for a limit that may be unset; `DYN` for any."""

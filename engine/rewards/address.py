@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from engine.errors import LedgerError
-from schemas.reward import TurnAddress
+from engine.schemas.reward import TurnAddress
 
 
 def resolve_address(address: TurnAddress, at_turn: int, discount: float = 1.0) -> list[tuple[int, float]]:

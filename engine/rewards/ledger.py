@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from engine.errors import LedgerError
 from engine.rewards.address import resolve_address
-from schemas.reward import Posting, RewardEvent
+from engine.schemas.reward import Posting, RewardEvent
 
 if TYPE_CHECKING:
-    from schemas.trajectory import Blame
+    from engine.schemas.trajectory import Blame
 
 REWARD = "reward"
 """The name of a reward that was given none."""

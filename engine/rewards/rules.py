@@ -13,8 +13,8 @@ from typing import Any
 from engine.errors import GuardError, LedgerError
 from engine.machine.guards import Guard
 from engine.rewards.ledger import Ledger
-from schemas.episode import ReassignRule
-from schemas.reward import Posting, RewardEvent
+from engine.schemas.episode import ReassignRule
+from engine.schemas.reward import Posting, RewardEvent
 
 ReadContext = Callable[[frozenset[str]], Mapping[str, Any]]
 """Builds the guard variables that are asked for, from the episode and the ledger as they are now."""

@@ -14,8 +14,8 @@ from pydantic_core import to_json
 
 from engine.errors import GuardError
 from engine.machine.guards import Guard
-from schemas.episode import CreditSpec, EntryCredit, GigpoCredit, RedistributeCredit
-from schemas.message import Message
+from engine.schemas.episode import CreditSpec, EntryCredit, GigpoCredit, RedistributeCredit
+from engine.schemas.message import Message
 
 LONGEST = 120
 """Characters of a state that are kept as they are; of a longer one its digest is kept."""

@@ -17,10 +17,10 @@ from engine.machine.presets import resolve_machine
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.schemas.environment import Task
+    from engine.schemas.trajectory import Blame, Failure, Trajectory
     from engine.spec.diagnostic import DataPath
     from engine.spec.load import LoadedSpec
-    from schemas.environment import Task
-    from schemas.trajectory import Blame, Failure, Trajectory
 
 FIRST = 16
 """Finished episodes that must all fail with one cause for a run to stop; all of them in a smaller run."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.runner.stats import label
-from schemas.trajectory import Trajectory
+from engine.schemas.trajectory import Trajectory
 
 Floats = npt.NDArray[np.float64]
 

@@ -11,8 +11,8 @@ from engine.store import RunHeader, RunStore
 from engine.store.header import Fork
 
 if TYPE_CHECKING:
+    from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
-    from schemas.environment import Task
 
 
 def fork(source: RunStore, out: Path, turn: int, salt: int) -> tuple[LoadedSpec, list[Task], RunStore]:

@@ -23,19 +23,19 @@ from engine.executor import Executor, never_built, until_end
 from engine.machine.compile import EpisodeMachine
 from engine.machine.presets import resolve_machine
 from engine.rewards.rules import compile_rules
+from engine.schemas.trajectory import EpisodeScore, Failure
 from engine.storable import valid_text, words_of
 from engine.store.images import stored_images
 from engine.tokens.conversation import Conversation
-from schemas.trajectory import EpisodeScore, Failure
 
 if TYPE_CHECKING:
+    from engine.schemas.environment import Task
+    from engine.schemas.journal import JournalEntry
+    from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.codec import Draft, Written
     from engine.store.store import RunStore
     from engine.tokens.format import ChatFormat
-    from schemas.environment import Task
-    from schemas.journal import JournalEntry
-    from schemas.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ from engine.masking import mask_values
 from engine.runner.replay import Replayer
 
 if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.trajectory import EpisodeScore, Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore
     from engine.tokens.format import ChatFormat
-    from schemas.episode import EpisodeSpec
-    from schemas.trajectory import EpisodeScore, Trajectory
 
 MATTERS = ("model", "prompt", "environment", "tools", "user", "users", "machine", "limits", "recover")
 """Sections that decide what was said and done. Of the others nothing is used: how it was sampled, where, how often."""

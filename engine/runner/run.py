@@ -45,13 +45,13 @@ from engine.tokens.conversation import Conversation
 if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.backends.outage import Outage
+    from engine.schemas.environment import Task
+    from engine.schemas.journal import JournalEntry
+    from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.codec import Ending
     from engine.store.store import RunStore
     from engine.tokens.format import ChatFormat
-    from schemas.environment import Task
-    from schemas.journal import JournalEntry
-    from schemas.trajectory import Trajectory
 
 log = structlog.get_logger(__name__)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from engine.actions.events import ACTION_EVENTS
 from engine.episode import Episode
 from engine.runner.causes import BACKEND_SHARE, Cause, Causes
-from schemas.trajectory import Outcome, Trajectory
+from engine.schemas.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
     from engine.backends.outage import Outage

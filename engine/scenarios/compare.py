@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import orjson
 
-from schemas.scenario import ANYTHING, ExpectedFailure, ExpectedMessage
+from engine.schemas.scenario import ANYTHING, ExpectedFailure, ExpectedMessage
 
 if TYPE_CHECKING:
     from engine.scenarios.play import Played
-    from schemas.message import Message, ToolCall
-    from schemas.scenario import Expectation, ExpectedCall, ExpectedOutcome, TurnRewards
-    from schemas.trajectory import Failure
+    from engine.schemas.message import Message, ToolCall
+    from engine.schemas.scenario import Expectation, ExpectedCall, ExpectedOutcome, TurnRewards
+    from engine.schemas.trajectory import Failure
 
 TOLERANCE = 1e-9
 """Rewards that are no further apart are equal."""

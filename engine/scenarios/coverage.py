@@ -18,8 +18,8 @@ from engine.machine.presets import ResolvedMachine, ResolvedTransition
 
 if TYPE_CHECKING:
     from engine.episode import Episode
+    from engine.schemas.episode import LimitsSpec
     from engine.spec.load import LoadedSpec
-    from schemas.episode import LimitsSpec
 
 Edge = tuple[str, str, str, str | None]
 """(source, trigger, dest, conditions): what a transition is, whatever its place in a list."""

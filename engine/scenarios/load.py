@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import SpecError
+from engine.schemas.scenario import Scenario, ScenarioFile
 from engine.spec.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
 from engine.spec.load import load_document, load_spec
 from engine.spec.tasks import Row, load_tasks, task_of
-from schemas.scenario import Scenario, ScenarioFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from engine.machine.presets import ResolvedMachine
+    from engine.schemas.environment import Task
     from engine.spec.access import Access
     from engine.spec.load import Document, LoadedSpec
-    from schemas.environment import Task
 
 SUFFIX = ".scenarios"
 ENDINGS = (".yaml", ".yml")

@@ -27,18 +27,18 @@ from engine.rewards.rules import compile_rules
 from engine.scenarios.coverage import Edge, Watcher
 from engine.scenarios.load import ScenarioSet, Stages, check_scenario, check_tools
 from engine.scenarios.worlds import script_actions, script_world
+from engine.schemas.journal import JournalEntry, LimitRecord
+from engine.schemas.script import Script
 from engine.tokens.conversation import Conversation
-from schemas.journal import JournalEntry, LimitRecord
-from schemas.script import Script
 
 if TYPE_CHECKING:
     from engine.machine.presets import ResolvedMachine
+    from engine.schemas.environment import Task
+    from engine.schemas.scenario import Scenario
+    from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.codec import Draft, Written
     from engine.tokens.format import ChatFormat
-    from schemas.environment import Task
-    from schemas.scenario import Scenario
-    from schemas.trajectory import Trajectory
 
 THREADS = 8
 """Most threads for a scenario's synchronous worlds."""

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.scenarios.load import ScenarioSet
+    from engine.schemas.episode import ModelSpec
+    from engine.schemas.trajectory import Failure
     from engine.spec.diagnostic import Origin
     from engine.tokens.format import ChatFormat
-    from schemas.episode import ModelSpec
-    from schemas.trajectory import Failure
 
 log = structlog.get_logger(__name__)
 

@@ -20,15 +20,15 @@ from engine.actions.toolbox import BoundTool, Toolbox
 from engine.actions.workers import call_world, on_main_loop
 from engine.errors import WorldError
 from engine.isolation.remote import RemoteTool
-from schemas.environment import Reset, Step, ToolReply, UserTurn
+from engine.schemas.environment import Reset, Step, ToolReply, UserTurn
 
 if TYPE_CHECKING:
     from engine.actions.base import World
     from engine.actions.workers import Workers
     from engine.episode import Episode
-    from schemas.journal import Record
-    from schemas.scenario import OutOfTime, Scenario, ScriptedFault, ScriptedResult, ScriptedStep
-    from schemas.trajectory import Blame
+    from engine.schemas.journal import Record
+    from engine.schemas.scenario import OutOfTime, Scenario, ScriptedFault, ScriptedResult, ScriptedStep
+    from engine.schemas.trajectory import Blame
 
 
 class Nonsense:

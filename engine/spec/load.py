@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from engine.errors import SpecError
+from engine.schemas.episode import EpisodeSpec, TasksSpec
 from engine.spec.access import Access
 from engine.spec.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
 from engine.spec.masking import mask_all
@@ -29,7 +30,6 @@ from engine.spec.references import remember_secrets
 from engine.spec.resolve import Resolver
 from engine.spec.tree import Node, Scalar, split_lines
 from engine.spec.tree import Sequence as SequenceNode
-from schemas.episode import EpisodeSpec, TasksSpec
 
 Model = TypeVar("Model", bound=BaseModel)
 Place = TypeVar("Place")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
+from engine.schemas.base import Bytes, Seconds
 from engine.spec.diagnostic import DataPath, Diagnostic, show_path
 from engine.spec.near import nearest_name, short
 from engine.spec.places import (
@@ -23,7 +24,6 @@ from engine.spec.places import (
     locate,
     tagged,
 )
-from schemas.base import Bytes, Seconds
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from schemas.environment import EpisodeView, ToolReply
+from engine.schemas.environment import EpisodeView, ToolReply
 
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
 _PARAMETER = re.compile(r"^(\s+)(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")

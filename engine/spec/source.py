@@ -3,7 +3,7 @@
 `engine validate` must not run the code of a spec, so it finds modules as the import system would, parses them, and says
 only what holds whatever the code does: the module is not there, or its text binds no such name.
 
-    found = read_entry("environments.arithmetic:Arithmetic", base, access)
+    found = read_entry("engine.environments.arithmetic:Arithmetic", base, access)
     found.node            # ast.ClassDef, or None where the name is bound in another way
 """
 

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_jsonable_python
 
 from engine.errors import SpecError
+from engine.schemas.environment import Task
+from engine.schemas.episode import TasksSpec
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath, Diagnostic, Origin
 from engine.spec.entry import EntryError, load_entry
 from engine.spec.near import near_or_known, nearest_name, short
 from engine.storable import refusal, words_of
-from schemas.environment import Task
-from schemas.episode import TasksSpec
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec

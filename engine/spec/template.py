@@ -13,12 +13,12 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
-from schemas.message import ContentPart, TextPart
+from engine.schemas.message import ContentPart, TextPart
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from schemas.episode import Words
+    from engine.schemas.episode import Words
 
 _FIELD = re.compile(r"(\\?)\{\{(.*?)\}\}", re.DOTALL)
 _REFERENCES = ("sha256:", "data:", "file:", "http:", "https:")

@@ -21,9 +21,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from engine.errors import StoreError, WorldError
-from engine.storable import MAX_SIZE, refusal, valid_text
-from schemas.generation import Generation
-from schemas.journal import (
+from engine.schemas.generation import Generation
+from engine.schemas.journal import (
     GenerationRecord,
     JournalEntry,
     Record,
@@ -32,8 +31,9 @@ from schemas.journal import (
     ToolsRecord,
     UserRecord,
 )
-from schemas.reward import Posting
-from schemas.trajectory import Blame, Branch, Trajectory
+from engine.schemas.reward import Posting
+from engine.schemas.trajectory import Blame, Branch, Trajectory
+from engine.storable import MAX_SIZE, refusal, valid_text
 
 _ARRAYS = {"generation": {"output_ids", "logprobs"}}
 _APART = {"branches", "postings"}

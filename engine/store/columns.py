@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 if TYPE_CHECKING:
-    from schemas.environment import Task
-    from schemas.message import Message
-    from schemas.trajectory import Outcome
+    from engine.schemas.environment import Task
+    from engine.schemas.message import Message
+    from engine.schemas.trajectory import Outcome
 
 MEANINGS: dict[str, str] = {
     "run_id": "The run.",

@@ -30,15 +30,15 @@ from engine.errors import LedgerError, StoreError
 from engine.masking import mask
 from engine.rewards.credit import Member, Values, Where, credit_tokens, place
 from engine.rewards.ledger import SealedLedger
+from engine.schemas.episode import CreditSpec, RewardsSpec
 from engine.store.columns import json_text, message_row, outcome_row, task_row
 from engine.store.private import private_file
-from schemas.episode import CreditSpec, RewardsSpec
 
 if TYPE_CHECKING:
+    from engine.schemas.environment import Task
+    from engine.schemas.trajectory import Branch, Trajectory
     from engine.store.reader import RunReader
     from engine.tokens.vision import Vision
-    from schemas.environment import Task
-    from schemas.trajectory import Branch, Trajectory
 
 Row = dict[str, Any]
 

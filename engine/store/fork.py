@@ -10,10 +10,10 @@ import sqlite3
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from engine.schemas.journal import JournalEntry
 from engine.store import codec
 from engine.store.database import insert
 from engine.store.reader import RunReader
-from schemas.journal import JournalEntry
 
 if TYPE_CHECKING:
     from engine.store.header import Fork

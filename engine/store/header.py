@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 import engine
+from engine.schemas.base import Contract
 from engine.spec.references import (
     Reference,
     digests,
@@ -27,7 +28,6 @@ from engine.spec.references import (
     value_at,
     with_references,
 )
-from schemas.base import Contract
 
 if TYPE_CHECKING:
     from engine.spec.diagnostic import Origin
@@ -172,9 +172,9 @@ class RunHeader(Contract):
         Raises:
             StoreError: with `strict`, a variable is not set or holds something else; the message names it.
         """
+        from engine.schemas.episode import EpisodeSpec
         from engine.spec.diagnostic import Origin
         from engine.spec.load import LoadedSpec
-        from schemas.episode import EpisodeSpec
 
         spec = self._filled(self.spec, strict=strict)
         return LoadedSpec(

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic_core import from_json
 
 from engine.errors import StoreError
+from engine.schemas.environment import Task
+from engine.schemas.journal import JournalEntry
+from engine.schemas.trajectory import Branch, Trajectory
 from engine.store import codec, database
 from engine.store.header import RunHeader
 from engine.store.images import StoredImage, image_digest
 from engine.store.lock import is_held
 from engine.store.scores import ScoreHead, read_heads, read_score, require
-from schemas.environment import Task
-from schemas.journal import JournalEntry
-from schemas.trajectory import Branch, Trajectory
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec

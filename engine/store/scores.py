@@ -15,9 +15,9 @@ from pydantic_core import from_json
 
 import engine
 from engine.errors import StoreError
+from engine.schemas.trajectory import EpisodeScore
 from engine.store import codec
 from engine.store.database import has_scores
-from schemas.trajectory import EpisodeScore
 
 
 class ScoreHead(NamedTuple):

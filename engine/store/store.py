@@ -32,6 +32,10 @@ import structlog
 
 import engine
 from engine.errors import StoreError
+from engine.schemas.environment import Task
+from engine.schemas.journal import JournalEntry
+from engine.schemas.message import ImagePart
+from engine.schemas.trajectory import Blame, EpisodeScore, Trajectory
 from engine.store import codec, crashes, database
 from engine.store.again import begin_again
 from engine.store.find import find_run
@@ -43,10 +47,6 @@ from engine.store.private import private_folder
 from engine.store.reader import ENTRY, EpisodeRow, RunReader, journal_rows, reading
 from engine.store.scores import write_score
 from engine.store.writer import Track, Writer
-from schemas.environment import Task
-from schemas.journal import JournalEntry
-from schemas.message import ImagePart
-from schemas.trajectory import Blame, EpisodeScore, Trajectory
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec

@@ -18,13 +18,13 @@ import numpy as np
 
 from engine.errors import BackendError, BridgeError, RenderError
 from engine.made import maker
+from engine.schemas.generation import Generation
+from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
+from engine.schemas.trajectory import Branch
 from engine.tokens.format import ChatFormat, Parsed
 from engine.tokens.proof import Trail, TrailMark, View
 from engine.tokens.tape import IntVector, Tape, largest
 from engine.tokens.vision import Placed
-from schemas.generation import Generation
-from schemas.message import ImagePart, MalformedCall, Message, ToolCall
-from schemas.trajectory import Branch
 
 _make_message = maker(Message)
 

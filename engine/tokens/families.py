@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from engine.errors import RenderError
+from engine.schemas.episode import ModelSpec
 from engine.tokens.format import ChatFormat
 from engine.tokens.proof import Extension, View
 from engine.tokens.readers import FamilyReader
 from engine.tokens.template import find_ends, stand_in_for
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.toolcalls import call_parser
-from schemas.episode import ModelSpec
 
 _QWEN, _GLM, _DEEPSEEK, _EOS = "<tool_response>", "[gMASK]", "<｜begin▁of▁sentence｜>", "〈|EOS|〉"
 MARKS = {

@@ -22,6 +22,8 @@ import structlog
 from pydantic_core import to_json
 
 from engine.errors import RenderError
+from engine.schemas.episode import ModelSpec
+from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from engine.tokens.proof import (
     ASSISTANT,
     CALLS,
@@ -48,8 +50,6 @@ from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.toolcalls import CallParser, TaggedParser, Unreadable, checked_call
 from engine.tokens.vision import Vision
 from engine.tokens.wrapper import Wrapper, make_wrapper, plain
-from schemas.episode import ModelSpec
-from schemas.message import ImagePart, MalformedCall, Message, ToolCall
 
 log = structlog.get_logger(__name__)
 

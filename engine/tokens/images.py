@@ -27,9 +27,9 @@ import numpy as np
 from engine.errors import ImageError
 
 if TYPE_CHECKING:
+    from engine.schemas.message import ImagePart
+    from engine.schemas.trajectory import Blame
     from engine.tokens.tape import IntVector
-    from schemas.message import ImagePart
-    from schemas.trajectory import Blame
 
 DIGEST = "sha256:"
 """What a reference to a stored image begins with."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import RenderError
+from engine.schemas.episode import ModelSpec
 from engine.tokens.families import family_format
 from engine.tokens.format import ChatFormat
 from engine.tokens.plain import read_plain
@@ -15,7 +16,6 @@ from engine.tokens.template import TemplateFormat
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.vision import load_vision
 from engine.tokens.vision_families import FAMILIES
-from schemas.episode import ModelSpec
 
 
 def load(model: ModelSpec, base: Path) -> ChatFormat:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import RenderError
 from engine.made import maker
+from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.hermes import Read, hermes_of
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.toolcalls import Unreadable, as_arguments, checked_call
-from schemas.message import MalformedCall, ToolCall
 
 if TYPE_CHECKING:
     from engine.tokens.proof import View

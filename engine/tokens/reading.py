@@ -19,6 +19,8 @@ import msgspec
 import numpy as np
 
 from engine.errors import RenderError
+from engine.schemas.episode import ModelSpec
+from engine.schemas.message import ToolCall
 from engine.tokens.catalogue import cache_root
 from engine.tokens.families import MARKS, make_renderer
 from engine.tokens.format import ChatFormat, Parsed
@@ -26,8 +28,6 @@ from engine.tokens.proof import View
 from engine.tokens.readers import FamilyReader
 from engine.tokens.template import TemplateFormat
 from engine.tokens.toolcalls import call_parser
-from schemas.episode import ModelSpec
-from schemas.message import ToolCall
 
 TEXT_PARSERS = ("hermes", "pythonic")
 """Built-in parsers that read calls as templates write them."""

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.made import maker, row_maker
+from engine.schemas.generation import VersionSpan
+from engine.schemas.trajectory import Branch, ImageSpan, Span, SpanKind
 from engine.tokens.images import Picture
-from schemas.generation import VersionSpan
-from schemas.trajectory import Branch, ImageSpan, Span, SpanKind
 
 IntVector = npt.NDArray[np.int32]
 FloatVector = npt.NDArray[np.float32]

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.errors import RenderError
+from engine.schemas.episode import ModelSpec
 from engine.tokens.format import ChatFormat, log
 from engine.tokens.jinja import looked_for
 from engine.tokens.proof import ASSISTANT, MARKERS, SYSTEM, TOOL, USER, Extension, View, mark, probe, probe_call
 from engine.tokens.tokenizer import FastTokenizer
-from schemas.episode import ModelSpec
 
 _ASKED: View = {"role": "user", "content": "Q"}
 _WITH_AND_WITHOUT: tuple[list[Any] | None, ...] = (None, [{}])

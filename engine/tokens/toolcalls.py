@@ -37,8 +37,8 @@ from typing import Any, NamedTuple, Protocol
 
 from engine.errors import RenderError
 from engine.made import maker
+from engine.schemas.message import MalformedCall, ToolCall
 from engine.storable import refusal
-from schemas.message import MalformedCall, ToolCall
 
 _LONGEST = 20_000
 """Characters of one call beyond which it is not even tried: literals are parsed recursively."""

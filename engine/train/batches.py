@@ -21,9 +21,9 @@ from engine.store.export import Plan, Row, group_rows
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from schemas.episode import EpisodeSpec
-    from schemas.train import BonusSpec, TrainSpec
-    from schemas.trajectory import Trajectory
+    from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.train import BonusSpec, TrainSpec
+    from engine.schemas.trajectory import Trajectory
 
 NOTHING = 1e-9
 """An advantage below this is rounding noise of equal rewards."""

@@ -26,9 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.schemas.train import CorrectionSpec, Level
 from engine.train.ratios import bounded_exp, group_mean, log_ratio
 from engine.train.tokens import Tokens
-from schemas.train import CorrectionSpec, Level
 
 
 class Weights(NamedTuple):

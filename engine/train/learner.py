@@ -27,10 +27,10 @@ from engine.train.tally import Tally
 from engine.train.tokens import Tokens
 
 if TYPE_CHECKING:
+    from engine.schemas.train import TrainSpec
     from engine.store.export import Row
     from engine.tokens.images import Tensors
     from engine.train.policy import Policy
-    from schemas.train import TrainSpec
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 RANDOM = "torch_rng"

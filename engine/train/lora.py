@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine.errors import TrainError
-from schemas.train import LoraSpec
+from engine.schemas.train import LoraSpec
 
 
 class Adapter:

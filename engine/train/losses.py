@@ -28,12 +28,12 @@ import math
 import torch
 from torch import Tensor
 
+from engine.schemas.train import CispoLoss, ClippedLoss, GspoLoss, LossSpec, ReinforceLoss, SapoLoss, TrainSpec
 from engine.train.corrections import correct
 from engine.train.kl import token_kl
 from engine.train.ratios import bounded_exp, bounded_k3, floored, group_mean, log_ratio
 from engine.train.tally import Tally
 from engine.train.tokens import Tokens
-from schemas.train import CispoLoss, ClippedLoss, GspoLoss, LossSpec, ReinforceLoss, SapoLoss, TrainSpec
 
 
 def objective(spec: TrainSpec, tokens: Tokens) -> tuple[Tensor, Tally]:

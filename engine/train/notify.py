@@ -27,7 +27,7 @@ from engine.errors import TrainError
 from engine.masking import remember
 
 if TYPE_CHECKING:
-    from schemas.train import NotifySpec
+    from engine.schemas.train import NotifySpec
 
 log = structlog.get_logger(__name__)
 

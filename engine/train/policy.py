@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from engine.errors import TrainError
+from engine.schemas.train import TrainSpec
 from engine.train import files
 from engine.train.net import PackedNet
 from engine.train.packing import Pack
-from schemas.train import TrainSpec
 
 if TYPE_CHECKING:
     from engine.tokens.vision import Vision

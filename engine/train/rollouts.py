@@ -31,9 +31,9 @@ from engine.train.batches import Batch, Group, RowMaker
 
 if TYPE_CHECKING:
     from engine.runner.run import Runner
-    from schemas.environment import Task
-    from schemas.train import TrainSpec
-    from schemas.trajectory import Trajectory
+    from engine.schemas.environment import Task
+    from engine.schemas.train import TrainSpec
+    from engine.schemas.trajectory import Trajectory
 
 log = structlog.get_logger(__name__)
 

@@ -6,18 +6,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.errors import TrainError
+from engine.schemas.episode import TasksSpec
+from engine.schemas.generation import SamplingParams
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.format import load_format
 from engine.train.learner import Learner
 from engine.train.policy import Policy
-from schemas.episode import TasksSpec
-from schemas.generation import SamplingParams
 
 if TYPE_CHECKING:
+    from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
     from engine.train.distributed import Team
-    from schemas.train import TrainSpec
 
 
 def train_spec_of(loaded: LoadedSpec) -> TrainSpec:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import TrainError
-from schemas.train import BnpoLoss, DrGrpoLoss, GrpoLoss, GspoLoss, LossSpec, ReinforceLoss, SapoLoss
+from engine.schemas.train import BnpoLoss, DrGrpoLoss, GrpoLoss, GspoLoss, LossSpec, ReinforceLoss, SapoLoss
 
 Values = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]

@@ -15,8 +15,8 @@ from engine.errors import BackendError, TrainError
 if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.backends.local import LocalBackend
+    from engine.schemas.episode import EpisodeSpec
     from engine.train.policy import Policy
-    from schemas.episode import EpisodeSpec
 
 
 class WeightSync(Protocol):

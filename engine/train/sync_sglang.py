@@ -26,9 +26,9 @@ from engine.train.shared_tensors import Shelf, buckets, room
 if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.backends.sglang.pool import Server
+    from engine.schemas.episode import EpisodeSpec
     from engine.train.policy import Policy
     from engine.train.sync import WeightSync
-    from schemas.episode import EpisodeSpec
 
 log = structlog.get_logger(__name__)
 

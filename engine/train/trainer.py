@@ -43,11 +43,11 @@ from engine.train.sync import open_sync
 if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.backends.outage import Outage
+    from engine.schemas.environment import Task
+    from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
     from engine.train.sync import WeightSync
-    from schemas.environment import Task
-    from schemas.trajectory import Trajectory
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
-from environments.answers import final_number
-from environments.gsm8k import gold_answer
-from environments.scorers import check_answer
-from schemas.environment import EpisodeView, UserTurn
-from schemas.reward import RewardEvent
+from engine.environments.answers import final_number
+from engine.environments.gsm8k import gold_answer
+from engine.environments.scorers import check_answer
+from engine.schemas.environment import EpisodeView, UserTurn
+from engine.schemas.reward import RewardEvent
 
 Grade = Literal["number", "math", "exact"]
 
@@ -33,7 +33,7 @@ class Attempts:
     """Grades each attempt, and asks for the next.
 
     Args:
-        grade: `number` reads one final number (`environments.answers`), `math` asks math-verify, `exact` compares text.
+        grade: `number` reads one final number (`engine.environments.answers`), `math` asks math-verify, `exact` compares text.
         answer: The task's field with the right answer.
         until: `right`: asks again until an answer is right. `counted`: asks for `attempts` of them, right or wrong, and
             does not say which they are.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from schemas.environment import EpisodeView, UserTurn
+from engine.schemas.environment import EpisodeView, UserTurn
 
 
 class Scripted:

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.actions.generate import GenerateAction
+from engine.schemas.episode import LimitsSpec, ModelSpec
+from engine.schemas.generation import FinishReason, Generation
+from engine.schemas.message import Message
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat, load_format
-from schemas.episode import LimitsSpec, ModelSpec
-from schemas.generation import FinishReason, Generation
-from schemas.message import Message
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from engine.actions.llm_user import SILENCE, ModelUser, dialogue_of, read_marks
 from engine.actions.voice import spoken
 from engine.actions.workers import Workers
 from engine.errors import WorldError
-from schemas.environment import EpisodeView, Task
-from schemas.episode import Mark, UserSpec
-from schemas.message import Message, ToolCall
-from schemas.reward import RewardEvent
+from engine.schemas.environment import EpisodeView, Task
+from engine.schemas.episode import Mark, UserSpec
+from engine.schemas.message import Message, ToolCall
+from engine.schemas.reward import RewardEvent
 
 SAID = [
     Message(role="system", content="You are the policy."),

@@ -12,10 +12,10 @@ import pytest
 from engine.actions.toolbox import Toolbox, bind_tool
 from engine.actions.workers import Workers
 from engine.errors import EngineError, WorldError
+from engine.schemas.environment import EpisodeView, Task, ToolReply
+from engine.schemas.message import MalformedCall, ToolCall
+from engine.schemas.reward import RewardEvent
 from engine.spec.signature import read_docstring, shape_of
-from schemas.environment import EpisodeView, Task, ToolReply
-from schemas.message import MalformedCall, ToolCall
-from schemas.reward import RewardEvent
 
 
 def search(query: str, limit: int = 5, order: Literal["new", "old"] = "new") -> str:

@@ -12,10 +12,10 @@ from engine.actions.slots import Slots
 from engine.actions.voice import Cast, parts_of, section_of, shares_policy
 from engine.backends.scripted import ScriptedBackend
 from engine.errors import WorldError
+from engine.schemas.message import Message
+from engine.schemas.script import Script
 from engine.spec.load import LoadedSpec, load_spec
 from engine.tokens.format import load_format
-from schemas.message import Message
-from schemas.script import Script
 
 PROMPT = [{"role": "user", "content": "{{reply}}"}]
 

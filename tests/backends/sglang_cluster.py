@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.backends.sglang.client import SGLangBackend
+from engine.schemas.episode import SGLangBackend as Spec
+from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.tokens.format import ChatFormat
-from schemas.episode import SGLangBackend as Spec
-from schemas.generation import GenerateRequest, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 

@@ -14,9 +14,9 @@ import torch
 from engine.backends.base import Backend
 from engine.backends.local import LocalBackend
 from engine.errors import BackendError, ContextOverflow
-from schemas.episode import LocalBackend as LocalSpec
-from schemas.generation import GenerateRequest, Generation, SamplingParams
-from schemas.message import ImagePart
+from engine.schemas.episode import LocalBackend as LocalSpec
+from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
+from engine.schemas.message import ImagePart
 
 VOCAB = 1000
 END = 2

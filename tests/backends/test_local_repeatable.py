@@ -13,8 +13,8 @@ from engine.backends.local import LocalBackend
 from engine.backends.local.load import PackedModel
 from engine.backends.local.tiles import Tile
 from engine.errors import BackendError
-from schemas.episode import LocalBackend as LocalSpec
-from schemas.generation import GenerateRequest, Generation, SamplingParams
+from engine.schemas.episode import LocalBackend as LocalSpec
+from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 EPISODES = 9
 

@@ -13,7 +13,7 @@ from engine.backends.local.kv import Chunk, KVRows, Plan
 from engine.backends.local.rows import Row, RowTable, Ticket, common_prefix
 from engine.backends.local.sampler import SamplingState
 from engine.backends.stops import StopStrings
-from schemas.generation import GenerateRequest, SamplingParams
+from engine.schemas.generation import GenerateRequest, SamplingParams
 
 CPU = torch.device("cpu")
 HEADS, WIDTH = 2, 4

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.local.sampler import SamplingState, sample, uniforms
-from schemas.generation import GenerateRequest, SamplingParams
+from engine.schemas.generation import GenerateRequest, SamplingParams
 
 CPU = torch.device("cpu")
 

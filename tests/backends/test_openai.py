@@ -14,11 +14,11 @@ import pytest
 
 from engine.backends.openai import OpenAIBackend, open_openai
 from engine.errors import BackendError, ContextOverflow
+from engine.schemas.episode import ModelSpec
+from engine.schemas.episode import OpenAIBackend as Spec
+from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
+from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
 from engine.tokens.format import ChatFormat, load_format
-from schemas.episode import ModelSpec
-from schemas.episode import OpenAIBackend as Spec
-from schemas.generation import FinishReason, GenerateRequest, SamplingParams
-from schemas.message import ImagePart, Message, TextPart, ToolCall
 
 TOOL = {
     "type": "function",

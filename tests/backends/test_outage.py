@@ -19,12 +19,12 @@ from engine.backends.outage import Outage
 from engine.backends.sglang.client import SGLangBackend
 from engine.deadline import Standstill
 from engine.errors import BackendError, OutageError
+from engine.schemas.episode import ModelSpec
+from engine.schemas.episode import OpenAIBackend as OpenAISpec
+from engine.schemas.episode import SGLangBackend as SGLangSpec
+from engine.schemas.generation import SamplingParams
+from engine.schemas.message import Message
 from engine.tokens.format import ChatFormat, load_format
-from schemas.episode import ModelSpec
-from schemas.episode import OpenAIBackend as OpenAISpec
-from schemas.episode import SGLangBackend as SGLangSpec
-from schemas.generation import SamplingParams
-from schemas.message import Message
 
 KINDS = ["sglang", "openai"]
 MESSAGES = [Message(role="user", content="hi")]

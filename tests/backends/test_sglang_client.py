@@ -13,10 +13,10 @@ from sglang_cluster import OUTPUT, Call, answers, changed, cluster, request
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, ContextOverflow
+from engine.schemas.episode import ModelSpec
+from engine.schemas.episode import SGLangBackend as Spec
+from engine.schemas.generation import FinishReason, SamplingParams, VersionSpan
 from engine.tokens.format import ChatFormat, load_format
-from schemas.episode import ModelSpec
-from schemas.episode import SGLangBackend as Spec
-from schemas.generation import FinishReason, SamplingParams, VersionSpan
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from engine.backends.sglang import connection
 from engine.backends.sglang.connection import HELD, MAX_INTERIM, HttpFailure, MalformedReply, retry_seconds
 from engine.backends.sglang.http import HttpClient
 from engine.errors import BackendError
+from engine.schemas.episode import ModelSpec
 from engine.tokens.format import ChatFormat, load_format
-from schemas.episode import ModelSpec
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from engine.backends.sglang.resume import can_resume, clean_cut, cut, join
 from engine.backends.sglang.wire import Part
-from schemas.generation import FinishReason, SamplingParams, VersionSpan
+from engine.schemas.generation import FinishReason, SamplingParams, VersionSpan
 
 STOP = FinishReason(type="stop", matched=2)
 

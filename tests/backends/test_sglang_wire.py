@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.backends.sglang.wire import Encoder, Outgoing, PromptMismatch, ReplyError, decode, version_number
 from engine.errors import BackendError
-from schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
+from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
 
 VOCAB = 1000
 

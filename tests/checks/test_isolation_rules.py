@@ -20,7 +20,7 @@ BASE: dict[str, Any] = {
     "prompt": [{"role": "user", "content": "{{question}}"}],
     "machine": "tools_and_user",
 }
-TOOL = {"use": "environments.tools.calculator:calculate"}
+TOOL = {"use": "engine.environments.tools.calculator:calculate"}
 PLAYED = {"prompt": [{"role": "user", "content": "{{reply}}"}]}
 
 
@@ -54,7 +54,7 @@ def test_what_has_no_effect_is_found(tmp_path: Path, changes: dict[str, Any]) ->
         {"tools": [{**TOOL, "isolation": "process"}], "isolation": {"memory": "1GB"}},
         {"tools": [{**TOOL, "isolation": "thread"}], "isolation": {"mode": "process", "memory": "1GB"}},
         {"tools": [TOOL], "isolation": "thread"},
-        {"user": {**PLAYED, "grader": {"use": "environments.arithmetic:Teacher"}, "isolation": "process"}},
+        {"user": {**PLAYED, "grader": {"use": "engine.environments.arithmetic:Teacher"}, "isolation": "process"}},
     ],
 )
 def test_what_has_an_effect_is_not(tmp_path: Path, changes: dict[str, Any]) -> None:

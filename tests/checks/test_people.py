@@ -87,7 +87,7 @@ def test_a_mark_that_pays_without_a_rule_is_warned_of(tmp_path: Path) -> None:
     assert found(spec_with(tmp_path, user=paying)) == [
         ("played.free-verdict", "the policy may talk this model into the mark that pays it")
     ]
-    graded = {**paying, "grader": {"use": "environments.users.scripted:Scripted", "with": {"lines": ["a"]}}}
+    graded = {**paying, "grader": {"use": "engine.environments.users.scripted:Scripted", "with": {"lines": ["a"]}}}
     assert found(spec_with(tmp_path, user=graded)) == []
 
 
@@ -97,10 +97,10 @@ def test_a_user_who_is_never_satisfied_is_warned_of(tmp_path: Path) -> None:
 
 
 def test_graders_are_checked_as_users(tmp_path: Path) -> None:
-    user = {**USER, "grader": {"use": "environments.users.scripted:Scripted", "with": {"linse": ["a"]}}}
+    user = {**USER, "grader": {"use": "engine.environments.users.scripted:Scripted", "with": {"linse": ["a"]}}}
     problems = [item for item in check_spec(load_spec(spec_with(tmp_path, user=user))) if item.rule == "world.protocol"]
     assert [(item.message, item.path) for item in problems] == [
-        ("`environments.users.scripted:Scripted` takes no argument `linse`", ("user", "grader", "with", "linse"))
+        ("`engine.environments.users.scripted:Scripted` takes no argument `linse`", ("user", "grader", "with", "linse"))
     ]
 
 

@@ -19,7 +19,7 @@ prompt: [{role: user, content: "{{q}}"}]
 """
 
 WORLDS = """\
-from schemas.environment import EpisodeView, Step, action
+from engine.schemas.environment import EpisodeView, Step, action
 
 class Good:
     events = ("done",)
@@ -244,7 +244,7 @@ def test_an_action_of_ones_own() -> None:
             "",
             [
                 "9:21: error[world.action] `check_worlds:no_events` declares no events; "
-                'decorate it: `from schemas.environment import action`, then `@action("done")`'
+                'decorate it: `from engine.schemas.environment import action`, then `@action("done")`'
             ],
         ),
         (

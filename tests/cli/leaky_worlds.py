@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import structlog
 
-from schemas.environment import EpisodeView, Reset, Task, UserTurn
-from schemas.reward import RewardEvent
+from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
+from engine.schemas.reward import RewardEvent
 
 
 def check(key: object) -> None:

@@ -13,11 +13,11 @@ import typer
 from typer.testing import CliRunner, Result
 
 from engine.cli.export import export
+from engine.schemas.environment import Task
+from engine.schemas.generation import FinishReason
+from engine.schemas.reward import Posting
+from engine.schemas.trajectory import Branch, Outcome, Span, Trajectory, Turn
 from engine.store import RunHeader, RunStore
-from schemas.environment import Task
-from schemas.generation import FinishReason
-from schemas.reward import Posting
-from schemas.trajectory import Branch, Outcome, Span, Trajectory, Turn
 
 RUN = "demo-20260101-000000-abcd"
 

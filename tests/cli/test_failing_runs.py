@@ -17,7 +17,7 @@ from engine.store import RunStore, list_runs
 WORLDS = '''
 from pathlib import Path
 
-from schemas.environment import UserTurn
+from engine.schemas.environment import UserTurn
 
 
 class User:
@@ -39,7 +39,7 @@ class World:
             raise OSError("no licence")
 
     def reset(self, task, seed):
-        from schemas.environment import Reset
+        from engine.schemas.environment import Reset
         return Reset()
 
 

@@ -11,9 +11,9 @@ import typer
 from typer.testing import CliRunner, Result
 
 from engine.cli.graph import graph
+from engine.schemas.environment import Task
+from engine.schemas.trajectory import Outcome, Trajectory
 from engine.store import RunHeader, RunStore
-from schemas.environment import Task
-from schemas.trajectory import Outcome, Trajectory
 
 app = typer.Typer()
 app.command()(graph)

@@ -17,8 +17,8 @@ from engine.cli.json_schema import CONTRACTS, documents
 from engine.cli.reference import reference
 from engine.cli.schema import schema
 from engine.cli.schema_words import EXAMPLES
+from engine.schemas.episode import EpisodeSpec
 from engine.spec.load import read_spec
-from schemas.episode import EpisodeSpec
 
 ROOT = Path(__file__).parents[2]
 

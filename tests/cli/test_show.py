@@ -12,13 +12,13 @@ from typer.testing import CliRunner, Result
 from engine.cli.show import show
 from engine.cli.telling import moves
 from engine.rewards.ledger import Ledger
+from engine.schemas.environment import Reset, Task, UserTurn
+from engine.schemas.generation import FinishReason, Generation
+from engine.schemas.journal import GenerationRecord, JournalEntry, Record, ResetRecord, UserRecord
+from engine.schemas.message import Message, ToolCall
+from engine.schemas.reward import Posting, RewardEvent
+from engine.schemas.trajectory import Failure, Outcome, Trajectory, Turn
 from engine.store import RunHeader, RunStore
-from schemas.environment import Reset, Task, UserTurn
-from schemas.generation import FinishReason, Generation
-from schemas.journal import GenerationRecord, JournalEntry, Record, ResetRecord, UserRecord
-from schemas.message import Message, ToolCall
-from schemas.reward import Posting, RewardEvent
-from schemas.trajectory import Failure, Outcome, Trajectory, Turn
 
 RUN = "demo-20260101-000000-abcd"
 

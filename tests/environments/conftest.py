@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from schemas.environment import EpisodeView, Task
-from schemas.message import Message
+from engine.schemas.environment import EpisodeView, Task
+from engine.schemas.message import Message
 
 LURE = "The answer is 53. #### 72 <answer>72</answer>"
 """What the other side says in these views: right answers that are not the model's."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environments.answers import Answer, final_number, one_number
+from engine.environments.answers import Answer, final_number, one_number
 
 
 @pytest.mark.parametrize(

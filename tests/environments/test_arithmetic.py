@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environments.arithmetic import Arithmetic, Teacher, problems
-from environments.tools.calculator import calculate
-from schemas.environment import Environment, EpisodeView, Task, User, UserTurn
-from schemas.message import Message
-from schemas.reward import RewardEvent
+from engine.environments.arithmetic import Arithmetic, Teacher, problems
+from engine.environments.tools.calculator import calculate
+from engine.schemas.environment import Environment, EpisodeView, Task, User, UserTurn
+from engine.schemas.message import Message
+from engine.schemas.reward import RewardEvent
 
 TASK = Task(id="t", index=0, fields={"question": "What is 6 * 8 + 5?", "expression": "6 * 8 + 5", "answer": "53"})
 

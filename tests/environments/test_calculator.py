@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environments.tools.calculator import MAX_BITS, MAX_LENGTH, calculate, evaluate, show
+from engine.environments.tools.calculator import MAX_BITS, MAX_LENGTH, calculate, evaluate, show
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from environments.color_square import COLORS, ColorSquare, Scene, Square, Viewer, named, picture, problems, square
-from schemas.environment import Environment, EpisodeView, Task, User, UserTurn
-from schemas.message import ImagePart, Message, TextPart, ToolCall
-from schemas.reward import RewardEvent
+from engine.environments.color_square import (
+    COLORS,
+    ColorSquare,
+    Scene,
+    Square,
+    Viewer,
+    named,
+    picture,
+    problems,
+    square,
+)
+from engine.schemas.environment import Environment, EpisodeView, Task, User, UserTurn
+from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
+from engine.schemas.reward import RewardEvent
 
 View = Callable[..., EpisodeView]
 
@@ -167,7 +177,7 @@ def test_score_pays_a_last_answer_that_nobody_judged(view: View) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "task 't' has no field 'seed'; `environments.color_square:problems` makes whole ones"),
+        ({}, "task 't' has no field 'seed'; `engine.environments.color_square:problems` makes whole ones"),
         ({"seed": 1, "turns": 0}, "task 't': turns is 0; write a whole number from 1"),
         ({"seed": 1, "size": 4}, "task 't': size is 4; write a whole number from 8"),
         ({"seed": 1, "jitter": "x"}, "task 't': jitter is 'x'; write a whole number from 0"),

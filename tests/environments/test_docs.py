@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from engine.checks import check_spec
 from engine.cli.main import app
+from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.store.store import RunStore, find_run
-from schemas.trajectory import Trajectory
 
 GUIDE = Path(__file__).parents[2] / "docs" / "environments.md"
 BLOCK = re.compile(r"^```(?:python|yaml)\n# (\S+\.(?:py|yaml))\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -13,11 +13,11 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from environments.geo3k import Geo3k, Geo3kTool, Grader, Reminder, ask, gold_answer, problems
-from environments.geo3k_data import SHIPPED
-from schemas.environment import Environment, EpisodeView, Reset, Task, ToolReply, User, UserTurn
-from schemas.message import ImagePart, MalformedCall, Message, TextPart, ToolCall
-from schemas.reward import RewardEvent
+from engine.environments.geo3k import Geo3k, Geo3kTool, Grader, Reminder, ask, gold_answer, problems
+from engine.environments.geo3k_data import SHIPPED
+from engine.schemas.environment import Environment, EpisodeView, Reset, Task, ToolReply, User, UserTurn
+from engine.schemas.message import ImagePart, MalformedCall, Message, TextPart, ToolCall
+from engine.schemas.reward import RewardEvent
 
 View = Callable[..., EpisodeView]
 
@@ -56,7 +56,7 @@ def test_the_first_problem_is_read_whole() -> None:
         "chord of circle O. OB is perpendicular to CD. CD = 24. Find the length of OX. Give a numeric answer, rounded to "
         "two decimal places if it is not an integer."
     )
-    picture = str(SHIPPED.parent / "images" / "geo3k_2402.png")
+    picture = str((SHIPPED.parent / "images" / "geo3k_2402.png").resolve())
     assert ROWS[0] == {"id": "2402", "question": question, "images": [picture], "answer": "5", "tolerance": 0.01}
 
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import environments
-from environments.answers import one_number
-from environments.gsm8k import Calculation, Grader, Gsm8k, calculations, gold_answer
-from environments.tools.calculator import evaluate
-from schemas.environment import Environment, EpisodeView, Task, User, UserTurn
-from schemas.message import MalformedCall, Message, ToolCall
-from schemas.reward import RewardEvent
+from engine import environments
+from engine.environments.answers import one_number
+from engine.environments.gsm8k import Calculation, Grader, Gsm8k, calculations, gold_answer
+from engine.environments.tools.calculator import evaluate
+from engine.schemas.environment import Environment, EpisodeView, Task, User, UserTurn
+from engine.schemas.message import MalformedCall, Message, ToolCall
+from engine.schemas.reward import RewardEvent
 
 View = Callable[..., EpisodeView]
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from environments.math_answers import final_answer, read_number, same_number
+from engine.environments.math_answers import final_answer, read_number, same_number
 
 
 def value(text: str) -> float | None:
@@ -187,7 +187,7 @@ def test_threads_may_read_at_once() -> None:
 
 def test_importing_the_worlds_imports_no_math() -> None:
     code = (
-        "import sys, environments.geo3k, environments.color_square\n"
+        "import sys, engine.environments.geo3k, engine.environments.color_square\n"
         "print(sorted({'math_verify', 'sympy', 'PIL', 'pyarrow', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

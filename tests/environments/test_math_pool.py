@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from environments.math_pool import MathPool
-from environments.scorers import check_answer
+from engine.environments.math_pool import MathPool
+from engine.environments.scorers import check_answer
 
 ENDLESS = ["$9^{9^{9^9}}$", "\\boxed{" + "{" * 40 + "12" + "}" * 40 + "}", "$" + "(" * 30 + "1" + ")" * 30 + "$"]
 """One call of SymPy that nothing interrupts, and what the parser takes exponential time for."""

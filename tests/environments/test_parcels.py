@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from environments.parcels import GATES, Clerk, Office, problems
-from schemas.environment import Environment, EpisodeView, Task, User, UserTurn
-from schemas.reward import RewardEvent
+from engine.environments.parcels import GATES, Clerk, Office, problems
+from engine.schemas.environment import Environment, EpisodeView, Task, User, UserTurn
+from engine.schemas.reward import RewardEvent
 
 View = Callable[..., EpisodeView]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from environments.scorers import check_answer, math_verify
-from schemas.environment import EpisodeView, Task
-from schemas.reward import RewardEvent
+from engine.environments.scorers import check_answer, math_verify
+from engine.schemas.environment import EpisodeView, Task
+from engine.schemas.reward import RewardEvent
 
 View = Callable[..., EpisodeView]
 HALF = Task(id="h", index=0, fields={"question": "Half?", "answer": r"\frac{1}{2}"})

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from engine.checks import check_spec
 from engine.cli.main import app
 from engine.machine.presets import resolve_machine
+from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store.store import RunStore, find_run
-from schemas.trajectory import Trajectory
 
 SPECS = Path(__file__).parents[2] / "specs"
 QUICKSTART = SPECS / "quickstart.yaml"

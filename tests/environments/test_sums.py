@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environments.sums import Coach, problems
-from schemas.environment import EpisodeView, Task, User, UserTurn
-from schemas.reward import RewardEvent
+from engine.environments.sums import Coach, problems
+from engine.schemas.environment import EpisodeView, Task, User, UserTurn
+from engine.schemas.reward import RewardEvent
 
 View = Callable[..., EpisodeView]
 SUM = Task(id="sum", index=0, fields={"question": "7 + 8", "expression": "7 + 8", "answer": 15})

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from environments.users.attempts import SECOND_LOOK, WRONG, Attempts
-from environments.users.scripted import Scripted
-from schemas.environment import EpisodeView, Task, User, UserTurn
-from schemas.reward import RewardEvent
+from engine.environments.users.attempts import SECOND_LOOK, WRONG, Attempts
+from engine.environments.users.scripted import Scripted
+from engine.schemas.environment import EpisodeView, Task, User, UserTurn
+from engine.schemas.reward import RewardEvent
 
 View = Callable[..., EpisodeView]
 SUM = Task(id="t", index=0, fields={"question": "48 + 24?", "answer": "48 + 24 = <<48+24=72>>\n#### 72"})

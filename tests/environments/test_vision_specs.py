@@ -12,17 +12,17 @@ import yaml
 from typer.testing import CliRunner
 
 from engine.cli.main import app
+from engine.environments.color_square import COLORS, square
+from engine.environments.geo3k_data import SHIPPED
 from engine.rewards.credit import credit
 from engine.rewards.ledger import Ledger
+from engine.schemas.episode import TurnDiscountCredit
+from engine.schemas.message import ImagePart, Message, TextPart
+from engine.schemas.reward import RewardEvent
+from engine.schemas.trajectory import Branch, Trajectory
 from engine.spec.load import load_spec
 from engine.store.store import RunStore, find_run
 from engine.tokens.tiny_vlm import build
-from environments.color_square import COLORS, square
-from environments.geo3k_data import SHIPPED
-from schemas.episode import TurnDiscountCredit
-from schemas.message import ImagePart, Message, TextPart
-from schemas.reward import RewardEvent
-from schemas.trajectory import Branch, Trajectory
 
 SPECS = Path(__file__).parents[2] / "specs"
 COLOR_SQUARE, FEEDBACK, TOOL = (SPECS / f"{name}.yaml" for name in ("color_square", "geo3k_feedback", "geo3k_tool"))

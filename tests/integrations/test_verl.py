@@ -17,10 +17,10 @@ from engine.cli.import_ import import_app
 from engine.cli.main import app
 from engine.integrations.verl import Interactions, Prompt, interaction_class, name_of
 from engine.integrations.verl_config import spec_of
+from engine.schemas.environment import Environment, Task, User
+from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.store.store import RunStore, find_run
-from schemas.environment import Environment, Task, User
-from schemas.trajectory import Trajectory
 
 HERE = Path(__file__).parent
 PAIR = [

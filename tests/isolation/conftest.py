@@ -15,11 +15,11 @@ import yaml
 
 from engine.backends.base import open_backend
 from engine.runner.run import Runner
+from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore, find_run
 from engine.tokens.format import load_format
-from schemas.trajectory import Trajectory
 
 HERE = Path(__file__).parent
 SECONDS = 10

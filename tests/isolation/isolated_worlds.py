@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from schemas.environment import EpisodeView, Reset, Step, Task, ToolReply, UserTurn, action
-from schemas.message import Message
-from schemas.reward import RewardEvent
+from engine.schemas.environment import EpisodeView, Reset, Step, Task, ToolReply, UserTurn, action
+from engine.schemas.message import Message
+from engine.schemas.reward import RewardEvent
 
 LOADED = os.getpid()
 """The process that imported this module."""

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from engine.runner.suspects import APART, BY_ITSELF, GIVEN_UP, Suspects
+from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore, find_run
-from schemas.trajectory import Trajectory
 
 ROWS = [{"id": f"healthy-{index}"} for index in range(12)]
 BLAMES = {"environment": "environment", "tool": "tool", "counter": "tool", "user": "user", "scorer": "environment"}

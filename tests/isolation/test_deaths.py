@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from schemas.trajectory import Trajectory
+from engine.schemas.trajectory import Trajectory
 
 ROLES = ("environment", "tool", "counter", "user", "scorer", "step", "score", "action")
 BLAMES = {"tool": "tool", "counter": "tool", "user": "user", "action": "spec"}

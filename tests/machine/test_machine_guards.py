@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.errors import GuardError
 from engine.machine.guards import VARIABLES, Guard, guard_problems
-from schemas.episode import LimitsSpec
+from engine.schemas.episode import LimitsSpec
 
 
 def context(**changes: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 from engine.actions.events import ACTION_EVENTS, ALWAYS
 from engine.machine.guards import guard_problems
 from engine.machine.presets import PRESETS, ResolvedTransition, resolve_machine
-from schemas.episode import MachineSpec, StateSpec, TransitionSpec
+from engine.schemas.episode import MachineSpec, StateSpec, TransitionSpec
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.errors import LedgerError
 from engine.rewards.ledger import Ledger, SealedLedger, blame_of
-from schemas.reward import Posting, RewardEvent
+from engine.schemas.reward import Posting, RewardEvent
 
 
 def add(value: float, turn: Any = "last", **more: Any) -> RewardEvent:

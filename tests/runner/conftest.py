@@ -14,11 +14,11 @@ import yaml
 from engine.backends.base import open_backend
 from engine.made import checked
 from engine.runner.run import Runner, RunResult
+from engine.schemas.trajectory import Trajectory
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.tokens.format import ChatFormat, load_format
-from schemas.trajectory import Trajectory
 
 
 @dataclass

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from schemas.environment import EpisodeView, Reset, Task, ToolReply, UserTurn
-from schemas.message import Message, ToolCall
-from schemas.reward import RewardEvent
+from engine.schemas.environment import EpisodeView, Reset, Task, ToolReply, UserTurn
+from engine.schemas.message import Message, ToolCall
+from engine.schemas.reward import RewardEvent
 
 ANSWERS: dict[str, Any] = {}
 """Task id -> what is answered for it."""

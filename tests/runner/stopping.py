@@ -19,12 +19,12 @@ from engine.backends.base import open_backend
 from engine.errors import StoreError
 from engine.runner.replay import Replayer
 from engine.runner.run import Runner, RunResult
+from engine.schemas.trajectory import Trajectory
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore, list_runs
 from engine.store.writer import Writer
 from engine.tokens.format import ChatFormat, load_format
-from schemas.trajectory import Trajectory
 
 
 @contextmanager

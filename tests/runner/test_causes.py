@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.errors import FailingError
 from engine.runner.causes import FIRST, Cause, Verdict
-from schemas.trajectory import Failure
+from engine.schemas.trajectory import Failure
 
 CAUSES = [
     None,

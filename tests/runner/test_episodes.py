@@ -14,9 +14,9 @@ from engine.backends.base import open_backend
 from engine.episode import derive_seed
 from engine.runner.replay import Replayer, first_difference
 from engine.runner.run import Runner
+from engine.schemas.message import TextPart
 from engine.spec.tasks import load_tasks
 from engine.store import RunStore
-from schemas.message import TextPart
 
 ADD = {"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.runner.evaluate import bootstrap, compare, evaluate, pass_at_k, powers
-from schemas.generation import FinishReason
-from schemas.trajectory import Blame, Failure, Outcome, Trajectory, Turn
+from engine.schemas.generation import FinishReason
+from engine.schemas.trajectory import Blame, Failure, Outcome, Trajectory, Turn
 
 
 def episode(

@@ -12,10 +12,10 @@ import pytest
 from engine.errors import StoreError
 from engine.runner.replay import first_difference
 from engine.runner.rescore import Rescored, rescore
+from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.export import export_rows
-from schemas.trajectory import Trajectory
 
 FIRST = {"at": "AWAITING_USER_FEEDBACK", "op": "transfer", "from": "last", "to": "previous", "share": 0.5}
 SOLVED = {**FIRST, "when": "feedback.solved"}

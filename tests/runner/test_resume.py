@@ -14,8 +14,8 @@ import worlds_for_tests as worlds
 from endings import CASES, ONCE, ONE, filled
 from stopping import Resumed, content
 
+from engine.schemas.journal import JournalEntry
 from engine.store import RunHeader, RunStore, list_runs
-from schemas.journal import JournalEntry
 
 MOST_COMMITS = 60
 SIDE = ("an external tool", "the environment is external", "an external user")

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from schemas.environment import EpisodeView, Reset, Step, Task, ToolReply, UserTurn, action
-from schemas.message import Message
-from schemas.reward import RewardEvent
+from engine.schemas.environment import EpisodeView, Reset, Step, Task, ToolReply, UserTurn, action
+from engine.schemas.message import Message
+from engine.schemas.reward import RewardEvent
 
 CALLS: Counter[str] = Counter()
 """How often each thing was asked, since a test cleared it."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from schemas.environment import EpisodeView, Reset, Step, Task, UserTurn, action
-from schemas.message import Message
-from schemas.reward import RewardEvent
+from engine.schemas.environment import EpisodeView, Reset, Step, Task, UserTurn, action
+from engine.schemas.message import Message
+from engine.schemas.reward import RewardEvent
 
 ASKED: Counter[str] = Counter()
 """How often each was asked, since a test cleared it."""

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from schemas.environment import Reset, Step, ToolReply, UserTurn
-from schemas.episode import PromptMessage, RecoverSpec
-from schemas.message import ImagePart, Message, image_part
+from engine.schemas.environment import Reset, Step, ToolReply, UserTurn
+from engine.schemas.episode import PromptMessage, RecoverSpec
+from engine.schemas.message import ImagePart, Message, image_part
 
 
 def encoded(kind: str) -> bytes:

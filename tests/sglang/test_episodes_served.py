@@ -33,7 +33,7 @@ def write_spec(folder: Path, model: Path, backend: dict[str, Any], **changes: An
         "tasks": {"source": "inline", "rows": [{"id": f"t{n}", "answer": str(n)} for n in range(4)], "id": "id"},
         "prompt": [{"role": "user", "content": "What is {{id}} plus 25?"}],
         "user": {
-            "use": "environments.users.attempts:Attempts",
+            "use": "engine.environments.users.attempts:Attempts",
             "with": {"until": "counted", "attempts": 4, "wrong": "Again.", "grade": "exact"},
         },
         "machine": {

@@ -20,12 +20,12 @@ import yaml
 
 from engine.backends.base import open_backend
 from engine.runner.run import Runner
+from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.store.export import export_rows
 from engine.tokens.format import load_format
-from schemas.trajectory import Trajectory
 
 HERE = Path(__file__).parent
 STOPS = list(range(300, 400))

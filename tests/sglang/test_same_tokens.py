@@ -13,13 +13,13 @@ import pytest
 from engine.backends.openai import OpenAIBackend
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
+from engine.schemas.episode import LocalBackend as LocalSpec
+from engine.schemas.episode import ModelSpec
+from engine.schemas.episode import OpenAIBackend as OpenAISpec
+from engine.schemas.episode import SGLangBackend as Spec
+from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
+from engine.schemas.message import Message
 from engine.tokens.format import ChatFormat, load_format
-from schemas.episode import LocalBackend as LocalSpec
-from schemas.episode import ModelSpec
-from schemas.episode import OpenAIBackend as OpenAISpec
-from schemas.episode import SGLangBackend as Spec
-from schemas.generation import FinishReason, GenerateRequest, SamplingParams
-from schemas.message import Message
 
 GREEDY = SamplingParams(temperature=0.0)
 Running = Any

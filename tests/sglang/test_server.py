@@ -14,10 +14,10 @@ import pytest
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, ContextOverflow
+from engine.schemas.episode import ModelSpec
+from engine.schemas.episode import SGLangBackend as Spec
+from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
 from engine.tokens.format import ChatFormat, load_format
-from schemas.episode import ModelSpec
-from schemas.episode import SGLangBackend as Spec
-from schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
 
 Running = Any
 HOT = SamplingParams(temperature=1.0, ignore_eos=True)

@@ -16,10 +16,10 @@ import pytest
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
+from engine.schemas.episode import ModelSpec
+from engine.schemas.episode import SGLangBackend as Spec
+from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.tokens.format import ChatFormat, load_format
-from schemas.episode import ModelSpec
-from schemas.episode import SGLangBackend as Spec
-from schemas.generation import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.slow
 HOT = SamplingParams(temperature=1.0, ignore_eos=True)

@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, TrainError
+from engine.schemas.episode import EpisodeSpec, ModelSpec
+from engine.schemas.episode import SGLangBackend as Spec
+from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
+from engine.schemas.train import TrainSpec
 from engine.tokens.format import ChatFormat, load_format
 from engine.train.policy import Policy
 from engine.train.shared_tensors import Shelf, room
 from engine.train.sync import open_sync
 from engine.train.sync_sglang import _check
-from schemas.episode import EpisodeSpec, ModelSpec
-from schemas.episode import SGLangBackend as Spec
-from schemas.generation import GenerateRequest, Generation, SamplingParams
-from schemas.train import TrainSpec
 
 Running = Any
 HOT = SamplingParams(temperature=1.0, ignore_eos=True)

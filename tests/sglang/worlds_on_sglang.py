@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from engine.schemas.environment import EpisodeView, UserTurn
+from engine.schemas.message import ToolCall
+from engine.schemas.reward import RewardEvent
 from engine.tokens.toolcalls import ReadCalls
-from schemas.environment import EpisodeView, UserTurn
-from schemas.message import ToolCall
-from schemas.reward import RewardEvent
 
 
 class OddsAreCalls:

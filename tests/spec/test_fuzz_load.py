@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from engine.cli.validate import FORMATS
 from engine.cli.validate_examine import Options, examine
 from engine.cli.validate_report import as_text, pack, unpack
+from engine.schemas.episode import EpisodeSpec
+from engine.schemas.train import TrainSpec
 from engine.spec.load import read_spec
-from schemas.episode import EpisodeSpec
-from schemas.train import TrainSpec
 
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 SPEC = """\

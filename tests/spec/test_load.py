@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import SpecError
+from engine.schemas.episode import LimitsSpec, LocalBackend, ScriptedBackend
 from engine.spec.diagnostic import Origin
 from engine.spec.load import LoadedSpec, load_document, load_spec, read_spec
 from engine.spec.resolve import MAX_EXTENDS
-from schemas.episode import LimitsSpec, LocalBackend, ScriptedBackend
 
 GOOD = """\
 spec: episode/v1
@@ -74,7 +74,7 @@ backend:
 tasks: {source: jsonl}
 temperature: 1.0
 tools:
-  - environments.tools.calculator:calculate
+  - engine.environments.tools.calculator:calculate
   - {use: a:b, timout: 5s, with_: {}}
 machine:
   preset: toolz
@@ -106,8 +106,8 @@ user: x.y:Z
         "did you mean `float32`?",
         "s.yaml:8:9: error[spec.bad-value] `tasks`: `source: jsonl` needs `path`",
         "s.yaml:9:1: error[spec.unknown-key] `temperature` is no key of the spec; `temperature` belongs under `sampling`",
-        "s.yaml:11:5: error[spec.wrong-type] `tools[0]` must be a mapping; it is `environments.tools.calculator:calculate`; "
-        "write `{use: environments.tools.calculator:calculate}`",
+        "s.yaml:11:5: error[spec.wrong-type] `tools[0]` must be a mapping; it is `engine.environments.tools.calculator:calculate`; "
+        "write `{use: engine.environments.tools.calculator:calculate}`",
         "s.yaml:12:16: error[spec.unknown-key] `timout` is no key of `tools[1]`; did you mean `timeout`?",
         "s.yaml:12:28: error[spec.unknown-key] `with_` is no key of `tools[1]`; did you mean `with`?",
         "s.yaml:14:11: error[spec.bad-value] `machine.preset` must be one of single_turn, tools, tools_and_user, "

@@ -101,7 +101,7 @@ def test_modules_are_found_where_importing_finds_them() -> None:
     assert isinstance(read("textwrap:dedent"), ast.FunctionDef)
     assert isinstance(read("space.inner:World"), ast.ClassDef)
     assert isinstance(read("pack.inner:World.step"), ast.FunctionDef)
-    assert isinstance(read("environments.arithmetic:Arithmetic"), ast.ClassDef)
+    assert isinstance(read("engine.environments.arithmetic:Arithmetic"), ast.ClassDef)
     assert read("pack:inner") is None
     assert read("sys:path") is None  # it has no text
     assert {"space", "space.inner", "pack", "pack.inner"}.isdisjoint(sys.modules)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from engine.errors import SpecError
+from engine.schemas.environment import Task
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
-from schemas.environment import Task
 
 HEAD = "spec: episode/v1\nname: demo\nmodel: {path: m}\n"
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.schemas.message import ImagePart, TextPart
 from engine.spec.template import TemplateError, fields_of, fill, fill_words, has_field, texts_of
-from schemas.message import ImagePart, TextPart
 
 
 def test_strings_go_in_as_they_are_and_the_rest_as_json() -> None:

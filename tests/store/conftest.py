@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.schemas.environment import Reset, Task
+from engine.schemas.generation import FinishReason, Generation, VersionSpan
+from engine.schemas.journal import GenerationRecord, JournalEntry, ResetRecord, ToolsRecord
+from engine.schemas.message import Message, ToolCall, ToolResult
+from engine.schemas.reward import Posting
+from engine.schemas.trajectory import Branch, Outcome, Span, Trajectory, Turn
 from engine.store import RunHeader, RunStore
-from schemas.environment import Reset, Task
-from schemas.generation import FinishReason, Generation, VersionSpan
-from schemas.journal import GenerationRecord, JournalEntry, ResetRecord, ToolsRecord
-from schemas.message import Message, ToolCall, ToolResult
-from schemas.reward import Posting
-from schemas.trajectory import Branch, Outcome, Span, Trajectory, Turn
 
 
 def make_header(run_id: str = "run-20260101-000000-abcd", **changes: Any) -> RunHeader:

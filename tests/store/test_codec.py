@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import StoreError, WorldError
-from engine.store import codec
-from schemas.environment import Reset, Step, UserTurn
-from schemas.generation import FinishReason, Generation, VersionSpan
-from schemas.journal import (
+from engine.schemas.environment import Reset, Step, UserTurn
+from engine.schemas.generation import FinishReason, Generation, VersionSpan
+from engine.schemas.journal import (
     FailureRecord,
     GenerationRecord,
     JournalEntry,
@@ -27,9 +26,10 @@ from schemas.journal import (
     ToolsRecord,
     UserRecord,
 )
-from schemas.message import ImagePart, Message, TextPart, ToolResult
-from schemas.reward import RewardEvent
-from schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory
+from engine.schemas.message import ImagePart, Message, TextPart, ToolResult
+from engine.schemas.reward import RewardEvent
+from engine.schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory
+from engine.store import codec
 
 
 def through(record: Record, at: float = 1.5, seconds: float = 0.25) -> JournalEntry:

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from engine.cli.rows_reference import rows_reference
+from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
+from engine.schemas.reward import Posting
+from engine.schemas.trajectory import Failure, Outcome
 from engine.store import RunStore
 from engine.store.columns import MEANINGS
 from engine.store.export import export_rows, write_jsonl
 from engine.store.loader import read_rows
 from engine.store.parquet import describe_types, write_parquet
-from schemas.message import ImagePart, Message, TextPart, ToolCall
-from schemas.reward import Posting
-from schemas.trajectory import Failure, Outcome
 
 CALL = ToolCall(id="c", name="add", arguments={"a": 1, "deep": {"x": [1.5, None, "é"]}})
 

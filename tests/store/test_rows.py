@@ -12,14 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from engine.errors import StoreError
+from engine.schemas.episode import OutcomeCredit, TurnReturnCredit
+from engine.schemas.message import ImagePart, Message, TextPart
+from engine.schemas.reward import Posting
+from engine.schemas.trajectory import Failure, Outcome
 from engine.store import RunStore
 from engine.store.columns import outcome_row
 from engine.store.export import export_rows, write_jsonl
 from engine.store.parquet import write_parquet
-from schemas.episode import OutcomeCredit, TurnReturnCredit
-from schemas.message import ImagePart, Message, TextPart
-from schemas.reward import Posting
-from schemas.trajectory import Failure, Outcome
 
 OUTCOME = OutcomeCredit(baseline="mean", scale="none")
 

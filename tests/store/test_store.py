@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from engine.errors import StoreError, WorldError
+from engine.schemas.environment import UserTurn
+from engine.schemas.journal import JournalEntry, UserRecord
 from engine.store import RunStore
-from schemas.environment import UserTurn
-from schemas.journal import JournalEntry, UserRecord
 
 
 async def test_a_journal_comes_back_bit_equal_and_in_order(store: RunStore, maker: Any) -> None:

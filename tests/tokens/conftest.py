@@ -18,8 +18,8 @@ def tokenizer_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def formats(tokenizer_dirs: dict[str, Path]) -> Any:
     """`formats(template, **model)`: the chat format of one of TEMPLATES; made once for each combination."""
+    from engine.schemas.episode import ModelSpec
     from engine.tokens.format import ChatFormat, load_format
-    from schemas.episode import ModelSpec
 
     made: dict[str, ChatFormat] = {}
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError, RenderError
+from engine.schemas.episode import ModelSpec
+from engine.schemas.generation import FinishReason, Generation, VersionSpan
+from engine.schemas.message import Message, ToolCall
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat, load_format
 from engine.tokens.reading import ARGUMENTS, TOOL, written
 from engine.tokens.tape import Tape
-from schemas.episode import ModelSpec
-from schemas.generation import FinishReason, Generation, VersionSpan
-from schemas.message import Message, ToolCall
 
 SHIPPED = Path(__file__).parents[1] / "data" / "templates"
 SPECIAL = re.compile(

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RenderError
+from engine.schemas.episode import ModelSpec
 from engine.tokens.format import load_format
 from engine.tokens.proof import (
     ASSISTANT,
@@ -29,7 +30,6 @@ from engine.tokens.proof import (
 )
 from engine.tokens.template import TemplateFormat
 from engine.tokens.wrapper import make_wrapper
-from schemas.episode import ModelSpec
 
 Formats = Callable[..., TemplateFormat]
 

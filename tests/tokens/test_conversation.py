@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import BackendError, BridgeError, RenderError
+from engine.schemas.generation import FinishReason, Generation, VersionSpan
+from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
-from schemas.generation import FinishReason, Generation, VersionSpan
-from schemas.message import MalformedCall, Message, ToolCall
 
 Formats = Callable[..., ChatFormat]
 

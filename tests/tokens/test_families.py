@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RenderError
+from engine.schemas.episode import ModelSpec
+from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.conversation import Conversation
 from engine.tokens.families import FamilyFormat
 from engine.tokens.format import ChatFormat, load_format
 from engine.tokens.reading import TOOL
 from engine.tokens.template import TemplateFormat
-from schemas.episode import ModelSpec
-from schemas.message import MalformedCall, ToolCall
 
 Formats = Callable[..., ChatFormat]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import RenderError
+from engine.schemas.episode import ModelSpec
+from engine.schemas.message import ImagePart, Message, TextPart
 from engine.tokens.format import load_format
-from schemas.episode import ModelSpec
-from schemas.message import ImagePart, Message, TextPart
 
 
 def test_sizes_and_stop_tokens_come_from_the_models_files(tmp_path: Path, tokenizer_dirs: dict[str, Path]) -> None:

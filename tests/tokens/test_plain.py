@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.schemas.episode import ModelSpec
+from engine.schemas.message import Message
 from engine.tokens.format import load_format
 from engine.tokens.plain import PlainTokenizer, read_plain
 from engine.tokens.tokenizer import FastTokenizer
-from schemas.episode import ModelSpec
-from schemas.message import Message
 
 REAL = os.environ.get("EPISODE_ENGINE_TOKENIZERS", "")
 CHAT = [
@@ -86,7 +86,7 @@ def test_a_conversation_has_the_ids_of_apply_chat_template(tiny_tokenizer_dir: P
 def test_neither_transformers_nor_torch_is_imported(tiny_tokenizer_dir: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from engine.tokens.format import load_format;"
-        "from schemas.episode import ModelSpec; form = load_format(ModelSpec(path=sys.argv[1]), Path());"
+        "from engine.schemas.episode import ModelSpec; form = load_format(ModelSpec(path=sys.argv[1]), Path());"
         "form.encode('17 plus 25'); heavy = {'transformers', 'torch', 'renderers', 'openai'};"
         "print(sorted(heavy & set(sys.modules))); form.tokenizer.padding_side;"
         "print('transformers' in sys.modules)"

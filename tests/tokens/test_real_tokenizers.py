@@ -18,14 +18,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.schemas.episode import ModelSpec
+from engine.schemas.generation import FinishReason, Generation
+from engine.schemas.message import Message, ToolCall
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat, load_format
 from engine.tokens.proof import ASSISTANT, CALLS, REASONS, SYSTEM, TOOL, USER, prove
 from engine.tokens.template import TemplateFormat
 from engine.tokens.tokenizer import FastTokenizer
-from schemas.episode import ModelSpec
-from schemas.generation import FinishReason, Generation
-from schemas.message import Message, ToolCall
 
 FOLDER = os.environ.get("EPISODE_ENGINE_TOKENIZERS", "")
 pytestmark = [

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.schemas.generation import VersionSpan
+from engine.schemas.trajectory import Span
 from engine.tokens.tape import Tape, as_seen
-from schemas.generation import VersionSpan
-from schemas.trajectory import Span
 
 
 def test_everything_is_derived_from_spans() -> None:

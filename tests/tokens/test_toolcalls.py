@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import RenderError
+from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.toolcalls import call_parser
-from schemas.message import MalformedCall, ToolCall
 
 
 def schema(name: str, **types: str) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def test_content_is_what_stands_around_the_calls() -> None:
 def test_a_parser_of_your_own_is_named_by_entry_point(tmp_path: Path) -> None:
     (tmp_path / "shouting_calls.py").write_text(
         "from engine.tokens.toolcalls import ReadCalls\n"
-        "from schemas.message import ToolCall\n"
+        "from engine.schemas.message import ToolCall\n"
         "class Shout:\n"
         "    def parse(self, text, tools, prefix):\n"
         "        names = [word[:-1].lower() for word in text.split() if word.endswith('!')]\n"

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from engine.schemas.train import TrainSpec
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.distributed import Alone, Team, join
 from engine.train.learner import Learner
 from engine.train.policy import Policy
-from schemas.train import TrainSpec
 
 VOCABULARY = 101
 KINDS: dict[str, dict[str, Any]] = {

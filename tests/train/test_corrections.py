@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.schemas.train import CorrectionSpec, PpoLoss, ReinforceLoss, TrainSpec
 from engine.train.corrections import correct, effective_share, mismatch
 from engine.train.losses import objective
 from engine.train.tokens import Tokens
-from schemas.train import CorrectionSpec, PpoLoss, ReinforceLoss, TrainSpec
 
 RATIOS = [4.0, 1.0, 0.25, 2.0, 8.0, 1.0]
 """proximal / sampler of six tokens: rows of 4 and 2, turns of 2, 2 and 2."""

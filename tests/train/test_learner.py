@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from engine.errors import TrainError
+from engine.schemas.train import TrainSpec
 from engine.train.learner import RANDOM, Learner
 from engine.train.policy import Policy
-from schemas.train import TrainSpec
 
 
 def make_rows(groups: int = 3, samples: int = 4, seed: int = 0) -> list[dict[str, Any]]:

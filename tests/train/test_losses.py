@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from engine.schemas.train import LossSpec, TrainSpec
 from engine.train.losses import objective, policy_loss
 from engine.train.ratios import FLOOR, LIMIT
 from engine.train.shares import token_shares
 from engine.train.tally import Tally
 from engine.train.tokens import Tokens
-from schemas.train import LossSpec, TrainSpec
 
 KINDS = ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "reinforce", "ppo"]
 CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo", "ppo"]

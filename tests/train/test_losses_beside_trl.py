@@ -11,10 +11,10 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from engine.schemas.train import CorrectionSpec, KlSpec, LossSpec, TrainSpec
 from engine.train.losses import objective
 from engine.train.shares import token_shares
 from engine.train.tokens import Tokens
-from schemas.train import CorrectionSpec, KlSpec, LossSpec, TrainSpec
 
 pytestmark = pytest.mark.slow  # importing trl takes seconds
 

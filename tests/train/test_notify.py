@@ -16,9 +16,9 @@ import pytest
 import structlog
 
 from engine.errors import TrainError
+from engine.schemas.train import NotifySpec
 from engine.spec.entry import EntryError
 from engine.train.notify import Notifier, StallWatch
-from schemas.train import NotifySpec
 
 
 class Hook:

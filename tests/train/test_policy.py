@@ -12,12 +12,12 @@ from nets_for_tests import build, make_row, plain
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.errors import TrainError
+from engine.schemas.episode import ModelSpec
+from engine.schemas.train import TrainSpec
 from engine.tokens.loading import load as load_format
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
 from engine.train.verify import recompute
-from schemas.episode import ModelSpec
-from schemas.train import TrainSpec
 
 ROWS = [make_row([5, 3, 8, 8, 2, 9, *tail]) for tail in ([4, 4, 1], [7, 2], [4, 1, 3, 3])]
 LORA = {"rank": 3, "alpha": 6.0}

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import StoreError, TrainError
+from engine.schemas.environment import Task
+from engine.schemas.episode import EpisodeSpec
+from engine.schemas.reward import Posting
+from engine.schemas.train import TrainSpec
+from engine.schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory, Turn
 from engine.train.batches import Batch, Group, RowMaker, normalised
 from engine.train.rollouts import Rollouts, TaskOrder
-from schemas.environment import Task
-from schemas.episode import EpisodeSpec
-from schemas.reward import Posting
-from schemas.train import TrainSpec
-from schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory, Turn
 
 TASKS = [Task(id=f"t{number}", index=number, fields={}) for number in range(5)]
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import TrainError
-from engine.train.shares import token_shares
-from schemas.train import (
+from engine.schemas.train import (
     BnpoLoss,
     CispoLoss,
     DapoLoss,
@@ -24,6 +23,7 @@ from schemas.train import (
     ReinforceLoss,
     SapoLoss,
 )
+from engine.train.shares import token_shares
 
 LENGTHS = [3, 1, 4, 0]
 EPISODES = ["a", "a", "b", "c"]

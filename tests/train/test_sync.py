@@ -18,15 +18,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.backends.local import LocalBackend
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
+from engine.schemas.episode import EpisodeSpec, ModelSpec
+from engine.schemas.episode import LocalBackend as LocalSpec
+from engine.schemas.episode import SGLangBackend as SGLangSpec
+from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
+from engine.schemas.train import TrainSpec
 from engine.tokens.format import load_format
 from engine.train.policy import Policy
 from engine.train.shared_tensors import Shelf, buckets, room
 from engine.train.sync import open_sync
-from schemas.episode import EpisodeSpec, ModelSpec
-from schemas.episode import LocalBackend as LocalSpec
-from schemas.episode import SGLangBackend as SGLangSpec
-from schemas.generation import GenerateRequest, Generation, SamplingParams
-from schemas.train import TrainSpec
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 

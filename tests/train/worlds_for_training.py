@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from schemas.environment import EpisodeView, UserTurn
-from schemas.reward import RewardEvent
+from engine.schemas.environment import EpisodeView, UserTurn
+from engine.schemas.reward import RewardEvent
 
 GATE = threading.Event()
 GATE.set()

@@ -13,12 +13,12 @@ import yaml
 
 from engine.backends.base import Backend, open_backend
 from engine.runner.run import Runner, RunResult
+from engine.schemas.trajectory import Trajectory
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.tokens.format import ChatFormat, load_format
 from engine.tokens.vision import Vision
-from schemas.trajectory import Trajectory
 
 
 @dataclass

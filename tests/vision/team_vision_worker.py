@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from engine.schemas.episode import ModelSpec
+from engine.schemas.train import TrainSpec
 from engine.store.loader import beside, read_rows
 from engine.tokens.format import load_format
 from engine.train.distributed import Team, join
 from engine.train.learner import Learner
 from engine.train.policy import Policy
-from schemas.episode import ModelSpec
-from schemas.train import TrainSpec
 
 
 def told_by(team: Team, model: Path, path: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]] | None:

@@ -11,13 +11,13 @@ from test_vision_episodes import GALLERY
 from transformers import AutoModelForImageTextToText
 
 from engine.errors import TrainError
+from engine.schemas.train import TrainSpec
 from engine.store.export import export_rows, write_jsonl
 from engine.store.loader import beside, collate, forward_inputs, read_rows, vision_of, with_image_files
 from engine.tokens.vision import Vision
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
 from engine.train.verify import recompute
-from schemas.train import TrainSpec
 
 
 def open_policy(folder: Path, vision: Vision | None, **spec: Any) -> Policy:

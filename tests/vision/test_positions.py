@@ -11,10 +11,10 @@ from test_policy_vision import gallery_rows, open_policy
 from transformers import AutoModelForImageTextToText
 
 from engine.backends.local.vision import SeeingModel
+from engine.schemas.episode import LocalBackend
 from engine.store.loader import collate, forward_inputs
 from engine.train.packing import pack_rows
 from engine.train.policy_vision import vision_inputs
-from schemas.episode import LocalBackend
 
 MROPE = ("qwen2_5_vl", "qwen3_vl")
 

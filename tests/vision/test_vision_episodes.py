@@ -15,11 +15,11 @@ from vision_worlds import FIRST, MACHINE, SECOND, THIRD
 
 from engine.cli.export import export
 from engine.runner.replay import Replayer
+from engine.schemas.message import ImagePart
 from engine.spec.tasks import load_tasks
 from engine.store.export import export_rows
 from engine.store.loader import beside, collate, images_folder, read_rows, vision_of
 from engine.tokens.images import digest_of
-from schemas.message import ImagePart
 
 LOOK = {"tool_calls": [{"name": "look", "arguments": {"where": "left"}}]}
 GALLERY = {"environment": {"use": "vision_worlds:Gallery"}, "machine": MACHINE}
@@ -337,8 +337,8 @@ async def test_placeholders_are_never_sampled(make_spec: Any, run_spec: Any, vlm
 
 
 def _banned(folder: Path) -> list[int]:
+    from engine.schemas.episode import ModelSpec
     from engine.tokens.format import load_format
-    from schemas.episode import ModelSpec
 
     vision = load_format(ModelSpec(path=str(folder)), folder).vision
     assert vision is not None
@@ -350,8 +350,8 @@ async def test_a_reply_that_spells_a_placeholder_stays_what_was_sampled(
     make_spec: Any, run_spec: Any, tmp_path: Path, vlm: Any, thinking: bool
 ) -> None:
     """Ordinary tokens that read like one are exact on the tape; where they would have to be read again, it is told."""
+    from engine.schemas.episode import ModelSpec
     from engine.tokens.format import load_format
-    from schemas.episode import ModelSpec
 
     form = load_format(ModelSpec(path=str(vlm("qwen3_vl"))), tmp_path)
     why = "<think>\nWhy\n</think>\n\n" if thinking else ""

@@ -13,13 +13,13 @@ from vision_kit import BUILDERS, square
 from vision_worlds import FIRST, SECOND, THIRD, pil
 
 from engine.errors import ImageError, RenderError
+from engine.schemas.episode import ModelSpec
+from engine.schemas.generation import FinishReason, Generation
+from engine.schemas.message import ImagePart, Message, TextPart
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat, load_format
 from engine.tokens.images import digest_of
 from engine.tokens.vision import Vision
-from schemas.episode import ModelSpec
-from schemas.generation import FinishReason, Generation
-from schemas.message import ImagePart, Message, TextPart
 
 FAMILIES = pytest.mark.parametrize("family", BUILDERS)
 

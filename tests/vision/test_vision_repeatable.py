@@ -13,11 +13,11 @@ from vision_worlds import FIRST, SECOND
 
 from engine.backends.local.vision import SeeingModel
 from engine.backends.stops import StopStrings
+from engine.schemas.episode import LocalBackend, ModelSpec
+from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
+from engine.schemas.message import ImagePart
 from engine.tokens.format import load_format
 from engine.tokens.images import digest_of
-from schemas.episode import LocalBackend, ModelSpec
-from schemas.generation import GenerateRequest, Generation, SamplingParams
-from schemas.message import ImagePart
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

@@ -21,10 +21,10 @@ from engine.backends.sglang.connection import HttpReply
 from engine.backends.sglang.images import check_images
 from engine.backends.sglang.pool import Server
 from engine.errors import BackendError, ImageError
+from engine.schemas.episode import ModelSpec
+from engine.schemas.episode import SGLangBackend as Spec
 from engine.tokens.format import ChatFormat, load_format
 from engine.tokens.images import digest_of
-from schemas.episode import ModelSpec
-from schemas.episode import SGLangBackend as Spec
 
 QWEN = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 

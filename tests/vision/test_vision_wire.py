@@ -13,12 +13,12 @@ from vision_worlds import FIRST, SECOND, pil
 
 from engine.backends.sglang.wire import Encoder
 from engine.errors import BackendError
+from engine.schemas.episode import ModelSpec
+from engine.schemas.generation import GenerateRequest, SamplingParams
+from engine.schemas.message import ImagePart
 from engine.tokens.format import load_format
 from engine.tokens.images import digest_of
 from engine.tokens.vision import Vision
-from schemas.episode import ModelSpec
-from schemas.generation import GenerateRequest, SamplingParams
-from schemas.message import ImagePart
 
 
 @pytest.fixture
@@ -83,8 +83,8 @@ def test_an_openai_endpoint_is_shown_images_of_the_run_store_as_urls(
     vlm: Callable[[str], Path], vision: Vision
 ) -> None:
     from engine.backends.openai import OpenAIBackend
-    from schemas.episode import OpenAIBackend as OpenAISpec
-    from schemas.message import Message, TextPart
+    from engine.schemas.episode import OpenAIBackend as OpenAISpec
+    from engine.schemas.message import Message, TextPart
 
     form = load_format(ModelSpec(path=str(vlm("qwen2_5_vl"))), Path())
     form.vision = vision

@@ -9,8 +9,8 @@ from typing import Any
 from PIL import Image
 from vision_kit import square
 
-from schemas.environment import EpisodeView, Reset, Step, Task, ToolReply, UserTurn
-from schemas.message import ImagePart, Message, TextPart, image_part
+from engine.schemas.environment import EpisodeView, Reset, Step, Task, ToolReply, UserTurn
+from engine.schemas.message import ImagePart, Message, TextPart, image_part
 
 FIRST = square("red")
 SECOND = square("blue", 96, 64)

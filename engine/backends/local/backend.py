@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.backends.base import refuse_parameters
 from engine.backends.stops import StopStrings
 from engine.errors import BackendError, ContextOverflow
-from schemas.generation import GenerateRequest, Generation
+from engine.schemas.generation import GenerateRequest, Generation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from engine.backends.local.load import PackedModel
     from engine.backends.local.rows import RowTable
     from engine.backends.local.worker import Worker
+    from engine.schemas.episode import LocalBackend as LocalSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
-    from schemas.episode import LocalBackend as LocalSpec
 
 UNSUPPORTED = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params")
 """Parameters that only SGLang has."""

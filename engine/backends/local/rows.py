@@ -20,7 +20,7 @@ import numpy as np
 from engine.backends.local.kv import KVRows, Stash
 from engine.backends.local.sampler import SamplingState
 from engine.backends.stops import StopStrings
-from schemas.generation import GenerateRequest, Generation, VersionSpan
+from engine.schemas.generation import GenerateRequest, Generation, VersionSpan
 
 WORTH_WAITING = 64
 """A request waits for a prefix that another one is computing if that saves it so many tokens."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from schemas.generation import GenerateRequest
+from engine.schemas.generation import GenerateRequest
 
 BLOCK = 256
 """Tokens of the vocabulary summed at once when a distribution is inverted."""

@@ -23,15 +23,15 @@ from engine.backends.base import refuse_parameters
 from engine.backends.local.backend import UNSUPPORTED, LocalBackend
 from engine.backends.stops import StopStrings
 from engine.errors import BackendError
-from schemas.generation import FinishReason, GenerateRequest, Generation, VersionSpan
+from engine.schemas.generation import FinishReason, GenerateRequest, Generation, VersionSpan
 
 if TYPE_CHECKING:
     import torch
 
+    from engine.schemas.episode import LocalBackend as LocalSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
     from engine.tokens.vision import Vision
-    from schemas.episode import LocalBackend as LocalSpec
 
 
 class VisionBackend(LocalBackend):

@@ -27,7 +27,7 @@ from engine.backends.local.load import PackedModel
 from engine.backends.local.rows import Row, RowTable, Ticket
 from engine.backends.local.sampler import sample, sample_each
 from engine.errors import BackendError
-from schemas.generation import FinishReason, Generation
+from engine.schemas.generation import FinishReason, Generation
 
 log = structlog.get_logger(__name__)
 

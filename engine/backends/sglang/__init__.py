@@ -20,9 +20,9 @@ from engine.masking import remember
 
 if TYPE_CHECKING:
     from engine.backends.sglang.client import SGLangBackend
+    from engine.schemas.episode import SGLangBackend as SGLangSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
-    from schemas.episode import SGLangBackend as SGLangSpec
 
 __all__ = ["open_sglang", "read_key"]
 

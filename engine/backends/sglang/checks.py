@@ -21,12 +21,12 @@ from engine.backends.sglang.images import check_images
 from engine.backends.sglang.pool import Server, error_text
 from engine.backends.sglang.wire import Encoder, ReplyError, decode, sampling_fields
 from engine.errors import BackendError, OutageError
-from schemas.generation import GenerateRequest, SamplingParams
+from engine.schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from engine.backends.sglang.client import SGLangBackend
+    from engine.schemas.episode import SGLangBackend as SGLangSpec
     from engine.tokens.format import ChatFormat
-    from schemas.episode import SGLangBackend as SGLangSpec
 
 log = structlog.get_logger(__name__)
 

@@ -28,12 +28,12 @@ from engine.backends.sglang.resume import can_resume, clean_cut, cut, join
 from engine.backends.sglang.wire import Encoder, Outgoing, Part, PromptMismatch, ReplyError, decode
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
-from schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams, VersionSpan
+from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
     from engine.backends.sglang.control import Control
+    from engine.schemas.episode import SGLangBackend as SGLangSpec
     from engine.tokens.format import ChatFormat
-    from schemas.episode import SGLangBackend as SGLangSpec
 
 log = structlog.get_logger(__name__)
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from engine.backends.sglang.pool import ImageFacts, Server, error_text
 from engine.errors import BackendError
+from engine.schemas.message import ImagePart, Message, TextPart
 from engine.tokens.conversation import Conversation
 from engine.tokens.images import digest_of
-from schemas.message import ImagePart, Message, TextPart
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from engine.backends.sglang.wire import Part
 from engine.made import maker
-from schemas.generation import FinishReason, Generation, SamplingParams, VersionSpan
+from engine.schemas.generation import FinishReason, Generation, SamplingParams, VersionSpan
 
 _make_generation = maker(Generation)
 

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from engine.errors import BackendError
-from schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
+from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
     from engine.tokens.vision import Vision

@@ -9,8 +9,8 @@ import numpy as np
 
 from engine.errors import LedgerError
 from engine.rewards.credit.base import Member, Values
+from engine.schemas.episode import EntryCredit
 from engine.spec.entry import load_entry
-from schemas.episode import EntryCredit
 
 
 def own(spec: EntryCredit, group: Sequence[Member], base: Path | None = None) -> list[Values]:

@@ -8,9 +8,9 @@ import numpy as np
 
 from engine.rewards.credit import Member, credit
 from engine.rewards.ledger import Ledger, SealedLedger
-from schemas.episode import read_credit
-from schemas.reward import RewardEvent
-from schemas.trajectory import Branch
+from engine.schemas.episode import read_credit
+from engine.schemas.reward import RewardEvent
+from engine.schemas.trajectory import Branch
 
 
 def sealed(*rewards: float | dict[str, float]) -> SealedLedger:

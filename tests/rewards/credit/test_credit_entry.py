@@ -9,8 +9,8 @@ from credit_kit import sealed
 
 from engine.errors import LedgerError
 from engine.rewards.credit import credit
+from engine.schemas.episode import EntryCredit
 from engine.spec.entry import EntryError
-from schemas.episode import EntryCredit
 
 HERE = Path(__file__).parent
 GROUP = [sealed(1.0, 2.0), sealed(3.0)]
