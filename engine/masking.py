@@ -4,9 +4,9 @@
     mask("refused: sk-1234567890")                                    # "refused: ${API_KEY}"
     mask_credentials("http://me:pass@host: Bearer abcdefghijk")       # "http://me:***@host: Bearer ***"
 
-A process remembers the values of environment variables that a spec fills into a `with`, of those whose names say that
-they are secret, and of the API keys that backends use. Values of fewer than `SHORTEST` characters are not masked: they
-occur in ordinary text.
+A process remembers the values of environment variables whose names say that they are secret, of other variables that a
+spec fills into a `with`, and of the API keys that backends use. Values that occur in ordinary text are not masked: those of
+fewer than `SHORTEST` characters and, where the name says nothing, paths that exist, words and short numbers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 SHORTEST = 6
 """Characters of a value that is masked."""
 
-_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|WEBHOOK|DSN|PRIVATE", re.IGNORECASE)
+_NAMES = re.compile(
+    r"(?:^|_|(?<=_)API)(?:APIKEY|KEYS?|TOKENS?|SECRETS?|PASS(?:WORD|WD|PHRASE)?|CREDENTIALS?|AUTH|WEBHOOK|DSN)(?:\d*$|_)|_PWD$",
+    re.IGNORECASE,
+)
 _USER_INFO = re.compile(r"(://[^\s/:@?#]*):[^\s/@]+@")
 _CREDENTIALS = (
     (_USER_INFO, r"\1:***@"),
@@ -54,6 +58,21 @@ def remember(name: str, value: str) -> None:
 def is_secret(name: str, value: str) -> bool:
     """Whether a variable is taken for a secret wherever it is used: by its name, or because it is a URL with a password."""
     return _NAMES.search(name) is not None or _USER_INFO.search(value) is not None
+
+
+def remember_variable(name: str, value: str) -> None:
+    """`remember`, unless the value is an ordinary one and the name does not say that it is secret."""
+    if is_secret(name, value) or not _is_ordinary(value):
+        remember(name, value)
+
+
+def _is_ordinary(value: str) -> bool:
+    if value.isascii() and ((value.isalpha() and value.islower()) or (value.isdigit() and len(value) < 9)):
+        return True
+    try:
+        return Path(value).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
 
 
 def mask(text: str) -> str:

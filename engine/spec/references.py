@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import StoreError
-from engine.masking import is_secret, mask_values, remember
+from engine.masking import is_secret, mask_values, remember_variable
 from engine.spec.diagnostic import DataPath, show_path
 from engine.spec.scalars import read_scalar
 
@@ -59,7 +59,7 @@ def remember_secrets(references: Mapping[DataPath, str]) -> None:
     for path, text in references.items():
         if kept_by_reference(path, text):
             for name in names_in(text):
-                remember(name, os.environ.get(name, ""))
+                remember_variable(name, os.environ.get(name, ""))
 
 
 def digests(texts: Sequence[str], salt: str) -> dict[str, str]:
@@ -115,7 +115,7 @@ def filled(
             )
         if bad is None and value_at(document, reference.path) is not MISSING:
             for name in names:
-                remember(name, os.environ.get(name, ""))
+                remember_variable(name, os.environ.get(name, ""))
             document = _put(document, reference.path, _filled(reference))
     return document
 

@@ -175,6 +175,22 @@ def test_credentials_of_known_forms_are_masked_in_errors(text: str, shown: str) 
 def test_short_values_and_ordinary_names_are_left_alone() -> None:
     masking.remember("API_KEY", "1")
     assert masking.mask("1 + 1") == "1 + 1"
-    assert masking.is_secret("OPENAI_API_KEY", "x")
-    assert masking.is_secret("ENDPOINT", "https://a:b@c")
-    assert not masking.is_secret("MODEL_DIR", "/models")
+    for name, value in {"ROOT": str(Path(__file__).parent), "HOST": "localhost", "COUNT": "100000"}.items():
+        masking.remember_variable(name, value)
+        assert masking.mask(value) == value
+    masking.remember_variable("DB_PASSWORD", "correcthorse")
+    masking.remember_variable("ACCOUNT", "a8f0-b7c1")
+    assert masking.mask("correcthorse a8f0-b7c1") == "${DB_PASSWORD} ${ACCOUNT}"
+
+
+@pytest.mark.parametrize(
+    "name", ["OPENAI_API_KEY", "KEY", "apikey", "HF_TOKEN", "TOKEN_2", "AWS_SECRET_ACCESS_KEY", "DB_PASS", "DB_PWD", "SENTRY_DSN"]
+)  # fmt: skip
+def test_a_name_says_that_a_value_is_secret(name: str) -> None:
+    assert masking.is_secret(name, "x")
+
+
+@pytest.mark.parametrize("name", ["MODEL_DIR", "TOKENIZER_PATH", "PWD", "MONKEY", "AUTHOR", "PASSAGES", "HOME"])
+def test_an_ordinary_name_says_nothing(name: str) -> None:
+    assert not masking.is_secret(name, "/models")
+    assert masking.is_secret(name, "https://me:password@host")
