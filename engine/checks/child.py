@@ -211,6 +211,33 @@ def _prepare(group: bool, memory: int, output: int, keep: tuple[int, int]) -> No
             resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
+_REFUSED = (
+    "socket.connect",
+    "socket.bind",
+    "socket.getaddrinfo",
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+)
+_refusing: list[bool] = []
+"""Not empty where this process does: an audit hook cannot be removed."""
+
+
+def refuse_outside() -> None:
+    """Let this process neither use the network nor start a program, whatever is called in it later."""
+
+    if _refusing:
+        return
+    _refusing.append(True)
+
+    def refuse(event: str, arguments: tuple[object, ...]) -> None:
+        if event in _REFUSED:
+            raise PermissionError(f"{event} is refused while a spec is checked without its code")
+
+    sys.addaudithook(refuse)
+
+
 def _data() -> int:
     """Bytes of data that this process has; 0 where that cannot be told."""
     with contextlib.suppress(OSError, ValueError, IndexError):

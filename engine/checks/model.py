@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from engine.checks.child import ChildError
 from engine.checks.context import UNBOUNDED, CheckContext
 from engine.checks.model_files import ModelFiles, model_files, read_bytes
 from engine.checks.registry import Finding, rule
@@ -186,7 +187,12 @@ def prompt_too_long(ctx: CheckContext) -> Iterator[Finding]:
     for number, messages in _openings(ctx):
         if sum(len(message["content"].encode()) + 16 for message in messages) <= room:
             continue  # a token is at least one byte
-        tokens = _tokens_of(ctx, files, messages)
+        try:
+            tokens = _tokens_of(ctx, files, messages)
+        except ChildError as error:
+            message = f"the prompt of row {number} cannot be rendered: {error}"
+            yield Finding(message, ("prompt",), "give another `model.chat_template`")
+            return
         if tokens is not None and tokens > room:
             named = {"limits.episode_tokens": ("limits", "episode_tokens"), "model.context": ("model", "context")}
             turn = f"with a turn of {min(sampled, ctx.spec.limits.turn_tokens)}"
@@ -232,7 +238,12 @@ def _tokens_of(ctx: CheckContext, files: ModelFiles, messages: list[View]) -> in
     if tokenizer is None:
         return None
     ctx.work.spend(len(text) * CHARACTER)
-    return len(tokenizer.encode(text, add_special_tokens=False).ids)
+    try:
+        return len(tokenizer.encode(text, add_special_tokens=False).ids)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust: it is no Exception
+            raise
+        raise ChildError(f"its tokenizer fails: {error}") from None
 
 
 @lru_cache(maxsize=4)

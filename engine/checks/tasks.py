@@ -70,9 +70,7 @@ def videos(ctx: CheckContext) -> Iterator[Finding]:
         if tasks.source == "parquet":
             import pyarrow.parquet
 
-            file = task_file(ctx.loaded)
-            first = sorted(file.glob("*.parquet"))[0] if file.is_dir() else file
-            fields = dict.fromkeys(pyarrow.parquet.read_schema(first).names, True)
+            fields = dict.fromkeys(pyarrow.parquet.read_schema(parquet_files(ctx.loaded)[0]).names, True)
         elif tasks.source in ("jsonl", "inline"):
             fields = next((dict(task_of(row, 0, tasks, ctx.loaded).fields) for row in rows_of(ctx.loaded, 1)), {})
         else:

@@ -65,16 +65,17 @@ def shown(source: str, variables: Mapping[str, Any], *, trusted: bool) -> Shown 
 
 
 def rendered(source: str, variables: Mapping[str, Any], messages: Sequence[View], *, trusted: bool) -> str | None:
-    """A conversation as the template writes it, up to the reply; None where it cannot."""
+    """A conversation as the template writes it, up to the reply; None where it refuses.
+
+    Raises:
+        ChildError: it does not end, or takes too much memory.
+    """
     known = shown(source, variables, trusted=trusted)
     if known is None or known.problem is not None:
         return None
     if trusted or not can_fork():
         return _render(source, variables, messages)
-    try:
-        return _ask({"source": source, "variables": variables, "messages": messages})["text"]  # type: ignore[no-any-return]
-    except ChildError:
-        return None
+    return _ask({"source": source, "variables": variables, "messages": messages})["text"]  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=64)

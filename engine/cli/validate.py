@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from engine.cli.validate_report import UNREADABLE, Report, as_json, as_text, one_line
+from engine.cli.validate_report import UNREADABLE, Report, as_json, as_text
 from engine.spec.access import Access
 from engine.terminal import echo
 
@@ -116,8 +116,8 @@ def validate(
     folders = tuple(allowed or ())
     options = Options(tuple(overrides or ()), worst, most, imports, folders, timeout)
     reports, printed = examine_all(list(find_specs(specs, folders)), options)
-    for line in printed.splitlines():
-        echo(f"imported code: {one_line(line)}", err=True)
+    for line in printed:
+        echo(line, err=True)
     if not reports:
         echo(f"no specs under {', '.join(map(str, specs))}", err=True)
         raise typer.Exit(UNREADABLE)

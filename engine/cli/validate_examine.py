@@ -14,12 +14,12 @@ from pathlib import Path
 
 from engine.checks import all_rules
 from engine.checks.budget import over_budget
-from engine.checks.child import Child, ChildError, can_fork
+from engine.checks.child import Child, ChildError, can_fork, refuse_outside
 from engine.checks.context import CheckContext
 from engine.checks.registry import check_rules, in_order
 from engine.checks.templates import close_child, set_deadline
 from engine.checks.worst_case import worst_case
-from engine.cli.validate_report import Report, excerpts_of, pack, unpack
+from engine.cli.validate_report import Report, excerpts_of, one_line, pack, unpack
 from engine.cli.validate_scenarios import is_scenarios, scenario_problems
 from engine.spec.access import Access
 from engine.spec.diagnostic import Diagnostic, Origin
@@ -30,7 +30,7 @@ SECONDS = 60.0
 """What one spec may take."""
 MEMORY = 4 * 2**30
 """Bytes that examining a spec may fill."""
-CODE_MEMORY = 16 * 2**30
+CODE_MEMORY = 8 * 2**30
 """Bytes that the code of a spec may fill while it is imported."""
 STOPPED = "check.stopped"
 """The id of what says that a spec was not examined whole."""
@@ -90,23 +90,24 @@ def _report(report: Report, sources: Mapping[str, str], access: Access) -> Repor
     return replace(report, excerpts=excerpts_of(report.diagnostics, sources, access))
 
 
-def examine_all(paths: Sequence[Path], options: Options) -> tuple[list[Report], str]:
+def examine_all(paths: Sequence[Path], options: Options) -> tuple[list[Report], list[str]]:
     """Examine specs in child processes.
 
     Returns:
-        The reports, and what imported code printed.
+        The reports, and lines that imported code and parsers printed, each with who printed it.
     """
     if not can_fork():
         try:
-            return [examine(path, replace(options, imports=False)) for path in paths], ""
+            return [examine(path, replace(options, imports=False)) for path in paths], []
         finally:
             close_child()
     all_rules()  # imported once, before the children are
     examiner = _Examiner(options)
     try:
-        return [examiner.examine(path) for path in paths], "".join(examiner.printed)
+        reports = [examiner.examine(path) for path in paths]
     finally:
         examiner.close()
+    return reports, examiner.printed
 
 
 class _Examiner:
@@ -134,13 +135,13 @@ class _Examiner:
                 str(path), self._child.ask(str(path).encode("utf-8", "surrogateescape"), self.options.seconds)
             )
         except ChildError as error:
-            self._child = None
+            self.close()
             return _failed(
                 path, STOPPED, f"this spec could not be examined whole: {error}", "make it smaller or simpler"
             )
 
     def _with_code(self, path: Path, static: Report, seconds: float) -> Report:
-        child = _child(self.options, CODE_MEMORY, capture=True)
+        child = _child(self.options, CODE_MEMORY)
         try:
             found = unpack(str(path), child.ask(str(path).encode("utf-8", "surrogateescape"), max(seconds, 0.1)))
             return _both(static, found)
@@ -153,17 +154,23 @@ class _Examiner:
                 excerpts=[*static.excerpts, *failed.excerpts],
             )
         finally:
-            child.close()
-            self.printed.append(child.printed.decode("utf-8", "replace"))
+            self._end(child, "imported code")
 
     def close(self) -> None:
         """End the child."""
         if self._child is not None:
-            self._child.close()
+            self._end(self._child, "while checking")
+            self._child = None
+
+    def _end(self, child: Child, who: str) -> None:
+        child.close()
+        self.printed += [f"{who}: {one_line(line)}" for line in child.printed.decode("utf-8", "replace").splitlines()]
 
 
-def _child(options: Options, memory: int, *, capture: bool = False) -> Child:
+def _child(options: Options, memory: int) -> Child:
     def answer(request: bytes, doing: Callable[[str], None]) -> bytes:
+        if not options.imports:
+            refuse_outside()
         path = Path(request.decode("utf-8", "surrogateescape"))
         try:
             return pack(examine(path, options, lambda rule: doing(f"at the rule `{rule}`")))
@@ -172,7 +179,7 @@ def _child(options: Options, memory: int, *, capture: bool = False) -> Child:
         except RecursionError:
             return pack(_failed(path, STOPPED, "something in this spec is nested too deep", "flatten it"))
 
-    return Child(answer, memory=memory, capture=capture)
+    return Child(answer, memory=memory, capture=True)
 
 
 def _failed(path: Path, rule: str, message: str, fix: str) -> Report:

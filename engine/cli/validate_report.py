@@ -195,7 +195,9 @@ def _summary(reports: Sequence[Report]) -> str:
 
 def skipped_words(count: int) -> str:
     """How many checks were not made, as the summary says it; empty where all were."""
-    return f"{count} check{'s' if count != 1 else ''} skipped: they need --import" if count else ""
+    if count == 1:
+        return "1 check skipped: it needs --import"
+    return f"{count} checks skipped: they need --import" if count else ""
 
 
 def _block(item: Diagnostic, excerpt: Excerpt | None) -> str:

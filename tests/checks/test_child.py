@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checks.child import Child, ChildError
+from engine.checks.child import Child, ChildError, refuse_outside
 
 SPACE = 4 * 2**30
 Doing = Callable[[str], None]
@@ -131,3 +133,27 @@ def test_memory_is_limited() -> None:
 
     with child(answer) as found:
         assert found.ask(b"", 30) == b"refused"
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda: os.system("true"),
+        lambda: subprocess.run(["true"], check=True),
+        lambda: os.execv("/bin/true", ["true"]),
+        lambda: socket.create_connection(("127.0.0.1", 9), timeout=1),
+        lambda: socket.getaddrinfo("localhost", 80),
+    ],
+)
+def test_a_process_may_be_kept_from_the_network_and_from_programs(action: Callable[[], object]) -> None:
+    def answer(request: bytes, doing: Doing) -> bytes:
+        refuse_outside()
+        refuse_outside()
+        try:
+            action()
+        except PermissionError as error:
+            return str(error).partition(" ")[2].encode()
+        return b"done"
+
+    with child(answer) as found:
+        assert found.ask(b"", 30) == b"is refused while a spec is checked without its code"

@@ -69,7 +69,10 @@ def broken(page: Page, file: Path) -> set[str]:
     """Rules that a spec breaks, when it is validated and when its tasks are read."""
     overrides = [value for flag, value in zip(page.arguments, page.arguments[1:], strict=False) if flag == "--set"]
     most = read_budget([v for f, v in zip(page.arguments, page.arguments[1:], strict=False) if f == "--budget"])
-    found = {item.rule for item in examine(file, Options(overrides, budget=most, imports=True)).diagnostics}
+    found = {
+        item.rule
+        for item in examine(file, Options(overrides, budget=most, imports="--import" in page.arguments)).diagnostics
+    }
     loaded, _ = read_spec(file, overrides)
     if loaded is not None:
         try:

@@ -252,6 +252,8 @@ FORGERIES: dict[str, Case] = {
 """Texts that must not reach a terminal or a CI system as commands."""
 NAMES = ("::error::forged.yaml", "a\n::error::forged.yaml", "\x1b[2Kforged.yaml", "##[error]forged.yaml", "[a](b).yaml")
 """Names of files, which may stand at the beginning of a line."""
+BACKTRACKS = """{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": [],
+"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a|a|aa)+b"}, "behavior": "Isolated", "invert": false}}"""
 HANGING: dict[str, Case] = {
     "template that loops": Case(
         WHOLE.replace("no-such-model", "m"),
@@ -266,10 +268,20 @@ HANGING: dict[str, Case] = {
         ("model.template",),
         {"m/tokenizer_config.json": "{}", "m/chat_template.jinja": "{% set x = 'a' * 10**12 %}{{ x }}"},
     ),
-    "template that loops for the evaluation of lengths": Case(
+    "tokenizer that backtracks": Case(
         WHOLE.replace("no-such-model", "m").replace("rows: [{q: a}]", f"rows: [{{q: {'a' * 4000}}}]")
         + "limits: {episode_tokens: 600, turn_tokens: 10}\n",
-        (),
+        ("limits.prompt-too-long",),
+        {
+            "m/tokenizer_config.json": "{}",
+            "m/chat_template.jinja": "{{ messages[0].content }}",
+            "m/tokenizer.json": BACKTRACKS,
+        },
+    ),
+    "template that loops over a row": Case(
+        WHOLE.replace("no-such-model", "m").replace("rows: [{q: a}]", f"rows: [{{q: {'a' * 4000}}}]")
+        + "limits: {episode_tokens: 600, turn_tokens: 10}\n",
+        ("limits.prompt-too-long",),
         {
             "m/tokenizer_config.json": "{}",
             "m/chat_template.jinja": "{{ messages[0].content }}{% if messages[0].content | length > 2000 %}"
