@@ -10,6 +10,9 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.errors import LedgerError
+from engine.rewards.ledger import blame_of
+
 if TYPE_CHECKING:
     from engine.actions.slots import Slots
     from engine.actions.toolbox import Toolbox
@@ -21,6 +24,12 @@ if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.journal import Record
     from engine.tokens.format import ChatFormat
+
+
+MOST_EVENTS = 1_000
+"""Rewards in one answer of a world: writing them holds up the event loop, some 40 µs each."""
+MOST_POSTINGS = 10_000
+"""Postings that they may make: a reward of `all` turns makes one for each turn."""
 
 
 @dataclass(slots=True)
@@ -84,7 +93,23 @@ class Action(Protocol):
 
 
 def post_rewards(episode: Episode, rewards: list[Any], source: str) -> None:
-    """Write what a world returned into the ledger, under the world's name where it gave none."""
+    """Write what a world returned into the ledger, under the world's name where it gave none.
+
+    Raises:
+        LedgerError: an event cannot be carried out, or there are more than MOST_EVENTS events or MOST_POSTINGS postings.
+    """
+    if len(rewards) > MOST_EVENTS:
+        raise LedgerError(
+            f"{source}: {len(rewards)} rewards in one answer; at most {MOST_EVENTS} are taken: add them up before",
+            blame=blame_of(source),
+        )
+    written = 0
     for event in rewards:
         named = event if event.source else event.model_copy(update={"source": source})
-        episode.ledger.post(named, episode.turn)
+        written += len(episode.ledger.post(named, episode.turn))
+        if written > MOST_POSTINGS:
+            raise LedgerError(
+                f"{source}: the rewards of one answer touch turns {written} times; at most {MOST_POSTINGS} are taken: "
+                "add them up before",
+                blame=blame_of(source),
+            )

@@ -68,7 +68,10 @@ def compare(
 
 def _run(word: str) -> str:
     """Of a training the newest evaluation is meant."""
-    evaluations = sorted(path.parent for path in Path(word).glob("evals/*/run.db"))
+    try:
+        evaluations = sorted(path.parent for path in Path(word).glob("evals/*/run.db"))
+    except (OSError, ValueError):  # a path that the system refuses: `find_run` says so
+        evaluations = []
     return str(evaluations[-1]) if evaluations else word
 
 

@@ -267,8 +267,11 @@ async def drive(
     finally:
         await backend.close()
     told = backend.stats() | ({"played": runner.cast_stats} if runner.cast_stats else {})
-    report = private_file(store.folder / "backend.json")
-    report.write_text(mask_credentials(json.dumps(told, indent=2, default=str)) + "\n")
+    try:
+        report = private_file(store.folder / "backend.json")
+        report.write_text(mask_credentials(json.dumps(told, indent=2, default=str)) + "\n")
+    except OSError as error:
+        echo(f"the backend's counts could not be written: {error}")
     if summary:
         print_summary(console, result.summary, seconds=time.perf_counter() - began, tokens=runner.live.tokens)
     if certificate := told.get("certificate"):

@@ -252,7 +252,7 @@ class Ledger:
     def _put(self, turn: int, name: str, account: _Account) -> None:
         accounts = self._accounts.setdefault(turn, {})
         accounts[name] = account
-        self._totals[turn] = math.fsum(each.held for each in accounts.values())
+        self._totals.pop(turn, None)
 
     def restore(self, posting: Posting) -> None:
         """Write down again a step that another ledger took."""
@@ -271,9 +271,16 @@ class Ledger:
 
     def totals(self, turns: int) -> list[float]:
         """What each of the first so many turns holds, all names summed."""
-        if not self._totals:
+        if not self._accounts:
             return [0.0] * turns
-        return [self._totals.get(turn, 0.0) for turn in range(turns)]
+        return [self._total(turn) for turn in range(turns)]
+
+    def _total(self, turn: int) -> float:
+        """What a turn holds, all names summed: added up when it is read, so that writing costs the same however many names."""
+        total = self._totals.get(turn)
+        if total is None:
+            total = self._totals[turn] = math.fsum(each.held for each in self._accounts.get(turn, {}).values())
+        return total
 
     def by_name(self) -> dict[str, float]:
         """The sum over turns of each name, in the order in which the names were first written."""

@@ -18,7 +18,7 @@ from engine.actions.workers import Workers
 from engine.actions.world import WorldBuilder
 from engine.backends.replay import ReplayBackend
 from engine.episode import Episode, limit_variables
-from engine.errors import EngineError, ReplayError
+from engine.errors import EngineError, ReplayError, StoreError
 from engine.executor import Executor, never_built, until_end
 from engine.machine.compile import EpisodeMachine
 from engine.machine.presets import resolve_machine
@@ -130,6 +130,8 @@ class Replayer:
             if episode.failure is not None and episode.failure != stored.outcome.failure:
                 return _unscored(stored, episode.failure)
             again = episode.trajectory(stored.run_id, exact=self._exact)
+        except StoreError:  # the journal cannot be read: that is no word on the rules
+            raise
         except EngineError as error:
             return _unscored(stored, Failure(kind=error.kind, blame=error.blame, message=valid_text(str(error))))
         return EpisodeScore(

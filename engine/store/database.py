@@ -113,6 +113,18 @@ def create_tables(path: Path) -> None:
         raise StoreError(f"cannot make {path}: {error}; is its folder writable, and the disk not full?") from error
 
 
+def advice(error: BaseException) -> str:
+    """What to do about an error of SQLite's; empty where nothing more can be said."""
+    text = str(error)
+    if "full" in text or "disk I/O" in text:
+        return "; make room on the disk and resume the run"
+    if "malformed" in text or "no such table" in text or "no such column" in text or "not a database" in text:
+        return "; the file is damaged: restore it from a copy, or begin another run"
+    if "UNIQUE" in text:
+        return "; the same step was written twice"
+    return ""
+
+
 def connect_writer(path: Path) -> sqlite3.Connection:
     """Open for writing, from any one thread. The caller holds the run's lock.
 
@@ -166,7 +178,11 @@ def _checked(uri: str, path: Path) -> sqlite3.Connection:
 
 
 def _must_exist(path: Path) -> None:
-    if not path.is_file():
+    try:
+        there = path.is_file()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error}") from error
+    if not there:
         raise StoreError(f"{path} does not exist; give the folder of a run, or its id")
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 from engine.errors import StoreError
 from engine.store import database
 
+MOST_CHARACTERS = 255
+"""Of a folder's name: what file systems take."""
+
 
 def list_runs(out: Path | str = "runs") -> list[Path]:
     """Folders of the runs under `out`, by name."""
@@ -30,13 +33,15 @@ def find_run(run: Path | str, out: Path | str = "runs") -> Path:
         StoreError: no run is meant, or several are.
     """
     path = Path(run)
-    if path.name == database.FILE and path.is_file():
+    if path.name == database.FILE and _is_file(path):
         return path.parent
-    if (path / database.FILE).is_file():
+    if _is_file(path / database.FILE):
         return path
     runs = list_runs(out)
     if not runs:
-        raise StoreError(f"no run `{run}`: there are no runs in {out}; `engine run SPEC` makes one")
+        raise StoreError(
+            f"no run `{str(run)[:MOST_CHARACTERS]}`: there are no runs in {out}; `engine run SPEC` makes one"
+        )
     if str(run) == "latest":
         return max(runs, key=_created)
     by_id = {folder.name: folder for folder in runs}
@@ -48,9 +53,21 @@ def find_run(run: Path | str, out: Path | str = "runs") -> Path:
     if meant:
         shown = ", ".join(meant[:5]) + (", …" if len(meant) > 5 else "")
         raise StoreError(f"`{run}` is the beginning of {len(meant)} runs in {out}: {shown}; give more of it")
+    if len(str(run)) > MOST_CHARACTERS:
+        raise StoreError(
+            f"no run `{str(run)[:40]}…` in {out}: the name has {len(str(run))} characters; give a run's folder or id"
+        )
     near = get_close_matches(str(run), [*by_id, "latest"], 1, 0.4)
     hint = f"; did you mean `{near[0]}`?" if near else "; give a run's folder, its id, or `latest`"
     raise StoreError(f"no run `{run}` in {out}{hint}")
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file; a path that the system refuses (too long, say) is none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _created(folder: Path) -> tuple[bool, float]:

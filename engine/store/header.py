@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 import engine
+from engine.errors import StoreError
 from engine.schemas.base import Contract
 from engine.spec.references import (
     Reference,
@@ -176,9 +177,15 @@ class RunHeader(Contract):
         from engine.spec.diagnostic import Origin
         from engine.spec.load import LoadedSpec
 
-        spec = self._filled(self.spec, strict=strict)
+        stored = self._filled(self.spec, strict=strict)
+        try:
+            spec = EpisodeSpec.model_validate({**stored, "rewards": self._rewards(stored)})
+        except (ValueError, TypeError) as error:
+            raise StoreError(
+                f"{self.run_id}: its spec cannot be read: {error}; was it written by engine {self.engine_version}, or damaged?"
+            ) from error
         return LoadedSpec(
-            spec=EpisodeSpec.model_validate({**spec, "rewards": self._rewards(spec)}),
+            spec=spec,
             data=self._filled(self.data, strict=strict),
             references={tuple(path): text for path, text, _ in self.references},
             origins={tuple(path): Origin(file, line, column, via) for path, file, line, column, via in self.origins},

@@ -40,9 +40,12 @@ class RunLock:
         except OSError as error:
             self._file.close()
             raise StoreError(f"{folder} cannot be locked: {error}; runs need a file system with flock") from error
-        self._file.truncate(0)
-        self._file.write(f"{os.getpid()}\n")
-        self._file.flush()
+        try:
+            os.truncate(self._file.fileno(), 0)
+            os.write(self._file.fileno(), f"{os.getpid()}\n".encode())
+        except OSError as error:
+            self._file.close()
+            raise StoreError(f"cannot write in {folder}: {error}; make room on the disk") from error
 
     def release(self) -> None:
         """Let another writer in. Doing it twice is harmless."""

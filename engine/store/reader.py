@@ -146,7 +146,8 @@ class RunReader:
         with self._reader() as connection:
             row = self._row(connection, episode_id)
             rows = journal_rows(connection, row.number, row.attempt if attempt is None else attempt)
-        return [codec.read_entry(entry) for entry in rows]
+        with decoding(self._path, f"the journal of {episode_id}"):
+            return [codec.read_entry(entry) for entry in rows]
 
     def standing(self) -> dict[str, str]:
         """Where each episode that is under way stands: its state after its newest journal entry, by id."""
@@ -184,7 +185,7 @@ class RunReader:
             text = connection.execute(
                 "SELECT trajectory FROM trajectories WHERE episode = ?", (row.number,)
             ).fetchone()[0]
-            found = _trajectory(connection, row.number, text)
+            found = self._decoded(connection, row.id, row.number, text)
             if score is None:
                 return found
             require(connection, score, self.run_id)
@@ -213,7 +214,7 @@ class RunReader:
 
     def _trajectories(self) -> Iterator[Trajectory]:
         query = (
-            "SELECT e.task_index, e.sample_index, e.number, t.trajectory "
+            "SELECT e.task_index, e.sample_index, e.number, t.trajectory, e.id "
             "FROM episodes e JOIN trajectories t ON t.episode = e.number "
             "WHERE (e.task_index, e.sample_index, e.number) > (?, ?, ?) "
             f"ORDER BY e.task_index, e.sample_index, e.number LIMIT {_PAGE}"
@@ -222,11 +223,15 @@ class RunReader:
         while True:
             with self._reader() as connection:
                 rows = connection.execute(query, last).fetchall()
-                page = [_trajectory(connection, number, text) for _, _, number, text in rows]
+                page = [self._decoded(connection, name, number, text) for _, _, number, text, name in rows]
             yield from page
             if len(rows) < _PAGE:
                 return
             last = rows[-1][:3]
+
+    def _decoded(self, connection: sqlite3.Connection, episode_id: str, number: int, text: str) -> Trajectory:
+        with decoding(self._path, f"the trajectory of {episode_id}"):
+            return _trajectory(connection, number, text)
 
     def image_digests(self) -> list[str]:
         """Names of the run's images, in the order in which they came."""
@@ -269,7 +274,19 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise StoreError(f"{path}: {error}") from error
+        raise StoreError(f"{path}: {error}{database.advice(error)}") from error
+
+
+@contextmanager
+def decoding(path: Path, what: str) -> Iterator[None]:
+    """What is stored and cannot be read as what it should be, as StoreError."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError) as error:  # JSON, contracts, arrays
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise StoreError(
+            f"{path}: {what} is damaged ({' '.join(lines[:3])[:200]}); restore the file from a copy, or leave it out"
+        ) from error
 
 
 def _episode(row: tuple[Any, ...]) -> EpisodeRow:

@@ -44,7 +44,7 @@ from engine.store.header import RunHeader, package_versions
 from engine.store.images import measure
 from engine.store.lock import RunLock
 from engine.store.private import private_folder
-from engine.store.reader import ENTRY, EpisodeRow, RunReader, journal_rows, reading
+from engine.store.reader import ENTRY, EpisodeRow, RunReader, decoding, journal_rows, reading
 from engine.store.scores import write_score
 from engine.store.writer import Track, Writer
 
@@ -92,16 +92,22 @@ class RunStore(RunReader):
             raise StoreError(f"{own} exists already; resume it, or give the new run another id") from None
         except OSError as error:
             raise StoreError(f"cannot make the run's folder {own}: {error}") from error
-        # Under its own name only once it is complete, so that a crash leaves no half-made run.
-        draft = own / f"{database.FILE}.new"
-        database.create_tables(draft)
-        with closing(database.connect_writer(draft)) as connection:
-            row = (1, header.run_id, header.name, header.created, header.engine_version, "running")
-            connection.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, codec.json_text(header)))
-            if source is not None and header.fork is not None:
-                copy_shared(connection, source, header.fork)
-        draft.rename(own / database.FILE)
-        return cls.open(own)
+        try:
+            # Under its own name only once it is complete, so that a crash leaves no half-made run.
+            draft = own / f"{database.FILE}.new"
+            database.create_tables(draft)
+            with closing(database.connect_writer(draft)) as connection, reading(draft):
+                row = (1, header.run_id, header.name, header.created, header.engine_version, "running")
+                connection.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, codec.json_text(header)))
+                if source is not None and header.fork is not None:
+                    copy_shared(connection, source, header.fork)
+            draft.rename(own / database.FILE)
+            return cls.open(own)
+        except BaseException as error:
+            shutil.rmtree(own, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise StoreError(f"cannot make the run {own}: {error}; is the disk full?") from error
+            raise
 
     @classmethod
     def open(cls, folder: Path | str, readonly: bool = False) -> RunStore:
@@ -113,7 +119,9 @@ class RunStore(RunReader):
         folder = Path(folder)
         path = folder / database.FILE
         with closing(database.connect_reader(path)) as connection, reading(path):
-            header = RunHeader.model_validate_json(connection.execute("SELECT header FROM run").fetchone()[0])
+            row = connection.execute("SELECT header FROM run").fetchone()
+        with decoding(path, "the run's header"):
+            header = RunHeader.model_validate_json(row[0])
         if readonly:
             return cls(folder, header, None, None)
         lock = RunLock(folder)

@@ -25,7 +25,7 @@ import msgspec
 import structlog
 
 from engine.errors import EngineError, StoreError
-from engine.store.database import insert
+from engine.store.database import advice, insert
 
 log = structlog.get_logger(__name__)
 
@@ -299,18 +299,9 @@ class Writer:
     def _failure(self, error: BaseException) -> StoreError:
         if isinstance(error, StoreError):
             return error
-        told = StoreError(f"cannot write {self._name}: {error or type(error).__name__}{_advice(error)}")
+        told = StoreError(f"cannot write {self._name}: {error or type(error).__name__}{advice(error)}")
         told.__cause__ = error
         return told
-
-
-def _advice(error: BaseException) -> str:
-    text = str(error)
-    if "full" in text or "disk I/O" in text:
-        return "; make room on the disk and resume the run"
-    if "UNIQUE" in text:
-        return "; the same step was written twice"
-    return ""
 
 
 def _turn_away(lane: _Lane, error: StoreError) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections.abc import Iterable
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -363,3 +365,19 @@ def test_a_share_of_one_leaves_nothing_not_even_dust(share: float, first: float,
 def test_transfers_conserve_the_sum_of_any_random_ledger(seed: int) -> None:
     ledger, put = random_ledger(random.Random(seed))
     assert abs(ledger.seal(8).total - put) <= 1e-12
+
+
+def test_the_cost_of_a_posting_does_not_grow_with_the_names_of_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed = [0]
+
+    def counted(values: Iterable[float]) -> float:
+        listed = list(values)
+        summed[0] += len(listed)
+        return math.fsum(listed)
+
+    monkeypatch.setattr("engine.rewards.ledger.math", SimpleNamespace(fsum=counted))
+    ledger = Ledger()
+    for index in range(2000):
+        ledger.post(RewardEvent(name=f"r{index}", value=1.0), 0)
+    assert ledger.totals(1) == [2000.0]
+    assert summed[0] <= 10 * 2000

@@ -475,3 +475,34 @@ async def test_facts_that_json_cannot_hold_are_the_users_fault(make_spec, run_sp
     assert (failure.kind, failure.blame) == ("not_json", "user")
     assert ran.only.outcome.state == "DONE"
     assert ran.only.facts == {}
+
+
+@pytest.mark.parametrize(
+    ("count", "turn", "words"),
+    [
+        (1000, "last", None),
+        (1001, "last", "score: 1001 rewards in one answer; at most 1000 are taken"),
+        (20_000, "last", "score: 20000 rewards in one answer; at most 1000 are taken"),
+        (1000, "all", "score: the rewards of one answer touch turns 10010 times; at most 10000 are taken"),
+    ],
+)
+async def test_more_rewards_than_one_answer_may_hold_are_refused(make_spec, run_spec, count, turn, words) -> None:
+    scorer = {"use": "worlds_for_tests:generous", "with": {"count": count, "turn": turn}}
+    path = make_spec(
+        ["no"] * 11,
+        rewards={"scorer": scorer},
+        limits={"user_turns": 20, "assistant_turns": 11},
+        user={"use": "worlds_for_tests:Critic"},
+    )
+    ran = await run_spec(path)
+    failure = ran.only.outcome.failure
+    assert len(ran.only.turns) == 11
+    if words is None:
+        assert failure is None
+        assert ran.only.outcome.rewards["r999"] == 1.0
+    else:
+        assert (failure.kind, failure.blame) == ("ledger_error", "environment")
+        assert words in failure.message
+    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    assert (await replayer.check(ran.only, ran.store.task("a"))).difference is None
+    replayer.close()

@@ -246,3 +246,8 @@ def one(view: EpisodeView) -> list[RewardEvent]:
     """A scorer that pays 1."""
     CALLS["one"] += 1
     return [RewardEvent(name="one", value=1.0)]
+
+
+def generous(view: EpisodeView, count: int, turn: str = "last") -> list[RewardEvent]:
+    """A scorer that gives many rewards."""
+    return [RewardEvent(name=f"r{index}", turn=turn, value=1.0) for index in range(count)]

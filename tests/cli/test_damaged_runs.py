@@ -1,0 +1,205 @@
+"""A run that cannot be read or made is an error with what to do, at every command: never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from engine.cli.main import app
+from engine.store import list_runs
+
+LONG = "x" * 5000
+
+
+def spec_file(folder: Path, tokenizer: Path, **changes: Any) -> Path:
+    """A spec of one scripted episode."""
+    spec = {
+        "spec": "episode/v1",
+        "name": "one",
+        "model": {"path": str(tokenizer)},
+        "backend": {"kind": "scripted", "replies": ["It is 42."]},
+        "tasks": {"source": "inline", "rows": [{"id": "a"}], "id": "id"},
+        "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
+        "machine": "single_turn",
+    }
+    path = folder / "one.yaml"
+    path.write_text(yaml.safe_dump(spec | changes))
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path) -> Path:
+    """A folder with a spec and a finished run in `runs`."""
+    folder = tmp_path_factory.mktemp("made")
+    spec = spec_file(folder, tiny_tokenizer_dir)
+    result = CliRunner().invoke(app, ["run", str(spec), "--out", str(folder / "runs"), "-q"])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def sql(statement: str) -> Callable[[Path], None]:
+    """Change a run by SQL."""
+
+    def change(file: Path) -> None:
+        connection = sqlite3.connect(file)
+        connection.executescript(statement)
+        connection.close()
+
+    return change
+
+
+def random_bytes(file: Path) -> None:
+    file.write_bytes(random.Random(1).randbytes(50_000))
+
+
+def truncated(file: Path) -> None:
+    sql("PRAGMA wal_checkpoint(TRUNCATE); PRAGMA journal_mode = DELETE;")(file)
+    os.truncate(file, file.stat().st_size // 3)
+
+
+def other_database(file: Path) -> None:
+    file.unlink()
+    sql("CREATE TABLE notes (text TEXT);")(file)
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "random bytes": random_bytes,
+    "truncated": truncated,
+    "another database": other_database,
+    "an empty file": empty,
+    "a newer version": sql("PRAGMA user_version = 99;"),
+    "no header": sql("DELETE FROM run;"),
+    "no table": sql("DROP TABLE run;"),
+    "a header that is no JSON": sql("UPDATE run SET header = 'what';"),
+    "a header of another shape": sql("UPDATE run SET header = '[1, 2]';"),
+    "a header that is null": sql("UPDATE run SET header = 'null';"),
+    "a header without a spec": sql("UPDATE run SET header = json_remove(header, '$.spec');"),
+    "a spec of another shape": sql("UPDATE run SET header = json_set(header, '$.spec', json('{\"spec\": 7}'));"),
+    "a journal that is no JSON": sql("UPDATE journal SET payload = '{';"),
+    "a journal of another shape": sql('UPDATE journal SET payload = \'{"kind": "reset"}\';'),
+    "tokens that are cut off": sql("UPDATE journal SET tokens = x'01' WHERE tokens IS NOT NULL;"),
+    "a trajectory of another shape": sql("UPDATE trajectories SET trajectory = '{}';"),
+    "a branch that is cut off": sql("UPDATE branches SET input_ids = x'0102';"),
+}
+QUICK = ("random bytes", "truncated", "another database", "a newer version", "a header of another shape")
+"""Of the damages, those of the default run."""
+SPEC = ("a spec of another shape",)
+JOURNAL = ("a journal that is no JSON", "a journal of another shape", "tokens that are cut off")
+TRAJECTORY = ("a trajectory of another shape", "a branch that is cut off")
+READ_BY = {
+    "show": (*TRAJECTORY, *JOURNAL, *SPEC),
+    "run": (*TRAJECTORY, *JOURNAL),
+    "fork": TRAJECTORY,
+    "export": (*JOURNAL, *SPEC),
+    "compare": (*JOURNAL, *SPEC),
+    "show one": (*JOURNAL, *SPEC),
+}
+"""By command, the damages of parts that it does not read, and does not notice."""
+
+
+def commands(run: Path, folder: Path) -> dict[str, list[str]]:
+    """Every command that opens a run."""
+    spec = str(folder / "one.yaml")
+    return {
+        "show": ["show", str(run)],
+        "show one": ["show", str(run), "a"],
+        "export": ["export", str(run), "--out", str(folder / "rows.jsonl")],
+        "replay": ["replay", str(run)],
+        "fork": ["replay", str(run), "--from-turn", "0", "--out", str(folder / "forks")],
+        "rescore": ["rescore", str(run), "--spec", spec, "--label", "again"],
+        "compare": ["compare", str(run), str(run)],
+        "run": ["run", "--resume", str(run), "-q"],
+    }
+
+
+@pytest.mark.parametrize(
+    "damage", [pytest.param(damage, marks=() if damage in QUICK else pytest.mark.slow) for damage in DAMAGES]
+)
+def test_a_damaged_run_is_an_error_at_every_command(made: Path, tmp_path: Path, damage: str) -> None:
+    shutil.copy(made / "one.yaml", tmp_path)
+    for name, arguments in commands(tmp_path / "run", tmp_path).items():
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(list_runs(made / "runs")[0], tmp_path / "run")
+        DAMAGES[damage](tmp_path / "run" / "run.db")
+        result = CliRunner().invoke(app, arguments)
+        told = f"{damage}, {name}: {result.output}"
+        assert result.exception is None or isinstance(result.exception, SystemExit), told
+        assert "Traceback" not in result.output, told
+        if damage in READ_BY.get(name, ()):
+            continue
+        assert result.exit_code in (1, 2), told
+        said = " ".join(result.output.split())
+        assert "run" in said, told
+        assert any(words in said for words in ("is not a run", "damaged", "version", "cannot be read")), told
+
+
+@pytest.mark.parametrize("word", [LONG, f"runs/{LONG}", "/".join(["x" * 200] * 40), "nul\0"])
+def test_an_over_long_name_is_an_error_at_every_command(made: Path, tmp_path: Path, word: str) -> None:
+    shutil.copy(made / "one.yaml", tmp_path)
+    for name, arguments in commands(Path(word), tmp_path).items():
+        result = CliRunner().invoke(app, [each if each != str(Path(word)) else word for each in arguments])
+        assert isinstance(result.exception, SystemExit), f"{name}: {result.exception!r}"
+        assert result.exit_code in (1, 2), f"{name}: {result.output}"
+        assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("option", ["--out", "spec"])
+@pytest.mark.parametrize("word", [LONG, "/".join(["x" * 200] * 40)])
+def test_an_over_long_path_for_a_new_run_is_an_error(made: Path, tmp_path: Path, option: str, word: str) -> None:
+    spec = str(made / "one.yaml")
+    arguments = ["run", spec, "--out", str(tmp_path / word)] if option == "--out" else ["run", str(tmp_path / word)]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code in (1, 2), result.output
+    assert "too long" in " ".join(result.output.split()), result.output
+
+
+def test_a_spec_with_an_over_long_name_cannot_become_a_folder(tiny_tokenizer_dir: Path, tmp_path: Path) -> None:
+    spec = spec_file(tmp_path, tiny_tokenizer_dir, name="n" * 300)
+    result = CliRunner().invoke(app, ["run", str(spec), "--out", str(tmp_path / "runs")])
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == 1
+    assert "too long" in " ".join(result.output.split()), result.output
+
+
+@pytest.mark.parametrize("size", [0, 100, 8192, 40_000, 130_000])
+def test_a_full_disk_is_an_error_and_leaves_no_half_made_run(made: Path, tmp_path: Path, size: int) -> None:
+    """Files of the new run may not grow beyond `size` bytes: the system refuses, as it does where the disk is full."""
+    script = (
+        "import resource, sys; from engine.errors import EngineError; from engine.spec.load import load_spec\n"
+        "from engine.store import RunHeader, RunStore\n"
+        "header = RunHeader.of(load_spec(sys.argv[1]))\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {resource.RLIM_INFINITY}))\n"
+        "try:\n"
+        "    RunStore.create(sys.argv[2], header).close()\n"
+        "except EngineError as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    work = subprocess.run(
+        [sys.executable, "-c", script, str(made / "one.yaml"), str(tmp_path / "runs")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in work.stderr, work.stderr
+    assert work.returncode == 0
+    assert work.stdout.startswith("StoreError "), work.stdout
+    assert any(words in work.stdout for words in ("disk", "File too large")), work.stdout
+    assert [json.dumps(str(path)) for path in (tmp_path / "runs").iterdir()] == []
