@@ -8,8 +8,9 @@ Invariants:
   as the episode's end. So a journal that has ended belongs to a finished episode. Where it does not (a run of an older
   engine, or an end that could not be written), the episode is finished from its journal, and nothing is performed.
 - An action that gives up (a failure, a limit) changes nothing of the conversation.
-- Whatever goes wrong inside one episode becomes a `Failure` on it. `run` raises for cancellation, and for what stops
-  the whole run (`EngineError.stops_run`): the episode stays as its journal has it, and can be resumed.
+- Whatever goes wrong inside one episode becomes a `Failure` on it. `run` raises for cancellation, for what stops
+  the whole run (`EngineError.stops_run`), and where an event loop of its objects was blocked by others
+  (`LoopReplacedError`): the episode stays as its journal has it, and can be resumed.
 - Limits are checked before an action, in this order: `episode_seconds`; for `generate` then
   `assistant_turns`, `images`, `episode_tokens`, the model's `context`; for `call_tools` then `tool_calls`; for
   `ask_user` then `user_turns`. A final state's action is not limited.
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import structlog
 
 from engine.actions.base import Action, World
+from engine.actions.calls import LoopReplacedError
 from engine.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, WorldError
 from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
@@ -171,6 +173,10 @@ class Executor:
 
         Returns:
             Its last entry, which the caller writes with the episode's end; None where the journal holds that already.
+
+        Raises:
+            LoopReplacedError: its objects are bound to an event loop that another call blocked; it can be taken up again
+                from its journal, with new objects.
         """
         if self._seconds is None:
             return await self._steps(episode, world, None)
@@ -198,7 +204,12 @@ class Executor:
             at = time.time()
             began = time.perf_counter()
             stood = 0.0 if clock is None else clock.stood
-            record = await self._perform(episode, stage, world, clock, began)
+            try:
+                record = await self._perform(episode, stage, world, clock, began)
+            except LoopReplacedError:  # whoever takes the episode up again reads its journal
+                if written is not None:
+                    await written
+                raise
             seconds = time.perf_counter() - began
             if clock is not None and clock.stood != stood:  # the wait for a server is no time of the episode's
                 seconds -= clock.stood - stood
@@ -276,6 +287,10 @@ class Executor:
                 if timed is None or not timed.over:
                     raise
                 return LimitRecord(limit="episode_seconds", value=self._seconds or 0.0, began=True)
+        except LoopReplacedError as error:
+            if error.repeatable:
+                raise
+            return FailureRecord(failure=failure_of(error, episode))
         except ContextOverflow:
             return LimitRecord(limit="context", value=episode.conversation.length)
         except EngineError as error:
@@ -339,10 +354,12 @@ class Executor:
         """Whether a journal says that its episode has ended."""
         return bool(journal) and self.is_end(journal[-1].dest)
 
-    async def restore(self, episode: Episode, world: World, journal: Sequence[JournalEntry]) -> None:
+    async def restore(
+        self, episode: Episode, world: World, journal: Sequence[JournalEntry], *, call: bool = True
+    ) -> None:
         """Bring an episode to where its journal ends, calling again only what must be called again.
 
-        Where the journal has ended, it is fed and nothing is called.
+        Where the journal has ended, and without `call`, it is fed and nothing is called.
 
         Raises:
             RestartNeededError: something that was called cannot be called again, or answers otherwise now.
@@ -350,13 +367,13 @@ class Executor:
         """
         ended = self.has_ended(journal)
         for entry in journal:
-            if not ended:
+            if call and not ended:
                 await self._call_again(episode, world, entry)
             action = self._actions.get(episode.state) if isinstance(entry.record, GenerationRecord) else None
             if action is not None and (preparing := action.prepare(episode)) is not None:
                 await preparing
             self.follow(episode, entry)
-        if ended or not journal:
+        if ended or not journal or not call:
             return
         action = self._actions.get(episode.state)
         if action is not None and action.effects(episode, world) == "external":

@@ -20,11 +20,19 @@ if TYPE_CHECKING:
 
 
 class EpisodeScope:
-    """What the calls of one attempt at an episode share."""
+    """What the calls of one attempt at an episode share.
 
-    __slots__ = ("episode", "guest")
+    Args:
+        episode: Its id.
+        losses: How many event loops it lost in earlier attempts.
+        last: Whatever is lost in this attempt fails: the episode is not taken up once more.
+    """
 
-    def __init__(self, episode: str) -> None:
+    __slots__ = ("episode", "guest", "last", "losses")
+
+    def __init__(self, episode: str, losses: int = 0, *, last: bool = False) -> None:
+        self.losses = losses
+        self.last = last
         self.episode = episode
         """Its id, for messages."""
         self.guest: GuestLoop | None = None
@@ -139,8 +147,8 @@ class LoopReplacedError(WorldError):
     def __init__(self, what: str, culprit: Call | None, blame: Blame, *, repeatable: bool) -> None:
         who = f"{culprit.what} of episode {culprit.episode or '?'}" if culprit is not None else "code of no known call"
         super().__init__(
-            f"{who} blocked the event loop that {what} uses; the loop was replaced. {what} may have had effects outside, "
-            "so it is not repeated. Make the blocking code wait with `await`, or make it a plain function",
+            f"{who} blocked the event loop that {what} uses, and the loop was replaced; make the code that blocks wait "
+            "with `await`, or make it a plain function",
             blame=culprit.blame if culprit is not None else blame,
             kind="loop_replaced",
         )

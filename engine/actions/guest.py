@@ -18,6 +18,8 @@ import time
 import traceback
 from asyncio.events import Handle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -33,6 +35,11 @@ WARN_SECONDS = 1.0
 """A loop that is blocked for so long is reported."""
 UNKNOWN_SECONDS = 5.0
 """A loop that is blocked for so long by code of no known call is replaced."""
+MOST_THREADS = 1024
+"""Most threads of `asyncio.to_thread` in code of others. asyncio's own bound, a few more than there are cores, would make
+healthy calls wait behind hung ones."""
+END_SECONDS = 0.5
+"""How long a loop that ends waits for its tasks, and its owner for the loop."""
 _RUN = Handle._run.__code__
 
 
@@ -58,11 +65,15 @@ class GuestLoop:
         self._finished: list[Call] = []
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_report)
+        self._loop.set_task_factory(_kept)
+        self._loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS, "guest-executor"))
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._asked = self._counted = 0.0
         """When the loop was asked for a sign, and up to when its silence is counted."""
         self._answered = True
+        self._since = 0.0
+        self._told = False
         self._handle: Handle | None = None
         self._suspect: Call | None = None
         self._thread = threading.Thread(target=self._work, name="guest-loop", daemon=True)
@@ -101,17 +112,28 @@ class GuestLoop:
             own = call.own + (silent if self._suspect is call else 0.0)
             return call.left(seconds) + self.blocked + silent - call.blocked - own
 
+    @property
+    def blocks(self) -> bool:
+        """Whether it has been blocked for a while, and still is."""
+        return self._told and not self._answered
+
     def close(self) -> None:
-        """Take no more calls, and let the thread end."""
+        """Take no more calls, cancel the tasks, and let the thread end."""
         self.retired = True
         self._over.set()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def drop(self) -> None:
-        """After `close`: settle the calls that have finished, and wake those that will not as lost."""
+    def join(self) -> None:
+        """After `close`: wait a moment for the thread, if it is not blocked."""
+        if self._answered or self._handle is None:
+            self._thread.join(END_SECONDS)
+
+    def drop(self) -> int:
+        """After `close`: settle the calls that have finished, and wake those that will not as lost; how many are lost."""
         calls, self._calls = self._calls, {}
         for call in calls:
             call.settle(lost=call.take())
+        return sum(call.lost for call in calls)
 
     def _hand_over(self) -> None:
         fresh, self._fresh = self._fresh, []
@@ -132,6 +154,13 @@ class GuestLoop:
                 self._loop.run_forever()
             except BaseException as error:  # noqa: BLE001  (a callback called `sys.exit()`: the others go on)
                 log.warning("a callback of a world raised", error=repr(error))
+        with suppress(BaseException):  # whatever they do now, nobody waits for it
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self._loop.run_until_complete(asyncio.wait(tasks, timeout=END_SECONDS))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
     def _begin(self, calls: list[Call]) -> None:
         for call in calls:
@@ -173,11 +202,11 @@ class GuestLoop:
             if self._main.is_closed():
                 self.close()
                 return
-            if self._answered:
-                if self._calls:
-                    self._ask()
-            elif self._look():
-                return
+            if not self._answered:
+                if self._look():
+                    return
+            elif self._calls:
+                self._ask()
 
     def _ask(self) -> None:
         with self._lock:
@@ -203,6 +232,7 @@ class GuestLoop:
         given_up = suspect is not None and suspect.over and stuck > 0
         if given_up or (suspect is None and handle is not None and stuck > UNKNOWN_SECONDS):
             self._tell("its loop is replaced", suspect, now - self._asked, stack)
+            self._told = True
             self.culprit = suspect
             self._over.set()
             try:
@@ -210,7 +240,7 @@ class GuestLoop:
             except RuntimeError:  # the main loop is closed
                 self.close()
             return True
-        if not self._told and stuck > WARN_SECONDS:
+        if not self._told and now - self._asked > WARN_SECONDS:
             self._told = True
             self._tell("other calls on its loop wait", suspect, now - self._asked, stack)
         return False
@@ -246,6 +276,23 @@ class GuestLoop:
 
 _SHOWN = 6
 """Innermost frames of a blocked thread that are logged."""
+
+
+_tasks: set[asyncio.Task[Any]] = set()
+"""Tasks on guest loops that have not ended. A coroutine that is collected is closed, and runs code of others in whichever
+thread collects it: so each is kept until it has ended."""
+
+
+def hung_tasks() -> bool:
+    """Whether some `async` code of others has not ended: the interpreter must not collect it, which may never end."""
+    return bool(_tasks)
+
+
+def _kept(loop: asyncio.AbstractEventLoop, code: Any, **options: Any) -> asyncio.Task[Any]:
+    task: asyncio.Task[Any] = asyncio.Task(code, loop=loop, **options)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+    return task
 
 
 def _cancel(call: Call) -> None:

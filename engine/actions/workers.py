@@ -2,7 +2,8 @@
 
 Where code runs:
 - plain functions: in threads (`threads.py`);
-- `async` functions: on an event loop in a thread of its own, the guest loop (`guest.py`), one for all episodes;
+- `async` functions: on an event loop in a thread of its own, a guest loop (`guest.py`). There is one for all episodes,
+  and more once code has blocked it (`guests.py`); all calls of an episode's objects find the same one;
 - `async` functions of the engine that are marked `@on_main_loop`: on the main loop. They wait for the engine's own
   parts (models, worker processes) and must never block.
 
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from engine.actions.calls import SCOPE, Call, LoopReplacedError
 from engine.actions.guest import GuestLoop
+from engine.actions.guests import GuestLoops
 from engine.actions.threads import Threads
 from engine.deadline import Deadlines
 from engine.errors import EngineError, WorldError
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 MOST_THREADS = 1024
 """Most plain calls that run at once; further ones wait for a thread, and their deadlines have not begun."""
-REPEATS = 2
+REPEATS = 10
 """How often one call is repeated because others blocked its loop."""
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -48,24 +50,14 @@ def on_main_loop(function: F) -> F:
 
 
 class Workers:
-    """What runs code of others: threads, and the guest loop."""
+    """What runs code of others: threads and guest loops."""
 
     def __init__(self, most: int = MOST_THREADS) -> None:
         self.threads = Threads(most)
-        self._guest: GuestLoop | None = None
+        self.guests = GuestLoops()
         self._deadlines = _ByLength()
         self.isolation = Isolation()
         """Worker processes, for code that the spec isolates; none is started before it is needed."""
-
-    @property
-    def guest(self) -> GuestLoop:
-        """The guest loop of the running loop."""
-        guest = self._guest
-        if guest is None or guest.main is not asyncio.get_running_loop():
-            if guest is not None:
-                guest.close()
-            guest = self._guest = GuestLoop(self._replace)
-        return guest
 
     def within(self, seconds: float | None) -> AbstractContextManager[Any]:
         """The deadline of one call; None is none."""
@@ -75,15 +67,7 @@ class Workers:
         """Let the threads end and kill all worker processes. Busy threads end after their call; hung ones go with the process."""
         self.isolation.close()
         self.threads.close()
-        if self._guest is not None:
-            self._guest.close()
-            self._guest = None
-
-    def _replace(self, guest: GuestLoop) -> None:
-        if self._guest is guest:
-            self._guest = None
-        guest.close()
-        guest.drop()
+        self.guests.close()
 
 
 class _ByLength(dict[float, Deadlines]):
@@ -160,22 +144,22 @@ async def call_world(
         return await _here(workers, function, args, seconds, blame, what)
     if bound is None:
         bound = not inspect.isfunction(bare) and not inspect.isbuiltin(bare)
-    for _ in range(1 + REPEATS):
-        guest = workers.guest
-        scope = SCOPE.get()
+    scope = SCOPE.get()
+    again = effects != "external" and scope is not None and not scope.last
+    for tries in range(1 + REPEATS):
         if bound and scope is not None:
-            if scope.guest is None:
-                scope.guest = guest
-            elif scope.guest is not guest:
-                raise LoopReplacedError(what, scope.guest.culprit, blame, repeatable=effects != "external")
+            guest = scope.guest = scope.guest or workers.guests.choose(scope)
+            if guest.retired:
+                raise LoopReplacedError(what, guest.culprit, blame, repeatable=again)
+        else:
+            guest = workers.guests.choose(scope, tries)
         call = Call(function, args, what, blame)
         guest.start(call)
         await _wait(workers, guest, call, seconds)
         if not call.lost:
             return _result(call)
         if bound or effects == "external":
-            repeatable = effects != "external" and scope is not None
-            raise LoopReplacedError(what, guest.culprit, blame, repeatable=repeatable)
+            raise LoopReplacedError(what, guest.culprit, blame, repeatable=again)
     raise LoopReplacedError(what, guest.culprit, blame, repeatable=False)
 
 

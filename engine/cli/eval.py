@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.cli.exits import ERROR, FAILED, INTERRUPTED
+from engine.cli.exits import ERROR, FAILED
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ async def _evaluate(
     keep_going: bool,
 ) -> tuple[Path, Evaluation, RunResult]:
     from engine.cli.run import drive, prepare, tell_stopped
+    from engine.cli.stopping import interrupted
     from engine.errors import EngineError
     from engine.runner.evaluate import evaluate as measure
 
@@ -176,7 +177,7 @@ async def _evaluate(
         tell_stopped(result, store.folder)
     if result.interrupted:
         console.print(f"Interrupted. To finish it: engine run --resume {store.folder}")
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(interrupted())
     return store.folder, measure(store.trajectories(), seed=seed), result
 
 

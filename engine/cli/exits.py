@@ -12,3 +12,5 @@ FAILED = 3
 """No server could be asked; the first episodes all failed in one way; or the backend failed more than 10 % of them."""
 INTERRUPTED = 130
 """Ctrl-C, as shells have it."""
+TERMINATED = 143
+"""SIGTERM, as shells have it."""

@@ -68,8 +68,15 @@ _register()
 
 def main() -> None:
     """Entry point of the console script."""
+    from engine.cli.stopping import leave_hung_code_behind
+
     sys.excepthook = _print_traceback
-    app()
+    try:
+        app()
+    except SystemExit as leaving:
+        code = leaving.code
+        leave_hung_code_behind(code if isinstance(code, int) else 1 if code else 0)
+        raise
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

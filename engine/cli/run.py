@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import time
 from collections.abc import Sequence
 from enum import StrEnum
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.cli.exits import ERROR, FAILED, INTERRUPTED
+from engine.cli.exits import ERROR, FAILED
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def run(
     Exit status: 0 when every episode came to an end (a failed episode is data); 1 when the spec is invalid or an episode
     could not be finished; 2 when the command line is wrong; 3 when no server can be reached at the start, none replies
     for `backend.wait`, the first 16 episodes all fail in one way, or the backend fails more than 10 % of them; 130 after
-    Ctrl-C.
+    Ctrl-C; 143 after SIGTERM.
     """
     from engine.cli.console import make_console
     from engine.errors import EngineError
@@ -122,6 +121,7 @@ def _conclude(
 ) -> None:
     """Drive a run to its end, say what came of it, and exit accordingly."""
 
+    from engine.cli.stopping import interrupted
     from engine.errors import EngineError
 
     try:
@@ -139,7 +139,7 @@ def _conclude(
         console.print(f"could not be finished: {fault}", style="red")
     if result.interrupted:
         console.print(f"Interrupted. To finish it: engine run --resume {store.folder}")
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(interrupted())
     tell_stopped(result, store.folder)
     if result.faults:
         raise typer.Exit(ERROR)
@@ -243,6 +243,7 @@ async def drive(
     """
     from engine.backends.base import open_backend
     from engine.cli.report import print_summary
+    from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
     from engine.runner.run import Runner
     from engine.store.private import private_file
@@ -252,20 +253,20 @@ async def drive(
     chat_format = load_format(loaded.spec.model, loaded.base)
     backend = open_backend(loaded, chat_format)
     stop = asyncio.Event()
-    stop_on_signals(stop)
-    try:
-        await backend.start()
-        console.print(
-            f"{loaded.spec.name}: {len(tasks)} tasks × {loaded.spec.rollout.samples_per_task} samples on "
-            f"{backend.kind}, ready after {time.perf_counter() - began:.1f} s",
-        )
-        runner = Runner(loaded, tasks, chat_format, backend, store, keep_going=keep_going)
-        if again:
-            console.print(f"{len(await store.begin_again(again))} failed episodes are run again")
-        began = time.perf_counter()
-        result = await _with_progress(runner, stop, console, quiet=quiet)
-    finally:
-        await backend.close()
+    with stop_on_signals(stop, f"To finish it: engine run --resume {store.folder}"):
+        try:
+            await backend.start()
+            console.print(
+                f"{loaded.spec.name}: {len(tasks)} tasks × {loaded.spec.rollout.samples_per_task} samples on "
+                f"{backend.kind}, ready after {time.perf_counter() - began:.1f} s",
+            )
+            runner = Runner(loaded, tasks, chat_format, backend, store, keep_going=keep_going)
+            if again:
+                console.print(f"{len(await store.begin_again(again))} failed episodes are run again")
+            began = time.perf_counter()
+            result = await _with_progress(runner, stop, console, quiet=quiet)
+        finally:
+            await backend.close()
     told = backend.stats() | ({"played": runner.cast_stats} if runner.cast_stats else {})
     try:
         report = private_file(store.folder / "backend.json")
@@ -312,17 +313,3 @@ async def _tick(panel: object, seconds: float = 5.0) -> None:
     while True:
         await asyncio.sleep(seconds)
         echo(panel.line())  # type: ignore[attr-defined]
-
-
-def stop_on_signals(stop: asyncio.Event) -> None:
-    """The first Ctrl-C (or SIGTERM) ends the run cleanly; the second one ends it at once."""
-    loop = asyncio.get_running_loop()
-
-    def first() -> None:
-        stop.set()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, first)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.cli.exits import ERROR, FAILED, INTERRUPTED
+from engine.cli.exits import ERROR, FAILED
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -128,13 +128,12 @@ def _prepare(
 async def _drive(
     loaded: LoadedSpec, folder: Path, team: Team, console: Console, *, quiet: bool, keep_going: bool
 ) -> TrainResult:
-    from engine.cli.run import stop_on_signals
+    from engine.cli.stopping import stop_on_signals
     from engine.cli.train_panel import TrainPanel, shown
     from engine.train.setup import train_spec_of
     from engine.train.trainer import Trainer
 
     stop = asyncio.Event()
-    stop_on_signals(stop)
     panel = TrainPanel(train_spec_of(loaded).steps)
 
     def watch(runner: Runner) -> None:
@@ -143,11 +142,14 @@ async def _drive(
     trainer = Trainer(
         loaded, folder, team=team, tell=panel.update, phase=panel.phase, watch=watch, keep_going=keep_going
     )
-    with shown(panel, console, quiet=quiet):
+    hint = f"To go on: engine train --resume {folder}"
+    with stop_on_signals(stop, hint), shown(panel, console, quiet=quiet):
         return await trainer.run(stop=stop)
 
 
 def _conclude(result: TrainResult, folder: Path, console: Console, seconds: float) -> None:
+    from engine.cli.stopping import interrupted
+
     before, after = result.first.get("reward/mean"), result.last.get("reward/mean")
     if before is not None and after is not None:
         console.print(
@@ -164,7 +166,7 @@ def _conclude(result: TrainResult, folder: Path, console: Console, seconds: floa
         console.print(f"Checkpoint: {result.checkpoint}")
     if result.interrupted:
         console.print(f"Interrupted. To go on: engine train --resume {folder}")
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(interrupted())
     if result.faults:
         raise typer.Exit(ERROR)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from engine.actions.base import Services, World
+from engine.actions.calls import SCOPE, EpisodeScope, LoopReplacedError
 from engine.actions.images import ImageDesk
 from engine.actions.registry import build_actions
 from engine.actions.slots import Slots
@@ -55,10 +56,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-WORKER_THREADS = 64
-"""Most threads for synchronous tools, users and environments."""
-
-
+MOST_LOSSES = 12
+"""How often an episode is taken up again because others blocked the event loop that its objects were bound to."""
 FINISHING = 64
 """Most trajectories that are whole in memory at once, waiting to be written: each is several times its episode's size."""
 
@@ -126,7 +125,7 @@ class Runner:
         self._format = format
         self._backend = backend
         self._store = store
-        self._workers = Workers(WORKER_THREADS)
+        self._workers = Workers()
         self._suspects = Suspects(store.crashes())
         self._finishing = asyncio.Semaphore(FINISHING)
         self._services = Services(
@@ -283,21 +282,43 @@ class Runner:
             given_up = self._suspects.given_up(episode_id)
             if given_up is not None and not self._executor.has_ended(until_end(journal)):
                 await self._store.restart(episode_id)
+                SCOPE.set(EpisodeScope(episode_id, last=True))
                 return await self._attempt(task, sample, [], given_up=given_up)
             try:
-                return await self._attempt(task, sample, journal, alone=alone)
+                return await self._taken_up(task, sample, journal, alone=alone)
             except RestartNeededError as error:
                 shared = self._shared(episode_id)
                 if shared and len(journal) <= len(shared):
                     raise ReplayError(f"{error}; so it cannot share turns with a fork of its run") from error
                 log.warning("episode begins anew", reason=str(error))
                 await self._store.restart(episode_id, len(shared))
-                return await self._attempt(task, sample, shared, alone=alone)
+                return await self._taken_up(task, sample, shared, alone=alone)
 
     def _shared(self, episode_id: str) -> Sequence[JournalEntry]:
         """What the episode shares with the run that this one forks."""
         fork = self._store.header.fork
         return shared_entries(self._store.journal(episode_id, 0), fork.turn) if fork is not None else []
+
+    async def _taken_up(self, task: Task, sample: int, journal: Sequence[JournalEntry], *, alone: bool) -> Trajectory:
+        """`_attempt`; where other code blocked the loop that the episode's objects are bound to, again from its journal.
+
+        An episode that cannot be restored, or that loses its loop time after time, fails instead.
+        """
+        episode_id = episode_id_of(task.id, sample)
+        lost: LoopReplacedError | None = None
+        for losses in range(1 + MOST_LOSSES):
+            SCOPE.set(EpisodeScope(episode_id, losses))
+            try:
+                return await self._attempt(task, sample, journal, alone=alone)
+            except RestartNeededError:
+                if lost is None:
+                    raise
+                break
+            except LoopReplacedError as error:
+                log.debug("episode is taken up again from its journal", episode=episode_id, reason=str(error))
+                lost, journal = error, self._store.journal(episode_id)
+        SCOPE.set(EpisodeScope(episode_id, 1 + MOST_LOSSES, last=True))
+        return await self._attempt(task, sample, journal, alone=alone, lost=lost)
 
     async def _attempt(
         self,
@@ -307,6 +328,7 @@ class Runner:
         *,
         alone: bool = False,
         given_up: EngineError | None = None,
+        lost: LoopReplacedError | None = None,
     ) -> Trajectory:
         """Drive one episode to its end, from where its journal stops. One that has ended is only finished.
 
@@ -316,6 +338,7 @@ class Runner:
             journal: What it has done.
             alone: Run the spec's code in a worker process; see `engine.runner.suspects`.
             given_up: Fail with this before anything is run.
+            lost: Fail with this where the journal stops, and call nothing again.
         """
         journal = until_end(journal)
         ended = self._executor.has_ended(journal)
@@ -324,6 +347,8 @@ class Runner:
             try:
                 world = await self._worlds.open(task, alone=alone and not ended)
             except EngineError as error:
+                if isinstance(error, LoopReplacedError) and error.repeatable:
+                    raise
                 if ended:
                     raise ReplayError(f"it has ended, but its objects cannot be built to finish it: {error}") from error
                 if journal:
@@ -334,6 +359,9 @@ class Runner:
         try:
             if broken is not None:
                 ending = await self._executor.run_failed(episode, world, broken)
+            elif lost is not None:
+                await self._executor.restore(episode, world, journal, call=False)
+                ending = await self._executor.run_failed(episode, world, lost)
             else:
                 await self._executor.restore(episode, world, journal)
                 ending = None if ended else await self._executor.run(episode, world)

@@ -100,7 +100,7 @@ async def test_hung_threads_are_replaced_and_hold_no_slot(workers: Workers) -> N
 
 
 async def test_a_coroutine_that_swallows_cancellation_is_left_behind(workers: Workers) -> None:
-    over = asyncio.Event()
+    over = threading.Event()
 
     async def stubborn() -> None:
         while not over.is_set():
@@ -109,11 +109,9 @@ async def test_a_coroutine_that_swallows_cancellation_is_left_behind(workers: Wo
             except asyncio.CancelledError:
                 continue
 
-    began = time.perf_counter()
     with pytest.raises(WorldError) as caught:
         await ask(workers, stubborn, seconds=0.05)
     assert caught.value.kind == "tool_timeout"
-    assert time.perf_counter() - began < 5
     over.set()
 
 
@@ -139,9 +137,10 @@ async def test_sys_exit_in_a_coroutine_ends_nothing_else(workers: Workers) -> No
 
 
 async def test_cancelling_the_caller_cancels_the_call(workers: Workers) -> None:
-    cancelled = asyncio.Event()
+    started, cancelled = threading.Event(), threading.Event()
 
     async def waits() -> None:
+        started.set()
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
@@ -149,11 +148,11 @@ async def test_cancelling_the_caller_cancels_the_call(workers: Workers) -> None:
             raise
 
     task = asyncio.create_task(ask(workers, waits, seconds=60))
-    await asyncio.sleep(0.01)
+    assert await asyncio.to_thread(started.wait, 60)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.wait_for(cancelled.wait(), 5)
+    assert await asyncio.to_thread(cancelled.wait, 60)
 
 
 async def test_no_more_threads_than_allowed_run_at_once() -> None:

@@ -1,0 +1,78 @@
+"""The guest loops of a run: one, and more once code of others has blocked one.
+
+Each time a loop is blocked the number of loops grows, up to `MOST_LOOPS`, and an episode that lost its loop moves to
+another: so code that blocks meets fewer and fewer calls of others, although nothing is known of it beforehand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from zlib import crc32
+
+import structlog
+
+from engine.actions.calls import EpisodeScope
+from engine.actions.guest import GuestLoop
+
+log = structlog.get_logger(__name__)
+
+MOST_LOOPS = 64
+"""Most guest loops at once, beside blocked ones that were replaced."""
+_GROWTH = 4
+
+
+class GuestLoops:
+    """Gives each asynchronous call its loop. Of the main loop's thread alone."""
+
+    def __init__(self) -> None:
+        self._loops: dict[int, GuestLoop] = {}
+        self._most = 1
+
+    def choose(self, scope: EpisodeScope | None, tries: int = 0) -> GuestLoop:
+        """A loop for a call that is not bound to one: not a blocked one, where another can be had.
+
+        Args:
+            scope: The episode's.
+            tries: How often this very call has lost its loop.
+        """
+        found = self._loops.get(0)
+        if self._most == 1 and found is not None and not found.blocks and found.main is asyncio.get_running_loop():
+            return found
+        first = 0
+        if scope is not None:
+            first = crc32(f"{scope.episode}/{scope.losses + tries}".encode())
+        for grown in (False, True):
+            for shift in range(self._most):
+                guest = self._at((first + shift) % self._most)
+                if not guest.blocks:
+                    return guest
+            if not grown:
+                self._grow()
+        return self._at(first % self._most)
+
+    def _at(self, place: int) -> GuestLoop:
+        guest = self._loops.get(place)
+        if guest is not None and guest.main is not asyncio.get_running_loop():  # of another run, which has ended
+            guest.close()
+            guest = None
+        if guest is None:
+            guest = self._loops[place] = GuestLoop(self._replace)
+        return guest
+
+    def _grow(self) -> None:
+        self._most = min(MOST_LOOPS, self._most * _GROWTH)
+
+    def _replace(self, guest: GuestLoop) -> None:
+        self._loops = {place: other for place, other in self._loops.items() if other is not guest}
+        self._grow()
+        guest.close()
+        lost = guest.drop()
+        log.warning("a blocked event loop was replaced", lost_calls=lost, loops=self._most)
+
+    def close(self) -> None:
+        """Let the loops end. Blocked ones go with the process."""
+        for guest in self._loops.values():
+            guest.close()
+        for guest in self._loops.values():
+            guest.join()
+        self._loops = {}

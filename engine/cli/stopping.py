@@ -1,0 +1,126 @@
+"""How a command ends: signals, and threads of others that do not.
+
+| signal | what it does |
+|---|---|
+| first Ctrl-C (SIGINT) | a clean stop: what is under way is left where its journal stands |
+| SIGTERM | the same; the process exits by itself after `GRACE_SECONDS`, whatever hangs |
+| second Ctrl-C, second SIGTERM | exits at once |
+
+A run's store needs no goodbye: what it has acknowledged is on the disk, so an exit at once loses nothing of it.
+
+The handlers run in the main thread between two instructions. They do not need the event loop, but they need Python to
+run: code in C that never gives up the interpreter's lock stops them too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from engine.cli.exits import INTERRUPTED, TERMINATED
+
+GRACE_SECONDS = 20.0
+"""How long a clean stop may take after SIGTERM."""
+EXIT_SECONDS = 3.0
+"""How long the process waits at its end for threads that others have started."""
+SIGNALS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
+"""Signals that stop a command, and its exit status then."""
+
+_received: list[int] = []
+"""Signals that this process got while a command ran, in order."""
+
+
+def interrupted() -> int:
+    """The exit status of a command that was stopped: 143 after SIGTERM, else 130."""
+    return SIGNALS[signal.SIGTERM] if signal.SIGTERM in _received else SIGNALS[signal.SIGINT]
+
+
+@contextlib.contextmanager
+def stop_on_signals(stop: asyncio.Event, hint: str = "") -> Iterator[None]:
+    """Set `stop` on the first signal, exit on the second; for as long as the block lasts.
+
+    Args:
+        stop: Of the running loop.
+        hint: How to go on after an exit at once; printed then.
+    """
+    loop = asyncio.get_running_loop()
+    _received.clear()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        again = number in _received or (number == signal.SIGINT and bool(_received))
+        _received.append(number)
+        if again:
+            leave_now(interrupted(), hint)
+        if number == signal.SIGTERM:
+            _say(f"Stopping; the process exits in {GRACE_SECONDS:g} s at the latest.")
+            timer = threading.Timer(GRACE_SECONDS, leave_now, (interrupted(), hint))
+            timer.daemon = True
+            timer.start()
+        else:
+            _say("Stopping. Press Ctrl-C again to stop at once.")
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended by itself
+            loop.call_soon_threadsafe(stop.set)
+
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def leave_now(status: int, hint: str = "") -> None:
+    """End the process without waiting for anything. Safe in a signal handler and in a thread."""
+    if hint:
+        _say(f"Stopped at once. {hint}")
+    if sys.stdout.isatty():
+        with contextlib.suppress(OSError):
+            os.write(1, b"\x1b[?25h")  # a progress display hides the cursor
+    with contextlib.suppress(Exception):  # another thread may be writing
+        sys.stdout.flush()
+    os._exit(status)
+
+
+def leave_hung_code_behind(status: int) -> None:
+    """Call this last: the process then exits with `status` although code of others hangs.
+
+    Python waits without end for threads that are not daemons, and closes coroutines that have not ended, which may never
+    end. Functions that `atexit` calls are waited for as ever.
+    """
+
+    def watch() -> None:
+        main = threading.main_thread().ident or 0
+        while not _waits_for_threads(sys._current_frames().get(main)):
+            pause.wait(0.1)
+        pause.wait(EXIT_SECONDS)
+        if _waits_for_threads(sys._current_frames().get(main)):
+            leave_now(status)
+
+    pause = threading.Event()
+    threading.Thread(target=watch, name="exit", daemon=True).start()
+    guest = sys.modules.get("engine.actions.guest")
+    if guest is not None and guest.hung_tasks():
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+        leave_now(status)
+
+
+def _waits_for_threads(frame: FrameType | None) -> bool:
+    waits = threading._shutdown.__code__  # type: ignore[attr-defined]
+    while frame is not None and frame.f_code is not waits:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _say(words: str) -> None:
+    """Print to standard error without a lock: the code that was interrupted may hold it."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{words}\n".encode())

@@ -1,0 +1,251 @@
+"""Code that blocks, in whole runs: each misbehaviour in each place fails its own episode, and no other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from blocking_worlds import MISBEHAVIOURS
+
+from engine.schemas.trajectory import Trajectory
+from engine.store import RunStore, list_runs
+
+HERE = Path(__file__).parent
+PLACES = ("environment", "tool", "user", "scorer")
+SECONDS = 1.0
+"""Deadline of each call."""
+HEALTHY = 24
+
+
+def write_spec(folder: Path, tokenizer: Path, tasks: list[dict[str, Any]], form: str = "", **changes: Any) -> Path:
+    """A spec whose episodes ask an environment, a tool, a user and a scorer; `form` is `_async` or nothing."""
+    call = {"tool_calls": [{"name": f"probe{form}", "arguments": {}}]}
+    kind = "Async" if form else ""
+    spec: dict[str, Any] = {
+        "spec": "episode/v1",
+        "name": "blocking",
+        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
+        "backend": {"kind": "scripted", "replies": [call, "It is 42."]},
+        "tasks": {"source": "inline", "rows": tasks, "id": "id"},
+        "environment": {"use": f"blocking_worlds:{kind}World", "timeout": SECONDS},
+        "tools": [{"use": f"blocking_worlds:probe{form}", "timeout": SECONDS}],
+        "user": {"use": f"blocking_worlds:{kind}User", "timeout": SECONDS},
+        "rewards": {"scorer": {"use": f"blocking_worlds:score{form}", "timeout": SECONDS}},
+        "rollout": {"concurrency": 64},
+    } | changes
+    spec = {key: value for key, value in spec.items() if value is not None}
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    return path
+
+
+def start(*arguments: str | Path, cwd: Path, **variables: str) -> subprocess.Popen[str]:
+    """`engine …` as a process."""
+    env = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent.parent}", "COLUMNS": "200"} | variables
+    command = [sys.executable, "-m", "engine.cli.main", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 150) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+def told(folder: Path) -> dict[str, Trajectory]:
+    """The finished episodes of the folder's one run, by task."""
+    (run,) = list_runs(folder / "runs")
+    return {trajectory.task_id: trajectory for trajectory in RunStore.open(run, readonly=True).trajectories()}
+
+
+def bad_tasks(places: tuple[str, ...], hows: tuple[str, ...]) -> list[dict[str, str]]:
+    return [{"id": f"{where}-{how}", "where": where, "how": how} for where in places for how in hows]
+
+
+def healthy_tasks() -> list[dict[str, str]]:
+    return [{"id": f"healthy-{n}", "where": "", "how": ""} for n in range(HEALTHY)]
+
+
+def check(episodes: dict[str, Trajectory], bad: list[dict[str, str]]) -> None:
+    """Every episode came to the end that its task asked for."""
+    for n in range(HEALTHY):
+        outcome = episodes[f"healthy-{n}"].outcome
+        assert (outcome.failure, outcome.reward, outcome.solved) == (None, 1.5, True), (n, outcome.failure)
+    for task in bad:
+        outcome = episodes[task["id"]].outcome
+        hangs = task["how"] in ("sleep", "busy", "swallow")
+        if task["where"] == "tool":  # the policy is told, and goes on
+            results = [message.text for message in episodes[task["id"]].messages if message.role == "tool"]
+            assert ("did not answer within" if hangs else "failed") in results[0], task
+            assert (outcome.failure, outcome.reward) == (None, 1.5), (task, outcome.failure)
+            continue
+        blame = "environment" if task["where"] == "scorer" else task["where"]
+        assert outcome.failure is not None, task
+        kind = f"{blame}_timeout" if hangs else f"{blame}_error"
+        assert (outcome.failure.kind, outcome.failure.blame) == (kind, blame), (task, outcome.failure)
+        assert not outcome.trainable, task
+
+
+@pytest.mark.parametrize(
+    ("form", "places", "hows"),
+    [
+        ("", PLACES, MISBEHAVIOURS),
+        ("_async", ("tool", "user"), ("sleep", "swallow", "exit")),
+        pytest.param("_async", PLACES, MISBEHAVIOURS, marks=pytest.mark.slow),
+    ],
+)
+def test_each_misbehaviour_fails_its_own_episode_and_no_other(
+    form: str, places: tuple[str, ...], hows: tuple[str, ...], tmp_path: Path, tiny_tokenizer_dir: Path
+) -> None:
+    bad = bad_tasks(places, hows)
+    spec = write_spec(tmp_path, tiny_tokenizer_dir, [*bad, *healthy_tasks()], form)
+    code, out, err = finish(start("run", spec, cwd=tmp_path))
+    assert code == 0, out + err
+    check(told(tmp_path), bad)
+
+
+def stepping(effects: str) -> dict[str, Any]:
+    """An episode of six steps of an environment that counts them."""
+    states = {
+        "PENDING": {"action": "reset"},
+        "GENERATING": {"action": "generate"},
+        "STEPPING": {"action": "step"},
+        "DONE": {"action": "score", "final": True},
+    }
+    transitions = [
+        {"trigger": "ready", "source": "PENDING", "dest": "GENERATING"},
+        {"trigger": ["answered", "malformed", "tool_calls"], "source": "GENERATING", "dest": "STEPPING"},
+        {"trigger": "moved", "source": "STEPPING", "dest": "GENERATING"},
+        {"trigger": "won", "source": "STEPPING", "dest": "DONE"},
+        {"trigger": ["limit", "failed", "truncated", "aborted"], "source": "*", "dest": "DONE"},
+    ]
+    return {
+        "backend": {"kind": "scripted", "replies": ["Go."] * 6},
+        "environment": {"use": "blocking_worlds:AsyncWorld", "timeout": SECONDS, "effects": effects},
+        "machine": {"initial": "PENDING", "states": states, "transitions": transitions},
+        "tools": [],
+        "user": None,
+        "rewards": {},
+    }
+
+
+@pytest.mark.parametrize("effects", ["replayable", pytest.param("external", marks=pytest.mark.slow)])
+def test_episodes_whose_loop_was_blocked_go_on_from_their_journal_where_their_effects_allow_it(
+    effects: str, tmp_path: Path, tiny_tokenizer_dir: Path
+) -> None:
+    bad = {"id": "bad", "where": "step", "how": "sleep"}
+    spec = write_spec(tmp_path, tiny_tokenizer_dir, [bad, *healthy_tasks()], "_async", **stepping(effects))
+    code, out, err = finish(start("run", spec, "--keep-going", cwd=tmp_path))
+    assert code == 0, out + err
+    episodes = told(tmp_path)
+    failure = episodes["bad"].outcome.failure
+    assert failure is not None
+    assert (failure.kind, failure.blame) == ("environment_timeout", "environment")
+    assert '"episode":"bad/0"' in err, "the log names the episode that blocked"
+    assert "time.sleep(FOR_EVER)" in err, "and shows where"
+    lost = 0
+    for n in range(HEALTHY):
+        episode = episodes[f"healthy-{n}"]
+        if episode.outcome.failure is None:
+            assert episode.facts["steps"] == 6
+            assert [message.text for message in episode.messages if message.text.startswith("Moved")] == [
+                f"Moved {step}." for step in range(1, 7)
+            ]
+        else:
+            lost += 1
+            assert episode.outcome.failure.kind == "loop_replaced"
+            assert "`blocking_worlds:AsyncWorld`.step of episode bad/0" in episode.outcome.failure.message
+    assert (lost > 0) == (effects == "external")
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        "swallow",
+        pytest.param("start_thread", marks=pytest.mark.slow),
+        pytest.param("use_executor", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_tool_leaves_behind_does_not_keep_the_process(
+    tool: str, tmp_path: Path, tiny_tokenizer_dir: Path
+) -> None:
+    spec = write_spec(
+        tmp_path,
+        tiny_tokenizer_dir,
+        [{"id": "a"}],
+        backend={"kind": "scripted", "replies": [{"tool_calls": [{"name": tool, "arguments": {}}]}, "It is 42."]},
+        tools=[{"use": f"blocking_worlds:{tool}", "timeout": 0.2}],
+    )
+    code, out, err = finish(start("run", spec, cwd=tmp_path))
+    assert code == 0, out + err
+    assert told(tmp_path)["a"].outcome.solved
+
+
+@pytest.mark.parametrize(
+    ("signals", "status"),
+    [
+        ([signal.SIGTERM], 143),
+        pytest.param([signal.SIGINT], 130, marks=pytest.mark.slow),
+        pytest.param([signal.SIGINT, signal.SIGINT], 130, marks=pytest.mark.slow),
+        pytest.param([signal.SIGTERM, signal.SIGTERM], 143, marks=pytest.mark.slow),
+        pytest.param([signal.SIGTERM, signal.SIGINT], 143, marks=pytest.mark.slow),
+    ],
+)
+def test_signals_end_a_run_that_hangs_and_it_resumes(
+    signals: list[signal.Signals], status: int, tmp_path: Path, tiny_tokenizer_dir: Path
+) -> None:
+    bad = bad_tasks(("tool",), ("sleep", "busy", "swallow"))
+    both = {"tool_calls": [{"name": name, "arguments": {}} for name in ("probe", "probe_async")]}
+    spec = write_spec(
+        tmp_path,
+        tiny_tokenizer_dir,
+        [*healthy_tasks(), *bad],
+        "_async",
+        backend={"kind": "scripted", "replies": [both, "It is 42."]},
+        tools=[{"use": f"blocking_worlds:{name}", "timeout": 600} for name in ("probe", "probe_async")],
+        rollout={"concurrency": 64, "live_episodes": 4},
+    )
+    process = start("run", spec, cwd=tmp_path)
+    run = _wait_until(lambda: _hangs(tmp_path, len(bad)))
+    before = {key: value.model_dump_json() for key, value in told(tmp_path).items()}
+    assert len(before) == HEALTHY
+    for number in signals:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+    code, out, err = finish(process)
+    assert code == status, out + err
+    hint = f"engine run --resume runs/{run.name}"
+    assert hint in (out + err).replace("\n", " ")
+    assert {key: value.model_dump_json() for key, value in told(tmp_path).items()} == before
+    code, out, err = finish(start("run", "--resume", run, cwd=tmp_path, CURED="1"))
+    assert code == 0, out + err
+    episodes = told(tmp_path)
+    assert all(episode.outcome.solved for episode in episodes.values())
+    assert len(episodes) == HEALTHY + len(bad)
+    assert {key: episodes[key].model_dump_json() for key in before} == before
+
+
+def _hangs(folder: Path, count: int) -> Path | None:
+    """The folder's run, once so many episodes are all that is left and have called their tools."""
+    for run in list_runs(folder / "runs"):
+        store = RunStore.open(run, readonly=True)
+        if len(store.finished()) == HEALTHY and list(store.standing().values()) == ["AWAITING_TOOL"] * count:
+            return run
+    return None
+
+
+def _wait_until(found: Callable[[], Path | None], seconds: float = 100) -> Path:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (run := found()) is not None:
+            return run
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds} s")
