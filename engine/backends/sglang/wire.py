@@ -361,7 +361,7 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
     if logprobs is None:
         at = next(at for at, value in enumerate(values) if value is None or not abs(value) <= _FLOAT32_MAX)
         raise ReplyError(f"token {at} has no finite log-prob")
-    if values and max(values) > ROUNDING:
+    if values and np.maximum.reduce(logprobs) > ROUNDING:
         at = next(at for at, value in enumerate(values) if value > ROUNDING)
         raise ReplyError(f"token {at} has the log-prob {values[at]:g}; none is above 0")
     return Part(
