@@ -60,6 +60,8 @@ class CheckContext:
     """The rule that is tried."""
     skipped: dict[str, None] = field(default_factory=dict)
     """Rules that could not look at everything, because code is not imported."""
+    apart: bool = False
+    """Import nothing that runs in worker processes alone: this process goes on to run the spec."""
     _entries: dict[str, Any] = field(default_factory=dict)
     _read: dict[str, bool] = field(default_factory=dict)
     """Conditions that were asked for, and whether they are read."""
@@ -123,9 +125,28 @@ class CheckContext:
         return self._entries[use]
 
     def _find(self, use: str) -> Any:
-        if self.loaded.access.imports:
+        if self.loaded.access.imports and not (self.apart and use in self.isolated):
             return load_entry(use, self.loaded.base)
         return read_entry(use, self.loaded.base, self.loaded.access)
+
+    @cached_property
+    def isolated(self) -> frozenset[str]:
+        """Entry points that run in worker processes alone."""
+        spec = self.spec
+        whole = spec.isolation_of(None).mode == "process"
+        modes = [(item.entry.use, self._mode(item) == "process") for item in self.worlds]
+        modes += [(str(state.action), whole) for state in spec.machine.states.values() if state.action]
+        here = {use for use, apart in modes if not apart} | {spec.tasks.use or ""}
+        return frozenset(use for use, apart in modes if apart) - here
+
+    def _mode(self, item: NamedEntry) -> str | None:
+        """`thread` or `process`: where a world runs."""
+        owner: Any = self.spec
+        for key in item.path:
+            if key == "grader":
+                break
+            owner = owner[key] if isinstance(owner, list | dict) else getattr(owner, str(key))
+        return self.spec.isolation_of(owner.isolation).mode
 
     def skip(self) -> None:
         """Say that the rule that is tried cannot look at everything without importing code."""

@@ -107,22 +107,25 @@ def all_rules() -> list[Rule]:
 def check_spec(loaded: LoadedSpec) -> list[Diagnostic]:
     """Everything that the rules find in a spec, in the order of the document; errors before warnings at one place.
 
-    What a spec names is imported, unless it was read with an `Access` that forbids it.
+    What a spec names is imported, unless it was read with an `Access` that forbids it, or runs in worker processes alone.
     """
-    return check_rules(loaded)[0]
+    return check_rules(loaded, apart=True)[0]
 
 
-def check_rules(loaded: LoadedSpec, doing: Callable[[str], None] | None = None) -> tuple[list[Diagnostic], list[str]]:
+def check_rules(
+    loaded: LoadedSpec, doing: Callable[[str], None] | None = None, *, apart: bool = False
+) -> tuple[list[Diagnostic], list[str]]:
     """The same, and the ids of the rules that could not look at everything because code may not be imported.
 
     Args:
         loaded: The spec.
         doing: Called with the id of each rule before it is tried.
+        apart: Import nothing that runs in worker processes alone.
     """
     from engine.checks.context import MOST_WORK, CheckContext
     from engine.checks.work import TooMuch, Work
 
-    ctx = CheckContext(loaded, Work())
+    ctx = CheckContext(loaded, Work(), apart=apart)
     found: list[Diagnostic] = []
     unfinished: list[str] = []
     for item in all_rules():

@@ -65,7 +65,10 @@ class Zygote:
                         os.read(self._wake, 4096)
                     self._reap()
                 if self._control.fileno() in ready:
-                    data, fds, _, _ = socket.recv_fds(self._control, 65_536, 64)
+                    try:
+                        data, fds, _, _ = socket.recv_fds(self._control, 65_536, 64)
+                    except ConnectionError:
+                        return  # the engine ended with something of ours unread
                     if not data:
                         return
                     self._fds += fds

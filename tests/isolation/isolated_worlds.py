@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -42,6 +43,13 @@ def harm(task: Task, role: str) -> None:
         case "print":
             while True:
                 print("x" * 10_000)
+        case "bomb":
+            while True:
+                if os.fork() == 0:
+                    time.sleep(1e6)
+        case "daemon":
+            subprocess.Popen(["sleep", "100000"], start_new_session=True)
+            raise LookupError("it left a process behind")
         case "nonsense":
             os.write(3, b"\x00\x00\x00\x00nonsense")
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from engine.isolation.server import IsolationError
 from engine.schemas.trajectory import Trajectory
+from engine.spec.entry import EntryError
 
 ROLES = ("environment", "tool", "counter", "user", "scorer", "step", "score", "action")
 BLAMES = {"tool": "tool", "counter": "tool", "user": "user", "action": "spec"}
@@ -151,3 +153,94 @@ def test_a_thousand_episodes_of_which_a_fifth_do_harm(
     for episode in found.values():
         role, kind, *_ = [*episode.task_id.split("-"), ""]
         check(episode.model_copy(update={"task_id": "healthy-" if role == "healthy" else f"{role}-{kind}"}))
+
+
+async def test_the_engine_imports_nothing_that_is_isolated(
+    write: Callable[..., Path], command: Callable[..., Any], tmp_path: Path
+) -> None:
+    spec = write([{"id": "healthy"}])
+    worlds = tmp_path / "isolated_worlds.py"
+    worlds.write_text(worlds.read_text() + "\nwith open('imported', 'a') as file:\n    print(sys.argv[0], file=file)\n")
+    (tmp_path / "imported").touch(0o666)
+    (tmp_path / "imported").chmod(0o666)
+    ran = command("run", str(spec), "-q")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert set((tmp_path / "imported").read_text().split()) == {"-c"}
+
+
+@pytest.mark.parametrize(
+    "ends", ["os._exit(5)", "os.kill(os.getpid(), 9)", "raise LookupError('no')", "import nothing_here"]
+)
+async def test_a_module_that_ends_its_process_at_import_is_named(
+    ends: str, write: Callable[..., Path], run_here: Callable[..., Any], tmp_path: Path
+) -> None:
+    spec = write([{"id": "healthy"}], environment={"use": "ends_at_import:World"})
+    (tmp_path / "ends_at_import.py").write_text(f"import os\n{ends}\n")
+    with pytest.raises(EntryError, match="ends_at_import"):
+        await run_here(spec)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="these limits bind in another way where the engine is not root")
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"processes": 4, "user": "engine"}, "isolation.processes cannot bind"),
+        ({"user": "nobody_of_this_name"}, "there is no user `nobody_of_this_name`"),
+        ({"memory": "1MB"}, "a worker needs at least"),
+    ],
+)
+async def test_a_limit_that_cannot_bind_is_refused(
+    limits: dict[str, Any], words: str, write: Callable[..., Path], run_here: Callable[..., Any]
+) -> None:
+    with pytest.raises(IsolationError, match=words):
+        await run_here(write([{"id": "healthy"}], isolation={"mode": "process", **limits}))
+
+
+async def test_limits_of_processes_and_cpu_time_bind(write: Callable[..., Path], run_here: Callable[..., Any]) -> None:
+    limits: dict[str, Any] = {"mode": "process", "cpu": "1s"}
+    if os.getuid() == 0:
+        limits["processes"] = 12
+    rows = [
+        {"id": "bomb", "role": "environment", "kind": "bomb"},
+        {"id": "busy", "role": "counter", "kind": "busy"},
+        {"id": "healthy-0"},
+    ]
+    changes = {"environment": {"use": "isolated_worlds:World", "timeout": 60}}
+    spec = write(rows, isolation=limits, **changes)
+    spec.write_text(spec.read_text().replace("timeout: 10", "timeout: 120"))
+    found = await run_here(spec)
+    check(found["healthy-0"])
+    busy = found["busy"].outcome.failure
+    assert busy is not None
+    assert busy.kind == "tool_cpu"
+    assert "isolation.cpu (1 s)" in busy.message
+    if os.getuid() == 0:
+        bomb = found["bomb"].outcome.failure
+        assert bomb is not None
+        assert "BlockingIOError" in bomb.message
+        assert found["bomb"].outcome.failure.blame == "environment"
+
+
+def test_nothing_is_left_of_a_worker_that_leaves_processes_behind(
+    write: Callable[..., Path],
+    command: Callable[..., Any],
+    episodes: Callable[[], dict[str, Trajectory]],
+    tmp_path: Path,
+) -> None:
+    """Neither what it started in a session of its own, nor the worker, after the engine is killed."""
+    rows = [{"id": "leaver", "role": "environment", "kind": "daemon"}]
+    mark = f"{tmp_path.name}-{os.getpid()}"
+    ran = command("run", str(write(rows)), "-q", env={**os.environ, "DAEMON_MARK": mark})
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert not [line for line in processes() if mark in line]
+
+
+def processes() -> list[str]:
+    """The environment and command line of each process."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            found.append((folder / "environ").read_bytes().decode("utf-8", "replace"))
+        except OSError:
+            continue
+    return found
