@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
+
 from engine.actions.events import ACTION_EVENTS, ALWAYS, SCORERS
 from engine.checks.chart import Chart, Edge
 from engine.checks.explore import Graph, explore
@@ -145,7 +147,7 @@ class CheckContext:
         for key in item.path:
             if key == "grader":
                 break
-            owner = owner[key] if isinstance(owner, list | dict) else getattr(owner, str(key))
+            owner = getattr(owner, key) if isinstance(owner, BaseModel) and isinstance(key, str) else owner[key]
         return self.spec.isolation_of(owner.isolation).mode
 
     def skip(self) -> None:
