@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 
 from engine.actions.workers import Workers, call_world
+from engine.environments.tools.calculator import calculate
 from engine.isolation.pool import FunctionTool, Isolation, RemoteFunction
 from engine.isolation.remote import Origin
 from engine.isolation.worker import Worker
-from environments.tools.calculator import calculate
-from schemas.episode import IsolationSpec
+from engine.schemas.episode import IsolationSpec
 
-USE = "environments.tools.calculator:calculate"
+USE = "engine.environments.tools.calculator:calculate"
 ARGUMENTS = {"expression": "3 * (4 + 5)"}
 PROCESS = IsolationSpec(mode="process")
 
