@@ -1,7 +1,8 @@
 """Entry points: `package.module:Name` -> the thing itself.
 
-Modules are looked for among the standard library first, then in the spec's folder, the folder that the engine
-was started in, and what is installed: a file beside the spec can never stand in for a module of Python's own.
+Modules are looked for in the standard library first, then in the spec's folder, in the folder that the engine was started
+in, and among what is installed. So a file beside the spec never replaces a module of Python's own, and two specs in two
+folders each get their own module where both have one of the same name.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ def load_entry(use: str, base: Path | None) -> Any:
     """
     module_name, parts = parse_entry(use)
     _extend_path(base)
-    _forget_namesake(module_name, base)
+    _own_modules_first(base)
     target = _import(module_name, use)
     for index, part in enumerate(parts):
         try:
@@ -89,21 +91,42 @@ def _extend_path(base: Path | None) -> None:
         importlib.invalidate_caches()
 
 
-def _forget_namesake(module_name: str, base: Path | None) -> None:
-    """Drop a module that another spec's folder gave, where this spec's folder has its own of that name."""
-    top = module_name.partition(".")[0]
-    module = sys.modules.get(top)
-    if module is None or base is None or not _ADDED:
+class _OwnModules:
+    """Finds the modules of the spec's own folder before others of their name, wherever those are on the import path."""
+
+    def __init__(self) -> None:
+        self.folder: str | None = None
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        """As the import system asks: only for modules that are inside of no package."""
+        if path is not None or self.folder is None or name in sys.stdlib_module_names or name == _OURS:
+            return None
+        found = PathFinder.find_spec(name, [self.folder])
+        return found if found is not None and found.origin is not None else None  # a bare folder may be anything
+
+
+_OURS = __name__.partition(".")[0]
+_OWN = _OwnModules()
+
+
+def _own_modules_first(base: Path | None) -> None:
+    """Have imports look into this spec's folder first, and drop modules of other folders that have their name there."""
+    if base is None:
         return
-    own = base.resolve()
-    if not (own / f"{top}.py").is_file() and not (own / top).is_dir():
+    if _OWN not in sys.meta_path:
+        sys.meta_path.insert(0, _OWN)
+    own = str(base.resolve())
+    if _OWN.folder == own:
         return
-    file = module.__file__ if getattr(module, "__file__", None) else None
-    place = Path(file) if file else Path(next(iter(getattr(module, "__path__", [""]))))
-    folder = place.parent.parent if place.name == "__init__.py" else place.parent
-    if str(folder) in _ADDED and folder != own:
-        for name in [name for name in sys.modules if name == top or name.startswith(f"{top}.")]:
-            del sys.modules[name]
+    _OWN.folder = own
+    here = {info.name for info in pkgutil.iter_modules([own])} - sys.stdlib_module_names - {_OURS}
+    for name in here & set(sys.modules):
+        file = getattr(sys.modules[name], "__file__", None)
+        place = Path(file).resolve() if file else None
+        folder = None if place is None else place.parent.parent if place.stem == "__init__" else place.parent
+        if folder is None or (str(folder) != own and not str(folder).endswith(_INSTALLED)):
+            for each in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+                del sys.modules[each]
 
 
 def _import(module_name: str, use: str) -> Any:

@@ -32,6 +32,35 @@ def test_the_specs_folder_is_on_the_path(tmp_path: Path) -> None:
     assert load_entry("world_beside_spec:Env", tmp_path).__name__ == "Env"
 
 
+@pytest.mark.parametrize("on_the_path", [[], ["one"], ["one", "two"], ["two", "one"]])
+@pytest.mark.parametrize("started_in", ["", "one", "two"])
+def test_two_specs_each_get_their_own_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_the_path: list[str], started_in: str
+) -> None:
+    """Wherever the engine was started and whatever PYTHONPATH says; modules that they import, and packages, as well."""
+    tag = f"{''.join(on_the_path)}_{started_in}"
+    for name in ("one", "two"):
+        package = tmp_path / name / f"kit_{tag}"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(f"NAME = {name!r}\n")
+        (tmp_path / name / f"helper_{tag}.py").write_text(f"NAME = {name!r}\n")
+        (tmp_path / name / f"world_{tag}.py").write_text(
+            f"from helper_{tag} import NAME as HELPED\nfrom kit_{tag} import NAME as KIT\nALL = ({name!r}, HELPED, KIT)\n"
+        )
+    for folder in on_the_path:
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    monkeypatch.chdir(tmp_path / started_in)
+    for name in ("one", "two", "one"):
+        assert load_entry(f"world_{tag}:ALL", tmp_path / name) == (name, name, name)
+
+
+def test_a_file_beside_the_spec_never_replaces_pythons_own(tmp_path: Path) -> None:
+    (tmp_path / "graphlib.py").write_text("TopologicalSorter = None\n")
+    (tmp_path / "engine.py").write_text("__version__ = None\n")
+    assert load_entry("graphlib:TopologicalSorter", tmp_path) is not None
+    assert load_entry("engine:__version__", tmp_path) is not None
+
+
 def test_a_namesake_in_another_specs_folder_does_not_stand_in(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
