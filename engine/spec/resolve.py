@@ -338,4 +338,4 @@ def _similar_file(file: str, access: Access) -> str | None:
         )
     except (OSError, ValueError):
         return None
-    return f"did you mean `{folder / near}`?" if near else None
+    return f"did you mean `{folder / near}`?" if near and near != Path(file).name else None

@@ -160,6 +160,17 @@ def test_scenarios_of_a_stranger_run_nothing(place: Place) -> None:
     assert (done.returncode, done.stderr, place.touched()) == (0, "", [])
 
 
+def test_a_spec_that_is_no_regular_file_is_not_waited_for(place: Place) -> None:
+    os.mkfifo(place.work / "pipe.yaml")
+    done = place.run("validate", "pipe.yaml", "/dev/zero")
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[:3] == [
+        "pipe.yaml:1:1: error[spec.unreadable] `pipe.yaml` cannot be read: it is not a regular file",
+        "/dev/zero:1:1: error[spec.unreadable] `/dev/zero` cannot be read: it is not a regular file",
+        "2 specs, 2 invalid: 2 errors",
+    ]
+
+
 # ---- what is printed
 
 
