@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from engine.errors import RenderError
 from engine.tokens.ascii import ascii_encoder
+from engine.tokens.literal import MARK, LiteralEncoder, Quoting
 from engine.tokens.plain import PlainTokenizer
 
 _SHORT = 32
@@ -93,6 +95,19 @@ class FastTokenizer:
         """
         return max(map(len, self._vocab), default=1)
 
+    @cached_property
+    def quoting(self) -> Quoting:
+        """Finds and quotes added tokens that a text spells."""
+        return Quoting(self.added)
+
+    @cached_property
+    def _literal(self) -> LiteralEncoder:
+        if self._backend is None:
+            raise RenderError(
+                "text in the conversation spells a special token; this tokenizer cannot encode it as plain text"
+            )
+        return LiteralEncoder(self._backend, self.added)
+
     def borders(self, text: str) -> list[str]:
         """Those added tokens in a text that it is cut at before anything else is done, whatever is put around it.
 
@@ -115,7 +130,9 @@ class FastTokenizer:
         return known
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-        """Text -> ids, with no token added."""
+        """Text -> ids, with no token added; quoted parts as plain text (see `literal`)."""
+        if MARK in text:
+            return self._literal.encode(text)
         if len(text) > _SHORT:
             return self._encode(text)
         known = self._memory.get(text)
