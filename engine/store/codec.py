@@ -166,7 +166,7 @@ def _write_loose(record: Record) -> Written:
         text = json_text(record)
         if len(text) > 4 * MAX_SIZE:
             raise _unsayable(f"it has {len(text):,} characters as JSON; {4 * MAX_SIZE:,} are allowed")
-        return Written(record.kind, text, None, type(record).model_validate(from_json(text)))
+        return Written(record.kind, text, None, type(record).model_validate_json(text))
     except (ValueError, TypeError, AttributeError) as error:  # a contract that was built without validation
         raise _unsayable(valid_text(str(error), 1000)) from error
 
