@@ -91,11 +91,11 @@ def _extend_path(base: Path | None) -> None:
         importlib.invalidate_caches()
 
 
-class _OwnModules:
+class OwnModules:
     """Finds the modules of the spec's own folder before others of their name, wherever those are on the import path."""
 
-    def __init__(self) -> None:
-        self.folder: str | None = None
+    def __init__(self, folder: str | None = None) -> None:
+        self.folder = folder
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         """As the import system asks: only for modules that are inside of no package."""
@@ -106,7 +106,7 @@ class _OwnModules:
 
 
 _OURS = __name__.partition(".")[0]
-_OWN = _OwnModules()
+_OWN = OwnModules()
 
 
 def _own_modules_first(base: Path | None) -> None:

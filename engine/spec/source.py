@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.spec.access import Access
-from engine.spec.entry import EntryError, import_path, nearest_attribute, no_module, parse_entry
+from engine.spec.entry import EntryError, OwnModules, import_path, nearest_attribute, no_module, parse_entry
 
 LARGEST = 2 * 2**20
 """Bytes of a module that is read."""
@@ -104,7 +104,7 @@ def _find(module: str, use: str, base: Path | None, access: Access) -> Path | No
         name = ".".join(parts[: index + 1])
         if index and path is None:
             raise EntryError(no_module(name, use, search, None))
-        spec, own = _spec_of(name, path, search)
+        spec, own = _spec_of(name, path, search, base)
         if spec is None:
             raise EntryError(no_module(name, use, search, path))
         path = _places(spec)
@@ -118,9 +118,14 @@ def _find(module: str, use: str, base: Path | None, access: Access) -> Path | No
     return file if access.below(*(item for item in trusted if item != item.parent)).is_file(file) else None
 
 
-def _spec_of(name: str, path: list[str] | None, search: list[str]) -> tuple[ModuleSpec | None, bool]:
+def _spec_of(name: str, path: list[str] | None, search: list[str], base: Path | None) -> tuple[ModuleSpec | None, bool]:
     """What the finders say of a module, and whether it was found on the import path. Finders import nothing."""
+    beside = OwnModules(None if base is None else str(base.resolve())).find_spec(name, path)
+    if beside is not None:
+        return beside, True
     for finder in sys.meta_path:
+        if isinstance(finder, OwnModules):  # of a spec that was imported before
+            continue
         own = finder is PathFinder
         try:
             places = search if own and path is None else path

@@ -132,3 +132,15 @@ def test_what_cannot_be_read_as_text_is_no_mistake(tmp_path: Path) -> None:
 )
 def test_declared_events(text: str, events: tuple[str, ...] | None) -> None:
     assert declared_events(ast.parse(text).body[0]) == events
+
+
+def test_a_module_beside_the_spec_comes_before_others_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("other/namesake_text.py", "class Other: ...\n")
+    write("specs/namesake_text.py", "class Own: ...\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "other"), *sys.path])
+    access = Access.for_spec(Path("specs/s.yaml"))
+    assert isinstance(read_entry("namesake_text:Own", Path("specs"), access).node, ast.ClassDef)
+    with pytest.raises(EntryError, match="has no `Other`"):
+        read_entry("namesake_text:Other", Path("specs"), access)
