@@ -93,13 +93,13 @@ class ModelSpec(Contract):
     chat_template: str | None = None
     """A Jinja file that replaces the tokenizer's chat template. Relative to the spec."""
     renderer: str = "auto"
-    """`auto`, `template` (the generic bridge), or the name of a family in the library `renderers`."""
+    """`auto` or `template`: the model's own chat template renders; or the name of a family in the library `renderers`, which then renders in its place."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Handed to the chat template (`enable_thinking: false`, say)."""
     history: Literal["branch", "keep"] = "branch"
     """Where the template rewrites history (drops old reasoning, say): begin a new exact branch, or keep what was sampled."""
     tool_calls: str = "auto"
-    """How calls are written: `auto` (the family's own), `hermes`, `plain` (`name(arg=1)` in call tags), or `package.module:Parser`."""
+    """How calls are written: `auto` (as the chat template writes them, read by what is proved to read them), `hermes`, `plain` (`name(arg=1)` in call tags), `pythonic` (LFM2's), or `package.module:Parser`."""
     tool_role: Literal["tool", "user"] = "tool"
     """The role that tool results are shown under, for templates without a tool role."""
     context: int | None = Field(default=None, gt=0)

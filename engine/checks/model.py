@@ -17,7 +17,7 @@ from engine.checks.registry import Finding, rule
 from engine.checks.templates import Shown, rendered, shown
 from engine.checks.worst_case import context_bound, count_bound
 from engine.errors import EngineError, SpecError
-from engine.schemas.episode import OpenAIBackend
+from engine.schemas.episode import ModelSpec, OpenAIBackend
 from engine.spec.diagnostic import DataPath
 from engine.spec.tasks import rows_of, task_of
 from engine.spec.template import fill, texts_of
@@ -102,6 +102,33 @@ def no_tool_role(ctx: CheckContext) -> Iterator[Finding]:
         yield Finding(
             message, ("model", "tool_role"), "set `model.tool_role: user`: results are shown as a user's words"
         )
+
+
+@rule("model.calls-not-read", "error", "nothing reads the tool calls that the chat template writes")
+def calls_not_read(ctx: CheckContext) -> Iterator[Finding]:
+    """Every call would be taken for an answer. The reader is proved on the template, and the proof is kept in the cache."""
+    files, shown = _with_template(ctx)
+    model = ctx.spec.model
+    proved = model.tool_calls == "auto" and model.renderer in ("auto", "template")
+    if files is None or shown is None or not proved or not ctx.spec.tools or not shown.tools:
+        return
+    if not files.trusted or not (files.source / "tokenizer.json").is_file():
+        return  # a stranger's template is rendered in a process of its own alone
+    unread = _unread(model.model_dump_json(), str(ctx.loaded.base))
+    if unread:
+        fix = "set `model.tool_calls` to `hermes`, `plain`, `pythonic` or your own `package.module:Parser`, and describe in "
+        yield Finding(unread, ("model", "tool_calls"), f"{fix}`prompt` how calls are written")
+
+
+@lru_cache(maxsize=16)
+def _unread(model: str, base: str) -> str:
+    """Why calls of this model are read by nobody; empty where they are read, or the model cannot be loaded."""
+    from engine.tokens.format import load_format
+
+    try:
+        return load_format(ModelSpec.model_validate_json(model), Path(base)).unread_calls
+    except EngineError:
+        return ""  # other rules say it
 
 
 @rule("model.rewrites-history", "info", "the chat template rewrites what was said, which begins new branches")

@@ -46,6 +46,7 @@ def test_ids_are_stable() -> None:
         ("machine.unknown-state", "error"),
         ("machine.unreachable", "error"),
         ("machine.user-after-user", "warning"),
+        ("model.calls-not-read", "error"),
         ("model.context", "warning"),
         ("model.images", "error"),
         ("model.no-tool-role", "error"),

@@ -6,9 +6,11 @@ else a small tokenizer is made that has the template's special tokens. `case.jso
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,13 +60,43 @@ OTHER_ENDS = ("<|endoftext|>", "<|eom_id|>", "<eos>", "<|user|>", "<|observation
 
 
 def cases() -> dict[str, Path]:
-    """Case folders by name: those that are shipped and those under EPISODE_ENGINE_TEMPLATES."""
-    roots = [SHIPPED, *map(Path, filter(None, os.environ.get("EPISODE_ENGINE_TEMPLATES", "").split(os.pathsep)))]
-    return {file.parent.name: file.parent for root in roots for file in sorted(root.glob("*/chat_template.jinja"))}
+    """Case folders by name: those that are shipped, and those under EPISODE_ENGINE_TEMPLATES."""
+    return {name: folder for root in (SHIPPED, *_named("EPISODE_ENGINE_TEMPLATES")) for name, folder in _cases_in(root)}
+
+
+def all_cases(made: Path) -> dict[str, Path]:
+    """`cases`, real tokenizers with their own templates (EPISODE_ENGINE_TOKENIZERS), and what the package `trl` ships.
+
+    Args:
+        made: An empty folder for the cases of `trl`.
+    """
+    found = {f"npm: {name}": folder for root in _named("EPISODE_ENGINE_TOKENIZERS") for name, folder in _cases_in(root)}
+    spec = importlib.util.find_spec("trl")
+    for root in (spec.submodule_search_locations or []) if spec is not None else []:
+        for file in sorted(Path(root, "chat_templates").glob("*.jinja")):
+            folder = made / file.stem
+            folder.mkdir()
+            shutil.copy(file, folder / "chat_template.jinja")
+            found[f"trl: {file.stem}"] = folder
+    return {**cases(), **found}
+
+
+def _named(variable: str) -> list[Path]:
+    return [Path(root) for root in os.environ.get(variable, "").split(os.pathsep) if root]
+
+
+def _cases_in(root: Path) -> Iterator[tuple[str, Path]]:
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []:
+        config = folder / "tokenizer_config.json"
+        own = config.is_file() and "chat_template" in json.loads(config.read_text())
+        if own or (folder / "chat_template.jinja").is_file():
+            yield folder.name, folder
 
 
 def load_case(folder: Path, made: Path, make_tokenizer: Callable[..., Path], **model: Any) -> ChatFormat:
     """The chat format of a case. `made`: an empty folder for the files that the case itself does not have."""
+    if not (folder / "chat_template.jinja").is_file():
+        return load_format(ModelSpec(path=str(folder), **model), Path())
     source = (folder / "chat_template.jinja").read_text()
     told = json.loads(file.read_text()) if (file := folder / "case.json").is_file() else {}
     if (folder / "tokenizer.json").is_file():
@@ -519,9 +551,10 @@ def play(form: ChatFormat, name: str) -> list[Result]:
     return results
 
 
-def table(results: Iterator[Result] | Sequence[Result]) -> str:
-    """One word for a scenario: its verdicts, most frequent first."""
-    counts: dict[str, int] = {}
-    for result in results:
-        counts[result.verdict] = counts.get(result.verdict, 0) + 1
-    return ", ".join(f"{word} {count}" for word, count in counts.items())
+SIGNS = {"exact": "=", "spaced": "~", "branched": "/", "refused": "·", "WRONG": "WRONG"}
+"""One sign for a verdict."""
+
+
+def signs(results: Sequence[Result]) -> str:
+    """The verdicts of a scenario's scripts: each once, the most exact first."""
+    return " ".join(sign for verdict, sign in SIGNS.items() if any(result.verdict == verdict for result in results))

@@ -1,0 +1,95 @@
+"""Write docs/exactness.md: every scenario on every chat template at hand, judged by `apply_chat_template`.
+
+    EPISODE_ENGINE_TOKENIZERS=FOLDER python bench/matrix.py            # writes docs/exactness.md
+    python bench/matrix.py NAME…                                       # prints why, for cases of these names
+
+Templates come from `tests/data/templates`, the folders of EPISODE_ENGINE_TEMPLATES, the package `trl`, and the real tokenizers that
+`scripts/fetch_tokenizers.sh FOLDER` fetches. It takes two to three minutes.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "tokens")]
+
+import structlog  # noqa: E402
+from chat_kit import make_tokenizer  # noqa: E402
+from exactness import SCENARIOS, SIGNS, all_cases, load_case, play, signs  # noqa: E402
+
+from engine.errors import RenderError  # noqa: E402
+
+HEAD = """\
+# What is exact, and where a branch begins
+
+The prompt of every turn is what the model's chat template renders for the conversation as it is, or a new branch begins, or
+the conversation is refused with a reason. This page is that sentence, tried: `bench/matrix.py` plays every scenario of
+`tests/tokens/exactness.py` on every template at hand, and compares each prompt with what `apply_chat_template` of
+transformers writes. It also checks that every sampled token is trained once, and that nothing else is.
+
+| sign | what it means |
+|---|---|
+| = | exact: the text is the template's, id for id what its text is tokenised to; sampled ids are as they were sampled |
+| ~ | exact but for white space inside of what was sampled, which stays as it was sampled: the template would trim or space it |
+| / | a branch began where the template rewrites what was said; the branch is exact |
+| · | refused with a reason: the template shows no such message, or nothing reads its calls |
+| WRONG | a prompt that the template does not write: a bug |
+
+`reader` is what reads the replies, proved on the template itself; `engine template MODEL` shows the proof. Templates without their own
+tokenizer are played on a small byte-level one that has their special tokens. To try yours: a folder with
+`chat_template.jinja` (and `tokenizer.json`, `tokenizer_config.json`) under a folder that `EPISODE_ENGINE_TEMPLATES` names, then
+`pytest tests/tokens/test_exactness.py`.
+"""
+
+
+def main(names: list[str]) -> int:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    counts: Counter[str] = Counter()
+    rows: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "trl"
+        made.mkdir()
+        for number, (name, case) in enumerate(all_cases(made).items()):
+            if names and name not in names:
+                continue
+            try:
+                form = load_case(case, Path(folder) / str(number), make_tokenizer)
+            except RenderError as error:
+                rows.append(f"| {name} | refused: {_cell(str(error))} |" + " · |" * len(SCENARIOS))
+                counts["refused"] += 1
+                continue
+            cells = []
+            for scenario in SCENARIOS:
+                results = play(form, scenario)
+                counts.update(result.verdict for result in results)
+                cells.append(signs(results))
+                for result in results if names else []:
+                    print(f"{scenario}: {result.verdict}: {result.why}")
+            reader = form.reader.name if form.reader is not None else "none" if form.unread_calls else "text"
+            rows.append(f"| {name} | {reader} | " + " | ".join(cells) + " |")
+            print(name, flush=True)
+    if not names:
+        (ROOT / "docs" / "exactness.md").write_text(_page(rows, counts), encoding="utf-8")
+    print(dict(counts))
+    return int(counts["WRONG"] > 0)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")[:120]
+
+
+def _page(rows: list[str], counts: Counter[str]) -> str:
+    total = ", ".join(f"{counts[verdict]} {verdict}" for verdict in SIGNS)
+    head = f"| template | reader | {' | '.join(SCENARIOS)} |\n|---|---|{'---|' * len(SCENARIOS)}\n"
+    return (
+        f"{HEAD}\n{len(rows)} templates, {sum(counts.values())} episodes: {total}.\n\n{head}" + "\n".join(rows) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
