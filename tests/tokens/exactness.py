@@ -477,6 +477,8 @@ class Player:
         if said.thoughts is not None and said.thoughts not in text:
             text = f"<think>\n{said.thoughts}\n</think>\n\n{text}"
             self.beside = True
+        if opened and "</think>" not in text:  # what is said behind no thoughts: the prompt began some
+            text = f"\n</think>\n\n{text}"
         return text if said.cut is None else text[: said.cut]
 
     def _reply(self, said: Said) -> None:
@@ -504,6 +506,8 @@ class Player:
             read = [(a.name, a.arguments) if isinstance(a, ToolCall) else a.problem for a in reply.attempts]
             wanted = [("probe_tool", arguments) for arguments in said.calls]
             if json.dumps(read, sort_keys=True) != json.dumps(wanted, sort_keys=True):
+                if said.calls == ARGUMENTS["awkward text"]:
+                    raise RenderError(f"{text!r} is text that nobody can read back: it is read as {read}")
                 raise Wrong(f"the calls {wanted}, written {text!r}, are read as {read}")
 
     def _opener(self, said: Said) -> int:
