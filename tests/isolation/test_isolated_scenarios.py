@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 
+@pytest.mark.slow
 def test_scripted_answers_stand_before_isolated_parts(write: Callable[..., Path], command: Callable[..., Any]) -> None:
     spec = write([{"id": "healthy"}])
     calls = [{"name": "work", "arguments": {"times": 2}}]
@@ -47,6 +49,7 @@ def test_scripted_answers_stand_before_isolated_parts(write: Callable[..., Path]
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_an_isolated_run_replays_to_the_same_bytes(write: Callable[..., Path], command: Callable[..., Any]) -> None:
     rows = [
         {"id": "healthy"},
