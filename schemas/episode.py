@@ -152,6 +152,9 @@ class SGLangBackend(Contract):
     """A server that has requests and says nothing for so long is asked whether it is there."""
     interrupted: Literal["resume", "report"] = "resume"
     """A reply that the server cuts short (its weights are updated): sample the rest, or hand it on as aborted."""
+    verify: bool = False
+    """Load the model here, at the start, and compare one prompt's log-probs (with an image, for a model that takes some) with
+    each server's."""
 
 
 class OpenAIBackend(Contract):

@@ -286,6 +286,12 @@ async def drive(
             "the rows' own pixels",
             highlight=False,
         )
+    if verified := told.get("verified"):
+        console.print(
+            f"Verified: the servers' log-probs of a prompt differ from those of the model's files by {verified['largest']:.2g} "
+            f"at most and {verified['mean']:.2g} on average, over {verified['tokens']} tokens",
+            highlight=False,
+        )
     return result
 
 

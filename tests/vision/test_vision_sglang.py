@@ -50,7 +50,7 @@ async def test_episodes_are_exact_to_the_pixel(
 ) -> None:
     """Figures of Geometry3K and pictures of every form, on a server whose own processor scales otherwise."""
     with serving(vlm(family), tmp_path_factory.mktemp("sglang")) as url:
-        backend = {"kind": "sglang", "urls": [url], "timeout": "2m"}
+        backend = {"kind": "sglang", "urls": [url], "timeout": "2m", "verify": True}
         ran = await run_spec(
             make_spec(
                 family,
@@ -84,6 +84,9 @@ async def test_episodes_are_exact_to_the_pixel(
             assert not np.isin(branch.input_ids[branch.loss_mask == 1], ran.vision.banned).any()
     assert ran.vision.bank.processed == 4  # the probe's picture is one of them
     assert figures.stats["certificate"] == {"turns_checked": 15, "turns_unchecked": 0, "prompt_mismatches": 0}
+    for made in (ran, figures):
+        assert made.stats["verified"]["tokens"] > 20
+        assert made.stats["verified"]["largest"] < 1e-4
     images = figures.stats["images"]
     assert images["server_processors"] == ["auto"]
     assert images["unscaled_gap"] > 1e-4  # sent as it came, the probe's picture would have had other pixels

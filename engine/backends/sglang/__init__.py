@@ -6,6 +6,7 @@ resume.py   a reply that was interrupted goes on
 pool.py     which server a request goes to, and which ones are there
 checks.py   what is asked of servers before the first episode
 images.py   whether a server sees the rows' pixels
+verify.py   a prompt's log-probs beside those of the model's files, where the spec asks
 control.py  weights, adapters, pauses
 client.py   the backend
 """
@@ -35,6 +36,7 @@ def open_sglang(spec: SGLangSpec, format: ChatFormat, loaded: LoadedSpec) -> SGL
     """
     from engine.backends.sglang.client import SGLangBackend
     from engine.backends.sglang.images import refuse_family
+    from engine.tokens.catalogue import resolve_model
 
     if format.vision is not None:
         refuse_family(format.vision)
@@ -46,6 +48,7 @@ def open_sglang(spec: SGLangSpec, format: ChatFormat, loaded: LoadedSpec) -> SGL
             sampling=loaded.spec.sampling,
             model=loaded.spec.model.path,
             api_key=read_key(spec.api_key_env),
+            folder=lambda: resolve_model(loaded.spec.model.path, loaded.spec.model.revision, loaded.base),
         )
     except ValueError as error:
         raise BackendError(f"backend.urls: {error}", kind="bad_url") from None

@@ -140,7 +140,7 @@ async def check_server(
         )
     await _check_tokenizer(server, format)
     if format.vision is not None:
-        server.images = await check_images(server, details, format, _generate)
+        server.images = await check_images(server, details, format, ask_worker)
     vocab_size = await _vocab_size(server)
     outside = [token for token in format.stop_token_ids if vocab_size is not None and token >= vocab_size]
     if outside:
@@ -171,7 +171,7 @@ async def _check_tokenizer(server: Server, format: ChatFormat) -> None:
 
 async def _vocab_size(server: Server) -> int | None:
     """The range of ids, out of the refusal of one that is outside of any."""
-    reply = await _generate(server, {"input_ids": [0], **_REFUSED["logit_bias"]})
+    reply = await ask_worker(server, {"input_ids": [0], **_REFUSED["logit_bias"]})
     match = _RANGE.search(error_text(reply)) if reply.status == 400 else None
     return int(match.group(1)) + 1 if match else None
 
@@ -192,7 +192,7 @@ async def _trial(
         adapter=spec.adapter,
     )
     sent = Encoder(vocab_size=vocab_size).encode(request, f"trial-{id(server):x}", request.input_ids, 1)
-    reply = await _generate(server, b"".join(sent.pieces))
+    reply = await ask_worker(server, b"".join(sent.pieces))
     if reply.status != 200:
         raise BackendError(
             f"{server.url} refuses this spec's sampling ({reply.status}): {error_text(reply)}", kind="bad_sampling"
@@ -208,7 +208,12 @@ async def _trial(
         )
 
 
-async def _generate(server: Server, body: dict[str, Any] | bytes) -> HttpReply:
+async def ask_worker(server: Server, body: dict[str, Any] | bytes) -> HttpReply:
+    """A trial request to `/generate`, and its reply as it is.
+
+    Raises:
+        BackendError: no reply in time (kind `unreachable`).
+    """
     data = body if isinstance(body, bytes) else msgspec.json.encode(body)
     try:
         async with asyncio.timeout(TRIAL_SECONDS):
@@ -247,9 +252,9 @@ async def _dropped(routers: list[Server], sampling: SamplingParams, spec: SGLang
         for name, body in _REFUSED.items():
             probe = {"input_ids": [0], **body}
             probe["sampling_params"] = {"max_new_tokens": 1, **body.get("sampling_params", {})}
-            if (await _generate(router, probe)).status == 200:
+            if (await ask_worker(router, probe)).status == 200:
                 dropped.add(name)
-        reply = await _generate(
+        reply = await ask_worker(
             router, {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "return_prompt_token_ids": True}
         )
         if reply.status != 200:

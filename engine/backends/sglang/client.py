@@ -31,7 +31,11 @@ from engine.errors import BackendError, ContextOverflow
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from engine.backends.sglang.control import Control
+    from engine.backends.sglang.verify import Difference
     from engine.schemas.episode import SGLangBackend as SGLangSpec
     from engine.tokens.format import ChatFormat
 
@@ -76,6 +80,7 @@ class SGLangBackend:
         sampling: SamplingParams,
         model: str,
         api_key: str | None = None,
+        folder: Callable[[], Path] | None = None,
     ) -> None:
         """Nothing is opened yet.
 
@@ -85,6 +90,7 @@ class SGLangBackend:
             sampling: the spec's own parameters, tried out at the start.
             model: what the spec calls the model.
             api_key: sent as a bearer token.
+            folder: finds the model's files, for `spec.verify`.
         """
         from engine.backends.sglang.control import Control
 
@@ -93,6 +99,7 @@ class SGLangBackend:
         self._format = format
         self._sampling = sampling
         self._model = model
+        self._folder = folder
         self._headers = headers
         self.pool = Pool(
             (Server(url, headers) for url in spec.urls), patience=spec.patience, wait=spec.wait, admit=self._admit
@@ -114,6 +121,8 @@ class SGLangBackend:
         """Requests on their way, by the policy's adapter that they name."""
         self.dropped: list[str] = []
         """Parameters that a router does not pass on."""
+        self.verified: Difference | None = None
+        """How far the servers' log-probs are from the model's files; None where `spec.verify` does not ask."""
         self._encoder = Encoder(vocab_size=self.vocab_size, vision=format.vision)
         self._nonce = secrets.token_hex(8)
         self._numbers = itertools.count()
@@ -136,7 +145,7 @@ class SGLangBackend:
         Raises:
             BackendError: none is there, or one of them cannot serve this spec.
         """
-        from engine.backends.sglang.checks import check_servers
+        from engine.backends.sglang.checks import ask_worker, check_servers
 
         facts = await check_servers(self, self._spec, self._format, self._sampling, self._model, self._headers)
         self.vocab_size = facts.vocab_size
@@ -148,6 +157,11 @@ class SGLangBackend:
             echo="return_prompt_token_ids" not in facts.dropped,
             vision=self._format.vision,
         )
+        if self._spec.verify and self._folder is not None:
+            from engine.backends.sglang.verify import verify_servers
+
+            there = [server for server in self.workers if server.healthy]
+            self.verified = await verify_servers(there, self._format, self._folder, ask_worker)
         self.pool.watch()
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -238,6 +252,7 @@ class SGLangBackend:
             "dropped_by_router": list(self.dropped),
             "servers": [server.stats() for server in self.pool.servers],
             **({} if self._format.vision is None else {"images": self._images()}),
+            **({} if self.verified is None else {"verified": self.verified._asdict()}),
         }
 
     def _images(self) -> dict[str, Any]:

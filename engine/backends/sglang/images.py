@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from engine.backends.sglang.connection import HttpReply
     from engine.tokens.format import ChatFormat
+    from engine.tokens.tape import IntVector
     from engine.tokens.vision import Vision
 
     Generate = Callable[[Server, dict[str, Any]], Awaitable[HttpReply]]
@@ -66,33 +67,63 @@ async def check_images(server: Server, details: dict[str, Any], format: ChatForm
             "not have: write them into the model's preprocessor_config.json instead, for both",
             kind="wrong_server",
         )
-    data = _picture()
-    digest = digest_of(data)
-    vision.bank.put(digest, data, "image/png")
-    conversation = Conversation(format, [])
-    conversation.open([Message(role="user", content=[ImagePart(image=digest), TextPart(text="What is it?")])])
-    wanted = conversation.prompt()
-    ids = vision.compact(wanted, conversation.shown()[1]).tolist()
-    seen, scaled = await _prompt(server, generate, ids, vision.bank.scaled_uri(digest))
+    wanted, ids, digest = sample_prompt(format)
+    assert digest is not None
+    seen, scaled = await ask_logprobs(server, generate, ids, vision.bank.scaled_uri(digest))
     if seen != wanted.tolist():
         raise BackendError(
             f"{server.url} makes {len(seen)} tokens of a prompt with an image where the model's own processor makes "
             f"{len(wanted)}: its preprocessor_config.json or its limits of pixels are other than those of the spec's model",
             kind="wrong_server",
         )
-    unscaled = (await _prompt(server, generate, ids, vision.bank.data_uri(digest)))[1]
+    unscaled = (await ask_logprobs(server, generate, ids, vision.bank.data_uri(digest)))[1]
     gap = float(np.abs(scaled - unscaled).max()) if len(scaled) == len(unscaled) else float("inf")
     pil = details.get("disable_fast_image_processor") or False
     return ImageFacts("pil" if pil else str(details.get("image_processor_backend", "unknown")), gap)
 
 
-async def _prompt(server: Server, generate: Generate, ids: list[int], uri: str) -> tuple[list[int], np.ndarray]:
-    """A prompt's ids as the server expands them, and their log-probs, float64 [tokens]."""
+def sample_prompt(format: ChatFormat) -> tuple[IntVector, list[int], str | None]:
+    """A prompt that asks about an image, where the model takes any.
+
+    Returns:
+        Its ids on the tape; the ids that a server is sent; the image's digest, None without one.
+    """
+    text = TextPart(text="What is it? 17 × 25 = 425, naïve.")
+    conversation = Conversation(format, [])
+    vision = format.vision
+    if vision is None:
+        conversation.open([Message(role="user", content=text.text)])
+        return conversation.prompt(), conversation.prompt().tolist(), None
+    data = _picture()
+    digest = digest_of(data)
+    vision.bank.put(digest, data, "image/png")
+    conversation.open([Message(role="user", content=[ImagePart(image=digest), text])])
+    ids = conversation.prompt()
+    return ids, vision.compact(ids, conversation.shown()[1]).tolist(), digest
+
+
+async def ask_logprobs(
+    server: Server, generate: Generate, ids: list[int], uri: str | None
+) -> tuple[list[int], np.ndarray]:
+    """A prompt's ids as the server expands them, and the log-prob of each after those before it; 0 for the first.
+
+    Args:
+        server: Whom to ask.
+        generate: Sends a body to its `/generate`.
+        ids: The prompt, one placeholder for its image.
+        uri: The image, if any.
+
+    Returns:
+        Ids; float64 [tokens].
+
+    Raises:
+        BackendError: Kind `wrong_server`: the server refuses, or does not tell.
+    """
     reply = await generate(
         server,
         {
             "input_ids": ids,
-            "image_data": [uri],
+            **({} if uri is None else {"image_data": [uri]}),
             "return_logprob": True,
             "logprob_start_len": 0,
             "return_prompt_token_ids": True,
@@ -101,7 +132,7 @@ async def _prompt(server: Server, generate: Generate, ids: list[int], uri: str) 
     )
     if reply.status != 200:
         raise BackendError(
-            f"{server.url} refuses a prompt with an image ({reply.status}): {error_text(reply)}", kind="wrong_server"
+            f"{server.url} refuses a sample prompt ({reply.status}): {error_text(reply)}", kind="wrong_server"
         )
     try:
         found = msgspec.json.decode(reply.body)
@@ -109,7 +140,7 @@ async def _prompt(server: Server, generate: Generate, ids: list[int], uri: str) 
         return list(found["prompt_token_ids"]), np.array([row[0] or 0.0 for row in rows])
     except (msgspec.DecodeError, KeyError, TypeError, IndexError) as error:
         raise BackendError(
-            f"{server.url} does not tell the ids and log-probs of a prompt with an image: {error!r}",
+            f"{server.url} does not tell the ids and log-probs of a sample prompt: {error!r}",
             kind="wrong_server",
         ) from None
 

@@ -1,0 +1,103 @@
+"""`backend.verify`: one prompt's log-probs by the server, beside those of the model's own files, computed here.
+
+It holds everything between the two together: weights, precision, positions, and the pixels of an image, which the server has from
+the picture that it is sent and this process from the tensors that rows are exported with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from engine.backends.sglang.images import ask_logprobs, sample_prompt
+from engine.backends.sglang.pool import Server
+from engine.errors import BackendError
+from engine.tokens.catalogue import no_bars
+
+if TYPE_CHECKING:
+    from engine.backends.sglang.images import Generate
+    from engine.tokens.format import ChatFormat
+    from engine.tokens.tape import IntVector
+
+MOST = {"float32": 1e-3}
+"""Mean difference that is let through, in nats, by the servers' `--dtype`."""
+MOST_HALF = 0.15
+"""The same for 16-bit weights."""
+
+
+class Difference(NamedTuple):
+    """Between a server's log-probs and those computed here, in nats."""
+
+    largest: float
+    mean: float
+    tokens: int
+
+
+async def verify_servers(
+    servers: Sequence[Server], format: ChatFormat, folder: Callable[[], Path], generate: Generate
+) -> Difference:
+    """Compare each server with the model's files; the largest difference of all.
+
+    Args:
+        servers: Whom to ask.
+        format: The model's chat format.
+        folder: Finds the model's files, fetching them where it has to.
+        generate: Sends a body to a server's `/generate`.
+
+    Raises:
+        BackendError: Kind `wrong_server`: a server computes something else. Kind `unsupported_model`: the files cannot
+            be loaded here.
+    """
+    wanted, ids, digest = sample_prompt(format)
+    uri = None if digest is None or format.vision is None else format.vision.bank.scaled_uri(digest)
+    try:
+        own = await asyncio.to_thread(lambda: _recompute(folder(), format, wanted, digest))
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise BackendError(
+            f"`backend.verify`: the model cannot be computed here: {error}", kind="unsupported_model"
+        ) from error
+    worst = Difference(0.0, 0.0, len(wanted) - 1)
+    for server in servers:
+        seen, theirs = await ask_logprobs(server, generate, ids, uri)
+        if seen != wanted.tolist():
+            raise BackendError(
+                f"`backend.verify`: {server.url} makes {len(seen)} tokens of a prompt of {len(wanted)}",
+                kind="wrong_server",
+            )
+        off = np.abs(theirs[1:] - own)
+        found = Difference(float(off.max()), float(off.mean()), len(off))
+        dtype = str((await server.json("GET", "/server_info")).get("dtype"))
+        if not found.mean <= MOST.get(dtype, MOST_HALF):
+            raise BackendError(
+                f"`backend.verify`: the log-probs of {server.url} ({dtype}) differ from those of the model's files by "
+                f"{found.mean:.2g} on average and {found.largest:.2g} at most, over {found.tokens} tokens"
+                f"{'' if digest is None else ' after an image'}: it serves other weights, or processes "
+                f"{'prompts' if digest is None else 'images'} otherwise",
+                kind="wrong_server",
+            )
+        worst = max(worst, found)
+    return worst
+
+
+def _recompute(folder: Path, format: ChatFormat, ids: IntVector, digest: str | None) -> np.ndarray:
+    """Log-probs of `ids[1:]` by transformers, in float32: float64 [tokens - 1]."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    tokens = torch.from_numpy(ids.astype(np.int64))[None]
+    inputs: dict[str, Any] = {"input_ids": tokens}
+    vision = format.vision
+    if vision is not None and digest is not None:
+        inputs |= {name: torch.from_numpy(array) for name, array in vision.tensors([[digest]]).items()}
+        inputs["mm_token_type_ids"] = torch.tensor(vision.token_types([ids.tolist()]))
+    kind: Any = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+    with no_bars():
+        model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    with torch.inference_mode():
+        logits = model(**inputs).logits[0, :-1].double()
+    found: np.ndarray = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
+    return found
