@@ -36,7 +36,7 @@ def by_the_definition(row: dict[str, Any], placeholder: int, merge: int) -> np.n
     return np.concatenate(found, axis=1)
 
 
-@pytest.mark.parametrize("family", [*MROPE, "smolvlm"])
+@pytest.mark.parametrize("family", MROPE)
 async def test_positions_are_those_that_the_model_computes_itself(
     make_spec: Any, run_spec: Any, vlm: Any, family: str
 ) -> None:
@@ -64,10 +64,9 @@ async def test_positions_are_those_that_the_model_computes_itself(
         with torch.no_grad():
             model(**forward_inputs(collate([row], vision, pad_id=0)))
         own = seen[0].reshape(-1, len(row["input_ids"]))[-len(packed) :]
-        if family in MROPE:
-            assert own.shape[0] == 3
-            merge = vision.processor.image_processor.merge_size
-            np.testing.assert_array_equal(own.numpy(), by_the_definition(row, vision.placeholder_id, merge))
+        assert own.shape[0] == 3
+        merge = vision.processor.image_processor.merge_size
+        np.testing.assert_array_equal(own.numpy(), by_the_definition(row, vision.placeholder_id, merge))
         found = backend.positions(np.asarray(row["input_ids"]), [image["image"] for image in row["images"]])
         assert torch.equal(found.reshape(own.shape), own)
         places = pack.row_tokens(number)

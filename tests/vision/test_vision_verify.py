@@ -75,7 +75,7 @@ def opened(vlm: Callable[[str], Path], tiny_model_dir: Path) -> Callable[[str], 
     return get
 
 
-@pytest.mark.parametrize("family", ["text", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["text", "qwen3_vl"])
 async def test_a_server_of_the_same_model_and_pixels_is_certified(
     opened: Callable[[str], tuple[ChatFormat, Path]], family: str
 ) -> None:
@@ -100,7 +100,7 @@ async def test_other_weights_are_refused(opened: Callable[[str], tuple[ChatForma
     assert raised.value.kind == "wrong_server"
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen3_vl"])
 async def test_pixels_that_are_a_few_grey_levels_off_are_refused(
     opened: Callable[[str], tuple[ChatFormat, Path]], family: str
 ) -> None:

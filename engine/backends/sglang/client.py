@@ -25,7 +25,7 @@ from engine.backends.outage import Tries
 from engine.backends.sglang.connection import HttpFailure, HttpReply
 from engine.backends.sglang.pool import UNAVAILABLE, Pool, Server, error_text
 from engine.backends.sglang.resume import can_resume, clean_cut, cut, join
-from engine.backends.sglang.wire import Encoder, Outgoing, Part, PromptMismatch, ReplyError, decode
+from engine.backends.sglang.wire import DEFAULT_VERSION, Encoder, Outgoing, Part, PromptMismatch, ReplyError, decode
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams, VersionSpan
@@ -161,7 +161,11 @@ class SGLangBackend:
             from engine.backends.sglang.verify import verify_servers
 
             there = [server for server in self.workers if server.healthy]
-            self.verified = await verify_servers(there, self._format, self._folder, ask_worker)
+            given = {server.url: server.version for server in there if server.version not in (None, DEFAULT_VERSION)}
+            if given:  # by a training that goes on: not those of the spec's files
+                log.warning("not verified: servers were given other weights since they started", versions=given)
+            else:
+                self.verified = await verify_servers(there, self._format, self._folder, ask_worker)
         self.pool.watch()
 
     async def generate(self, request: GenerateRequest) -> Generation:
