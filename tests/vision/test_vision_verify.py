@@ -18,8 +18,8 @@ from engine.backends.sglang.connection import HttpReply
 from engine.backends.sglang.pool import Server
 from engine.backends.sglang.verify import verify_servers
 from engine.errors import BackendError
+from engine.schemas.episode import ModelSpec
 from engine.tokens.format import ChatFormat, load_format
-from schemas.episode import ModelSpec
 
 
 class Told(Server):
@@ -62,6 +62,8 @@ class Serving:
             found = self.model(input_ids=tokens, **inputs).logits[0, :-1].log_softmax(-1)
         values = [None, *found.gather(1, tokens[0, 1:, None])[:, 0].tolist()]
         rows = [[value, int(token), None] for value, token in zip(values, ids, strict=True)]
+        if vision is not None:  # as SGLang: an image's placeholders are ids of its own there
+            rows = [[-9.0, *row[1:]] if row[1] == vision.placeholder_id else row for row in rows]
         reply = {"prompt_token_ids": ids.tolist(), "meta_info": {"input_token_logprobs": rows}}
         return HttpReply(200, msgspec.json.encode(reply))
 
