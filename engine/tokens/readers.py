@@ -49,6 +49,36 @@ class Found:
         """What was said after the reasoning, calls included. Only set where there are calls."""
 
 
+class Harmony:
+    """The library's parser of gpt-oss replies, without the vocabulary file that the family's renderer fetches.
+
+    Raises:
+        KeyError: The tokenizer lacks one of the tokens.
+    """
+
+    _TOKENS = ("return", "call", "start", "end", "channel", "message", "constrain")
+
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids = {f"{name}_id": tokenizer.added[f"<|{name}|>"] for name in self._TOKENS}
+        self._opening = tokenizer.encode("<|start|>assistant")
+
+    def get_stop_token_ids(self) -> list[int]:
+        """As a renderer's."""
+        return [self._ids[name] for name in ("return_id", "call_id", "end_id")]
+
+    def parse_response(self, ids: list[int], **_: Any) -> Any:
+        """As a renderer's: the prompt has begun the first message."""
+        from renderers.parsing import parse_gpt_oss
+
+        read = parse_gpt_oss(self._tokenizer, [*self._opening, *ids], **self._ids)
+        for call in read.tool_calls:
+            if call.token_span is not None:
+                start, end = (max(0, at - len(self._opening)) for at in call.token_span)
+                call.token_span = (start, end)
+        return read
+
+
 class FamilyReader:
     """Reads replies as one family writes them.
 

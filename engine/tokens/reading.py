@@ -25,7 +25,7 @@ from engine.tokens.catalogue import cache_root
 from engine.tokens.families import MARKS, make_renderer
 from engine.tokens.format import ChatFormat, Parsed
 from engine.tokens.proof import View
-from engine.tokens.readers import FamilyReader
+from engine.tokens.readers import FamilyReader, Harmony
 from engine.tokens.template import TemplateFormat
 from engine.tokens.toolcalls import call_parser
 
@@ -179,6 +179,8 @@ def _differs(form: ChatFormat, parsed: Parsed, reply: View, text: str) -> str:
         content = content.removeprefix("<think>\n")
     if wanted and content not in text:  # the template shows no content beside calls
         content = ""
+    if wanted and content and (parsed.content, parsed.reasoning) == ("", content):
+        return ""  # the template writes content beside calls as reasoning
     if parsed.content.strip() != content:
         return f"{text!r} is read as the content {parsed.content!r}"
     why = reply.get("reasoning_content", "")
@@ -200,7 +202,7 @@ class Reading(msgspec.Struct, frozen=True):
     """Cases that the reader does not read: texts that the template writes in a way that nobody can read back."""
 
 
-_VERSION = 1
+_VERSION = 2
 """Of the battery and of the parsers: a proof of another version is made anew."""
 
 
@@ -272,12 +274,14 @@ _SHORT = 160
 def _take(form: TemplateFormat, name: str, spec: ModelSpec) -> str:
     """Give a format this reader; why it cannot be made, empty where it can."""
     form.parser = form.reader = None
+    form.knows_reasoning = form.shows_reasoning
     if name in TEXT_PARSERS:
         form.parser = call_parser(name)
         return ""
     try:
-        library = make_renderer(name, form.fast, spec)
+        library = Harmony(form.fast) if name == "gpt-oss" else make_renderer(name, form.fast, spec)
     except Exception as error:  # noqa: BLE001 - each family refuses foreign tokenizers in its own way
         return f"{_NO_FIT}: {error}"
     form.reader = FamilyReader(name, library, form.fast, form.stop_set)
+    form.knows_reasoning = form.shows_reasoning or isinstance(library, Harmony)  # it has a channel of its own
     return ""

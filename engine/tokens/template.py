@@ -35,7 +35,19 @@ class ChatTemplate:
         self._kwargs = {**tokenizer.full.special_tokens_map, **kwargs}
         self._compiled: dict[bool, Any] = {}
         self._in_parts = False
+        self.reasoning_key = "reasoning_content"
         self._in_parts = self._wants_parts()
+        self.reasoning_key = self._find_reasoning_key()
+        """What the template calls a reply's reasoning."""
+
+    def _find_reasoning_key(self) -> str:
+        for key in ("reasoning_content", "thinking", "reasoning"):
+            self.reasoning_key = key
+            thought = {"role": "assistant", "content": "", "reasoning_content": mark(_STAND_IN)}
+            called = {**thought, "tool_calls": [probe_call(1, 0)]}
+            if self._shows([_ASKED, {**thought, "content": "A"}]) or self._shows([_ASKED, called, probe(TOOL, 1, str)]):
+                return key
+        return "reasoning_content"
 
     def _wants_parts(self) -> bool:
         """Whether contents must be lists of parts: templates of vision-language models may iterate over them."""
@@ -59,6 +71,11 @@ class ChatTemplate:
         """
         if self._in_parts:
             views = [_parted(view) for view in views]
+        if self.reasoning_key != "reasoning_content":
+            views = [
+                {**view, self.reasoning_key: view["reasoning_content"]} if "reasoning_content" in view else view
+                for view in views
+            ]
         try:
             written: str = self._for(bool(tools)).render(
                 messages=views, tools=tools, documents=None, add_generation_prompt=True, **self._kwargs
@@ -112,6 +129,8 @@ class TemplateFormat(ChatFormat):
         stops = [self.close_id, *eos, tokenizer.eos_token_id, *self._ends.openers]
         self.stop_token_ids = list(dict.fromkeys(id_ for id_ in stops if id_ is not None))
         self._look()
+        self.shows_reasoning = self.knows_reasoning
+        """The template shows reasoning; `knows_reasoning` may say more, where replies have it anyway."""
         if not self._ends.tokens:
             log.warning("no_bridge", format=self.name, why="the template writes no added token after a reply")
 
@@ -130,11 +149,12 @@ class TemplateFormat(ChatFormat):
         stand_in, end = stand_in_for(reply)
         written = self._template.text([_ASKED, stand_in, *new], tools)
         after = written.find(end)
-        found = [at for token in self._ends.tokens if (at := written.find(token, after + len(end))) >= 0]
+        ends = {*self._ends.tokens, *self.stops}
+        found = [at for token in ends if (at := written.find(token, after + len(end))) >= 0]
         if after < 0 or not found:
             return None
         ids = self.fast.encode(written[min(found) :])
-        if not ids or self.decode(ids[:1]) not in self._ends.tokens:
+        if not ids or self.decode(ids[:1]) not in ends:
             return None
         return Extension([], ids) if self.close_id is None else Extension(ids[:1], ids[1:])
 

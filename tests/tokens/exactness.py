@@ -386,6 +386,7 @@ class Player:
             view = {"role": message.role, "content": message.text}
             if message.reasoning:
                 view["reasoning_content"] = message.reasoning
+                view[getattr(self.form._template, "reasoning_key", "reasoning_content")] = message.reasoning
             if message.tool_calls:
                 view["tool_calls"] = [
                     {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
@@ -503,6 +504,8 @@ class Player:
         self.raw[len(self.conversation.messages)] = text
         reply = self.conversation.reply(generation, turn)
         if said.calls and said.raw is None and not (self.beside and not reply.attempts):
+            if end != "close" and any(not isinstance(a, ToolCall) for a in reply.attempts):
+                return  # the end that is missing is part of the call
             read = [(a.name, a.arguments) if isinstance(a, ToolCall) else a.problem for a in reply.attempts]
             wanted = [("probe_tool", arguments) for arguments in said.calls]
             if json.dumps(read, sort_keys=True) != json.dumps(wanted, sort_keys=True):
