@@ -16,7 +16,8 @@ import yaml
 
 from engine.store import RunStore, list_runs
 
-WORLDS = Path(__file__).parent.parent / "runner"
+ROOT = Path(__file__).parents[2]
+WORLDS = ROOT / "tests" / "runner"
 ADD = {"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
 
 
@@ -38,7 +39,7 @@ def write_spec(folder: Path, tokenizer: Path, *, tasks: int, delay: float = 0.0,
 
 
 def engine(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
-    env = os.environ | {"PYTHONPATH": str(WORLDS), "COLUMNS": "200"}
+    env = os.environ | {"PYTHONPATH": f"{WORLDS}{os.pathsep}{ROOT}", "COLUMNS": "200"}
     return subprocess.Popen(
         [sys.executable, "-m", "engine.cli.main", *map(str, arguments)],
         cwd=cwd,

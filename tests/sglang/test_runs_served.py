@@ -63,7 +63,7 @@ def make_spec(tmp_path: Path, tiny_model_dir: Path) -> MakeSpec:
 
 
 def engine(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(HERE), "COLUMNS": "200"}
+    environment = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}", "COLUMNS": "200"}
     command = [sys.executable, "-m", "engine.cli.main", *map(str, arguments)]
     return subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -26,6 +26,9 @@ from engine.train import folder as folders
 from engine.train.checkpoint import checkpoints_of
 from engine.train.trainer import Trainer
 
+HERE = Path(worlds.__file__).parent
+PYTHONPATH = f"{HERE}{os.pathsep}{HERE.parents[1]}"
+
 
 def begin(spec: Path, out: Path, *overrides: str) -> Trainer:
     loaded = load_spec(spec, list(overrides))
@@ -219,7 +222,7 @@ def test_without_a_section_it_says_what_to_write(train_spec: Any, tmp_path: Path
 @pytest.mark.slow
 def test_from_the_command_line_killed_and_taken_up_again(train_spec: Any, tmp_path: Path) -> None:
     spec = train_spec(train={"steps": 6, "checkpoints": {"every": 1}})
-    environment = {**os.environ, "PYTHONPATH": str(Path(worlds.__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     command = [sys.executable, "-m", "engine.cli.main", "train"]
     process = subprocess.Popen(
         [*command, str(spec), "--out", str(tmp_path / "runs")], env=environment, stdout=subprocess.PIPE, text=True
@@ -253,7 +256,7 @@ def test_two_processes_train_as_one(train_spec: Any, tmp_path: Path) -> None:
     """What they learn of the same episodes is the same; sharded weights reach the sampler, and a checkpoint whole."""
     train = {"steps": 3, "minibatches": 2, "checkpoints": {"every": 3}, "memory": {"micro_tokens": 40}}
     spec = train_spec(train=train)
-    environment = {**os.environ, "PYTHONPATH": str(Path(worlds.__file__).parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     told = {}
     for name, how in (("one", [sys.executable]), ("two", launch)):
