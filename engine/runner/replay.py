@@ -11,24 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.actions.base import Services, World
-from engine.actions.registry import build_actions
-from engine.actions.slots import Slots
+from engine.actions.base import World
 from engine.actions.workers import Workers
-from engine.actions.world import WorldBuilder
 from engine.backends.replay import ReplayBackend
-from engine.episode import Episode, limit_variables
 from engine.errors import EngineError, ReplayError, StoreError
-from engine.executor import Executor, never_built, until_end
-from engine.machine.compile import EpisodeMachine
-from engine.machine.presets import resolve_machine
-from engine.rewards.rules import compile_rules
+from engine.executor import never_built, until_end
+from engine.factory import EpisodeFactory
 from engine.schemas.trajectory import EpisodeScore, Failure
 from engine.storable import valid_text, words_of
 from engine.store.images import stored_images
-from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
+    from engine.episode import Episode
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory
@@ -58,33 +52,16 @@ class Replayer:
 
     def __init__(self, loaded: LoadedSpec, format: ChatFormat, store: RunStore) -> None:
         spec = loaded.spec
-        self._spec = spec
-        self._format = format
         self._store = store
         if format.vision is not None:
             format.vision.bank.read_from(stored_images(store))
         self._exact = spec.backend.kind != "openai"
         self._workers = Workers(4)
-        services = Services(
-            spec=spec,
-            format=format,
-            backend=ReplayBackend(trainable=self._exact),
-            workers=self._workers,
-            slots=Slots(1),
-        )
-        resolved = resolve_machine(spec.machine)
-        machine = EpisodeMachine(resolved)
-        self._initial = machine.initial
-        self._worlds = WorldBuilder(services, loaded.base)
+        backend = ReplayBackend(trainable=self._exact)
+        self._factory = EpisodeFactory(loaded, format, backend, self._workers, cast_backends=())
+        self._worlds = self._factory.worlds
         self._offers_tools = self._worlds.shared_toolbox is None
-        self._limits = limit_variables(spec.limits)
-        self._executor = Executor(
-            machine,
-            build_actions(resolved.states, services, loaded.base),
-            compile_rules(spec.rewards.reassign),
-            episode_seconds=None,
-            append=_no_append,
-        )
+        self._executor = self._factory.executor(_no_append)
 
     async def rebuild(self, task: Task, sample: int, journal: list[JournalEntry], upto: int | None = None) -> Episode:
         """Feed a journal to a fresh episode.
@@ -106,9 +83,7 @@ class Replayer:
         else:
             world = World(toolbox=self._worlds.shared_toolbox)
         try:
-            schemas = world.toolbox.schemas if world.toolbox else []
-            conversation = Conversation(self._format, schemas, self._spec.model.history)
-            episode = Episode(task, sample, self._spec.rollout.seed, conversation, self._initial, self._limits)
+            episode = self._factory.episode(task, sample, world)
             for entry in until_end(journal)[:upto]:
                 self._executor.follow(episode, entry)
             return episode

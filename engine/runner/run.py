@@ -1,11 +1,14 @@
-"""Drives many episodes: a bounded number alive, each on its own, all written down.
+"""Runs many episodes: a bounded number at a time, each independent of the others, all stored.
+
+Read it from the top: `run` runs what is not finished; `episode` runs one episode and decides whether it is repeated;
+`execute` is one attempt at it, from its journal to the commit of its end.
 
 Invariants:
 - One episode's failure, whatever it is, stops no other. Only the store's failure stops the run: no turn is sampled
-  after one that cannot be written down.
-- A generation slot is held while a generation is asked for, and at no other time (`actions/generate.py`).
-- A server that is lost fails no episode: requests wait for it, and the clocks of all episodes stand still.
-- Cancelling leaves everything that was finished in the store; `resume` does the rest and nothing twice.
+  after one that cannot be stored.
+- A generation slot is held while a generation is requested, and at no other time (`actions/generate.py`).
+- A lost server fails no episode: requests wait for it, and the clocks of all episodes stand still.
+- Cancelling keeps everything that was finished in the store; `resume` does the rest and repeats nothing.
 """
 
 from __future__ import annotations
@@ -19,21 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.actions.base import Services, World
+from engine.actions.base import World
 from engine.actions.calls import SCOPE, EpisodeScope, LoopReplacedError
 from engine.actions.images import ImageDesk
-from engine.actions.registry import build_actions
-from engine.actions.slots import Slots
-from engine.actions.voice import Cast
 from engine.actions.workers import Workers
-from engine.actions.world import WorldBuilder
 from engine.deadline import Standstill
-from engine.episode import Episode, limit_variables
 from engine.errors import EngineError, ReplayError, StoreError
-from engine.executor import Executor, RestartNeededError, never_built, until_end
-from engine.machine.compile import EpisodeMachine
-from engine.machine.presets import resolve_machine
-from engine.rewards.rules import compile_rules
+from engine.executor import RestartNeededError, never_built, until_end
+from engine.factory import EpisodeFactory
 from engine.runner.causes import Causes, Verdict, places
 from engine.runner.stats import Live, Summary
 from engine.runner.suspects import APART, Suspects
@@ -41,11 +37,11 @@ from engine.storable import words_of
 from engine.store.fork import shared_entries
 from engine.store.images import stored_images
 from engine.store.store import episode_id_of
-from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.backends.outage import Outage
+    from engine.episode import Episode
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory
@@ -57,39 +53,22 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 MOST_LOSSES = 12
-"""How often an episode is taken up again because others blocked the event loop that its objects were bound to."""
+"""How often an episode is resumed because other code blocked the event loop that its objects were bound to."""
 FINISHING = 64
-"""Most trajectories that are whole in memory at once, waiting to be written: each is several times its episode's size."""
+"""Most trajectories in memory that wait to be written: each is several times its episode's size."""
 
 
 @dataclass(slots=True)
 class RunResult:
-    """What came of a run."""
+    """The outcome of a run."""
 
     summary: Summary
     interrupted: bool = False
     """It was cancelled: some episodes are not done."""
     faults: list[str] = field(default_factory=list)
-    """Episodes that could not be finished through a fault of the engine's own."""
+    """Episodes that could not be finished because of an error in the engine."""
     stopped: EngineError | None = None
-    """What stopped it: no server for too long, or first episodes that all failed in one way."""
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Collect garbage seldom while many episodes are alive.
-
-    An episode's objects are freed by their reference counts; what the cyclic collector does meanwhile is walk the
-    live ones, at a cost that grows with their number.
-    """
-    before = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(50_000, 50, 1_000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
+    """Why it stopped by itself: no server for too long, or first episodes that all failed in one way."""
 
 
 class Runner:
@@ -120,161 +99,51 @@ class Runner:
         self.summary = Summary(causes=Causes(places(loaded, tasks)))
         self.live = Live(total=len(tasks) * spec.rollout.samples_per_task)
         self._verdict = None if keep_going else Verdict(lambda: self.live.total)
-        self._stopped: EngineError | None = None
-        self._clocks = Standstill()
-        self._format = format
         self._backend = backend
         self._store = store
         self._workers = Workers()
+        self._clocks = Standstill()
         self._suspects = Suspects(store.crashes())
         self._finishing = asyncio.Semaphore(FINISHING)
-        self._services = Services(
-            spec=spec,
-            format=format,
-            backend=backend,
-            workers=self._workers,
-            slots=Slots(spec.rollout.concurrency),
-        )
-        self.cast = Cast(loaded, format, backend, self._services.slots)
-        self._services.cast = self.cast
-        resolved = resolve_machine(spec.machine)
-        self._machine = EpisodeMachine(resolved)
-        self._worlds = WorldBuilder(self._services, loaded.base)
-        self._limits = limit_variables(spec.limits)
-        self._executor = Executor(
-            self._machine,
-            build_actions(resolved.states, self._services, loaded.base),
-            compile_rules(spec.rewards.reassign),
-            episode_seconds=spec.limits.episode_seconds,
-            append=store.post,
+        self._factory = EpisodeFactory(loaded, format, backend, self._workers, slots=spec.rollout.concurrency)
+        self._worlds = self._factory.worlds
+        self._cast = self._factory.cast
+        self._executor = self._factory.executor(
+            store.post,
             watch=self.live.watch,
-            settle=ImageDesk(format, store, stored_images(store)).settle,
+            images=ImageDesk(format, store, stored_images(store)),
             clocks=self._clocks,
         )
         self._faults: list[str] = []
-        self._halt: Callable[[], None] = lambda: None
+        self._stopped: EngineError | None = None
+        self._halt = asyncio.Event()
+        """Set where an error stops the whole run."""
         self.cast_stats: dict[str, Any] = {}
         """After the run: what the backends of models beside the policy counted."""
-
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        """Make ready for episodes; everything that they were given is given back when the block ends.
-
-        Raises:
-            EngineError: a model that plays a user or judges cannot be had.
-        """
-        await self.cast.start()
-        own = getattr(self._backend, "outage", None)
-        outages: list[Outage] = [*([own] if own is not None else []), *self.cast.outages]
-        self.live.outages = outages
-        for outage in outages:
-            outage.clocks.add(self._clocks)
-        try:
-            with _rare_collections():
-                yield
-        finally:
-            for outage in outages:
-                outage.clocks.remove(self._clocks)
-            self._workers.close()
-            self.cast_stats = self.cast.stats()
-            await self.cast.close()
 
     async def run(self, *, stop: asyncio.Event | None = None) -> RunResult:
         """Run what the store does not hold finished. `stop`, once set, ends it cleanly and early.
 
-        A run that stops by itself (`RunResult.stopped`) leaves what was under way to a resume.
+        A run that stops by itself (`RunResult.stopped`) leaves its unfinished episodes to a resume.
 
         Raises:
-            EngineError: a model that plays a user or judges cannot be had.
-            StoreError: what happens can no longer be written down.
+            EngineError: a model that plays a user or judges is not available.
+            StoreError: what happens can no longer be stored.
         """
         async with self.serving():
-            return await self._run(stop)
-
-    async def _run(self, stop: asyncio.Event | None) -> RunResult:
-        await self._store.plan(self.tasks, self.spec.rollout.samples_per_task)
-        work = self._work(self._store.finished())
-        alive = self.spec.rollout.live_episodes or 2 * self.spec.rollout.concurrency
-        crew = [
-            asyncio.create_task(self._drain(work), name=f"crew-{n}") for n in range(min(alive, self.live.total or 1))
-        ]
-        halt = asyncio.Event()
-        self._halt = halt.set
-        watchers = [asyncio.create_task(self._stop_on(event, crew)) for event in (stop, halt) if event is not None]
-        try:
-            finished = await asyncio.gather(*crew, return_exceptions=True)
-        except asyncio.CancelledError:
-            for member in crew:
-                member.cancel()
-            await asyncio.gather(*crew, return_exceptions=True)
-            raise
-        finally:
-            for watcher in watchers:
-                watcher.cancel()
-        for fault in finished:
-            if isinstance(fault, BaseException) and not isinstance(fault, asyncio.CancelledError):
-                raise fault
+            await self._store.plan(self.tasks, self.spec.rollout.samples_per_task)
+            for trajectory in self._store.trajectories():
+                self.summary.add(trajectory)
+            await self._run_all(self._unfinished(self._store.finished()), stop)
         interrupted = stop is not None and stop.is_set() and self.summary.episodes < self.live.total
         return RunResult(self.summary, interrupted, self._faults, self._stopped)
 
-    @staticmethod
-    async def _stop_on(stop: asyncio.Event, crew: list[asyncio.Task[None]]) -> None:
-        await stop.wait()
-        for member in crew:
-            member.cancel()
-
-    def _work(self, done: set[str]) -> Iterator[tuple[Task, int]]:
-        """What is to be done; finished episodes are only counted."""
-        for trajectory in self._store.trajectories():
-            self.summary.add(trajectory)
-        return self._in_order(done)
-
-    def _in_order(self, done: set[str]) -> Iterator[tuple[Task, int]]:
-        """A group's samples side by side; last the episodes that may have killed the engine, the least suspect first."""
-        suspects: list[tuple[int, Task, int]] = []
-        for task in self.tasks:
-            for sample in range(self.spec.rollout.samples_per_task):
-                episode_id = episode_id_of(task.id, sample)
-                if episode_id in done:
-                    continue
-                if (crashes := self._suspects.crashes(episode_id)) >= APART:
-                    suspects.append((crashes, task, sample))
-                else:
-                    yield task, sample
-        for _, task, sample in sorted(suspects, key=lambda suspect: suspect[0]):
-            yield task, sample
-
-    async def _drain(self, work: Iterator[tuple[Task, int]]) -> None:
-        for task, sample in work:
-            try:
-                trajectory = await self.episode(task, sample)
-                self.count(trajectory)
-            except StoreError:
-                raise
-            except Exception as error:
-                if isinstance(error, EngineError) and error.stops_run:
-                    self._stopped = self._stopped or error
-                    self._halt()
-                    return
-                log.exception("an episode could not be finished", episode=episode_id_of(task.id, sample))
-                self._faults.append(f"{episode_id_of(task.id, sample)}: {words_of(error)}")
-
-    def count(self, trajectory: Trajectory) -> None:
-        """Count a finished episode of this launch.
-
-        Raises:
-            FailingError: the first ones all failed with one cause.
-        """
-        cause = self.summary.add(trajectory)
-        if self._verdict is not None:
-            self._verdict.add(cause, trajectory.outcome.failure)
-
     async def episode(self, task: Task, sample: int) -> Trajectory:
-        """Drive one episode to its end, from where its journal stops; inside `serving` alone.
+        """Run one episode to its end, from where its journal stops; inside `serving` alone.
 
         Raises:
-            StoreError: it is done already, or what happens can no longer be written down.
-            OutageError: no server replied for too long; the episode stays as its journal has it.
+            StoreError: it is done already, or what happens can no longer be stored.
+            OutageError: no server replied for too long; the journal keeps what the episode did.
         """
         episode_id = episode_id_of(task.id, sample)
         async with self._suspects.admitted(episode_id) as alone:
@@ -283,44 +152,18 @@ class Runner:
             if given_up is not None and not self._executor.has_ended(until_end(journal)):
                 await self._store.restart(episode_id)
                 SCOPE.set(EpisodeScope(episode_id, last=True))
-                return await self._attempt(task, sample, [], given_up=given_up)
+                return await self.execute(task, sample, [], given_up=given_up)
             try:
-                return await self._taken_up(task, sample, journal, alone=alone)
+                return await self._execute_on_new_loops(task, sample, journal, alone=alone)
             except RestartNeededError as error:
                 shared = self._shared(episode_id)
                 if shared and len(journal) <= len(shared):
                     raise ReplayError(f"{error}; so it cannot share turns with a fork of its run") from error
                 log.warning("episode begins anew", reason=str(error))
                 await self._store.restart(episode_id, len(shared))
-                return await self._taken_up(task, sample, shared, alone=alone)
+                return await self._execute_on_new_loops(task, sample, shared, alone=alone)
 
-    def _shared(self, episode_id: str) -> Sequence[JournalEntry]:
-        """What the episode shares with the run that this one forks."""
-        fork = self._store.header.fork
-        return shared_entries(self._store.journal(episode_id, 0), fork.turn) if fork is not None else []
-
-    async def _taken_up(self, task: Task, sample: int, journal: Sequence[JournalEntry], *, alone: bool) -> Trajectory:
-        """`_attempt`; where other code blocked the loop that the episode's objects are bound to, again from its journal.
-
-        An episode that cannot be restored, or that loses its loop time after time, fails instead.
-        """
-        episode_id = episode_id_of(task.id, sample)
-        lost: LoopReplacedError | None = None
-        for losses in range(1 + MOST_LOSSES):
-            SCOPE.set(EpisodeScope(episode_id, losses))
-            try:
-                return await self._attempt(task, sample, journal, alone=alone)
-            except RestartNeededError:
-                if lost is None:
-                    raise
-                break
-            except LoopReplacedError as error:
-                log.debug("episode is taken up again from its journal", episode=episode_id, reason=str(error))
-                lost, journal = error, self._store.journal(episode_id)
-        SCOPE.set(EpisodeScope(episode_id, 1 + MOST_LOSSES, last=True))
-        return await self._attempt(task, sample, journal, alone=alone, lost=lost)
-
-    async def _attempt(
+    async def execute(
         self,
         task: Task,
         sample: int,
@@ -330,15 +173,21 @@ class Runner:
         given_up: EngineError | None = None,
         lost: LoopReplacedError | None = None,
     ) -> Trajectory:
-        """Drive one episode to its end, from where its journal stops. One that has ended is only finished.
+        """One attempt at an episode, from where its journal stops to its end. One that has ended is only written.
 
         Args:
             task: The episode's.
             sample: Which of the task's samples.
             journal: What it has done.
             alone: Run the spec's code in a worker process; see `engine.runner.suspects`.
-            given_up: Fail with this before anything is run.
+            given_up: Fail with this before anything runs.
             lost: Fail with this where the journal stops, and call nothing again.
+
+        Raises:
+            RestartNeededError: the journal cannot be resumed; the episode must begin anew.
+            LoopReplacedError: other code blocked the loop of its objects; it can be resumed from its journal.
+            ReplayError: the episode has ended, but cannot be rebuilt.
+            StoreError: what happens can no longer be stored.
         """
         journal = until_end(journal)
         ended = self._executor.has_ended(journal)
@@ -354,7 +203,7 @@ class Runner:
                 if journal:
                     raise RestartNeededError(f"its worlds can no longer be built: {error}") from error
                 broken = error
-        episode = self._episode(task, sample, world)
+        episode = self._factory.episode(task, sample, world)
         self.live.enter(episode.state)
         try:
             if broken is not None:
@@ -372,13 +221,124 @@ class Runner:
             release: Callable[[str], None] | None = getattr(self._backend, "release", None)
             if release is not None:
                 release(episode.id)
-            self.cast.release(episode.id)
+            self._cast.release(episode.id)
+
+    def count(self, trajectory: Trajectory) -> None:
+        """Count a finished episode of this launch.
+
+        Raises:
+            FailingError: the first ones all failed with one cause.
+        """
+        cause = self.summary.add(trajectory)
+        if self._verdict is not None:
+            self._verdict.add(cause, trajectory.outcome.failure)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Start what episodes need; all of it is closed when the block ends.
+
+        Raises:
+            EngineError: a model that plays a user or judges is not available.
+        """
+        await self._cast.start()
+        own = getattr(self._backend, "outage", None)
+        outages: list[Outage] = [*([own] if own is not None else []), *self._cast.outages]
+        self.live.outages = outages
+        for outage in outages:
+            outage.clocks.add(self._clocks)
+        try:
+            with _rare_collections():
+                yield
+        finally:
+            for outage in outages:
+                outage.clocks.remove(self._clocks)
+            self._workers.close()
+            self.cast_stats = self._cast.stats()
+            await self._cast.close()
+
+    async def _run_all(self, episodes: Iterator[tuple[Task, int]], stop: asyncio.Event | None) -> None:
+        """Run episodes, a bounded number at a time, until none is left or `stop` or `_halt` is set."""
+        alive = self.spec.rollout.live_episodes or 2 * self.spec.rollout.concurrency
+        count = min(alive, self.live.total or 1)
+        crew = [asyncio.create_task(self._run_next(episodes), name=f"crew-{n}") for n in range(count)]
+        watchers = [asyncio.create_task(_cancel_on(event, crew)) for event in (stop, self._halt) if event is not None]
+        try:
+            finished = await asyncio.gather(*crew, return_exceptions=True)
+        except asyncio.CancelledError:
+            for member in crew:
+                member.cancel()
+            await asyncio.gather(*crew, return_exceptions=True)
+            raise
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+        for fault in finished:
+            if isinstance(fault, BaseException) and not isinstance(fault, asyncio.CancelledError):
+                raise fault
+
+    async def _run_next(self, episodes: Iterator[tuple[Task, int]]) -> None:
+        """Run one episode after the other, until none is left."""
+        for task, sample in episodes:
+            try:
+                self.count(await self.episode(task, sample))
+            except StoreError:
+                raise
+            except Exception as error:
+                if isinstance(error, EngineError) and error.stops_run:
+                    self._stopped = self._stopped or error
+                    self._halt.set()
+                    return
+                log.exception("an episode could not be finished", episode=episode_id_of(task.id, sample))
+                self._faults.append(f"{episode_id_of(task.id, sample)}: {words_of(error)}")
+
+    def _unfinished(self, done: set[str]) -> Iterator[tuple[Task, int]]:
+        """A group's samples side by side; last the episodes that may have killed the engine, the least suspect first."""
+        suspects: list[tuple[int, Task, int]] = []
+        for task in self.tasks:
+            for sample in range(self.spec.rollout.samples_per_task):
+                episode_id = episode_id_of(task.id, sample)
+                if episode_id in done:
+                    continue
+                if (crashes := self._suspects.crashes(episode_id)) >= APART:
+                    suspects.append((crashes, task, sample))
+                else:
+                    yield task, sample
+        for _, task, sample in sorted(suspects, key=lambda suspect: suspect[0]):
+            yield task, sample
+
+    def _shared(self, episode_id: str) -> Sequence[JournalEntry]:
+        """What the episode shares with the run that this one forks."""
+        fork = self._store.header.fork
+        return shared_entries(self._store.journal(episode_id, 0), fork.turn) if fork is not None else []
+
+    async def _execute_on_new_loops(
+        self, task: Task, sample: int, journal: Sequence[JournalEntry], *, alone: bool
+    ) -> Trajectory:
+        """`execute`, repeated from the journal where other code blocked the event loop that the episode's objects are bound to.
+
+        An episode that cannot be restored, or that loses its loop `MOST_LOSSES` times, fails instead.
+        """
+        episode_id = episode_id_of(task.id, sample)
+        lost: LoopReplacedError | None = None
+        for losses in range(1 + MOST_LOSSES):
+            SCOPE.set(EpisodeScope(episode_id, losses))
+            try:
+                return await self.execute(task, sample, journal, alone=alone)
+            except RestartNeededError:
+                if lost is None:
+                    raise
+                break
+            except LoopReplacedError as error:
+                log.debug("episode is resumed from its journal", episode=episode_id, reason=str(error))
+                lost, journal = error, self._store.journal(episode_id)
+        SCOPE.set(EpisodeScope(episode_id, 1 + MOST_LOSSES, last=True))
+        return await self.execute(task, sample, journal, alone=alone, lost=lost)
 
     async def _finish(self, episode: Episode, ending: Ending | None) -> Trajectory:
         """Write an episode that has ended, in one commit.
 
-        Its last action was performed, and is not performed again: an episode that is cancelled here is written first, and of
-        one that cannot be written, the last entry is.
+        Its last action is never performed again: an episode that is cancelled here is written first, and where the trajectory
+        cannot be written, its last entry is.
         """
         cancelled: asyncio.CancelledError | None = None
         while True:
@@ -402,8 +362,25 @@ class Runner:
             raise cancelled
         return trajectory
 
-    def _episode(self, task: Task, sample: int, world: World) -> Episode:
-        schemas = world.toolbox.schemas if world.toolbox else []
-        conversation = Conversation(self._format, schemas, self.spec.model.history)
-        rollout = self.spec.rollout
-        return Episode(task, sample, rollout.seed, conversation, self._machine.initial, self._limits, salt=rollout.salt)
+
+async def _cancel_on(event: asyncio.Event, crew: Sequence[asyncio.Task[None]]) -> None:
+    await event.wait()
+    for member in crew:
+        member.cancel()
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Collect garbage seldom while many episodes are alive.
+
+    An episode's objects are freed by their reference counts. The cyclic collector only walks the live ones, at a cost that
+    grows with their number.
+    """
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

@@ -10,33 +10,24 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict
 
-from engine.actions.base import Services, World
+from engine.actions.base import World
 from engine.actions.images import ImageDesk, MemoryImages
-from engine.actions.registry import build_actions
-from engine.actions.slots import Slots
-from engine.actions.voice import Cast
-from engine.actions.workers import Workers
-from engine.actions.world import WorldBuilder
 from engine.backends.scripted import ScriptedBackend
-from engine.episode import Episode, limit_variables
 from engine.errors import EngineError
-from engine.executor import Executor
-from engine.machine.compile import EpisodeMachine
+from engine.factory import EpisodeFactory
 from engine.machine.presets import resolve_machine
-from engine.rewards.rules import compile_rules
 from engine.scenarios.coverage import Edge, Watcher
 from engine.scenarios.load import ScenarioSet, Stages, check_scenario, check_tools
 from engine.scenarios.worlds import script_actions, script_world
 from engine.schemas.journal import JournalEntry, LimitRecord
 from engine.schemas.script import Script
-from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
+    from engine.actions.workers import Workers
     from engine.machine.presets import ResolvedMachine
     from engine.schemas.environment import Task
     from engine.schemas.scenario import Scenario
     from engine.schemas.trajectory import Trajectory
-    from engine.spec.load import LoadedSpec
     from engine.store.codec import Draft, Written
     from engine.tokens.format import ChatFormat
 
@@ -71,15 +62,14 @@ async def play(stages: Stages, scenarios: ScenarioSet, index: int, form: ChatFor
     task = stages.task(loaded, scenarios, index)
     backend = ScriptedBackend(_script(scenario), form)
     await backend.start()
-    slots = Slots(1)
-    cast = Cast(loaded, form, backend, slots, only=("scripted",))  # no scenario waits for a model
-    services = Services(loaded.spec, form, backend, workers, slots, cast)
-    stage = _Stage(loaded, resolved, services, scenario)
-    await cast.start()
+    # No scenario waits for a model.
+    factory = EpisodeFactory(loaded, form, backend, workers, cast_backends=("scripted",))
+    stage = _Stage(factory, resolved, form, workers, scenario)
+    await factory.cast.start()
     try:
         return await stage.play(task, scenarios, index)
     finally:
-        await cast.close()
+        await factory.cast.close()
 
 
 def _script(scenario: Scenario) -> Script:
@@ -88,26 +78,22 @@ def _script(scenario: Scenario) -> Script:
 
 
 class _Stage:
-    """Everything that one episode needs."""
+    """One episode of a scenario."""
 
-    def __init__(self, loaded: LoadedSpec, resolved: ResolvedMachine, services: Services, scenario: Scenario) -> None:
-        spec = loaded.spec
-        self._spec = spec
-        self._services = services
+    def __init__(
+        self, factory: EpisodeFactory, resolved: ResolvedMachine, form: ChatFormat, workers: Workers, scenario: Scenario
+    ) -> None:
+        self._factory = factory
+        self._workers = workers
         self._scenario = scenario
-        self._machine = EpisodeMachine(resolved)
-        self._worlds = WorldBuilder(services, loaded.base)
         self._watcher = Watcher(resolved)
         self._journal: list[JournalEntry] = []
-        seconds = spec.limits.episode_seconds
-        self._executor = Executor(
-            self._machine,
-            script_actions(build_actions(resolved.states, services, loaded.base), scenario, seconds),
-            compile_rules(spec.rewards.reassign),
-            episode_seconds=seconds,
-            append=self._append,
+        images = MemoryImages()
+        self._executor = factory.executor(
+            self._append,
+            actions=script_actions(factory.actions, scenario, factory.spec.limits.episode_seconds),
             watch=self._watcher,
-            settle=ImageDesk(services.format, images := MemoryImages(), images.fetch).settle,
+            images=ImageDesk(form, images, images.fetch),
         )
 
     async def _append(self, episode_id: str, entry: Draft, written: Written) -> None:
@@ -117,14 +103,14 @@ class _Stage:
         """The episode, to its end."""
         broken: EngineError | None = None
         try:
-            world = await self._worlds.open(task)
+            world = await self._factory.worlds.open(task)
         except EngineError as error:
             world, broken = World(), error
         try:
             if broken is None:
                 check_tools(list(world.toolbox.tools) if world.toolbox else [], scenarios, index)
-                script_world(world, self._scenario, self._services.workers)
-            episode = self._episode(task, world)
+                script_world(world, self._scenario, self._workers)
+            episode = self._factory.episode(task, self._scenario.sample, world)
             if broken is None:
                 ending = await self._executor.run(episode, world)
             else:
@@ -133,13 +119,7 @@ class _Stage:
                 await self._append(episode.id, *ending)
             trajectory = episode.trajectory("scenario", exact=True)
         finally:
-            await self._worlds.close(world)
+            await self._factory.worlds.close(world)
         limits = [entry.record.limit for entry in self._journal if isinstance(entry.record, LimitRecord)]
-        states = [self._machine.initial, *(dest for _, _, dest in trajectory.path)]
-        return Played(trajectory, limits, states, self._watcher.taken, len(self._spec.prompt))
-
-    def _episode(self, task: Task, world: World) -> Episode:
-        schemas = [tool.shape.schema for tool in world.toolbox.tools.values()] if world.toolbox else []
-        conversation = Conversation(self._services.format, schemas, self._spec.model.history)
-        sample, seed = self._scenario.sample, self._spec.rollout.seed
-        return Episode(task, sample, seed, conversation, self._machine.initial, limit_variables(self._spec.limits))
+        states = [self._factory.machine.initial, *(dest for _, _, dest in trajectory.path)]
+        return Played(trajectory, limits, states, self._watcher.taken, len(self._factory.spec.prompt))

@@ -1,0 +1,122 @@
+"""Builds what episodes of one spec need: services, machine, worlds, actions, executors and the episodes themselves.
+
+    factory = EpisodeFactory(loaded, format, backend, Workers())
+    executor = factory.executor(append=store.post)
+    world = await factory.worlds.open(task)
+    episode = factory.episode(task, sample, world)
+    ending = await executor.run(episode, world)
+
+The runner, replay and scenarios build episodes here and nowhere else; the trainer does so through the runner. What differs
+between them is an argument, so an option of the spec has the same effect in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from engine.actions.base import Action, Services
+from engine.actions.registry import build_actions
+from engine.actions.slots import Slots
+from engine.actions.voice import Cast
+from engine.actions.world import WorldBuilder
+from engine.episode import Episode, limit_variables
+from engine.executor import Executor
+from engine.machine.compile import EpisodeMachine
+from engine.machine.presets import resolve_machine
+from engine.rewards.rules import compile_rules
+from engine.tokens.conversation import Conversation
+
+if TYPE_CHECKING:
+    from engine.actions.base import World
+    from engine.actions.images import ImageDesk
+    from engine.actions.workers import Workers
+    from engine.backends.base import Backend
+    from engine.deadline import Standstill
+    from engine.executor import Append, Watch
+    from engine.schemas.environment import Task
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
+
+
+class EpisodeFactory:
+    """Builds the episodes of one spec. Shared by all of them; it keeps nothing of any one.
+
+    Args:
+        loaded: The spec.
+        format: The policy's chat format.
+        backend: The policy's backend, started and closed by the caller.
+        workers: Threads and worker processes for the spec's code; closed by the caller.
+        slots: The most generations of the policy that may be in flight.
+        cast_backends: Kinds of backends that may be opened for model-played users and judges; all kinds when left out.
+
+    Raises:
+        EngineError: the spec's code cannot be imported, or its machine or rules are invalid.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedSpec,
+        format: ChatFormat,
+        backend: Backend,
+        workers: Workers,
+        *,
+        slots: int = 1,
+        cast_backends: Sequence[str] | None = None,
+    ) -> None:
+        spec = loaded.spec
+        self.spec = spec
+        self._format = format
+        generations = Slots(slots)
+        self.cast = Cast(loaded, format, backend, generations, only=cast_backends)
+        """Models that play users or judge; whoever needs them calls `start` and `close`."""
+        self._services = Services(spec, format, backend, workers, generations, self.cast)
+        resolved = resolve_machine(spec.machine)
+        self.machine = EpisodeMachine(resolved)
+        self.worlds = WorldBuilder(self._services, loaded.base)
+        self.actions = build_actions(resolved.states, self._services, loaded.base)
+        """By state; states without an action are left out."""
+        self._rules = compile_rules(spec.rewards.reassign)
+        self._limits = limit_variables(spec.limits)
+
+    def executor(
+        self,
+        append: Append,
+        *,
+        actions: Mapping[str, Action] | None = None,
+        watch: Watch | None = None,
+        images: ImageDesk | None = None,
+        clocks: Standstill | None = None,
+    ) -> Executor:
+        """What drives the episodes.
+
+        Args:
+            append: Takes each journal entry.
+            actions: Instead of the spec's own, by state.
+            watch: Called at each transition.
+            images: Stores the images that records bring.
+            clocks: Stands still while servers cannot be asked; the episodes' clocks are added to it.
+        """
+        return Executor(
+            self.machine,
+            self.actions if actions is None else actions,
+            self._rules,
+            episode_seconds=self.spec.limits.episode_seconds,
+            append=append,
+            watch=watch,
+            settle=None if images is None else images.settle,
+            clocks=clocks,
+        )
+
+    def episode(self, task: Task, sample: int, world: World) -> Episode:
+        """A new episode in the machine's first state.
+
+        Args:
+            task: Its task.
+            sample: Its index in the task's group, from 0.
+            world: Its objects; their tools stand in its prompt.
+        """
+        rollout = self.spec.rollout
+        schemas = world.toolbox.schemas if world.toolbox else []
+        conversation = Conversation(self._format, schemas, self.spec.model.history)
+        return Episode(task, sample, rollout.seed, conversation, self.machine.initial, self._limits, salt=rollout.salt)

@@ -1,0 +1,49 @@
+"""Episodes are built in one place, so an option of the spec has the same effect wherever they run."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine
+from engine.runner.replay import Replayer
+from engine.schemas.generation import GenerateRequest
+
+ROOT = Path(engine.__file__).parent
+BUILT_BY_THE_FACTORY = ("Cast", "Episode", "Executor", "Services", "WorldBuilder")
+
+
+@pytest.mark.parametrize("name", BUILT_BY_THE_FACTORY)
+def test_only_the_factory_builds(name: str) -> None:
+    found = [
+        str(path.relative_to(ROOT))
+        for path in sorted(ROOT.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+    ]
+    assert found == ["factory.py"]
+
+
+async def test_a_replayed_episode_has_the_seeds_of_its_run(
+    make_spec: Any, run_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.backends.scripted import ScriptedBackend
+
+    asked: list[int | None] = []
+    generate = ScriptedBackend.generate
+
+    async def recorded(self: ScriptedBackend, request: GenerateRequest) -> Any:
+        asked.append(request.seed)
+        return await generate(self, request)
+
+    monkeypatch.setattr(ScriptedBackend, "generate", recorded)
+    ran = await run_spec(make_spec(["42"], rollout={"seed": 7, "salt": 5}, machine="single_turn", tools=None))
+    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    try:
+        episode = await replayer.rebuild(ran.store.task("a"), 0, ran.store.journal("a/0"), upto=0)
+    finally:
+        replayer.close()
+    assert asked == [episode.turn_seed()]
