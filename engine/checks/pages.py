@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from importlib.resources.abc import Traversable
-from pathlib import Path
 
 from engine.spec.diagnostic import Severity
 
 _HEAD = re.compile(r"\A# `(?P<id>[a-z.-]+)`\n\n\*(?P<severity>error|warning|info)\*: (?P<about>.+)\n")
 _SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
+_FOLDER = files("engine.checks") / "rules"
+"""In a checkout a link to docs/rules, in a wheel a folder."""
 _FENCE = re.compile(r"^```(?P<language>\w+)(?: (?P<name>\S+))?\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -57,22 +57,12 @@ def _named(section: str) -> dict[str, str]:
     return {fence["name"]: fence["body"] for fence in _FENCE.finditer(section) if fence["name"]}
 
 
-def _folder() -> Traversable | None:
-    """docs/rules of a checkout, or the copy that is installed."""
-    beside = Path(__file__).parents[2] / "docs" / "rules"
-    if beside.is_dir():
-        return beside
-    installed = files("engine.checks") / "rules"
-    return installed if installed.is_dir() else None
-
-
 @lru_cache(maxsize=256)
 def page_of(rule: str) -> Page | None:
     """The page of a rule; None where it has none."""
-    folder = _folder()
-    if folder is None or not re.fullmatch(r"[a-z]+\.[a-z-]{1,60}", rule):
+    if not re.fullmatch(r"[a-z]+\.[a-z-]{1,60}", rule):
         return None
-    file = folder / f"{rule}.md"
+    file = _FOLDER / f"{rule}.md"
     if not file.is_file():
         return None
     text = file.read_text(encoding="utf-8")
@@ -89,9 +79,4 @@ def page_of(rule: str) -> Page | None:
 
 def page_ids() -> list[str]:
     """Every rule that has a page."""
-    folder = _folder()
-    return (
-        []
-        if folder is None
-        else sorted(file.name[:-3] for file in folder.iterdir() if re.fullmatch(r"[a-z]+\.[a-z-]+\.md", file.name))
-    )
+    return sorted(file.name[:-3] for file in _FOLDER.iterdir() if re.fullmatch(r"[a-z]+\.[a-z-]+\.md", file.name))

@@ -18,11 +18,12 @@ from engine.cli.main import app
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
 HOOKS: list[dict[str, Any]] = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+BLOCKS: list[str] = re.findall(r"^```yaml\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
 
 
 def jobs() -> list[dict[str, Any]]:
     found = []
-    for block in re.findall(r"^```yaml\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL):
+    for block in BLOCKS:
         document = yaml.safe_load(block)
         if isinstance(document, dict):
             found += (document.get("jobs") or {key: value for key, value in document.items() if key == "scan"}).values()
@@ -51,10 +52,21 @@ def test_what_the_guide_runs_runs(command: list[str], monkeypatch: pytest.Monkey
     assert result.exit_code == 0, result.output
 
 
-def test_the_hooks_that_the_guide_names_are_there() -> None:
+def test_the_hooks_of_the_guide_are_those_of_the_repository() -> None:
     assert [hook["id"] for hook in HOOKS] == ["engine-validate", "engine-test"]
-    for hook in HOOKS:
-        assert f"- id: {hook['id']}" in GUIDE
+    blocks = [yaml.safe_load(block) for block in BLOCKS]
+    (guide,) = [repo for block in blocks if isinstance(block, dict) for repo in block.get("repos", [])]
+    assert guide["repo"] == "local"
+    of_the_repository = [{key: value for key, value in hook.items() if key != "description"} for hook in HOOKS]
+    assert guide["hooks"] == [hook | {"language": "system"} for hook in of_the_repository]
+
+
+def test_no_document_installs_a_package_index_release_of_the_engine() -> None:
+    """The engine is not published: documents install it from a checkout or from a wheel."""
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    lines = {line.strip() for file in documents for line in file.read_text(encoding="utf-8").splitlines()}
+    by_name = re.compile(r"pip install\b.*(?<![\w/])episode-engine\b")
+    assert [line for line in lines if by_name.search(line) and "'episode-engine[" not in line] == []
 
 
 def test_the_hooks_take_specs_and_leave_scenarios() -> None:
