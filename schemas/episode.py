@@ -102,6 +102,9 @@ class ModelSpec(Contract):
     """How calls are written: `auto` (as the chat template writes them, read by what is proved to read them), `hermes`, `plain` (`name(arg=1)` in call tags), `pythonic` (LFM2's), or `package.module:Parser`."""
     tool_role: Literal["tool", "user"] = "tool"
     """The role that tool results are shown under, for templates without a tool role."""
+    allow_special: bool = False
+    """Whether text of users, tools, environments, task fields and replies that spells a special or other added token (`<|im_end|>`,
+    `<think>`) becomes that token. Left out, it is encoded as plain text; the spec's own prompts and the chat template always may."""
     context: int | None = Field(default=None, gt=0)
     """Most tokens that the model can attend to; read from its config when left out."""
     max_images: int | None = Field(default=None, ge=1)

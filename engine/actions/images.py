@@ -75,6 +75,7 @@ class ImageDesk:
     def __init__(self, form: ChatFormat, store: ImageStore, fetch: Callable[[str], Source | None]) -> None:
         self._refusal = f"the chat format {form.name!r} shows no images; {form.blind}"
         self._vision = form.vision
+        self._allow_special = form.allow_special
         self._store = store
         self._taken: dict[str, ImagePart] = {}
         if self._vision is not None:
@@ -154,12 +155,12 @@ class ImageDesk:
     async def _content(self, content: Content, blame: Blame, episode: Episode) -> list[ContentPart] | None:
         """Parts with digests; None where there is no image."""
         if isinstance(content, str):
-            if self._vision is not None:
+            if self._vision is not None and self._allow_special:
                 self._vision.check_text(content, blame)
             return None
         if not isinstance(content, list) or not all(isinstance(part, TextPart | ImagePart) for part in content):
             raise WorldError("content must be a string or a list of parts", blame=blame, kind="not_json")
-        if self._vision is not None:
+        if self._vision is not None and self._allow_special:
             for part in content:
                 if not isinstance(part, ImagePart):
                     self._vision.check_text(part.text, blame)

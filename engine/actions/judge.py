@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.episode import derive_seed
 from engine.errors import WorldError
 from engine.schemas.environment import EpisodeView
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
-from engine.spec.template import fill
+from engine.spec.template import fill, own_spans
 
 if TYPE_CHECKING:
     from engine.actions.voice import Voice
@@ -48,10 +48,14 @@ class Judge:
         """The reward of the newest of `replies`."""
         turn = len(replies) - 1
         prompt = self.prompt(view, replies)
+        fields = self._fields(view, replies)
+        meant = [own_spans(item.content, fields) for item in self._spec.prompt]
         said = ""
         for attempt in range(self._spec.tries):
             seed = derive_seed(view.seed, voice.name, turn, attempt)
-            reply = await voice.say(prompt, episode_id=view.episode_id, turn=turn, seed=seed, attempt=attempt)
+            reply = await voice.say(
+                prompt, episode_id=view.episode_id, turn=turn, seed=seed, attempt=attempt, meant=meant
+            )
             said = reply.text
             number = self.read(said)
             if number is not None:
@@ -69,13 +73,17 @@ class Judge:
 
     def prompt(self, view: EpisodeView, replies: Sequence[str]) -> list[Message]:
         """What the judge is shown."""
-        fields = {
+        fields = self._fields(view, replies)
+        return [Message(role=item.role, content=fill(item.content, fields)) for item in self._spec.prompt]
+
+    @staticmethod
+    def _fields(view: EpisodeView, replies: Sequence[str]) -> dict[str, Any]:
+        return {
             "task": view.task.fields,
             "reply": replies[-1],
             "replies": "\n\n".join(f"Reply {index}:\n{text}" for index, text in enumerate(replies, start=1)),
             "turn": len(replies) - 1,
         }
-        return [Message(role=item.role, content=fill(item.content, fields)) for item in self._spec.prompt]
 
     def read(self, text: str) -> float | None:
         """The number that stands last, where it is one and on the scale."""

@@ -19,7 +19,7 @@ from engine.errors import WorldError
 from engine.schemas.environment import EpisodeView, UserTurn
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
-from engine.spec.template import fields_of, fill
+from engine.spec.template import fields_of, fill, own_spans
 
 if TYPE_CHECKING:
     from engine.actions.voice import Voice
@@ -60,8 +60,11 @@ class ModelUser:
         if verdict.satisfied:
             return verdict
         voice = self._voice()
+        words = verdict.content if isinstance(verdict.content, str) else ""
+        fields = self._fields(view, words)
         said = await voice.say(
-            self.prompt(view, verdict.content if isinstance(verdict.content, str) else ""),
+            self.prompt(view, words),
+            meant=[own_spans(item.content, fields) for item in self._spec.prompt],
             episode_id=view.episode_id,
             turn=view.user_turn,
             seed=derive_seed(view.seed, voice.name, view.user_turn),
@@ -103,18 +106,22 @@ class ModelUser:
     def prompt(self, view: EpisodeView, verdict: str = "") -> list[Message]:
         """What the model is shown: the spec's prompt and, where that names neither, the dialogue with roles changed over."""
         dialogue = dialogue_of(view)
-        fields = {
-            "task": view.task.fields,
-            "reply": view.reply or SILENCE,
-            "dialogue": "\n\n".join(f"{_WHO[role]}: {text}" for role, text in dialogue),
-            "verdict": verdict,
-            "turn": view.user_turn,
-        }
+        fields = self._fields(view, verdict)
         told = [Message(role=item.role, content=fill(item.content, fields)) for item in self._spec.prompt]
         named = {name for item in self._spec.prompt for name in fields_of(item.content)}
         if named & {"reply", "dialogue"}:
             return told
         return [*told, *_changed_over(dialogue, self._spec.opener)]
+
+    @staticmethod
+    def _fields(view: EpisodeView, verdict: str) -> dict[str, Any]:
+        return {
+            "task": view.task.fields,
+            "reply": view.reply or SILENCE,
+            "dialogue": "\n\n".join(f"{_WHO[role]}: {text}" for role, text in dialogue_of(view)),
+            "verdict": verdict,
+            "turn": view.user_turn,
+        }
 
 
 _WHO = {"user": "User", "assistant": "Assistant"}

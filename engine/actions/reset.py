@@ -11,7 +11,7 @@ from engine.errors import WorldError
 from engine.schemas.environment import Reset
 from engine.schemas.journal import ResetRecord
 from engine.schemas.message import Message
-from engine.spec.template import fill, fill_words
+from engine.spec.template import fill, fill_words, own_spans
 
 
 class ResetAction(Action):
@@ -66,9 +66,11 @@ class ResetAction(Action):
 
     def apply(self, episode: Episode, record: ResetRecord) -> str:
         """Open the conversation."""
+        fields = episode.task.fields
         prompt = self._prompt(episode) if record.prompt is None else record.prompt
+        meant = [own_spans(message.content, fields) for message in self._services.spec.prompt]
         episode.facts.update(record.reset.facts)
-        episode.conversation.open([*prompt, *record.reset.messages])
+        episode.conversation.open([*prompt, *record.reset.messages], meant)
         return "ready"
 
     def ahead(self, episode: Episode, world: World) -> bool:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.backends.outage import Outage
     from engine.schemas.trajectory import Blame
     from engine.spec.diagnostic import DataPath
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.format import ChatFormat, Meant
 
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
@@ -86,7 +86,14 @@ class Voice:
         return f"{self.name}@{episode_id}" if self._mouth.borrowed else episode_id
 
     async def say(
-        self, messages: Sequence[Message], *, episode_id: str, turn: int, seed: int, attempt: int = 0
+        self,
+        messages: Sequence[Message],
+        *,
+        episode_id: str,
+        turn: int,
+        seed: int,
+        attempt: int = 0,
+        meant: Sequence[Meant] = (),
     ) -> Said:
         """One reply. It holds a slot of its backend while it is asked for, and the deadline begins with the slot.
 
@@ -96,12 +103,13 @@ class Voice:
             turn: Which of the part's answers this is, from 0.
             seed: For sampling.
             attempt: Which try at this answer, from 0.
+            meant: Of the first messages, where special tokens are meant as such; see `ChatFormat.view`.
 
         Raises:
             WorldError: no reply, blamed on the part; kind `<part>_<what the backend says>`.
         """
         try:
-            request = self._request(messages, episode_id, turn, seed, attempt)
+            request = self._request(messages, episode_id, turn, seed, attempt, meant)
             async with self._mouth.slots, self._timeout():
                 generation = await self._mouth.backend.generate(request)
             if generation.finish.type == "abort":
@@ -122,9 +130,15 @@ class Voice:
         return Said(spoken(parsed.content), tokens, cut=generation.finish.type == "length")
 
     def _request(
-        self, messages: Sequence[Message], episode_id: str, turn: int, seed: int, attempt: int
+        self,
+        messages: Sequence[Message],
+        episode_id: str,
+        turn: int,
+        seed: int,
+        attempt: int,
+        meant: Sequence[Meant],
     ) -> GenerateRequest:
-        prompt = self._format.render(messages)
+        prompt = self._format.render(messages, meant=dict(enumerate(meant)))
         in_words = bool(getattr(self._mouth.backend, "wants_messages", False))
         own = self.request_episode(episode_id)
         return GenerateRequest(

@@ -146,6 +146,31 @@ def rewrites_history(ctx: CheckContext) -> Iterator[Finding]:
     yield Finding(message, ("model", "history"), fix)
 
 
+@rule("model.special-text", "warning", "text of others may become special tokens")
+def special_text(ctx: CheckContext) -> Iterator[Finding]:
+    """`model.allow_special: true`: whoever writes `<|im_end|>` ends a message."""
+    played: list[tuple[DataPath, Any]] = [
+        (("user",), ctx.spec.user),
+        *((("users", name), user) for name, user in ctx.spec.users.items()),
+    ]
+    played.append((("rewards", "scorer"), ctx.spec.rewards.scorer))
+    found: list[DataPath] = [("model",)] if ctx.spec.model.allow_special else []
+    found += [
+        (*path, "model")
+        for path, part in played
+        if part is not None and part.model is not None and part.model.allow_special
+    ]
+    for path in found:
+        message = (
+            "text of users, tools, environments, task fields and replies becomes special tokens where it spells them"
+        )
+        yield Finding(
+            message,
+            (*path, "allow_special"),
+            "leave `allow_special` out, unless your own code writes such text on purpose",
+        )
+
+
 def _with_template(ctx: CheckContext) -> tuple[ModelFiles | None, Shown | None]:
     files = _files(ctx)
     shown = None if files is None else _render(ctx, files)

@@ -51,6 +51,34 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
     return _FIELD.sub(lambda match: _value(match, fields), template[:end]) + template[end:]
 
 
+def fill_spans(template: str, fields: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+    """`fill`, and the characters [start, end) of the result that the template itself wrote.
+
+    Raises:
+        TemplateError: a field is not there.
+    """
+    pieces: list[str] = []
+    spans: list[tuple[int, int]] = []
+    length = at = 0
+    for match in _FIELD.finditer(template, 0, _end(template)):
+        value = _value(match, fields)
+        for piece, own in ((template[at : match.start()], True), (value, bool(match[1]))):
+            if own and piece:
+                spans.append((length, length + len(piece)))
+            pieces.append(piece)
+            length += len(piece)
+        at = match.end()
+    if template[at:]:
+        spans.append((length, length + len(template) - at))
+    return "".join([*pieces, template[at:]]), spans
+
+
+def own_spans(words: Words, fields: Mapping[str, Any]) -> list[list[tuple[int, int]]]:
+    """For each text of filled words, the characters that the template itself wrote: see `fill_spans`."""
+    texts = [words] if isinstance(words, str) else [part.text for part in words if isinstance(part, TextPart)]
+    return [fill_spans(text, fields)[1] for text in texts]
+
+
 def _end(template: str) -> int:
     """Behind the last field: what is not closed is not looked through again and again."""
     return template.rfind("}}") + 2 if "}}" in template else 0

@@ -21,7 +21,8 @@ from engine.made import maker
 from engine.schemas.generation import Generation
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Branch
-from engine.tokens.format import ChatFormat, Parsed
+from engine.tokens.format import ChatFormat, Meant, Parsed
+from engine.tokens.literal import MARK
 from engine.tokens.proof import Trail, TrailMark, View
 from engine.tokens.tape import IntVector, Tape, largest
 from engine.tokens.vision import Placed
@@ -95,6 +96,7 @@ class Conversation:
         "_checked",
         "_end",
         "_heard",
+        "_meant",
         "_newest",
         "_pending",
         "_places",
@@ -120,7 +122,9 @@ class Conversation:
         """Everything said so far, in order."""
         self._tools = list(tools) or None
         self._verbatim: dict[int, View] = {}
-        """Replies whose calls a template is shown as they were written, by message."""
+        """Replies that a template is shown as they were written (their calls, or text that only spells a token), by message."""
+        self._meant: dict[int, Meant] = {}
+        """Where special tokens in the prompt's messages are meant as such, by message."""
         self._pending: dict[int, View] = {}
         """What was said since the last prompt, likewise."""
         self._waiting = 0
@@ -138,14 +142,20 @@ class Conversation:
         """The newest reply."""
         self._end = _End(None, False)
 
-    def open(self, messages: Sequence[Message]) -> None:
+    def open(self, messages: Sequence[Message], meant: Sequence[Meant] = ()) -> None:
         """Begin: the prompt's messages, which may hold examples of replies.
+
+        Args:
+            messages: The messages.
+            meant: Of the first of them, where special tokens are meant as such; see `ChatFormat.view`. In all other text they
+                are plain text.
 
         Raises:
             RenderError: Something was said already, or a message cannot be shown.
         """
         if self.messages:
             raise RenderError("the conversation has begun already")
+        self._meant.update(enumerate(meant))
         for message in messages:
             self._say(message)
 
@@ -235,7 +245,9 @@ class Conversation:
         parsed = self.form.parse(ids, before=before, turn=turn, tools=self._tools or ())
         said = None if self.form.is_plain(parsed) else self.form.decode(ids)
         last = int(ids[-1]) if end > start else None
-        return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), _End(last, parsed.thinking, said))
+        return self._replied(
+            parsed, TurnPlace(len(self._tapes) - 1, start, end), _End(last, parsed.thinking, said), ids
+        )
 
     @property
     def length(self) -> int:
@@ -280,7 +292,9 @@ class Conversation:
     # --- prompts ------------------------------------------------------------------------------------------
 
     def _say(self, message: Message) -> None:
-        view = self.form.view(message)  # refuses what cannot be shown before it is said
+        view = self.form.view(
+            message, self._meant.get(len(self.messages), ())
+        )  # refuses what cannot be shown before it is said
         self._pending[len(self.messages)] = view
         self._waiting += len(message.text)
         self.messages.append(message)
@@ -289,7 +303,9 @@ class Conversation:
         """Messages from number `start` up to `end`, as the template is shown them."""
         views: list[View] = []
         for index in range(start, len(self.messages) if end is None else end):
-            view = self._verbatim.get(index) or self._pending.get(index) or self.form.view(self.messages[index])
+            view = self._verbatim.get(index) or self._pending.get(index)
+            if view is None:
+                view = self.form.view(self.messages[index], self._meant.get(index, ()))
             if self.form.alternates and views and views[-1]["role"] == view["role"] == "user":
                 view = {**view, "content": _joined(views.pop()["content"], view["content"])}
             views.append(view)
@@ -381,7 +397,7 @@ class Conversation:
         end_ = _End(None, parsed.thinking, None if self.form.is_plain(parsed) else text)
         return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), end_)
 
-    def _replied(self, parsed: Parsed, place: TurnPlace, end: _End) -> Reply:
+    def _replied(self, parsed: Parsed, place: TurnPlace, end: _End, ids: IntVector | None = None) -> Reply:
         message = _make_message(
             role="assistant",
             content=parsed.content,
@@ -390,8 +406,12 @@ class Conversation:
             tool_call_id=None,
             name=None,
         )
-        view = self.form.reply_view(parsed)
-        if parsed.attempts and not parsed.as_calls:
+        view = self.form.reply_view(parsed, () if ids is None else ids)
+        if (
+            (parsed.attempts and not parsed.as_calls)
+            or MARK in view["content"]
+            or MARK in view.get("reasoning_content", "")
+        ):
             self._verbatim[len(self.messages)] = view
         self.messages.append(message)
         self._trail.add(self.form.kind(view))

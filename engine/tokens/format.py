@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ from pydantic_core import to_json
 from engine.errors import RenderError
 from engine.schemas.episode import ModelSpec
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
+from engine.tokens.literal import MARK, Span, unquote
 from engine.tokens.proof import (
     ASSISTANT,
     CALLS,
@@ -61,6 +62,8 @@ _MOST_RENDERED_CALLS = 2
 _ANY_TAG = re.compile(r"[<\[]")
 _BESIDE, _EXCERPT = 8, 48
 """Characters of a reply that a branch's reason quotes: how many ahead of the difference, and how many in all."""
+Meant = Sequence[Sequence[Span]]
+"""For each text of a message, where the special tokens that it spells are meant as such."""
 _MOST_WRAPPERS = 4096
 """Wrappers that are remembered: one for each sequence of roles and tool names that is met."""
 
@@ -103,6 +106,8 @@ class ChatFormat(ABC):
         self.context = context
         """Most tokens that the model attends to; None where nothing says so."""
         self.tool_role = spec.tool_role
+        self.allow_special = spec.allow_special
+        """Text that spells an added token becomes that token, whoever wrote it."""
         self.stop_token_ids: list[int] = []
         self.parser: CallParser | None = None
         """Reads calls in text, where `reader` does not read replies."""
@@ -168,13 +173,26 @@ class ChatFormat(ABC):
 
     # --- messages -> ids ----------------------------------------------------------------------------------
 
-    def render(self, messages: Sequence[Message | View], tools: Sequence[View] | None = None) -> list[int]:
+    def render(
+        self,
+        messages: Sequence[Message | View],
+        tools: Sequence[View] | None = None,
+        meant: Mapping[int, Meant] | None = None,
+    ) -> list[int]:
         """The whole prompt for the next reply, generation prompt included.
+
+        Args:
+            messages: The conversation.
+            tools: Schemas of the tools.
+            meant: By message: where the special tokens that its text spells are meant as such; see `view`.
 
         Raises:
             RenderError: The template refuses these messages; the message says what to change.
         """
-        views = [self.view(item) if isinstance(item, Message) else item for item in messages]
+        views = [
+            self.view(item, (meant or {}).get(index, ())) if isinstance(item, Message) else item
+            for index, item in enumerate(messages)
+        ]
         shown = list(tools) if tools else None
         ids = self.render_views(views, shown)
         if dropped := self._dropped(bytes([self.kind(view) for view in views]), shown):
@@ -304,7 +322,9 @@ class ChatFormat(ABC):
             if found is None or seen is None:
                 continue
             if said is None:
-                said = reply["content"] + (self.decode([last]) if last is not None and last in self.stop_set else "")
+                said = unquote(reply["content"]) + (
+                    self.decode([last]) if last is not None and last in self.stop_set else ""
+                )
             return self._fitted(found, said, seen, last, thinking, False)
         return why
 
@@ -363,12 +383,12 @@ class ChatFormat(ABC):
         if frame is not None:
             shown = _between(frame.text, self.text([*frame.before, reply, *frame.new], None), frame.tail)
             if shown is not None:
-                return shown
+                return unquote(shown)
         if conversation is None:
             return None
         views = conversation()
         before, whole = self.text(views[:-1], tools), self.text([*views, *new], tools)
-        return _between(before, whole, self.decode(found.bridge))
+        return _between(unquote(before), unquote(whole), self.decode(found.bridge))
 
     def is_plain(self, parsed: Parsed) -> bool:
         """Whether a reply is text that no template looks into: what holds of a probe holds of it."""
@@ -465,14 +485,18 @@ class ChatFormat(ABC):
         """The kind of a message: see proof.py."""
         return kind_of(view, self.markers)
 
-    def view(self, message: Message) -> View:
-        """A message as templates read it.
+    def view(self, message: Message, meant: Meant = ()) -> View:
+        """A message as templates read it, the added tokens that its text spells quoted: see `literal`.
+
+        Args:
+            message: The message.
+            meant: For each of its texts, the characters [start, end) in which added tokens are meant as such.
 
         Raises:
             RenderError: It holds an image, or is a tool's, and this format shows none.
-            ImageError: Its text spells a placeholder of images.
+            ImageError: Its text spells a placeholder of images, and would become one.
         """
-        role, content = message.role, self._content(message)
+        role, content = message.role, self._content(message, meant)
         if role == "tool":
             if self.tool_role == "user":
                 return {"role": "user", "content": content}
@@ -482,48 +506,87 @@ class ChatFormat(ABC):
                 )
             view: View = {"role": "tool", "content": content}
             if message.name is not None:
-                view["name"] = message.name
+                view["name"] = self._quoted(message.name)
             if message.tool_call_id is not None:
                 view["tool_call_id"] = message.tool_call_id
             return view
         view = {"role": role, "content": content}
         if role == "assistant":
             if message.reasoning:
-                view["reasoning_content"] = message.reasoning
+                view["reasoning_content"] = self._quoted(message.reasoning)
             if message.tool_calls:
                 if not self.calls_shown:
                     raise RenderError(
                         f"the chat format {self.name!r} does not show tool calls: they would be lost; write them into the "
                         "message's content as the model is to write them"
                     )
-                view["tool_calls"] = [call_view(call) for call in message.tool_calls]
+                view["tool_calls"] = self._call_views(message.tool_calls)
         return view
 
-    def _content(self, message: Message) -> str | list[View]:
+    def _quoted(self, value: Any, meant: Sequence[Span] = ()) -> Any:
+        """A text, or JSON of texts, with the added tokens that it spells quoted."""
+        if self.allow_special:
+            return value
+        if isinstance(value, str):
+            return self.fast.quoting.quote(value, meant)
+        if isinstance(value, dict):
+            return {self._quoted(key): self._quoted(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._quoted(item) for item in value]
+        return value
+
+    def _call_views(self, calls: Iterable[ToolCall]) -> list[View]:
+        views = [call_view(call) for call in calls]
+        for view in views:
+            view["function"] = self._quoted(view["function"])
+        return views
+
+    def _content(self, message: Message, meant: Meant) -> str | list[View]:
         """A message's content: text, or parts where it holds images."""
+        parts = [message.content] if isinstance(message.content, str) else message.content
+        texts = [part if isinstance(part, str) else part.text for part in parts if not isinstance(part, ImagePart)]
+        spans = [*meant, *([()] * (len(texts) - len(meant)))]
         if self.vision is not None and message.role != "assistant":  # a reply's own words stay as they were sampled
-            self.vision.check_text(message.text)
+            for text, own in zip(texts, spans, strict=True):
+                self.vision.check_text(text if self.allow_special else "\n".join(text[a:b] for a, b in own))
+        quoted = [self._quoted(text, own) for text, own in zip(texts, spans, strict=True)]
         if not message.images:
-            return message.text
+            return "".join(quoted)
         if self.vision is None:
             raise RenderError(f"the chat format {self.name!r} shows no images; {self.blind}")
         if message.role == "assistant":
             raise RenderError("a message of role `assistant` holds an image; models reply in text")
+        following = iter(quoted)
         return [
-            {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
-            for part in message.content
-            if not isinstance(part, str)
+            {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": next(following)}
+            for part in parts
         ]
 
-    def reply_view(self, parsed: Parsed) -> View:
-        """A reply of the model's as templates read it: its calls as calls, or as they were written."""
+    def reply_view(self, parsed: Parsed, ids: IntVector | Sequence[int] = ()) -> View:
+        """A reply of the model's as templates read it: its calls as calls, or as they were written.
+
+        Args:
+            parsed: The reply.
+            ids: What was sampled: added tokens that it holds stay tokens, and text that only spells one stays text.
+        """
         calls = [attempt for attempt in parsed.attempts if isinstance(attempt, ToolCall)]
         view: View = {"role": "assistant", "content": parsed.content if parsed.as_calls else parsed.body}
         if parsed.reasoning:
             view["reasoning_content"] = parsed.reasoning
         if calls and parsed.as_calls:
-            view["tool_calls"] = [call_view(call) for call in calls]
+            view["tool_calls"] = self._call_views(calls)
+        for key in () if self.allow_special else ("content", "reasoning_content"):
+            if key in view and (MARK in view[key] or self.fast.quoting.spans(view[key])):
+                view[key] = self._quoted_part(view[key], ids, last=key == "content")
         return view
+
+    def _quoted_part(self, part: str, ids: IntVector | Sequence[int], *, last: bool) -> str:
+        """A part of a reply, in which the added tokens that were sampled as such are not quoted."""
+        text, sampled = self.fast.spelled(ids)
+        at = text.rfind(part) if last else text.find(part)
+        if at < 0:
+            return self.fast.quoting.quote(part)
+        return self.fast.quoting.quote(part, [(start - at, end - at) for start, end in sampled])
 
     # --- what the template can show -----------------------------------------------------------------------
 

@@ -18,11 +18,13 @@ from engine.errors import RenderError
 from engine.schemas.episode import ModelSpec
 from engine.tokens.format import ChatFormat, log
 from engine.tokens.jinja import looked_for
+from engine.tokens.literal import MARK
 from engine.tokens.proof import ASSISTANT, MARKERS, SYSTEM, TOOL, USER, Extension, View, mark, probe, probe_call
 from engine.tokens.tokenizer import FastTokenizer
 
 _ASKED: View = {"role": "user", "content": "Q"}
 _WITH_AND_WITHOUT: tuple[list[Any] | None, ...] = (None, [{}])
+_ESCAPED_MARK = ascii(MARK)[1:-1]
 _STAND_IN = 0
 """Index of the stand-in's mark."""
 
@@ -82,6 +84,11 @@ class ChatTemplate:
             )
         except Exception as error:
             raise RenderError(f"the chat template refuses these messages: {error}{_advice(views)}") from error
+        if _ESCAPED_MARK in written:
+            raise RenderError(
+                "text in the conversation spells a special token, and the chat template escapes it (\\ufdd0), so that it cannot be "
+                "encoded as plain text; set `model.allow_special: true` if such text may become special tokens"
+            )
         return written
 
     @property

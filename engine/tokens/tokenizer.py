@@ -74,6 +74,7 @@ class FastTokenizer:
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.added: dict[str, int] = {str(token): id_ for id_, token in tokenizer.added_tokens_decoder.items()}
         """Special and added tokens, text -> id: text is cut at them before it is tokenised."""
+        self._added_ids = frozenset(self.added.values())
         characters = {byte: character for character, byte in _Pieces._BYTES.items()}
         self._ascii = None if self._backend is None else ascii_encoder(self._backend, self.added, characters)
 
@@ -164,6 +165,22 @@ class FastTokenizer:
             text: str = self._backend.decode(plain, skip_special_tokens=False)
             return text
         return str(self.full.decode(plain, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def spelled(self, ids: Sequence[int] | np.ndarray) -> tuple[str, list[tuple[int, int]]]:
+        """`decode`, and the characters [start, end) that come of an added token."""
+        parts: list[str] = []
+        spans: list[tuple[int, int]] = []
+        length = begin = 0
+        plain = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        for index in [*(index for index, id_ in enumerate(plain) if id_ in self._added_ids), len(plain)]:
+            parts.append(self.decode(plain[begin:index]))
+            length += len(parts[-1])
+            if index < len(plain):
+                parts.append(self.decode(plain[index]))
+                spans.append((length, length + len(parts[-1])))
+                length += len(parts[-1])
+            begin = index + 1
+        return "".join(parts), spans
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
         """As in transformers: an unknown token is `unk_token_id`."""

@@ -53,6 +53,7 @@ def test_ids_are_stable() -> None:
         ("model.no-tools", "warning"),
         ("model.not-at-hand", "info"),
         ("model.rewrites-history", "info"),
+        ("model.special-text", "warning"),
         ("model.stop-in-token", "warning"),
         ("model.template", "error"),
         ("played.free-verdict", "warning"),

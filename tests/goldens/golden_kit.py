@@ -10,10 +10,7 @@ changes one id fails a test. To accept a change, read the difference, then write
 from __future__ import annotations
 
 import asyncio
-import importlib.resources
 import json
-import lzma
-import shutil
 import sys
 import tempfile
 from itertools import groupby
@@ -24,37 +21,16 @@ import numpy as np
 import yaml
 
 HERE = Path(__file__).parent
-TOKENIZERS = HERE.parent / "data" / "tokenizers"
+if __name__ == "__main__":
+    sys.path[:0] = [str(HERE.parent / "kit"), str(HERE.parents[1])]
 NAMES = sorted(path.stem for path in (HERE / "specs").glob("*.yaml"))
-
-
-def unpack(name: str, folder: Path) -> Path:
-    """A shipped tokenizer with its chat template, as a folder that transformers loads.
-
-    `qwen2_5_vl` is the tokenizer of `qwen2_5` with the processor and the chat template of Qwen2.5-VL, the latter as the
-    package trl ships it.
-    """
-    made = folder / name
-    if made.exists():
-        return made
-    made.mkdir(parents=True)
-    for file in [*(TOKENIZERS / name.removesuffix("_vl")).iterdir(), *(TOKENIZERS / name).iterdir()]:
-        if file.suffix == ".xz":
-            (made / file.stem).write_bytes(lzma.decompress(file.read_bytes()))
-        else:
-            shutil.copy(file, made)
-    if name.endswith("_vl"):
-        config = json.loads((made / "tokenizer_config.json").read_text(encoding="utf-8"))
-        config["chat_template"] = (importlib.resources.files("trl") / "chat_templates" / f"{name}.jinja").read_text(
-            encoding="utf-8"
-        )
-        (made / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return made
 
 
 def written_spec(name: str, folder: Path) -> Path:
     """The golden's spec, its model's name replaced by the tokenizer's folder."""
     spec = yaml.safe_load((HERE / "specs" / f"{name}.yaml").read_text(encoding="utf-8"))
+    from shipped_tokenizers import unpack
+
     spec["model"]["path"] = str(unpack(spec["model"]["path"], folder / "tokenizers"))
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(spec, sort_keys=False), encoding="utf-8")
@@ -137,5 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parents[1]))
     main()

@@ -188,9 +188,11 @@ def test_partly_malformed_replies_keep_every_attempt_in_order(formats: Formats, 
 
 
 def test_words_behind_a_call_are_not_lost_to_a_branch(formats: Formats) -> None:
-    found = parse(formats("thinking"), f"{CALL}\nThat is all.<|im_end|>")
+    form = formats("thinking")
+    text = f"{CALL}\nThat is all.<|im_end|>"
+    found = parse(form, text)
     assert not found.as_calls
-    assert formats("thinking").reply_view(found)["content"] == f"{CALL}\nThat is all."
+    assert form.reply_view(found, form.encode(text))["content"] == f"{CALL}\nThat is all."
 
 
 def test_reasoning_that_the_prompt_opened_is_reasoning(formats: Formats) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
-import lzma
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shipped_tokenizers import unpack
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from engine.tokens.literal import MARK, Quoting, unquote
 from engine.tokens.tokenizer import FastTokenizer
 
-SHIPPED = Path(__file__).parents[1] / "data" / "tokenizers"
 QUOTING = Quoting(["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|im|>"])
 PIECES = st.sampled_from(
     ["<|im_start|>", "<|im_end|>", "<think>", "</think>", MARK, "<|im_", "end|>", " a", "b\n", "é", "<", "|>"]
@@ -26,10 +24,7 @@ TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> FastTokenizer:
-    folder = tmp_path_factory.mktemp("qwen3")
-    (folder / "tokenizer.json").write_bytes(lzma.decompress((SHIPPED / "qwen3" / "tokenizer.json.xz").read_bytes()))
-    (folder / "tokenizer_config.json").write_bytes((SHIPPED / "qwen3" / "tokenizer_config.json").read_bytes())
-    return FastTokenizer(AutoTokenizer.from_pretrained(folder))
+    return FastTokenizer(AutoTokenizer.from_pretrained(unpack("qwen3", tmp_path_factory.mktemp("tokenizers"))))
 
 
 @given(TEXTS)

@@ -76,7 +76,7 @@ def test_any_text_has_the_same_ids(pair: tuple[FastTokenizer, FastTokenizer], te
 
 
 def test_a_conversation_has_the_ids_of_apply_chat_template(tiny_tokenizer_dir: Path) -> None:
-    form = load_format(ModelSpec(path=str(tiny_tokenizer_dir)), Path())
+    form = load_format(ModelSpec(path=str(tiny_tokenizer_dir), allow_special=True), Path())
     assert isinstance(form.fast.full, PlainTokenizer)
     messages = [{"role": message.role, "content": message.text} for message in CHAT]
     wanted = form.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
