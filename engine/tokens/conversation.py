@@ -22,7 +22,6 @@ from engine.schemas.generation import Generation
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Branch
 from engine.tokens.format import ChatFormat, Meant, Parsed
-from engine.tokens.literal import MARK
 from engine.tokens.proof import Trail, TrailMark, View
 from engine.tokens.tape import IntVector, Tape, largest
 from engine.tokens.vision import Placed
@@ -407,11 +406,7 @@ class Conversation:
             name=None,
         )
         view = self.form.reply_view(parsed, () if ids is None else ids)
-        if (
-            (parsed.attempts and not parsed.as_calls)
-            or MARK in view["content"]
-            or MARK in view.get("reasoning_content", "")
-        ):
+        if (parsed.attempts and not parsed.as_calls) or self.form.spells(view):
             self._verbatim[len(self.messages)] = view
         self.messages.append(message)
         self._trail.add(self.form.kind(view))

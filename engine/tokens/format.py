@@ -580,6 +580,11 @@ class ChatFormat(ABC):
                 view[key] = self._quoted_part(view[key], ids, last=key == "content")
         return view
 
+    def spells(self, view: View) -> bool:
+        """Whether a reply's words spell an added token, sampled as such or not."""
+        texts = (view["content"], view.get("reasoning_content", ""))
+        return any(MARK in text or bool(self.fast.quoting.spans(text)) for text in texts)
+
     def _quoted_part(self, part: str, ids: IntVector | Sequence[int], *, last: bool) -> str:
         """A part of a reply, in which the added tokens that were sampled as such are not quoted."""
         text, sampled = self.fast.spelled(ids)
