@@ -124,12 +124,12 @@ class Ours:
         spec = TrainSpec.model_validate(
             {
                 "device": "cpu",
-                "proximal": "sampler",
-                "correction": {"kind": "none"},
+                "proximal_logprobs": "sampler",
+                "rollout_correction": {"kind": "none"},
                 "loss": {"kind": "grpo", "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH},
                 "optimizer": {"lr": RATE},
                 "lora": {"rank": args.lora, "alpha": 2.0 * args.lora} if args.lora else None,
-                "memory": {"checkpointing": args.checkpointing},
+                "memory": {"gradient_checkpointing": args.checkpointing},
             }
         )
         self._learner = Learner(Policy.load(folder, spec, temperature=TEMPERATURE, vocab=None, vision=None), spec)

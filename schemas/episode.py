@@ -151,7 +151,7 @@ class SGLangBackend(Contract):
     """How long a run waits while no server replies; then it stops, and can be resumed. No episode fails for an outage."""
     adapter: str | None = None
     """Name of a LoRA adapter that is loaded in the servers; left out, the base model samples."""
-    patience: Seconds = 30.0
+    health_timeout: Seconds = 30.0
     """A server that has requests and says nothing for so long is asked whether it is there."""
     interrupted: Literal["resume", "report"] = "resume"
     """A reply that the server cuts short (its weights are updated): sample the rest, or hand it on as aborted."""

@@ -110,7 +110,7 @@ class KlSpec(Contract):
     """Schulman's estimators of KL(policy || reference) from the sampled token."""
 
 
-class CorrectionSpec(Contract):
+class RolloutCorrectionSpec(Contract):
     """Off-policy correction: weighs tokens by trainer over sampler probability, or masks where it strays too far."""
 
     kind: Literal["none", "truncate", "mask"] = "truncate"
@@ -168,18 +168,18 @@ class LoraSpec(Contract):
     """Their product is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of a layer's inputs that the adapter does not see, while training."""
-    targets: list[str] | Literal["all-linear"] = "all-linear"
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the layers that are adapted."""
 
 
 class MemorySpec(Contract):
     """What the update may take at once."""
 
-    micro_tokens: int = Field(default=8192, ge=1)
+    max_tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Tokens in one forward pass, padding-free; a longer row goes alone."""
-    logit_cells: int = Field(default=16_777_216, ge=1)
+    logits_chunk_elements: int = Field(default=16_777_216, ge=1)
     """Cells of [tokens, vocabulary] that exist at once where log-probs are computed."""
-    checkpointing: bool = False
+    gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     share_prefixes: bool = True
     """Compute once what rows of one task begin with: the prompt, and what branches share."""
@@ -194,13 +194,13 @@ class AsynchronySpec(Contract):
     """Groups begun for each that is wanted; the stragglers are cancelled."""
 
 
-class WeightsSpec(Contract):
+class WeightSyncSpec(Contract):
     """How new weights reach the backend."""
 
-    via: Literal["auto", "disk", "tensors", "adapter"] = "auto"
+    method: Literal["auto", "disk", "tensors", "adapter"] = "auto"
     """`disk`: a folder that the server reads. `tensors`: shared memory on one host. `adapter`: only the LoRA adapter,
     by name. `auto`: `tensors` in this process, `adapter` with LoRA, else `disk`."""
-    pause: bool = True
+    pause_generation: bool = True
     """SGLang: replies wait while weights change, and go on after their prefix is computed anew; else they go on with
     what the old weights computed. A reply may have tokens of two versions either way. An adapter pauses nothing."""
     folder: str | None = None
@@ -246,7 +246,7 @@ class NotifySpec(Contract):
         default_factory=lambda: ["failed", "stalled", "diverged", "finished"]  # type: ignore[arg-type]
     )
     """What is told."""
-    stall: Seconds = 1800.0
+    stall_timeout: Seconds = 1800.0
     """No episode and no step for so long is a stall."""
 
 
@@ -259,7 +259,7 @@ class TrainSpec(Contract):
     """Groups in a batch, each of `rollout.samples_per_task` episodes."""
     shuffle: bool = True
     """Go through the tasks in a new random order each time round, by `seed`."""
-    passes: int = Field(default=1, ge=1)
+    update_epochs: int = Field(default=1, ge=1)
     """Times that a batch is gone over."""
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps in one pass over a batch."""
@@ -267,23 +267,23 @@ class TrainSpec(Contract):
     """Of the order of tasks and of mini-batches."""
     loss: LossSpec = Field(default_factory=GrpoLoss)
     """What is made smaller; `kind` says which."""
-    proximal: Literal["auto", "sampler", "recompute"] = "auto"
+    proximal_logprobs: Literal["auto", "sampler", "recompute"] = "auto"
     """What the clipped ratio is against: the sampler's log-probs, or the trainer's own before the batch's first update
     (decoupled PPO). `auto`: recomputed where a batch takes more than one update; with one, the current ones are
     those before it, however stale the batch."""
-    correction: CorrectionSpec = Field(default_factory=CorrectionSpec)
+    rollout_correction: RolloutCorrectionSpec = Field(default_factory=RolloutCorrectionSpec)
     """For what sampler and trainer see differently."""
     kl: KlSpec = Field(default_factory=KlSpec)
     """Penalty for moving away from where it began."""
-    entropy: float = 0.0
+    entropy_coefficient: float = 0.0
     """Coefficient of the entropy bonus."""
-    bonuses: list[BonusSpec] = Field(default_factory=list)
+    advantage_bonuses: list[BonusSpec] = Field(default_factory=list)
     """Added to the advantages of sampled tokens."""
-    normalise: Literal["none", "batch"] = "none"
+    advantage_norm: Literal["none", "batch"] = "none"
     """`batch`: advantages of the whole batch to mean 0 and standard deviation 1 over tokens (REINFORCE++)."""
-    filter_equal: bool = True
+    dynamic_sampling: bool = True
     """Leave out groups in which no turn has an advantage (all episodes did equally well), and collect others for them."""
-    refill: int = Field(default=4, ge=1)
+    max_sampling_rounds: int = Field(default=4, ge=1)
     """Times `tasks_per_step` groups are begun for one batch at most, where groups are left out; then it trains on fewer."""
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
     """AdamW."""
@@ -299,7 +299,7 @@ class TrainSpec(Contract):
     """What an update may take at once."""
     asynchrony: AsynchronySpec = Field(default_factory=AsynchronySpec)
     """How far rollouts may run ahead."""
-    weights: WeightsSpec = Field(default_factory=WeightsSpec)
+    weight_sync: WeightSyncSpec = Field(default_factory=WeightSyncSpec)
     """The way of new weights to the backend."""
     checkpoints: CheckpointsSpec = Field(default_factory=CheckpointsSpec)
     """How often everything is written down, and how much of it stays."""
@@ -307,5 +307,5 @@ class TrainSpec(Contract):
     """Evaluation while training; none when left out."""
     notify: NotifySpec = Field(default_factory=NotifySpec)
     """Who is told when it fails, stalls, diverges or ends."""
-    report: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
+    report_to: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
     """Where metrics go beside the run's own `metrics.jsonl`."""

@@ -113,8 +113,13 @@ def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
     for train in _train(ctx):
         credit = ctx.spec.rewards.credit
         compared = getattr(credit, "baseline", None) == "mean" and credit.method != "gigpo"
-        moved = train.entropy != 0 or train.kl.coefficient > 0
-        if ctx.spec.rollout.samples_per_task > 1 or not compared or train.bonuses or (moved and not train.filter_equal):
+        moved = train.entropy_coefficient != 0 or train.kl.coefficient > 0
+        if (
+            ctx.spec.rollout.samples_per_task > 1
+            or not compared
+            or train.advantage_bonuses
+            or (moved and not train.dynamic_sampling)
+        ):
             continue
         message = (
             f"`{credit.method}` takes off the mean of a task's episodes, and there is one of each: every advantage is 0"
@@ -137,17 +142,17 @@ def length(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("train.half-precision", "warning", "the sampler computes in 16 bits, and nothing corrects for it")
 def half_precision(ctx: CheckContext) -> Iterator[Finding]:
-    """`backend.dtype` of a local backend, with `train.correction: {kind: none}`."""
+    """`backend.dtype` of a local backend, with `train.rollout_correction: {kind: none}`."""
     for train in _train(ctx):
         backend = ctx.spec.backend
         if (
             isinstance(backend, LocalBackend)
             and backend.dtype in ("bfloat16", "float16")
-            and train.correction.kind == "none"
+            and train.rollout_correction.kind == "none"
         ):
             message = f"`dtype: {backend.dtype}` moves the sampler's log-probs by up to 0.5 from the trainer's"
             yield Finding(
-                message, ("backend", "dtype"), "set `dtype: float32`, or `train.correction: {kind: truncate}`"
+                message, ("backend", "dtype"), "set `dtype: float32`, or `train.rollout_correction: {kind: truncate}`"
             )
 
 
@@ -165,23 +170,23 @@ def freeze(ctx: CheckContext) -> Iterator[Finding]:
                 yield Finding(message, ("train", "freeze", index), fix, offset=offset)
 
 
-@rule("train.weights", "error", "weights cannot reach the backend in this way")
-def weights(ctx: CheckContext) -> Iterator[Finding]:
+@rule("train.weight-sync", "error", "weights cannot reach the backend in this way")
+def weight_sync(ctx: CheckContext) -> Iterator[Finding]:
     """An adapter is sent, and none is trained."""
     for train in _train(ctx):
-        if train.weights.via == "adapter" and train.lora is None:
+        if train.weight_sync.method == "adapter" and train.lora is None:
             message = "only an adapter would be sent, and all weights are trained"
-            yield Finding(message, ("train", "weights", "via"), "add `train.lora: {}`, or send `disk` or `auto`")
+            yield Finding(message, ("train", "weight_sync", "method"), "add `train.lora: {}`, or send `disk` or `auto`")
 
 
-@rule("train.weights-way", "warning", "a way for weights that has no effect, or that the server may not see")
-def weights_way(ctx: CheckContext) -> Iterator[Finding]:
+@rule("train.weight-sync-method", "warning", "a way for weights that has no effect, or that the server may not see")
+def weight_sync_method(ctx: CheckContext) -> Iterator[Finding]:
     """The local backend has the trainer's memory; shared memory ends at the host."""
     for train in _train(ctx):
-        via, backend, path = train.weights.via, ctx.spec.backend, ("train", "weights", "via")
-        if isinstance(backend, LocalBackend) and via in ("disk", "adapter"):
-            yield Finding(f"`{via}` has no effect: the local backend takes weights in memory", path, "remove it")
-        if isinstance(backend, SGLangBackend) and via == "tensors":
+        method, backend, path = train.weight_sync.method, ctx.spec.backend, ("train", "weight_sync", "method")
+        if isinstance(backend, LocalBackend) and method in ("disk", "adapter"):
+            yield Finding(f"`{method}` has no effect: the local backend takes weights in memory", path, "remove it")
+        if isinstance(backend, SGLangBackend) and method == "tensors":
             far = [url for url in backend.urls if _host(url) not in _HERE]
             if far:
                 message = f"`tensors` is memory of this host, and `{far[0]}` may be another"
@@ -231,10 +236,10 @@ def _installed(package: str) -> bool:
 
 @rule("train.no-package", "info", "a package that training needs is not installed")
 def no_package(ctx: CheckContext) -> Iterator[Finding]:
-    """Those of `train.report`, and `peft` for `train.lora`."""
+    """Those of `train.report_to`, and `peft` for `train.lora`."""
     for train in _train(ctx):
         named: list[tuple[DataPath, str, str]] = [
-            (("train", "report", index), _PACKAGES[name], name) for index, name in enumerate(train.report)
+            (("train", "report_to", index), _PACKAGES[name], name) for index, name in enumerate(train.report_to)
         ]
         if train.lora is not None:
             named.append((("train", "lora"), "peft", "train"))

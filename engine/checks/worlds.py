@@ -67,8 +67,8 @@ def _called(ctx: CheckContext) -> Iterator[tuple[DataPath, str, tuple[str, ...],
     train = ctx.spec.train
     if train is None:
         return
-    for index, bonus in enumerate(train.bonuses):
-        yield ("train", "bonuses", index, "use"), bonus.use, ("row",), bonus.with_
+    for index, bonus in enumerate(train.advantage_bonuses):
+        yield ("train", "advantage_bonuses", index, "use"), bonus.use, ("row",), bonus.with_
     if train.notify.use is not None:
         yield ("train", "notify", "use"), train.notify.use, ("event",), {}
 

@@ -24,6 +24,7 @@ from engine.spec.places import (
     locate,
     tagged,
 )
+from engine.spec.renamed import new_key
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -115,7 +116,7 @@ def _unknown_key(model: type[BaseModel], fault: _Fault, document: Document) -> D
     path, owner = fault.spot.path, fault.spot.owner
     key, known = str(path[-1]), fields_by_key(owner) if owner else {}
     names = [*known, "extends"] if owner is model and len(path) == 1 else list(known)
-    near = nearest_name(key.replace("-", "_"), names)
+    near = new_key(owner, key) or nearest_name(key.replace("-", "_"), names)
     elsewhere = [place for place in homes(model).get(key, []) if place != ".".join(map(str, path[:-1]))]
     highest = min((place.count(".") for place in elsewhere), default=0)
     elsewhere = [place for place in elsewhere if place.count(".") == highest]  # not each part's own sampling, say
@@ -125,8 +126,7 @@ def _unknown_key(model: type[BaseModel], fault: _Fault, document: Document) -> D
         fix = f"`{key}` belongs under {' or '.join(f'`{place}`' for place in elsewhere[:3])}"
     else:
         fix = f"known here: {', '.join(names)}"
-    place = show_path(path[:-1])
-    message = f"`{short(key)}` is no key of {'the spec' if len(path) == 1 else f'`{place}`'}"
+    message = f"unknown key `{short(key)}`"
     return Diagnostic("spec.unknown-key", "error", message, fix, document.origin(path, key=True), path)
 
 

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 import engine
 from engine.errors import StoreError
@@ -176,11 +176,18 @@ class RunHeader(Contract):
         from engine.schemas.episode import EpisodeSpec
         from engine.spec.diagnostic import Origin
         from engine.spec.load import LoadedSpec
+        from engine.spec.renamed import renamed_keys
 
         stored = self._filled(self.spec, strict=strict)
         try:
             spec = EpisodeSpec.model_validate({**stored, "rewards": self._rewards(stored)})
         except (ValueError, TypeError) as error:
+            renamed = renamed_keys(error, EpisodeSpec) if isinstance(error, ValidationError) else []
+            if renamed:
+                raise StoreError(
+                    f"{self.run_id}: its spec has keys that were renamed: {', '.join(renamed)}; read it with engine "
+                    f"{self.engine_version}, which wrote it"
+                ) from error
             raise StoreError(
                 f"{self.run_id}: its spec cannot be read: {error}; was it written by engine {self.engine_version}, or damaged?"
             ) from error

@@ -115,7 +115,7 @@ class RowMaker:
 
     def __init__(self, spec: EpisodeSpec, train: TrainSpec, base: Path | None) -> None:
         self._plan = Plan(spec.rewards.credit, spec.rewards.placement, base, {}, None, False)
-        self._bonuses = [(bonus, _entry(bonus, base)) for bonus in train.bonuses]
+        self._bonuses = [(bonus, _entry(bonus, base)) for bonus in train.advantage_bonuses]
 
     def rows(self, trajectories: Sequence[Trajectory]) -> list[Row]:
         """The rows that may train, advantages and bonuses on their sampled tokens.

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.schemas.train import CorrectionSpec, Level
+from engine.schemas.train import Level, RolloutCorrectionSpec
 from engine.train.ratios import bounded_exp, group_mean, log_ratio
 from engine.train.tokens import Tokens
 
@@ -40,7 +40,7 @@ class Weights(NamedTuple):
     """bool [n]: tokens that `mask` dropped."""
 
 
-def correct(spec: CorrectionSpec, tokens: Tokens) -> Weights:
+def correct(spec: RolloutCorrectionSpec, tokens: Tokens) -> Weights:
     """Each token's weight; 1 everywhere with `kind: none`."""
     ratio = mismatch(spec.level, tokens)
     if spec.kind == "none":

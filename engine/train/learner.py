@@ -87,7 +87,7 @@ class Learner:
             vision.bank.read_tensors_from(images.get)
         self.dirty = False
         spec = self._spec
-        advantages = normalised(rows) if spec.normalise == "batch" else [row["advantages"] for row in rows]
+        advantages = normalised(rows) if spec.advantage_norm == "batch" else [row["advantages"] for row in rows]
         rows = [row | {"advantages": of} for row, of in zip(rows, advantages, strict=True)]
         if self._recompute:
             rows = self._with_proximal(rows)
@@ -95,7 +95,7 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         told = []
-        for number in range(spec.passes):
+        for number in range(spec.update_epochs):
             parts = _minibatches(rows, spec.minibatches, seed=(spec.seed, step, number))
             ordered = [row for part in parts for row in part]
             shares = self._shares(ordered, [place for place, part in enumerate(parts) for _ in part])
@@ -116,9 +116,9 @@ class Learner:
     def _recompute(self) -> bool:
         """Whether log-probs before the first update are needed apart from the current ones."""
         spec = self._spec
-        if spec.proximal == "auto":
-            return spec.passes * spec.minibatches > 1
-        return spec.proximal == "recompute"
+        if spec.proximal_logprobs == "auto":
+            return spec.update_epochs * spec.minibatches > 1
+        return spec.proximal_logprobs == "recompute"
 
     @torch.no_grad()
     def _with_proximal(self, rows: Sequence[Row]) -> list[Row]:
@@ -137,7 +137,7 @@ class Learner:
     def _packs(self, rows: Sequence[Row]) -> list[Pack]:
         memory = self._spec.memory
         share = memory.share_prefixes and self.policy.shares_prefixes
-        return pack_rows(rows, memory.micro_tokens, share_prefixes=share)
+        return pack_rows(rows, memory.max_tokens_per_microbatch, share_prefixes=share)
 
     def _update(self, rows: Sequence[Row], shares: Sequence[np.ndarray]) -> dict[str, float]:
         """One optimizer step. `shares`: each row's tokens' shares of its loss."""
@@ -197,7 +197,7 @@ class Learner:
         if "proximal" in (rows[0] if rows else {}):
             proximal = flat((rows[number]["proximal"] for number in held), torch.float32)
         else:
-            proximal = sampler if spec.proximal == "sampler" else logprobs.detach()
+            proximal = sampler if spec.proximal_logprobs == "sampler" else logprobs.detach()
         return Tokens(
             logprobs=logprobs,
             proximal=proximal,

@@ -40,7 +40,7 @@ class Adapter:
             r=spec.rank,
             lora_alpha=spec.alpha,
             lora_dropout=spec.dropout,
-            target_modules=spec.targets,
+            target_modules=spec.target_modules,
         )
         head = model.get_output_embeddings()
         try:
@@ -49,10 +49,10 @@ class Adapter:
                 torch.manual_seed(seed)
                 self._peft: Any = get_peft_model(model, config)
         except ValueError as error:
-            raise TrainError(f"`train.lora.targets`: {error}", kind="train_setup") from error
+            raise TrainError(f"`train.lora.target_modules`: {error}", kind="train_setup") from error
         if model.get_output_embeddings() is not head:
             raise TrainError(
-                "`train.lora.targets`: the output layer cannot be adapted; leave it out", kind="train_setup"
+                "`train.lora.target_modules`: the output layer cannot be adapted; leave it out", kind="train_setup"
             )
         self._model = model
         self._layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]

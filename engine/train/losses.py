@@ -51,10 +51,10 @@ def objective(spec: TrainSpec, tokens: Tokens) -> tuple[Tensor, Tally]:
     Raises:
         ValueError: `kl` without reference log-probs, or `entropy` without entropies.
     """
-    correction = correct(spec.correction, tokens)
+    correction = correct(spec.rollout_correction, tokens)
     per_token = policy_loss(spec.loss, tokens) * correction.weights
     tally = _tally(spec, tokens)
-    if spec.correction.kind != "none":
+    if spec.rollout_correction.kind != "none":
         tally.mean("correction/weight_mean", correction.weights)
         tally.mean("correction/masked", correction.masked)
     if tokens.reference is not None:
@@ -66,10 +66,10 @@ def objective(spec: TrainSpec, tokens: Tokens) -> tuple[Tensor, Tally]:
         raise ValueError("`kl.coefficient` is set: `Tokens.reference` must hold the reference's log-probs")
     if tokens.entropy is not None:
         tally.mean("policy/entropy", tokens.entropy)
-        if spec.entropy:
-            per_token = per_token - spec.entropy * tokens.entropy
-    elif spec.entropy:
-        raise ValueError("`entropy` is set: `Tokens.entropy` must hold the entropies")
+        if spec.entropy_coefficient:
+            per_token = per_token - spec.entropy_coefficient * tokens.entropy
+    elif spec.entropy_coefficient:
+        raise ValueError("`entropy_coefficient` is set: `Tokens.entropy` must hold the entropies")
     return (tokens.shares * per_token).sum(), tally
 
 
@@ -141,7 +141,7 @@ def _tally(spec: TrainSpec, tokens: Tokens) -> Tally:
         low, high = bounds(spec.loss, tokens.advantages)
         tally.mean("policy/clip_low", ratio < low)
         tally.mean("policy/clip_high", ratio > high)
-    trainer = tokens.logprobs if spec.proximal == "sampler" else tokens.proximal
+    trainer = tokens.logprobs if spec.proximal_logprobs == "sampler" else tokens.proximal
     difference = log_ratio(trainer, tokens.sampler).abs()
     tally.mean("sampler/diff_mean", difference)
     tally.peak("sampler/diff_max", difference)

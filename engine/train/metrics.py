@@ -60,7 +60,7 @@ class MetricsLog:
             clock: Seconds since 1970.
 
         Raises:
-            TrainError: Kind `train_setup`: a package of `report` is not installed, or could not begin.
+            TrainError: Kind `train_setup`: a package of `report_to` is not installed, or could not begin.
         """
         from engine.train.sinks import open_sink
 

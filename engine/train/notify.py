@@ -129,7 +129,7 @@ class Notifier:
 class StallWatch:
     """Tells when nothing happens for too long: once for each stall.
 
-        with StallWatch(notifier, spec.stall, lambda: {"step": trainer.step}) as watch:
+        with StallWatch(notifier, spec.stall_timeout, lambda: {"step": trainer.step}) as watch:
             watch.tick()        # at each episode and each step
 
     A thread of its own, so it also tells of an event loop that hangs.

@@ -116,15 +116,17 @@ class _Line(NamedTuple):
     images: list[tuple[str, int]]
 
 
-def pack_rows(rows: Sequence[Row], micro_tokens: int, *, share_prefixes: bool, least: int = LEAST) -> list[Pack]:
-    """Rows -> packs of at most `micro_tokens` tokens; a longer row goes alone.
+def pack_rows(
+    rows: Sequence[Row], max_tokens_per_microbatch: int, *, share_prefixes: bool, least: int = LEAST
+) -> list[Pack]:
+    """Rows -> packs of at most `max_tokens_per_microbatch` tokens; a longer row goes alone.
 
     Rows that begin alike come into the same pack where they can. A row in which nothing is trained is left out. A
     token that several rows share and that is trained in several of them is predicted once for each of them.
 
     Args:
         rows: As `export_rows` gives them.
-        micro_tokens: The budget, counting what is shared once.
+        max_tokens_per_microbatch: The budget, counting what is shared once.
         share_prefixes: Compute common beginnings once; else each row is a segment of its own.
         least: Tokens that a shared beginning must save, over all the rows that have it.
 
@@ -142,11 +144,11 @@ def pack_rows(rows: Sequence[Row], micro_tokens: int, *, share_prefixes: bool, l
         while end < len(lines):
             shared = common[end] if share_prefixes and end > begin else 0
             tokens += len(lines[end].keys) - shared
-            if tokens > micro_tokens and end > begin:
+            if tokens > max_tokens_per_microbatch and end > begin:
                 break
             end += 1
         pack = _pack(lines[begin:end], common[begin:end], share_prefixes, least)
-        while pack.tokens > micro_tokens and end - begin > 1:  # beginnings too short to be shared
+        while pack.tokens > max_tokens_per_microbatch and end - begin > 1:  # beginnings too short to be shared
             end -= 1
             pack = _pack(lines[begin:end], common[begin:end], share_prefixes, least)
         packs.append(pack)

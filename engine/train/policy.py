@@ -62,7 +62,7 @@ class Policy:
                 temperature=temperature,
                 vocab=vocab,
                 vision=vision,
-                cells=spec.memory.logit_cells,
+                cells=spec.memory.logits_chunk_elements,
             )
 
         net, adapter, frozen = open_net(), None, None
@@ -75,7 +75,7 @@ class Policy:
             frozen.model.requires_grad_(False)
         policy = cls(net, adapter, frozen)
         policy._freeze(spec.freeze)
-        if spec.memory.checkpointing:
+        if spec.memory.gradient_checkpointing:
             policy._checkpoint()
         return policy
 
@@ -101,7 +101,7 @@ class Policy:
         model = self.net.model
         if not model.supports_gradient_checkpointing:
             raise TrainError(
-                f"{type(model).__name__} has no gradient checkpointing: `train.memory.checkpointing: false`",
+                f"{type(model).__name__} has no gradient checkpointing: `train.memory.gradient_checkpointing: false`",
                 kind="train_setup",
             )
         # Older versions of transformers have the second name alone.

@@ -12,7 +12,7 @@ Invariants:
 - Without over-sampling, batches take groups in the order in which they were begun. Together with the bound, no token
   that trains is more than `max_staleness` versions old, and nobody is favoured for being quick.
 - With over-sampling, a batch takes whoever is ready; stragglers are cancelled.
-- What would be too old for the next batch is cancelled: where `refill` ends a batch early, groups are still under way.
+- What would be too old for the next batch is cancelled: where `max_sampling_rounds` ends a batch early, groups are still under way.
 - `max_staleness` 0: nothing is sampled between the last episode of a batch and the weights that it makes.
 """
 
@@ -175,7 +175,7 @@ class Rollouts:
         return trajectory
 
     async def batch(self) -> Batch:
-        """The next batch: `tasks_per_step` groups that teach something, or fewer where `refill` times as many did not.
+        """The next batch: `tasks_per_step` groups that teach something, or fewer where `max_sampling_rounds` times as many did not.
 
         Raises:
             LedgerError: the credit method cannot be carried out.
@@ -187,10 +187,10 @@ class Rollouts:
         batch = self._batch = Batch(self.version)
         self._held = 0
         try:
-            while len(batch.used) < self._wanted and self._seen(batch) < self._train.refill * self._wanted:
+            while len(batch.used) < self._wanted and self._seen(batch) < self._train.max_sampling_rounds * self._wanted:
                 self._feed()
                 group = await self._next()
-                if not group.rows or (self._train.filter_equal and group.equal):
+                if not group.rows or (self._train.dynamic_sampling and group.equal):
                     batch.left_out.append(group)
                 else:
                     batch.used.append(group)

@@ -60,7 +60,7 @@ class Shelf:
         if free is not None and size > free:
             raise TrainError(
                 f"{size >> 20} MiB of weights do not fit the {free >> 20} MiB that {_SHARED} has left: give it more "
-                "(of a container: --shm-size), or use `train.weights.via: disk`",
+                "(of a container: --shm-size), or use `train.weight_sync.method: disk`",
                 kind="train_setup",
             )
         with _by_name():

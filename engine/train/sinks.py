@@ -162,7 +162,7 @@ def open_sink(name: str, folder: Path, run: str, config: Mapping[str, Any]) -> S
     """Begin to show a run somewhere.
 
     Args:
-        name: As in `train.report`.
+        name: As in `train.report_to`.
         folder: The run's.
         run: Its name.
         config: What it was begun with.
@@ -171,18 +171,18 @@ def open_sink(name: str, folder: Path, run: str, config: Mapping[str, Any]) -> S
         TrainError: Kind `train_setup`: it is not installed, or did not begin; the message says what to install.
     """
     if name not in _SINKS:
-        raise TrainError(f"train.report: {name!r} is none of {', '.join(_SINKS)}", kind="train_setup")
+        raise TrainError(f"train.report_to: {name!r} is none of {', '.join(_SINKS)}", kind="train_setup")
     try:
         return _SINKS[name](folder, run, config)
     except ImportError as error:
         raise TrainError(
-            f"train.report names {name}, which is not installed ({error}): "
+            f"train.report_to names {name}, which is not installed ({error}): "
             f"pip install 'episode-engine[{name}]', or leave it out",
             kind="train_setup",
         ) from error
     except Exception as error:
         raise TrainError(
-            f"train.report: {name} did not begin: {type(error).__name__}: {error}", kind="train_setup"
+            f"train.report_to: {name} did not begin: {type(error).__name__}: {error}", kind="train_setup"
         ) from error
 
 

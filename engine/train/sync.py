@@ -39,10 +39,10 @@ class WeightSync(Protocol):
 
 
 def open_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) -> WeightSync:
-    """The way that `train.weights` names.
+    """The way that `train.weight_sync` names.
 
     Args:
-        spec: Its `train.weights` says how.
+        spec: Its `train.weight_sync` says how.
         backend: Started.
         folder: The training's; weights for `disk` and `adapter` lie under its `weights`, unless the spec names another.
         lora: Whether the policy is an adapter.
@@ -52,14 +52,14 @@ def open_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) 
     """
     if spec.train is None:
         raise TrainError("the spec has no `train:` section", kind="train_setup")
-    weights = spec.train.weights
+    weights = spec.train.weight_sync
     if backend.kind == "local":
         from engine.backends.local import LocalBackend
 
         assert isinstance(backend, LocalBackend)
-        if weights.via not in ("auto", "tensors"):
+        if weights.method not in ("auto", "tensors"):
             raise TrainError(
-                f"`train.weights.via: {weights.via}` is for servers; the local backend takes tensors: leave it out",
+                f"`train.weight_sync.method: {weights.method}` is for servers; the local backend takes tensors: leave it out",
                 kind="train_setup",
             )
         return LocalSync(backend)

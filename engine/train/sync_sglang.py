@@ -41,8 +41,8 @@ def open_sglang_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora:
     assert isinstance(backend, SGLangBackend)
     assert spec.train is not None
     assert spec.backend.kind == "sglang"
-    weights = spec.train.weights
-    via = weights.via if weights.via != "auto" else ("adapter" if lora else "disk")
+    weights = spec.train.weight_sync
+    method = weights.method if weights.method != "auto" else ("adapter" if lora else "disk")
     if spec.backend.adapter is not None:
         raise TrainError(
             f"`backend.adapter: {spec.backend.adapter}` and `train:` do not go together: the trainer begins from the base "
@@ -51,15 +51,15 @@ def open_sglang_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora:
         )
     # A folder that was named may be several trainings'.
     place = Path(weights.folder).expanduser() / folder.name if weights.folder is not None else folder / "weights"
-    mode: PauseMode = "retract" if weights.pause else "in_place"
-    if via == "disk":
+    mode: PauseMode = "retract" if weights.pause_generation else "in_place"
+    if method == "disk":
         return DiskSync(backend, place.resolve(), mode)
-    if via == "tensors":
+    if method == "tensors":
         _same_host([server.url for server in backend.workers])
         return TensorSync(backend, mode)
     if not lora:
         raise TrainError(
-            "`train.weights.via: adapter` needs `train.lora`; without one all weights change: use `disk` or `tensors`",
+            "`train.weight_sync.method: adapter` needs `train.lora`; without one all weights change: use `disk` or `tensors`",
             kind="train_setup",
         )
     if "lora_path" in backend.dropped:
@@ -274,7 +274,7 @@ def _same_host(urls: list[str]) -> None:
                 trial.bind(address)  # an address that is this host's own
         except OSError:
             raise TrainError(
-                f"`train.weights.via: tensors` goes through shared memory, and {url} is not on this host: use `disk` with a "
-                "folder that both see (`train.weights.folder`)",
+                f"`train.weight_sync.method: tensors` goes through shared memory, and {url} is not on this host: use `disk` with a "
+                "folder that both see (`train.weight_sync.folder`)",
                 kind="train_setup",
             ) from None

@@ -111,7 +111,7 @@ class Trainer:
         self._written: Path | None = None
         self._seconds: dict[str, float] = {}
         self._notifier = Notifier(self.train.notify, folder.name, base=loaded.base)
-        self._stall = StallWatch(self._notifier, self.train.notify.stall, lambda: {"step": self._state.step})
+        self._stall = StallWatch(self._notifier, self.train.notify.stall_timeout, lambda: {"step": self._state.step})
         self._format: ChatFormat
         self._backend: Backend
         self._learner: Learner
@@ -153,7 +153,7 @@ class Trainer:
                 # A server may hold any weights: the first token is already of ours.
                 await self._push()
             metrics = MetricsLog(
-                self.folder, self.train.report, self.folder.name, mask_values(self.spec.model_dump(mode="json"))
+                self.folder, self.train.report_to, self.folder.name, mask_values(self.spec.model_dump(mode="json"))
             )
             try:
                 metrics.truncate(self._state.step)

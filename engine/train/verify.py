@@ -21,7 +21,7 @@ class Difference(NamedTuple):
     """How many were compared: all that are trained."""
 
 
-def recompute(policy: Policy, rows: Sequence[Row], micro_tokens: int = 8192) -> Difference:
+def recompute(policy: Policy, rows: Sequence[Row], max_tokens_per_microbatch: int = 8192) -> Difference:
     """Compute the rows' log-probs again, and compare.
 
     Zero but for rounding where the policy's weights are those that the rows were sampled with.
@@ -29,11 +29,11 @@ def recompute(policy: Policy, rows: Sequence[Row], micro_tokens: int = 8192) -> 
     Args:
         policy: Made with the sampler's temperature and vocabulary.
         rows: As `export_rows` gives them.
-        micro_tokens: Tokens in one pass.
+        max_tokens_per_microbatch: Tokens in one pass.
     """
     apart: list[np.ndarray] = []
     with torch.no_grad():
-        for pack in pack_rows(rows, micro_tokens, share_prefixes=policy.shares_prefixes):
+        for pack in pack_rows(rows, max_tokens_per_microbatch, share_prefixes=policy.shares_prefixes):
             found = policy.forward(pack, entropy=False)[0].double().cpu().numpy()
             pairs = zip(pack.row.tolist(), pack.token.tolist(), strict=True)
             sampled = np.array([float(rows[row]["logprobs"][token]) for row, token in pairs])

@@ -189,7 +189,7 @@ async def test_a_request_that_gets_no_reply_is_sent_to_another_server(chat_forma
     async def never(call: Call) -> None:
         return
 
-    async with cluster(chat_format, 2, timeout=60, try_timeout=0.3, patience=60) as it:
+    async with cluster(chat_format, 2, timeout=60, try_timeout=0.3, health_timeout=60) as it:
         await it.backend.generate(request())
         own = next(fake for fake in it.fakes if fake.requests)
         other = next(fake for fake in it.fakes if not fake.requests)

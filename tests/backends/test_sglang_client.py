@@ -354,7 +354,7 @@ async def test_a_server_that_dies_loses_nothing_and_nothing_is_counted_twice(cha
 
 
 async def test_a_server_that_hangs_is_found_out_while_others_go_on(chat_format: ChatFormat) -> None:
-    async with cluster(chat_format, 2, patience=0.3) as it:
+    async with cluster(chat_format, 2, health_timeout=0.3) as it:
         await it.backend.generate(request(episode="a"))
         await it.backend.generate(request(episode="b"))
         it.fakes[0].hung = True
@@ -365,7 +365,7 @@ async def test_a_server_that_hangs_is_found_out_while_others_go_on(chat_format: 
 
 
 async def test_a_slow_server_is_not_taken_for_a_hanging_one(chat_format: ChatFormat) -> None:
-    async with cluster(chat_format, 2, patience=0.1) as it:
+    async with cluster(chat_format, 2, health_timeout=0.1) as it:
         for fake in it.fakes:
             fake.latency = 0.6
         await it.backend.generate(request())

@@ -42,13 +42,13 @@ def found(lines: str) -> list[str]:
         GROUP + "train: {}\n",
         GROUP + "sampling: {top_p: 1.0, top_k: -1, min_p: 0.0, repetition_penalty: 1.0, logit_bias: {}}\ntrain: {}\n",
         GROUP + "train: {eval: {sampling: {temperature: 0, top_p: 0.9, presence_penalty: 1.0}}}\n",
-        GROUP + SERVER + "train: {lora: {}, weights: {via: adapter}}\n",
-        GROUP + SERVER + "train: {weights: {via: tensors}}\n",
+        GROUP + SERVER + "train: {lora: {}, weight_sync: {method: adapter}}\n",
+        GROUP + SERVER + "train: {weight_sync: {method: tensors}}\n",
         GROUP + "limits: {episode_tokens: 2048}\ntrain: {loss: {kind: dr_grpo}}\n",
         "train: {}\nrewards: {credit: {method: outcome, baseline: none}}\n",
         "train: {}\nrewards: {credit: {method: outcome, baseline: leave_one_out}}\n",
         "train: {}\nrewards: {credit: {method: gigpo, state_key: q}}\n",
-        "train: {filter_equal: false, entropy: 0.01}\n",
+        "train: {dynamic_sampling: false, entropy_coefficient: 0.01}\n",
     ],
 )
 def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
@@ -108,7 +108,7 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
             ],
         ),
         (
-            "rollout: {samples_per_task: 1}\ntrain: {filter_equal: false}\nrewards: {credit: {method: progress}}\n",
+            "rollout: {samples_per_task: 1}\ntrain: {dynamic_sampling: false}\nrewards: {credit: {method: progress}}\n",
             [
                 "7:29: error[train.nothing-to-learn] `progress` takes off the mean of a task's episodes, and there is "
                 "one of each: every advantage is 0"
@@ -126,17 +126,17 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
             ["8:32: error[train.freeze] this is no regular expression: unterminated character set"],
         ),
         (
-            GROUP + SERVER + "train: {weights: {via: adapter}}\n",
-            ["9:24: error[train.weights] only an adapter would be sent, and all weights are trained"],
+            GROUP + SERVER + "train: {weight_sync: {method: adapter}}\n",
+            ["9:31: error[train.weight-sync] only an adapter would be sent, and all weights are trained"],
         ),
         (
-            GROUP + "train: {weights: {via: disk}}\n",
-            ["8:24: warning[train.weights-way] `disk` has no effect: the local backend takes weights in memory"],
+            GROUP + "train: {weight_sync: {method: disk}}\n",
+            ["8:31: warning[train.weight-sync-method] `disk` has no effect: the local backend takes weights in memory"],
         ),
         (
-            GROUP + "backend: {kind: sglang, urls: ['http://gpu-7:30000']}\ntrain: {weights: {via: tensors}}\n",
+            GROUP + "backend: {kind: sglang, urls: ['http://gpu-7:30000']}\ntrain: {weight_sync: {method: tensors}}\n",
             [
-                "9:24: warning[train.weights-way] `tensors` is memory of this host, and `http://gpu-7:30000` may be another"
+                "9:31: warning[train.weight-sync-method] `tensors` is memory of this host, and `http://gpu-7:30000` may be another"
             ],
         ),
         (
@@ -193,7 +193,7 @@ def test_the_evaluations_tasks_and_sampling_have_their_form() -> None:
     lines = GROUP + "train:\n  eval:\n    tasks: {source: jsnl, path: x}\n    sampling: {temprature: 0, top_p: 2}\n"
     assert found(lines) == [
         "10:21: error[train.eval-form] `train.eval.tasks.source` must be one of inline, jsonl, parquet, hub, python",
-        "11:16: error[train.eval-form] `temprature` is no key of `train.eval.sampling`",
+        "11:16: error[train.eval-form] unknown key `temprature`",
         "11:38: error[train.eval-form] `train.eval.sampling.top_p` must be at most 1",
     ]
 
@@ -213,7 +213,7 @@ def test_bonuses_and_notices_import_and_can_be_called() -> None:
         "def curious(row, *, scale=1.0):\n    return row\n\n\ndef tell():\n    pass\n\n\nclass Bonus:\n    pass\n"
     )
     lines = GROUP + (
-        "train:\n  bonuses:\n"
+        "train:\n  advantage_bonuses:\n"
         "    - {use: 'train_entries:curious', with: {scale: 2.0}}\n"
         "    - {use: 'train_entries:curious', with: {scal: 2.0}}\n"
         "    - {use: 'train_entries:curios'}\n"
@@ -231,16 +231,19 @@ def test_bonuses_and_notices_import_and_can_be_called() -> None:
 def test_packages_that_are_missing_are_worth_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("tensorboard", "mlflow", "peft"):
         monkeypatch.setitem(sys.modules, package, None)
-    assert found(GROUP + "train: {report: [tensorboard, mlflow], lora: {}}\n") == [
-        "8:18: info[train.no-package] `tensorboard` is not installed here, and `engine train` needs it for this",
-        "8:31: info[train.no-package] `mlflow` is not installed here, and `engine train` needs it for this",
-        "8:46: info[train.no-package] `peft` is not installed here, and `engine train` needs it for this",
+    assert found(GROUP + "train: {report_to: [tensorboard, mlflow], lora: {}}\n") == [
+        "8:21: info[train.no-package] `tensorboard` is not installed here, and `engine train` needs it for this",
+        "8:34: info[train.no-package] `mlflow` is not installed here, and `engine train` needs it for this",
+        "8:49: info[train.no-package] `peft` is not installed here, and `engine train` needs it for this",
     ]
 
 
 def test_a_spec_that_trains_is_validated_without_what_trains() -> None:
     Path("s.yaml").write_text(
-        HEAD + GROUP + SERVER + "train: {lora: {}, report: [tensorboard, wandb], eval: {sampling: {temperature: 0}}}\n"
+        HEAD
+        + GROUP
+        + SERVER
+        + "train: {lora: {}, report_to: [tensorboard, wandb], eval: {sampling: {temperature: 0}}}\n"
     )
     code = (
         "import sys\nfrom pathlib import Path\nfrom engine.cli.validate_examine import Options, examine\n"

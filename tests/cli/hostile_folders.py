@@ -100,7 +100,7 @@ CODE: dict[str, Case] = {
     ),
     "bonus and notice": uses(
         "backend: {kind: sglang, urls: ['http://127.0.0.1:{port}']}\nrollout: {samples_per_task: 2}\n"
-        "train: {bonuses: [{use: 'beside:function'}], notify: {use: 'beside:function'}}\n"
+        "train: {advantage_bonuses: [{use: 'beside:function'}], notify: {use: 'beside:function'}}\n"
     ),
     "package": Case(
         WHOLE + "environment: {use: 'pack.inner:World'}\n", (), {"pack/__init__.py": BESIDE, "pack/inner.py": BESIDE}

@@ -62,7 +62,7 @@ def test_sarif_has_rule_level_place_and_fix() -> None:
             "ruleId": "spec.unknown-key",
             "ruleIndex": 0,
             "level": "error",
-            "message": {"text": "`usr_turns` is no key of `limits`\ndid you mean `user_turns`?"},
+            "message": {"text": "unknown key `usr_turns`\ndid you mean `user_turns`?"},
             "locations": [
                 {
                     "physicalLocation": {

@@ -53,7 +53,7 @@ def test_an_invalid_spec_exits_with_1_and_shows_line_and_caret() -> None:
     Path("s.yaml").write_text(BAD)
     assert run("s.yaml") == (
         1,
-        "s.yaml:7:10: error[spec.unknown-key] `usr_turns` is no key of `limits`\n"
+        "s.yaml:7:10: error[spec.unknown-key] unknown key `usr_turns`\n"
         "     7 | limits: {usr_turns: 2}\n"
         "       |          ^^^^^^^^^\n"
         "        fix: did you mean `user_turns`?\n"
@@ -116,7 +116,7 @@ def test_an_error_in_a_base_shows_the_bases_line() -> None:
     status, output = run("s.yaml")
     assert status == 1
     assert output.splitlines()[:2] == [
-        "lib/base.yaml:7:10 (extends lib/base.yaml): error[spec.unknown-key] `usr_turns` is no key of `limits`",
+        "lib/base.yaml:7:10 (extends lib/base.yaml): error[spec.unknown-key] unknown key `usr_turns`",
         "     7 | limits: {usr_turns: 2}",
     ]
 
@@ -137,7 +137,7 @@ def test_json() -> None:
                     {
                         "rule": "spec.unknown-key",
                         "severity": "error",
-                        "message": "`usr_turns` is no key of `limits`",
+                        "message": "unknown key `usr_turns`",
                         "fix": "did you mean `user_turns`?",
                         "path": ["limits", "usr_turns"],
                         "file": "s.yaml",

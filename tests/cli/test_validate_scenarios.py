@@ -52,7 +52,7 @@ def test_its_form_is_checked() -> None:
     assert status == 1
     assert lines == [
         "s.scenarios.yaml:2:5: error[spec.missing-key] `scenarios[0]` needs `name`",
-        "s.scenarios.yaml:2:6: error[spec.unknown-key] `nam` is no key of `scenarios[0]`",
+        "s.scenarios.yaml:2:6: error[spec.unknown-key] unknown key `nam`",
         "1 file of scenarios, 1 invalid: 2 errors",
     ]
     Path("s.scenarios.yaml").write_text("scenarios: [\n")

@@ -79,7 +79,7 @@ def test_a_file_that_is_none_is_refused(write: Write, run: Run, tmp_path: Path, 
         ),
         (
             "set: {limits.user_turn: 1}",
-            "spec.scenarios.yaml:3:29: error[spec.unknown-key] `user_turn` is no key of `limits`; did you mean `user_turns`?",
+            "spec.scenarios.yaml:3:29: error[spec.unknown-key] unknown key `user_turn`; did you mean `user_turns`?",
         ),
         ("set: {limits.user_turns: many}", "spec.scenarios.yaml:3:30: error[spec.wrong-type]"),
         (

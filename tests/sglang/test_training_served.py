@@ -17,7 +17,7 @@ from engine.train import folder as folders
 from engine.train.trainer import Trainer
 
 Running = Any
-LORA = {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
+LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def spec_of(folder: Path, server: Running, model: Path, train: dict[str, Any]) -
         "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64},
         "rewards": {"credit": {"method": "turn_return", "gamma": 0.5}},
         "rollout": {"samples_per_task": 4, "seed": 3},
-        "train": {"device": "cpu", "steps": 3, "tasks_per_step": 2, "optimizer": {"lr": 0.01}, "filter_equal": False} | train,
+        "train": {"device": "cpu", "steps": 3, "tasks_per_step": 2, "optimizer": {"lr": 0.01}, "dynamic_sampling": False} | train,
     }  # fmt: skip
     path = folder / "served.yaml"
     path.write_text(yaml.safe_dump(spec))
@@ -59,10 +59,10 @@ def spec_of(folder: Path, server: Running, model: Path, train: dict[str, Any]) -
 @pytest.mark.parametrize(
     "train",
     [
-        {"weights": {"via": "disk"}},
-        {"weights": {"via": "tensors", "pause": False}},
-        {"weights": {"via": "tensors"}, "lora": LORA},
-        {"weights": {"via": "adapter"}, "lora": LORA},
+        {"weight_sync": {"method": "disk"}},
+        {"weight_sync": {"method": "tensors", "pause_generation": False}},
+        {"weight_sync": {"method": "tensors"}, "lora": LORA},
+        {"weight_sync": {"method": "adapter"}, "lora": LORA},
     ],
     ids=["disk", "tensors in flight", "lora as tensors", "adapter"],
 )
@@ -88,7 +88,11 @@ async def test_each_step_samples_with_the_weights_of_the_step_before(
 async def test_rollouts_run_ahead_while_weights_change_in_flight(
     sglang_server: Running, tiny_model_dir: Path, tmp_path: Path, own_weights: None
 ) -> None:
-    train = {"steps": 4, "asynchrony": {"max_staleness": 2}, "weights": {"via": "tensors", "pause": False}}
+    train = {
+        "steps": 4,
+        "asynchrony": {"max_staleness": 2},
+        "weight_sync": {"method": "tensors", "pause_generation": False},
+    }
     loaded = load_spec(spec_of(tmp_path, sglang_server, tiny_model_dir, train), [])
     trainer = Trainer(loaded, folders.begin(tmp_path / "runs", RunHeader.of(loaded)))
     result = await trainer.run()

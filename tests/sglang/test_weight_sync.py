@@ -26,7 +26,7 @@ from engine.train.sync_sglang import _check
 
 Running = Any
 HOT = SamplingParams(temperature=1.0, ignore_eos=True)
-LORA = {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}
+LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 
 
@@ -116,7 +116,7 @@ async def until_running(backend: SGLangBackend, tokens: float = 0.3) -> None:
 
 @pytest.mark.parametrize("pause", [True, False])
 @pytest.mark.parametrize(
-    ("via", "lora"),
+    ("method", "lora"),
     [
         ("disk", None),
         ("disk", LORA),
@@ -128,10 +128,10 @@ async def until_running(backend: SGLangBackend, tokens: float = 0.3) -> None:
     ],
 )
 async def test_what_is_sampled_after_a_push_is_of_the_pushed_weights(
-    backend: SGLangBackend, tiny_model_dir: Path, tmp_path: Path, via: str, lora: dict[str, Any] | None, pause: bool
+    backend: SGLangBackend, tiny_model_dir: Path, tmp_path: Path, method: str, lora: dict[str, Any] | None, pause: bool
 ) -> None:
     policy = policy_of(tiny_model_dir, lora)
-    spec = spec_of(tiny_model_dir, lora=lora, weights={"via": via, "pause": pause})
+    spec = spec_of(tiny_model_dir, lora=lora, weight_sync={"method": method, "pause_generation": pause})
     sync = open_sync(spec, backend, tmp_path, lora=lora is not None)
     before = await backend.generate(request())
     replies = []
@@ -147,16 +147,21 @@ async def test_what_is_sampled_after_a_push_is_of_the_pushed_weights(
     old = by_transformers(tiny_model_dir, PROMPT, replies[0].output_ids.tolist())
     assert np.abs(replies[0].logprobs - old).max() > 1e-2  # the push was needed
     kept = sorted(path.name for path in (tmp_path / "weights").glob("*")) if (tmp_path / "weights").exists() else []
-    assert len(kept) == (0 if via == "tensors" else 1)
+    assert len(kept) == (0 if method == "tensors" else 1)
 
 
-@pytest.mark.parametrize("via", ["disk", "tensors"])
+@pytest.mark.parametrize("method", ["disk", "tensors"])
 @pytest.mark.parametrize("pause", [True, False])
 async def test_replies_that_are_being_sampled_go_on_with_two_versions(
-    backend: SGLangBackend, tiny_model_dir: Path, tmp_path: Path, via: str, pause: bool
+    backend: SGLangBackend, tiny_model_dir: Path, tmp_path: Path, method: str, pause: bool
 ) -> None:
     policy = policy_of(tiny_model_dir)
-    sync = open_sync(spec_of(tiny_model_dir, weights={"via": via, "pause": pause}), backend, tmp_path, lora=False)
+    sync = open_sync(
+        spec_of(tiny_model_dir, weight_sync={"method": method, "pause_generation": pause}),
+        backend,
+        tmp_path,
+        lora=False,
+    )
     await sync.push(policy, 1)
     tasks = [
         asyncio.create_task(backend.generate(request([*PROMPT, n], episode_id=f"e{n}", max_new_tokens=300)))
@@ -226,7 +231,7 @@ async def test_a_folder_that_the_server_cannot_load_is_told_with_what_it_samples
         def save(self, folder: Path) -> None:
             folder.mkdir(parents=True)
 
-    sync = open_sync(spec_of(tiny_model_dir, weights={"via": "disk"}), backend, tmp_path, lora=False)
+    sync = open_sync(spec_of(tiny_model_dir, weight_sync={"method": "disk"}), backend, tmp_path, lora=False)
     await sync.push(policy_of(tiny_model_dir), 4)
     with pytest.raises(TrainError, match=r"version 5 did not reach every server: .* \(samples with 4\)") as caught:
         await sync.push(Broken(), 5)  # type: ignore[arg-type]
@@ -239,7 +244,7 @@ async def test_a_server_that_somebody_else_updated_is_out_until_the_next_push(
     backend: SGLangBackend, sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     policy = policy_of(tiny_model_dir)
-    sync = open_sync(spec_of(tiny_model_dir, weights={"via": "tensors"}), backend, tmp_path, lora=False)
+    sync = open_sync(spec_of(tiny_model_dir, weight_sync={"method": "tensors"}), backend, tmp_path, lora=False)
     await sync.push(policy, 5)
     somebody = await started(chat_format, tiny_model_dir, sglang_server)
     await somebody.control.update_weights_from_disk(str(tiny_model_dir), 9)
@@ -268,7 +273,9 @@ async def test_a_push_after_one_that_was_broken_off_begins_anew(
     body = {"serialized_named_tensors": [shelf.dump()], "flush_cache": False}
     assert (await server.json("POST", "/update_weights_from_tensor", body))["success"]
     nudge(policy)
-    await open_sync(spec_of(tiny_model_dir, weights={"via": "tensors"}), backend, tmp_path, lora=False).push(policy, 3)
+    await open_sync(spec_of(tiny_model_dir, weight_sync={"method": "tensors"}), backend, tmp_path, lora=False).push(
+        policy, 3
+    )
     policy.save(tmp_path / "saved")
     reply = await backend.generate(request())
     wanted = by_transformers(tmp_path / "saved", PROMPT, reply.output_ids.tolist())
@@ -278,8 +285,8 @@ async def test_a_push_after_one_that_was_broken_off_begins_anew(
 @pytest.mark.parametrize(
     ("train", "lora", "said"),
     [
-        ({"weights": {"via": "adapter"}}, False, "`train.weights.via: adapter` needs `train.lora`"),
-        ({"weights": {"via": "adapter"}}, True, None),
+        ({"weight_sync": {"method": "adapter"}}, False, "`train.weight_sync.method: adapter` needs `train.lora`"),
+        ({"weight_sync": {"method": "adapter"}}, True, None),
     ],
 )
 async def test_ways_that_do_not_fit_are_refused(
@@ -295,19 +302,19 @@ async def test_ways_that_do_not_fit_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("via", ["disk", "tensors"])
+@pytest.mark.parametrize("method", ["disk", "tensors"])
 async def test_of_two_servers_one_that_died_is_named_and_the_other_goes_on(
     sglang_server: Running,
     second_server: Running,
     chat_format: ChatFormat,
     tiny_model_dir: Path,
     tmp_path: Path,
-    via: str,
+    method: str,
 ) -> None:
     backend = await started(chat_format, tiny_model_dir, sglang_server, second_server)
     try:
         policy = policy_of(tiny_model_dir)
-        sync = open_sync(spec_of(tiny_model_dir, weights={"via": via}), backend, tmp_path, lora=False)
+        sync = open_sync(spec_of(tiny_model_dir, weight_sync={"method": method}), backend, tmp_path, lora=False)
         await sync.push(policy, 1)
         assert {server.version for server in backend.workers} == {"1"}
         second_server.kill()

@@ -100,16 +100,16 @@ user: x.y:Z
     assert errors("s.yaml") == [
         "s.yaml:3:1: error[spec.missing-key] `model` needs `path`; add `path: …` "
         "(A folder, a hub id, or a name in the catalogue (`engine models` lists it))",
-        "s.yaml:3:9: error[spec.unknown-key] `pth` is no key of `model`; did you mean `path`?",
+        "s.yaml:3:9: error[spec.unknown-key] unknown key `pth`; did you mean `path`?",
         "s.yaml:6:14: error[spec.wrong-type] `backend.max_batch` must be a whole number; it is `8`; write 8 without quotes",
         "s.yaml:7:10: error[spec.bad-value] `backend.dtype` must be one of auto, float32, bfloat16, float16; it is `f32`; "
         "did you mean `float32`?",
         "s.yaml:8:9: error[spec.bad-value] `tasks`: `source: jsonl` needs `path`",
-        "s.yaml:9:1: error[spec.unknown-key] `temperature` is no key of the spec; `temperature` belongs under `sampling`",
+        "s.yaml:9:1: error[spec.unknown-key] unknown key `temperature`; `temperature` belongs under `sampling`",
         "s.yaml:11:5: error[spec.wrong-type] `tools[0]` must be a mapping; it is `engine.environments.tools.calculator:calculate`; "
         "write `{use: engine.environments.tools.calculator:calculate}`",
-        "s.yaml:12:16: error[spec.unknown-key] `timout` is no key of `tools[1]`; did you mean `timeout`?",
-        "s.yaml:12:28: error[spec.unknown-key] `with_` is no key of `tools[1]`; did you mean `with`?",
+        "s.yaml:12:16: error[spec.unknown-key] unknown key `timout`; did you mean `timeout`?",
+        "s.yaml:12:28: error[spec.unknown-key] unknown key `with_`; did you mean `with`?",
         "s.yaml:14:11: error[spec.bad-value] `machine.preset` must be one of single_turn, tools, tools_and_user, "
         "retry_with_feedback; it is `toolz`; did you mean `tools`?",
         "s.yaml:16:16: error[spec.wrong-type] `machine.states.A.final` must be true or false; it is `yes`; write true",
@@ -153,7 +153,7 @@ user: x.y:Z
         ("backend: local", "s.yaml:5:10: error[spec.wrong-type] `backend` must be a mapping; it is `local`"),
         (
             "backend: {kind: local, local: 1}",
-            "s.yaml:5:24: error[spec.unknown-key] `local` is no key of `backend`; known here: kind, device, dtype, max_batch, threads",
+            "s.yaml:5:24: error[spec.unknown-key] unknown key `local`; known here: kind, device, dtype, deterministic, max_batch, threads",
         ),
         (
             "limits: {user_turns: yes}",
@@ -174,7 +174,7 @@ user: x.y:Z
         ("machine: []", "s.yaml:5:10: error[spec.wrong-type] `machine` must be a mapping; it is an empty list"),
         (
             "extnds: a.yaml",
-            "s.yaml:5:1: error[spec.unknown-key] `extnds` is no key of the spec; did you mean `extends`?",
+            "s.yaml:5:1: error[spec.unknown-key] unknown key `extnds`; did you mean `extends`?",
         ),
     ],
 )
@@ -252,7 +252,7 @@ def test_an_error_in_a_base_names_both_files() -> None:
     write("lib/base.yaml", GOOD + "limits: {usr_turns: 2}\n")
     write("lib/middle.yaml", "extends: base.yaml\n")
     assert errors(write("s.yaml", "extends: lib/middle.yaml\n")) == [
-        "lib/base.yaml:5:10 (extends base.yaml): error[spec.unknown-key] `usr_turns` is no key of `limits`; did you mean `user_turns`?"
+        "lib/base.yaml:5:10 (extends base.yaml): error[spec.unknown-key] unknown key `usr_turns`; did you mean `user_turns`?"
     ]
 
 
@@ -438,11 +438,11 @@ def test_an_override_may_name_a_preset() -> None:
     [
         (
             "limits.usr_turns=2",
-            "--set limits.usr_turns=2: error[spec.unknown-key] `usr_turns` is no key of `limits`; did you mean `user_turns`?",
+            "--set limits.usr_turns=2: error[spec.unknown-key] unknown key `usr_turns`; did you mean `user_turns`?",
         ),
         (
             "limts.user_turns=2",
-            "--set limts.user_turns=2: error[spec.unknown-key] `limts` is no key of the spec; did you mean `limits`?",
+            "--set limts.user_turns=2: error[spec.unknown-key] unknown key `limts`; did you mean `limits`?",
         ),
         ("name", "--set name: error[spec.set] `name` is no override; write `--set a.b=value`"),
         ("a..b=1", "--set a..b=1: error[spec.set] `a..b=1` is no override; write `--set a.b=value`"),
@@ -508,7 +508,7 @@ def test_other_documents_are_read_by_the_same_rules() -> None:
     with pytest.raises(SpecError) as caught:
         load_document("limits.yaml", LimitsSpec)
     assert str(caught.value) == (
-        "limits.yaml:1:1: error[spec.unknown-key] `user_trns` is no key of the spec; did you mean `user_turns`?"
+        "limits.yaml:1:1: error[spec.unknown-key] unknown key `user_trns`; did you mean `user_turns`?"
     )
 
 

@@ -19,17 +19,17 @@ from engine.train.policy import Policy
 
 VOCABULARY = 101
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {"loss": {"kind": "grpo"}, "entropy": 0.01},
+    "plain": {"loss": {"kind": "grpo"}, "entropy_coefficient": 0.01},
     "tied": {
         "loss": {"kind": "gspo"},
-        "memory": {"micro_tokens": 32, "checkpointing": True},
-        "passes": 2,
+        "memory": {"max_tokens_per_microbatch": 32, "gradient_checkpointing": True},
+        "update_epochs": 2,
         "minibatches": 2,
     },
     "lora": {
         "loss": {"kind": "dapo"},
         "kl": {"coefficient": 0.5},
-        "lora": {"rank": 3, "targets": ["q_proj", "down_proj"]},
+        "lora": {"rank": 3, "target_modules": ["q_proj", "down_proj"]},
         "optimizer": {"lr": 0.1, "eps": 1e-3},
     },
 }
@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def spec_of(kind: str) -> TrainSpec:
     """AdamW with an eps above the gradients' rounding, which it would else divide by itself where they are all but 0."""
-    common = {"device": "cpu", "optimizer": {"lr": 1e-2, "eps": 1e-3}, "memory": {"micro_tokens": 32}}
+    common = {"device": "cpu", "optimizer": {"lr": 1e-2, "eps": 1e-3}, "memory": {"max_tokens_per_microbatch": 32}}
     return TrainSpec.model_validate(common | KINDS[kind])
 
 

@@ -51,7 +51,7 @@ def same_as_alone(
     net: PackedNet,
     reference: Any,
     rows: list[dict[str, Any]],
-    micro_tokens: int = 1000,
+    max_tokens_per_microbatch: int = 1000,
     least: int = 1,
     close: float = 1e-9,
     **more: Any,
@@ -64,7 +64,7 @@ def same_as_alone(
     found = torch.zeros_like(wanted[0]), torch.zeros_like(wanted[1])
     net.model.zero_grad()
     counts = [int(row["loss_mask"].sum()) for row in rows]
-    for pack in pack_rows(rows, micro_tokens, share_prefixes=True, least=least):
+    for pack in pack_rows(rows, max_tokens_per_microbatch, share_prefixes=True, least=least):
         logprobs, entropies = net.logprobs(pack, entropy=True)
         assert entropies is not None
         here = torch.cat([torch.arange(counts[row]) + sum(counts[:row]) for row in pack.rows])
@@ -108,9 +108,9 @@ ids_strategy = st.lists(st.lists(st.integers(1, 2), min_size=2, max_size=12), mi
 
 @settings(max_examples=25, deadline=None)
 @given(ids_strategy, st.sampled_from(list(FAMILIES)), st.integers(1, 5), st.sampled_from([5, 20, 1000]))
-def test_random_tries(nets: Any, raw: list[list[int]], family: str, least: int, micro_tokens: int) -> None:
+def test_random_tries(nets: Any, raw: list[list[int]], family: str, least: int, max_tokens_per_microbatch: int) -> None:
     rows = [make_row(ids) for ids in raw]
-    same_as_alone(*nets[family], rows, micro_tokens, least, temperature=0.8, vocab=38)
+    same_as_alone(*nets[family], rows, max_tokens_per_microbatch, least, temperature=0.8, vocab=38)
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schemas.train import CorrectionSpec, PpoLoss, ReinforceLoss, TrainSpec
+from engine.schemas.train import PpoLoss, ReinforceLoss, RolloutCorrectionSpec, TrainSpec
 from engine.train.corrections import correct, effective_share, mismatch
 from engine.train.losses import objective
 from engine.train.tokens import Tokens
@@ -52,46 +52,46 @@ ROOT = math.sqrt(0.5)
     ],
 )
 def test_ratios_at_each_level(level: str, expected: list[float]) -> None:
-    found = mismatch(CorrectionSpec.model_validate({"level": level}).level, six())
+    found = mismatch(RolloutCorrectionSpec.model_validate({"level": level}).level, six())
     assert found.tolist() == pytest.approx(expected, rel=1e-14)
 
 
 def test_truncation_holds_the_weight_between_its_bounds() -> None:
-    weights, masked = correct(CorrectionSpec(kind="truncate", low=0.5, high=3.0), six())
+    weights, masked = correct(RolloutCorrectionSpec(kind="truncate", low=0.5, high=3.0), six())
     assert weights.tolist() == pytest.approx([3.0, 1.0, 0.5, 2.0, 3.0, 1.0], rel=1e-14)
     assert not masked.any()
 
 
 def test_masking_drops_what_is_outside_and_leaves_the_rest() -> None:
-    weights, masked = correct(CorrectionSpec(kind="mask", low=0.5, high=3.0), six())
+    weights, masked = correct(RolloutCorrectionSpec(kind="mask", low=0.5, high=3.0), six())
     assert weights.tolist() == pytest.approx([0.0, 1.0, 0.0, 2.0, 0.0, 1.0], rel=1e-14)
     assert masked.tolist() == [True, False, True, False, True, False]
 
 
 def test_masking_a_turn_drops_all_its_tokens_and_no_other_turns() -> None:
-    weights, masked = correct(CorrectionSpec(kind="mask", level="turn", low=0.5, high=2.5), six())
+    weights, masked = correct(RolloutCorrectionSpec(kind="mask", level="turn", low=0.5, high=2.5), six())
     assert weights.tolist() == pytest.approx([2, 2, ROOT, ROOT, 0, 0], rel=1e-14)
     assert masked.tolist() == [False, False, False, False, True, True]
 
 
 def test_none_weighs_all_alike() -> None:
-    assert correct(CorrectionSpec(kind="none"), six()).weights.tolist() == [1.0] * 6
+    assert correct(RolloutCorrectionSpec(kind="none"), six()).weights.tolist() == [1.0] * 6
 
 
 def test_bounds_themselves_are_inside() -> None:
-    found = correct(CorrectionSpec(kind="mask", low=1.0, high=2.0), tokens_of([1.0, 1.0]))
+    found = correct(RolloutCorrectionSpec(kind="mask", low=1.0, high=2.0), tokens_of([1.0, 1.0]))
     assert found.weights.tolist() == [1.0, 1.0]
 
 
 def test_weights_have_no_gradient() -> None:
     tokens = tokens_of([2.0, 4.0], requires_grad=True)
     aliased = replace(tokens, proximal=tokens.logprobs)
-    assert not correct(CorrectionSpec(high=9.0), aliased).weights.requires_grad
+    assert not correct(RolloutCorrectionSpec(high=9.0), aliased).weights.requires_grad
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("truncate", [2.0, 0.0]), ("mask", [0.0, 0.0])])
 def test_log_probs_of_minus_infinity_are_weighed(kind: str, expected: list[float]) -> None:
-    spec = CorrectionSpec.model_validate({"kind": kind, "low": 0.0 if kind == "truncate" else 0.5})
+    spec = RolloutCorrectionSpec.model_validate({"kind": kind, "low": 0.0 if kind == "truncate" else 0.5})
     tokens = tokens_of([1.0, 1.0])
     tokens.sampler[0] = -math.inf
     tokens.proximal[1] = -math.inf
@@ -101,12 +101,12 @@ def test_log_probs_of_minus_infinity_are_weighed(kind: str, expected: list[float
 def test_two_infinities_are_no_difference() -> None:
     tokens = tokens_of([1.0])
     tokens.sampler[0] = tokens.proximal[0] = -math.inf
-    assert correct(CorrectionSpec(), tokens).weights.tolist() == [1.0]
+    assert correct(RolloutCorrectionSpec(), tokens).weights.tolist() == [1.0]
 
 
 def test_decoupled_factors_come_to_current_over_sampler() -> None:
     """current / proximal * proximal / sampler, with wide bounds: the gradient is that of plain importance sampling."""
-    spec = TrainSpec(loss=PpoLoss(clip_low=1.0, clip_high=99.0), correction=CorrectionSpec(high=100.0))
+    spec = TrainSpec(loss=PpoLoss(clip_low=1.0, clip_high=99.0), rollout_correction=RolloutCorrectionSpec(high=100.0))
     base = tokens_of(RATIOS)
     logprobs = (base.proximal + torch.linspace(-1, 1, 6, dtype=torch.float64)).requires_grad_()
     tokens = replace(base, logprobs=logprobs)
@@ -119,7 +119,7 @@ def test_decoupled_factors_come_to_current_over_sampler() -> None:
 def test_only_the_current_ratio_is_clipped() -> None:
     """A token four times as likely as when sampled is not clipped while the trainer has not moved (AReaL)."""
     tokens = tokens_of([4.0], requires_grad=True)
-    loss, tally = objective(TrainSpec(loss=PpoLoss(), correction=CorrectionSpec(high=8.0)), tokens)
+    loss, tally = objective(TrainSpec(loss=PpoLoss(), rollout_correction=RolloutCorrectionSpec(high=8.0)), tokens)
     loss.backward()
     assert loss.item() == pytest.approx(-4.0, rel=1e-14)
     assert tokens.logprobs.grad is not None
@@ -130,7 +130,7 @@ def test_only_the_current_ratio_is_clipped() -> None:
 def test_a_proximal_policy_that_is_the_samplers_needs_no_correction() -> None:
     tokens = tokens_of([1.0, 1.0])
     moved = replace(tokens, logprobs=tokens.logprobs + 1)
-    assert correct(CorrectionSpec(), moved).weights.tolist() == [1.0, 1.0]
+    assert correct(RolloutCorrectionSpec(), moved).weights.tolist() == [1.0, 1.0]
 
 
 def test_the_penalties_are_not_corrected() -> None:
@@ -138,7 +138,7 @@ def test_the_penalties_are_not_corrected() -> None:
     entropy = torch.tensor([3.0], dtype=torch.float64)
     tokens = replace(base, reference=base.logprobs - 1.0, entropy=entropy)
     spec = TrainSpec.model_validate(
-        {"loss": {"kind": "reinforce"}, "kl": {"coefficient": 0.5, "estimator": "k1"}, "entropy": 0.1}
+        {"loss": {"kind": "reinforce"}, "kl": {"coefficient": 0.5, "estimator": "k1"}, "entropy_coefficient": 0.1}
     )
     assert isinstance(spec.loss, ReinforceLoss)
     loss, _ = objective(spec, tokens)
@@ -159,7 +159,7 @@ def test_effective_share(weights: list[float], share: float) -> None:
 def test_weights_do_not_depend_on_what_other_rows_are_there(found: list[tuple[float, int]], level: str) -> None:
     rows = [row for _, row in found]
     ratios = [ratio for ratio, _ in found]
-    spec = CorrectionSpec.model_validate({"level": level, "high": 3.0})
+    spec = RolloutCorrectionSpec.model_validate({"level": level, "high": 3.0})
     whole = correct(spec, tokens_of(ratios, rows=rows, turns=rows)).weights
     for row in set(rows):
         alone = [ratio for ratio, of in found if of == row]

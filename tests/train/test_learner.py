@@ -54,10 +54,18 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
 def test_the_update_is_the_same_however_the_rows_are_packed(tiny_model_dir: Path, loss: str) -> None:
     rows = make_rows()
     told, after = [], []
-    for memory in ({"micro_tokens": 1}, {"micro_tokens": 90, "share_prefixes": False}, {"logit_cells": 3000}):
+    for memory in (
+        {"max_tokens_per_microbatch": 1},
+        {"max_tokens_per_microbatch": 90, "share_prefixes": False},
+        {"logits_chunk_elements": 3000},
+    ):
         # so large an epsilon has AdamW move by the gradient itself, not by its sign
         learner = learner_of(
-            tiny_model_dir, loss={"kind": loss}, memory=memory, entropy=0.01, optimizer={"lr": 1.0, "eps": 10.0}
+            tiny_model_dir,
+            loss={"kind": loss},
+            memory=memory,
+            entropy_coefficient=0.01,
+            optimizer={"lr": 1.0, "eps": 10.0},
         )
         told.append(learner.step(rows, 0))
         after.append(weights(learner))
@@ -73,7 +81,7 @@ def test_loss_and_gradient_are_those_of_plain_transformers(tiny_model_dir: Path)
     from transformers import AutoModelForCausalLM
 
     rows = make_rows()
-    learner = learner_of(tiny_model_dir, correction={"kind": "truncate", "high": 1.02})
+    learner = learner_of(tiny_model_dir, rollout_correction={"kind": "truncate", "high": 1.02})
     told = learner.step(rows, 0)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     losses, difference = [], []
@@ -98,7 +106,7 @@ def test_loss_and_gradient_are_those_of_plain_transformers(tiny_model_dir: Path)
 
 def test_several_updates_are_clipped_against_the_weights_before_the_first(tiny_model_dir: Path) -> None:
     rows = make_rows()
-    learner = learner_of(tiny_model_dir, passes=2, minibatches=2, optimizer={"lr": 0.02})
+    learner = learner_of(tiny_model_dir, update_epochs=2, minibatches=2, optimizer={"lr": 0.02})
     told = learner.step(rows, 0)
     assert told["updates"] == 4
     assert told["policy/ratio_max"] > 1.2  # greatest of all updates: later ones have moved away
@@ -109,7 +117,7 @@ def test_several_updates_are_clipped_against_the_weights_before_the_first(tiny_m
 
 
 def test_against_the_samplers_log_probs_nothing_is_corrected_twice(tiny_model_dir: Path) -> None:
-    told = learner_of(tiny_model_dir, proximal="sampler").step(make_rows(), 0)
+    told = learner_of(tiny_model_dir, proximal_logprobs="sampler").step(make_rows(), 0)
     assert told["correction/weight_mean"] == 1.0
     assert told["policy/ratio_max"] > 1.0
 

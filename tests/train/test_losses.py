@@ -175,7 +175,12 @@ def test_the_objective_by_hand() -> None:
         entropy=torch.tensor([1.0, 3.0], dtype=torch.float64),
     )
     spec = TrainSpec.model_validate(
-        {"loss": {"kind": "ppo"}, "kl": {"coefficient": 0.1}, "entropy": 0.01, "correction": {"high": 2.0}}
+        {
+            "loss": {"kind": "ppo"},
+            "kl": {"coefficient": 0.1},
+            "entropy_coefficient": 0.01,
+            "rollout_correction": {"high": 2.0},
+        }
     )
     k3 = [1 / 1.1 - 1 + math.log(1.1), 0.5 - 1 + math.log(2)]
     wanted = 0.25 * (-1.1 * 1.5 + 0.1 * k3[0] - 0.01) + 0.5 * (-1.2 * 2.0 + 0.1 * k3[1] - 0.03)
@@ -214,12 +219,12 @@ def test_the_reference_is_measured_without_a_penalty_too() -> None:
 def test_the_entropy_bonus_has_a_gradient() -> None:
     entropy = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
     tokens = replace(tokens_of([1.0, 1.0], [0.0, 0.0]), entropy=entropy)
-    loss, _ = objective(TrainSpec(entropy=0.3), tokens)
+    loss, _ = objective(TrainSpec(entropy_coefficient=0.3), tokens)
     assert torch.autograd.grad(loss, entropy)[0].tolist() == [-0.3, -0.3]
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"), [({"kl": {"coefficient": 0.1}}, "reference"), ({"entropy": 0.1}, "entropy")]
+    ("asked", "named"), [({"kl": {"coefficient": 0.1}}, "reference"), ({"entropy_coefficient": 0.1}, "entropy")]
 )
 def test_what_is_missing_is_named(asked: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=rf"`Tokens\.{named}`"):
@@ -255,7 +260,7 @@ def test_the_samplers_log_probs_are_compared_with_the_trainers_own() -> None:
     """Not with the proximal ones where those are the sampler's: a broken pipeline would not show."""
     tokens = replace(tokens_of([1.5], [1.0]), sampler=torch.tensor([-5.0], dtype=torch.float64))
     assert objective(TrainSpec(), tokens)[1].result()["sampler/diff_max"] == pytest.approx(3.0)
-    found = objective(TrainSpec(proximal="sampler"), replace(tokens, proximal=tokens.sampler))[1].result()
+    found = objective(TrainSpec(proximal_logprobs="sampler"), replace(tokens, proximal=tokens.sampler))[1].result()
     assert found["sampler/diff_max"] == pytest.approx(3 + math.log(1.5))
 
 
@@ -300,8 +305,8 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_micro_batches(
         {
             "loss": {"kind": kind},
             "kl": {"coefficient": 0.1},
-            "entropy": 0.01,
-            "correction": {"kind": "mask", "level": level, "low": 0.8, "high": 1.2},
+            "entropy_coefficient": 0.01,
+            "rollout_correction": {"kind": "mask", "level": level, "low": 0.8, "high": 1.2},
         }
     )
     shares = token_shares(spec.loss, lengths, [f"{row // 2}" for row in range(len(lengths))], length=64)
@@ -349,7 +354,7 @@ def test_extreme_log_probs_give_numbers(
     options = {"kind": correction, "level": level, "high": 1e30 if wide else 2.0}
     for estimator in ("k1", "k2", "k3"):
         spec = TrainSpec.model_validate(
-            {"loss": {"kind": kind}, "correction": options, "kl": {"coefficient": 0.1, "estimator": estimator}}
+            {"loss": {"kind": kind}, "rollout_correction": options, "kl": {"coefficient": 0.1, "estimator": estimator}}
         )
         loss, tally = objective(spec, tokens)
         (slope,) = torch.autograd.grad(loss, logprobs)

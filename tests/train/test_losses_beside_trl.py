@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from engine.schemas.train import CorrectionSpec, KlSpec, LossSpec, TrainSpec
+from engine.schemas.train import KlSpec, LossSpec, RolloutCorrectionSpec, TrainSpec
 from engine.train.losses import objective
 from engine.train.shares import token_shares
 from engine.train.tokens import Tokens
@@ -102,7 +102,7 @@ def ours(
     tokens = Tokens(
         logprobs[MASK], OLD[MASK], OLD[MASK], advantages[MASK], torch.tensor(shares), rows, rows, REFERENCE[MASK]
     )
-    spec = TrainSpec(loss=loss, correction=CorrectionSpec(kind="none"), kl=KlSpec(coefficient=beta))
+    spec = TrainSpec(loss=loss, rollout_correction=RolloutCorrectionSpec(kind="none"), kl=KlSpec(coefficient=beta))
     return objective(spec, tokens)[0]
 
 

@@ -12,8 +12,8 @@ from engine.errors import TrainError
 from engine.train.packing import Pack, PackImage, Segment, pack_rows
 
 
-def only(rows: list[dict[str, Any]], micro_tokens: int = 1000, share: bool = True, least: int = 1) -> Pack:
-    (pack,) = pack_rows(rows, micro_tokens, share_prefixes=share, least=least)
+def only(rows: list[dict[str, Any]], max_tokens_per_microbatch: int = 1000, share: bool = True, least: int = 1) -> Pack:
+    (pack,) = pack_rows(rows, max_tokens_per_microbatch, share_prefixes=share, least=least)
     return pack
 
 
@@ -133,12 +133,12 @@ rows_strategy = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(rows_strategy, st.integers(1, 60), st.booleans(), st.integers(1, 20))
-def test_packs_hold_the_rows(raw: list[Any], micro_tokens: int, share: bool, least: int) -> None:
+def test_packs_hold_the_rows(raw: list[Any], max_tokens_per_microbatch: int, share: bool, least: int) -> None:
     rows = [make_row(ids, [0, *mask[1:]]) for ids, mask in raw]
-    packs = pack_rows(rows, micro_tokens, share_prefixes=share, least=least)
+    packs = pack_rows(rows, max_tokens_per_microbatch, share_prefixes=share, least=least)
     seen = {}
     for pack in packs:
-        assert pack.tokens <= micro_tokens or len(pack.rows) == 1
+        assert pack.tokens <= max_tokens_per_microbatch or len(pack.rows) == 1
         assert [segment.start for segment in pack.segments[1:]] == [segment.end for segment in pack.segments[:-1]]
         for index, segment in enumerate(pack.segments):
             below = [other for place, other in enumerate(pack.segments) if _descends(pack, place, index)]

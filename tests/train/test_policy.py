@@ -118,7 +118,7 @@ def test_a_device_that_is_not_there(folder: Path, device: str) -> None:
 def test_checkpointing_gives_the_same_gradients(folder: Path) -> None:
     found = []
     for checkpointing in (False, True):
-        policy = open_policy(folder, memory={"checkpointing": checkpointing})
+        policy = open_policy(folder, memory={"gradient_checkpointing": checkpointing})
         policy.forward(one_pack(policy), entropy=False)[0].sum().backward()
         found.append({name: parameter.grad for name, parameter in policy.named_parameters()})
     for name, gradient in found[0].items():
@@ -180,7 +180,7 @@ def test_lora_begins_the_same_with_the_same_seed(folder: Path) -> None:
 
 
 def test_merged_weights_give_the_same_log_probs_and_change_nothing(folder: Path, tmp_path: Path) -> None:
-    policy = open_policy(folder, lora=LORA | {"targets": ["q_proj", "down_proj"]})
+    policy = open_policy(folder, lora=LORA | {"target_modules": ["q_proj", "down_proj"]})
     step(policy)
     wanted = logprobs(policy)
     policy.save(tmp_path / "merged")
@@ -217,8 +217,8 @@ def test_a_dropped_out_adapter_has_a_row_to_itself_and_drops_in_training_alone(f
 
 @pytest.mark.parametrize("targets", [["nowhere"], ["lm_head"]])
 def test_targets_that_cannot_be_adapted(folder: Path, targets: list[str]) -> None:
-    with pytest.raises(TrainError, match=r"`train\.lora\.targets`"):
-        open_policy(folder, lora=LORA | {"targets": targets})
+    with pytest.raises(TrainError, match=r"`train\.lora\.target_modules`"):
+        open_policy(folder, lora=LORA | {"target_modules": targets})
 
 
 # --- weights and files --------------------------------------------------------------------------------------
@@ -310,8 +310,8 @@ async def test_recomputed_rows_have_the_samplers_log_probs(
 ) -> None:
     rows = await rows_of(train_spec(sampling={"temperature": 0.7}), tmp_path / "runs")
     policy = open_policy(tiny_model_dir, temperature=0.7, vocab=1000)
-    for micro_tokens in (1, 50, 8192):
-        found = recompute(policy, rows, micro_tokens)
+    for max_tokens_per_microbatch in (1, 50, 8192):
+        found = recompute(policy, rows, max_tokens_per_microbatch)
         assert found.tokens == sum(int(row["loss_mask"].sum()) for row in rows)
         assert found.tokens > 100
         assert found.largest < 1e-4

@@ -144,20 +144,20 @@ async def test_groups_that_teach_nothing_are_left_out_and_others_take_their_plac
 
 
 async def test_kept_where_the_spec_says_so() -> None:
-    batch = await rollouts_of(World(lambda task, sample: 1.0, lambda *_: 1), filter_equal=False).batch()
+    batch = await rollouts_of(World(lambda task, sample: 1.0, lambda *_: 1), dynamic_sampling=False).batch()
     assert ids(batch.used) == ["t0", "t1"]
     assert [row["advantages"].tolist() for row in batch.rows] == [[0.0] * 5] * 4
 
 
 async def test_refilling_has_an_end() -> None:
     world = World(lambda task, sample: 1.0, lambda task, sample: 1)
-    batch = await rollouts_of(world, refill=3).batch()
+    batch = await rollouts_of(world, max_sampling_rounds=3).batch()
     assert (batch.used, len(batch.left_out)) == ([], 6)
 
 
 async def test_what_is_under_way_when_refilling_ends_does_not_train_a_version_later() -> None:
     world = World(lambda task, sample: float(sample) if task in ("t4", "t0~1", "t1~1") else 1.0, lambda *_: 1)
-    first, second = await steps(world, rollouts_of(world, refill=2), 2)
+    first, second = await steps(world, rollouts_of(world, max_sampling_rounds=2), 2)
     assert (ids(first.used), ids(first.left_out), first.cancelled) == ([], ["t0", "t1", "t2", "t3"], 1)
     assert world.cancelled == ["t4/0", "t4/1"]
     assert ids(second.used) == ["t0~1", "t1~1"]
@@ -219,7 +219,7 @@ def test_no_token_that_trains_is_older_than_it_may_be(
 
     world = World(rewards, ticks)
     rollouts = rollouts_of(
-        world, alive=alive, tasks_per_step=wanted, refill=8,
+        world, alive=alive, tasks_per_step=wanted, max_sampling_rounds=8,
         asynchrony={"max_staleness": staleness, "oversample": over},
     )  # fmt: skip
     batches = asyncio.run(steps(world, rollouts, 8))
@@ -276,14 +276,16 @@ def nothing(row: dict[str, Any]) -> list[float]:
 
 
 def test_bonuses_are_added_to_sampled_tokens_alone() -> None:
-    spec, wanted = spec_of(bonuses=[{"use": f"{__name__}:doubled", "with": {"scale": 0.5}, "coefficient": 2.0}])
+    spec, wanted = spec_of(
+        advantage_bonuses=[{"use": f"{__name__}:doubled", "with": {"scale": 0.5}, "coefficient": 2.0}]
+    )
     group = [make_trajectory(TASKS[0], sample, float(sample)) for sample in range(2)]
     plain = RowMaker(spec, spec_of()[1], None).rows(group)
     rows = RowMaker(spec, wanted, None).rows(group)
     added = [row["advantages"] - before["advantages"] for row, before in zip(rows, plain, strict=True)]
     assert [each.tolist() for each in added] == [[0, 0, 0, 3, 4]] * 2
     with pytest.raises(TrainError, match=r"must be one finite number for each of the row's 5 tokens"):
-        RowMaker(spec, spec_of(bonuses=[{"use": f"{__name__}:nothing"}])[1], None).rows(group)
+        RowMaker(spec, spec_of(advantage_bonuses=[{"use": f"{__name__}:nothing"}])[1], None).rows(group)
 
 
 def test_advantages_of_a_batch_to_mean_0_and_deviation_1() -> None:

@@ -95,7 +95,7 @@ async def open_backend(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any]
         await backend.close()
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4, "targets": ["q_proj", "down_proj"]}])
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "target_modules": ["q_proj", "down_proj"]}])
 async def test_the_next_reply_is_sampled_with_what_was_pushed(
     open_backend: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
@@ -178,12 +178,12 @@ async def test_a_model_that_sees_takes_weights_too(tmp_path: Path) -> None:
         await backend.close()
 
 
-@pytest.mark.parametrize("via", ["disk", "adapter"])
+@pytest.mark.parametrize("method", ["disk", "adapter"])
 async def test_a_way_for_servers_is_not_for_the_local_backend(
-    open_backend: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, via: str
+    open_backend: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, method: str
 ) -> None:
-    spec = spec_of(tiny_model_dir, {"weights": {"via": via}})
-    with pytest.raises(TrainError, match=f"`train.weights.via: {via}` is for servers") as caught:
+    spec = spec_of(tiny_model_dir, {"weight_sync": {"method": method}})
+    with pytest.raises(TrainError, match=f"`train.weight_sync.method: {method}` is for servers") as caught:
         open_sync(spec, await open_backend(), tmp_path, lora=True)
     assert caught.value.kind == "train_setup"
 
@@ -201,16 +201,22 @@ def serving(model: Path, url: str) -> SGLangBackend:
 
 
 @pytest.mark.parametrize(
-    ("url", "lora", "backend", "weights", "said"),
+    ("url", "lora", "backend", "weight_sync", "said"),
     [
         (
             "http://192.0.2.1:30000",
             None,
             {},
-            {"via": "tensors"},
+            {"method": "tensors"},
             r"http://192\.0\.2\.1:30000 is not on this host: use `disk`",
         ),
-        ("http://127.0.0.1:30000", None, {}, {"via": "adapter"}, r"`train\.weights\.via: adapter` needs `train\.lora`"),
+        (
+            "http://127.0.0.1:30000",
+            None,
+            {},
+            {"method": "adapter"},
+            r"`train\.weight_sync\.method: adapter` needs `train\.lora`",
+        ),
         (
             "http://127.0.0.1:30000",
             None,
@@ -226,35 +232,35 @@ async def test_a_way_that_cannot_be_gone_is_an_error_at_the_start(
     url: str,
     lora: Any,
     backend: dict[str, Any],
-    weights: dict[str, Any],
+    weight_sync: dict[str, Any],
     said: str,
 ) -> None:
-    spec = spec_of(tiny_model_dir, {"weights": weights}, {"kind": "sglang", "urls": [url], **backend})
+    spec = spec_of(tiny_model_dir, {"weight_sync": weight_sync}, {"kind": "sglang", "urls": [url], **backend})
     with pytest.raises(TrainError, match=said) as caught:
         open_sync(spec, serving(tiny_model_dir, url), tmp_path, lora=bool(lora))
     assert caught.value.kind == "train_setup"
 
 
 @pytest.mark.parametrize(
-    ("lora", "weights", "kind"),
+    ("lora", "weight_sync", "kind"),
     [
         (False, {}, "DiskSync"),
         (True, {}, "AdapterSync"),
-        (True, {"via": "disk"}, "DiskSync"),
-        (False, {"via": "tensors"}, "TensorSync"),
+        (True, {"method": "disk"}, "DiskSync"),
+        (False, {"method": "tensors"}, "TensorSync"),
     ],
 )
 async def test_auto_is_the_adapter_where_there_is_one_else_the_disk(
-    tiny_model_dir: Path, tmp_path: Path, lora: bool, weights: dict[str, Any], kind: str
+    tiny_model_dir: Path, tmp_path: Path, lora: bool, weight_sync: dict[str, Any], kind: str
 ) -> None:
     url = "http://localhost:30000"
-    spec = spec_of(tiny_model_dir, {"weights": weights}, {"kind": "sglang", "urls": [url]})
+    spec = spec_of(tiny_model_dir, {"weight_sync": weight_sync}, {"kind": "sglang", "urls": [url]})
     assert type(open_sync(spec, serving(tiny_model_dir, url), tmp_path, lora=lora)).__name__ == kind
 
 
 async def test_trainings_that_share_a_folder_have_their_own_places_in_it(tiny_model_dir: Path, tmp_path: Path) -> None:
     url = "http://127.0.0.1:30000"
-    spec = spec_of(tiny_model_dir, {"weights": {"folder": str(tmp_path)}}, {"kind": "sglang", "urls": [url]})
+    spec = spec_of(tiny_model_dir, {"weight_sync": {"folder": str(tmp_path)}}, {"kind": "sglang", "urls": [url]})
     sync = open_sync(spec, serving(tiny_model_dir, url), Path("runs/demo-train-1"), lora=False)
     assert sync._folder == (tmp_path / "demo-train-1").resolve()  # type: ignore[attr-defined]
 
@@ -301,6 +307,6 @@ def test_another_process_reads_what_was_shared() -> None:
 
 
 def test_more_than_shared_memory_has_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(TrainError, match=r"--shm-size\), or use `train.weights.via: disk`") as caught:
+    with pytest.raises(TrainError, match=r"--shm-size\), or use `train.weight_sync.method: disk`") as caught:
         Shelf(1 << 50)
     assert caught.value.kind == "train_setup"

@@ -57,7 +57,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 async def test_the_model_gets_better(train_spec: Any, tmp_path: Path) -> None:
-    train = {"steps": 10, "tasks_per_step": 4, "optimizer": {"lr": 0.01}, "filter_equal": False}
+    train = {"steps": 10, "tasks_per_step": 4, "optimizer": {"lr": 0.01}, "dynamic_sampling": False}
     trainer = begin(train_spec(train=train, rollout={"samples_per_task": 8}), tmp_path / "runs")
     result = await trainer.run()
     told = metrics(trainer)
@@ -78,7 +78,7 @@ async def test_the_model_gets_better(train_spec: Any, tmp_path: Path) -> None:
 
 async def test_a_resumed_training_is_the_one_that_never_stopped(train_spec: Any, tmp_path: Path) -> None:
     # the sampler's own log-probs depend on who shares its batches, in the last digits; uncorrected, nothing learns of them
-    train = {"checkpoints": {"every": 2, "keep": 5}, "correction": {"kind": "none"}, "minibatches": 2}
+    train = {"checkpoints": {"every": 2, "keep": 5}, "rollout_correction": {"kind": "none"}, "minibatches": 2}
     whole = begin(train_spec(train=train | {"steps": 4}), tmp_path / "whole")
     await whole.run()
     parted = begin(train_spec(train=train | {"steps": 2}), tmp_path / "parted")
@@ -117,7 +117,7 @@ async def test_stopped_in_the_middle_it_keeps_what_is_done(train_spec: Any, tmp_
 
 
 async def test_asynchronous_training_stays_within_its_staleness(train_spec: Any, tmp_path: Path) -> None:
-    spec = train_spec(train={"steps": 6, "asynchrony": {"max_staleness": 2}, "filter_equal": False})
+    spec = train_spec(train={"steps": 6, "asynchrony": {"max_staleness": 2}, "dynamic_sampling": False})
     trainer = begin(spec, tmp_path / "runs")
     await trainer.run()
     behind = [line["staleness/max"] for line in metrics(trainer)]
@@ -149,7 +149,7 @@ async def test_the_best_checkpoint_by_evaluation_stays(train_spec: Any, tmp_path
 
 
 async def test_equal_groups_teach_nothing_and_are_no_error(train_spec: Any, tmp_path: Path) -> None:
-    spec = train_spec(train={"steps": 2, "refill": 2}, user={"use": "worlds_for_training:Bored"})
+    spec = train_spec(train={"steps": 2, "max_sampling_rounds": 2}, user={"use": "worlds_for_training:Bored"})
     trainer = begin(spec, tmp_path / "runs")
     result = await trainer.run()
     assert result.steps == 2
@@ -196,7 +196,11 @@ async def test_divergence_stops_it_and_the_last_good_weights_are_kept(
 
 
 async def test_adapters_train_too(train_spec: Any, tmp_path: Path) -> None:
-    train = {"steps": 3, "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj"]}, "kl": {"coefficient": 0.01}}
+    train = {
+        "steps": 3,
+        "lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+        "kl": {"coefficient": 0.01},
+    }
     trainer = begin(train_spec(train=train), tmp_path / "runs")
     result = await trainer.run()
     told = metrics(trainer)
@@ -254,7 +258,7 @@ def test_from_the_command_line_killed_and_taken_up_again(train_spec: Any, tmp_pa
 @pytest.mark.slow
 def test_two_processes_train_as_one(train_spec: Any, tmp_path: Path) -> None:
     """What they learn of the same episodes is the same; sharded weights reach the sampler, and a checkpoint whole."""
-    train = {"steps": 3, "minibatches": 2, "checkpoints": {"every": 3}, "memory": {"micro_tokens": 40}}
+    train = {"steps": 3, "minibatches": 2, "checkpoints": {"every": 3}, "memory": {"max_tokens_per_microbatch": 40}}
     spec = train_spec(train=train)
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

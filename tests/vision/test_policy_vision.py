@@ -53,8 +53,8 @@ async def test_rows_with_images_have_the_samplers_log_probs_and_plain_gradients(
 ) -> None:
     rows, vision = await gallery_rows(make_spec, run_spec, family)
     policy = open_policy(vlm(family), vision)
-    for micro_tokens in (1, 8192):
-        found = recompute(policy, rows, micro_tokens)
+    for max_tokens_per_microbatch in (1, 8192):
+        found = recompute(policy, rows, max_tokens_per_microbatch)
         assert found.tokens == sum(int(row["loss_mask"].sum()) for row in rows)
         assert found.largest < 1e-4
     (pack,) = pack_rows(rows, 100_000, share_prefixes=True)
@@ -83,7 +83,9 @@ async def test_files_without_a_vision_and_in_mixed_precision(
     path = tmp_path / "rows.jsonl"
     write_jsonl(with_image_files(rows, path, lambda: vision), path)
     loaded = list(read_rows(path))
-    policy = open_policy(vlm("qwen2_5_vl"), beside(vision, path), precision="mixed", memory={"checkpointing": True})
+    policy = open_policy(
+        vlm("qwen2_5_vl"), beside(vision, path), precision="mixed", memory={"gradient_checkpointing": True}
+    )
     assert recompute(policy, loaded).mean < 0.1
     (pack,) = pack_rows(loaded, 10_000, share_prefixes=True)
     policy.forward(pack, entropy=False)[0].sum().backward()

@@ -102,7 +102,10 @@ class SGLangBackend:
         self._folder = folder
         self._headers = headers
         self.pool = Pool(
-            (Server(url, headers) for url in spec.urls), patience=spec.patience, wait=spec.wait, admit=self._admit
+            (Server(url, headers) for url in spec.urls),
+            health_timeout=spec.health_timeout,
+            wait=spec.wait,
+            admit=self._admit,
         )
         self.outage = self.pool.outage
         self.workers: list[Server] = self.pool.servers

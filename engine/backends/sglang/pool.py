@@ -174,7 +174,7 @@ class Pool:
         self,
         servers: Iterable[Server],
         *,
-        patience: float,
+        health_timeout: float,
         wait: float = 600.0,
         admit: Callable[[Server], Awaitable[None]] | None = None,
     ) -> None:
@@ -182,11 +182,11 @@ class Pool:
         Args:
             servers: at least one.
             wait: seconds without any reply after which requests that wait for a server raise `OutageError`.
-            patience: seconds without any reply after which a busy server is asked whether it is there.
+            health_timeout: seconds without any reply after which a busy server is asked whether it is there.
             admit: called with a server that answers its health check again; raises BackendError to keep it out.
         """
         self.servers = list(servers)
-        self._patience = patience
+        self._health_timeout = health_timeout
         self._admit = admit
         self._sticky: OrderedDict[str, Server] = OrderedDict()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -349,8 +349,8 @@ class Pool:
         A slow model, a long queue or a paused server answers such a question, so none is taken for hung.
         """
         while True:
-            await asyncio.sleep(self._patience / 2)
-            quiet = time.monotonic() - self._patience
+            await asyncio.sleep(self._health_timeout / 2)
+            quiet = time.monotonic() - self._health_timeout
             suspects = [s for s in self.servers if s.healthy and s.in_flight and s.heard < quiet]
             await asyncio.gather(*(self._suspect(server) for server in suspects))
 
@@ -362,7 +362,7 @@ class Pool:
 
     async def _suspect(self, server: Server) -> None:
         try:
-            await server.json("GET", "/model_info", timeout=min(10.0, self._patience))
+            await server.json("GET", "/model_info", timeout=min(10.0, self._health_timeout))
         except BackendError as error:
             if error.kind != "unreachable":
                 return

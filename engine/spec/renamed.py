@@ -1,0 +1,58 @@
+"""Keys of specs that were renamed. A message about an unknown key names the new key; an old key is never accepted.
+
+    new_key(TrainSpec, "passes")        # "update_epochs"
+
+The table says which class held the key, so that a key of the same name in another section is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ValidationError
+
+from engine.schemas.episode import SGLangBackend
+from engine.schemas.train import LoraSpec, MemorySpec, NotifySpec, TrainSpec, WeightSyncSpec
+from engine.spec.diagnostic import show_path
+from engine.spec.places import locate
+
+RENAMED: Mapping[type[BaseModel], Mapping[str, str]] = {
+    SGLangBackend: {"patience": "health_timeout"},
+    TrainSpec: {
+        "passes": "update_epochs",
+        "normalise": "advantage_norm",
+        "filter_equal": "dynamic_sampling",
+        "refill": "max_sampling_rounds",
+        "correction": "rollout_correction",
+        "proximal": "proximal_logprobs",
+        "entropy": "entropy_coefficient",
+        "bonuses": "advantage_bonuses",
+        "weights": "weight_sync",
+        "report": "report_to",
+    },
+    MemorySpec: {
+        "micro_tokens": "max_tokens_per_microbatch",
+        "logit_cells": "logits_chunk_elements",
+        "checkpointing": "gradient_checkpointing",
+    },
+    LoraSpec: {"targets": "target_modules"},
+    WeightSyncSpec: {"via": "method", "pause": "pause_generation"},
+    NotifySpec: {"stall": "stall_timeout"},
+}
+"""Class of a section -> old key -> new key."""
+
+
+def new_key(owner: type[BaseModel] | None, key: str) -> str | None:
+    """The key that replaced `key` in a section of the class `owner`; None if `key` was not renamed."""
+    return RENAMED.get(owner, {}).get(key) if owner is not None else None
+
+
+def renamed_keys(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """The renamed keys among the unknown keys of a failed validation, each as `` `train.passes` is now `update_epochs` ``."""
+    found = []
+    for item in error.errors(include_url=False):
+        if item["type"] == "extra_forbidden":
+            spot = locate(model, item["loc"])
+            if new := new_key(spot.owner, str(spot.path[-1])):
+                found.append(f"`{show_path(spot.path)}` is now `{new}`")
+    return found

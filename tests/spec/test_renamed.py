@@ -1,0 +1,102 @@
+"""An old key of a spec is an error that names the new key, in a spec file and in the header of an older run."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from engine.errors import StoreError
+from engine.schemas.episode import SGLangBackend
+from engine.schemas.train import LoraSpec, MemorySpec, NotifySpec, TrainSpec, WeightSyncSpec
+from engine.spec.load import load_spec, read_spec
+from engine.spec.places import fields_by_key
+from engine.spec.renamed import RENAMED, new_key
+from engine.store.header import RunHeader
+
+SPEC: dict[str, Any] = {
+    "spec": "episode/v1",
+    "name": "demo",
+    "model": {"path": "some-model"},
+    "tasks": {"source": "inline", "rows": [{"question": "1 + 1"}]},
+    "backend": {"kind": "sglang", "urls": ["http://127.0.0.1:30000"]},
+    "train": {"lora": {}, "memory": {}, "weight_sync": {}, "notify": {}},
+}
+PLACES: dict[type[BaseModel], tuple[str, ...]] = {
+    SGLangBackend: ("backend",),
+    TrainSpec: ("train",),
+    MemorySpec: ("train", "memory"),
+    LoraSpec: ("train", "lora"),
+    WeightSyncSpec: ("train", "weight_sync"),
+    NotifySpec: ("train", "notify"),
+}
+KEYS = [(owner, old, new) for owner, keys in RENAMED.items() for old, new in keys.items()]
+
+
+def section(document: dict[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
+    for key in place:
+        document = document[key]
+    return document
+
+
+def write(folder: Path, document: dict[str, Any]) -> Path:
+    path = folder / "s.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+@pytest.mark.parametrize(("owner", "old", "new"), KEYS)
+def test_an_old_key_is_refused_and_the_new_one_named(
+    owner: type[BaseModel], old: str, new: str, tmp_path: Path
+) -> None:
+    """Also with the value that the new key has by default: there are no aliases."""
+    known = fields_by_key(owner)
+    assert new in known
+    assert old not in known
+    document = deepcopy(SPEC)
+    section(document, PLACES[owner])[old] = getattr(
+        section_of(load_spec(write(tmp_path, SPEC)).spec, PLACES[owner]), new
+    )
+    if isinstance(section(document, PLACES[owner])[old], BaseModel):
+        section(document, PLACES[owner])[old] = {}
+    loaded, problems = read_spec(write(tmp_path, document))
+    assert loaded is None
+    assert [(each.rule, each.message, each.fix) for each in problems] == [
+        ("spec.unknown-key", f"unknown key `{old}`", f"did you mean `{new}`?")
+    ]
+
+
+def section_of(spec: Any, place: tuple[str, ...]) -> Any:
+    for key in place:
+        spec = getattr(spec, key)
+    return spec
+
+
+def test_only_the_section_that_had_the_key_names_the_new_one(tmp_path: Path) -> None:
+    assert new_key(TrainSpec, "passes") == "update_epochs"
+    assert new_key(MemorySpec, "passes") is None
+    assert new_key(None, "passes") is None
+    _, problems = read_spec(write(tmp_path, SPEC | {"limits": {"passes": 2}}))
+    assert [problem.message for problem in problems] == ["unknown key `passes`"]
+    assert "update_epochs" not in str(problems[0].fix)
+
+
+@pytest.mark.parametrize(("owner", "old", "new"), KEYS)
+def test_a_header_of_an_older_run_is_refused_by_name(
+    owner: type[BaseModel], old: str, new: str, tmp_path: Path
+) -> None:
+    """Old headers hold every default under its old key: they are refused whether the key was written or not."""
+    header = RunHeader.of(load_spec(write(tmp_path, SPEC)), run_id="old-run")
+    spec = deepcopy(header.spec)
+    held = section(spec, PLACES[owner])
+    held[old] = held.pop(new)
+    place = ".".join((*PLACES[owner], old))
+    with pytest.raises(StoreError) as caught:
+        header.model_copy(update={"spec": spec, "engine_version": "0.9"}).loaded_spec()
+    assert str(caught.value) == (
+        f"old-run: its spec has keys that were renamed: `{place}` is now `{new}`; read it with engine 0.9, which wrote it"
+    )
