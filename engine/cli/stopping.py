@@ -77,7 +77,12 @@ def stop_on_signals(stop: asyncio.Event, hint: str = "") -> Iterator[None]:
 
 
 def leave_now(status: int, hint: str = "") -> None:
-    """End the process without waiting for anything. Safe in a signal handler and in a thread."""
+    """End the process without waiting for anything. Safe in a signal handler and in a thread.
+
+    Runs that it holds are marked as stopped, so that the exit does not count as a crash of their episodes.
+    """
+    if (locks := sys.modules.get("engine.store.lock")) is not None:
+        locks.mark_all_stopped()
     if hint:
         _say(f"Stopped at once. {hint}")
     if sys.stdout.isatty():

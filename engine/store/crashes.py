@@ -2,7 +2,8 @@
 
 A row stands for an episode from its beginning to its end. It is marked in flight while a process drives the episode; a run
 that is closed in order takes the marks away, so a mark that is found at the next opening is a crash: of the machine, of
-somebody's `kill -9`, or of the engine by the code of this very episode.
+somebody's `kill -9`, or of the engine by the code of this very episode. A process that stops on purpose and cannot write into
+the store (a full disk, an exit at once) marks the lock's file instead (`RunLock.mark_stopped`).
 """
 
 from __future__ import annotations

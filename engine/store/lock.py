@@ -1,19 +1,27 @@
 """One writer to a run.
 
-Invariant: the lock is the kernel's (`flock`), so it goes with the process that held it, however that died; what
-the file says is for people alone.
+Invariant: the lock is the kernel's (`flock`), so it goes with the process that held it, however that died. The file says
+which process holds it, and whether that process stopped on purpose: a stop on a full disk, or an exit at once, can write
+nothing into the store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import weakref
 from pathlib import Path
 
 from engine.errors import StoreError
 from engine.store.private import private_file
 
 FILE = "run.lock"
+STOPPED = "stopped"
+"""Written behind the process id by `RunLock.mark_stopped`. The file's block is there already, so a full disk permits it."""
+
+_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+"""Locks of this process."""
 
 
 class RunLock:
@@ -25,7 +33,7 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         try:
-            self._file = private_file(folder / FILE).open("a+")
+            self._file = private_file(folder / FILE).open("r+")
         except OSError as error:
             raise StoreError(f"cannot write in {folder}: {error}") from error
         try:
@@ -41,15 +49,41 @@ class RunLock:
             self._file.close()
             raise StoreError(f"{folder} cannot be locked: {error}; runs need a file system with flock") from error
         try:
-            os.truncate(self._file.fileno(), 0)
-            os.write(self._file.fileno(), f"{os.getpid()}\n".encode())
+            self._before = self._file.read()
+            self._write(f"{os.getpid()}\n")
         except OSError as error:
             self._file.close()
             raise StoreError(f"cannot write in {folder}: {error}; make room on the disk") from error
+        _held.add(self)
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the process that held the lock before this one called `mark_stopped`."""
+        return STOPPED in self._before
+
+    def mark_stopped(self) -> None:
+        """Write that this process ends on purpose, not by a crash. Safe in a signal handler."""
+        with contextlib.suppress(OSError, ValueError):
+            self._write(f"{os.getpid()}\n{STOPPED}\n")
+
+    def restore(self) -> None:
+        """Write what the file said before, because the run could not be opened."""
+        with contextlib.suppress(OSError, ValueError):
+            self._write(self._before)
+
+    def _write(self, text: str) -> None:
+        size = os.pwrite(self._file.fileno(), text.encode(), 0)
+        os.ftruncate(self._file.fileno(), size)
 
     def release(self) -> None:
         """Let another writer in. Doing it twice is harmless."""
         self._file.close()
+
+
+def mark_all_stopped() -> None:
+    """Call `mark_stopped` on each lock that this process holds, before an exit that closes no store."""
+    for lock in list(_held):
+        lock.mark_stopped()
 
 
 def is_held(folder: Path) -> bool:

@@ -131,9 +131,10 @@ class RunStore(RunReader):
             with reading(path):
                 connection.execute("INSERT INTO openings VALUES (?, ?, ?, ?)", opening)
                 connection.execute("UPDATE run SET status = 'running'")
-                crashes.count_crashes(connection)
+                (crashes.leave_in_order if lock.was_stopped else crashes.count_crashes)(connection)
             return cls(folder, header, lock, Writer(connection, str(path)))
         except BaseException:
+            lock.restore()
             lock.release()
             raise
 
@@ -415,6 +416,7 @@ class RunStore(RunReader):
         except StoreError as error:  # what the run was is written; only that it was left in order is not
             log.warning("the run's status could not be written", run=self.run_id, error=str(error))
         finally:
+            self._lock.mark_stopped()
             self._lock.release()
 
     def __enter__(self) -> RunStore:
