@@ -3,7 +3,7 @@
     python bench/rollout.py --model smollm2-135m-instruct                 # everything
     python bench/rollout.py --measure cost --turns 16 --subjects raw engine
     python bench/rollout.py --measure slots memory
-    python bench/rollout.py --measure cost --peer verifiers               # pip install episode-engine[bench]
+    python bench/rollout.py --measure cost --peer verifiers               # pip install -c constraints.txt -e '.[bench]'
 
 Subjects run one after another against the same server, which has a core of its own where the machine has two:
 
