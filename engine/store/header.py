@@ -189,7 +189,7 @@ class RunHeader(Contract):
                     f"{self.engine_version}, which wrote it"
                 ) from error
             raise StoreError(
-                f"{self.run_id}: its spec cannot be read: {error}; was it written by engine {self.engine_version}, or damaged?"
+                f"the spec of run {self.run_id} cannot be read: {error}; was it written by engine {self.engine_version}, or damaged?"
             ) from error
         return LoadedSpec(
             spec=spec,

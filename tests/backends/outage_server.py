@@ -1,9 +1,9 @@
 """A server in a process of its own, to be killed and started again: each reply follows from its prompt.
 
-    python outage_server.py KIND PORT [--latency 0.1] [--refuse SECONDS] [--retry-after VALUE|date|none] [--status 429]
+    python outage_server.py KIND PORT [--latency 0.1] [--refuse SECONDS] [--serve N] [--retry-after VALUE|date|none] [--status 429]
 
-KIND is `sglang` or `openai`. The port is printed once the server listens. For its first `--refuse` seconds it refuses every
-request with `--status`.
+KIND is `sglang` or `openai`. The port is printed once the server listens. After `--serve` requests (0) it refuses every request with
+`--status` for `--refuse` seconds.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ class Server(FakeSGLang):
         super().__init__(output=[5, 6, END], latency=arguments.latency, slots=1 << 29, vocab_size=1000, context=4090)
         self._arguments = arguments
         self._refuses_until = time.monotonic() + arguments.refuse
+        self._serves = arguments.serve
         self.refused = 0
 
     async def handle(self, connection: _Connection, path: str, body: bytes) -> None:
-        if body and path in ("/generate", "/v1/chat/completions") and time.monotonic() < self._refuses_until:
-            self.refused += 1
-            connection.write(self._refusal())
-            return
+        if body and path in ("/generate", "/v1/chat/completions"):
+            self._serves -= 1
+            if self._serves < 0 and time.monotonic() < self._refuses_until:
+                self.refused += 1
+                connection.write(self._refusal())
+                return
         if path == "/v1/models":
             connection.write(_reply(200, {"data": []}))
             return
@@ -96,6 +99,7 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--latency", type=float, default=0.05)
     parser.add_argument("--refuse", type=float, default=0.0)
+    parser.add_argument("--serve", type=int, default=0)
     parser.add_argument("--retry-after", default="none")
     parser.add_argument("--status", type=int, default=429)
     asyncio.run(_serve(parser.parse_args()))

@@ -47,7 +47,7 @@ class One:
         self.backend: SGLangBackend | OpenAIBackend
 
     async def start(self, *, refuse: float = 0.0, retry_after: str = "none", status: int = 429) -> None:
-        arguments = argparse.Namespace(latency=0.01, refuse=refuse, retry_after=retry_after, status=status)
+        arguments = argparse.Namespace(latency=0.01, serve=0, refuse=refuse, retry_after=retry_after, status=status)
         self.server = Server(arguments)
         url = await self.server.start(port=self.port)
         self.port = int(url.rpartition(":")[2])

@@ -253,12 +253,9 @@ def test_a_server_that_asks_for_a_pause_is_given_it(
 
 @pytest.mark.slow
 def test_a_longer_pause_than_the_run_waits_stops_it(tmp_path: Path, tiny_tokenizer_dir: Path, servers: Servers) -> None:
-    servers.start()
+    servers.start("--serve", 8, "--refuse", 3600, "--retry-after", 86400)
     backend = servers.backend(wait=1.5)
     process = engine("run", write_spec(tmp_path, tiny_tokenizer_dir, backend, tasks=16), cwd=tmp_path)
-    until(lambda: finished(tmp_path) >= 2)
-    servers.kill()
-    servers.start("--refuse", 3600, "--retry-after", 86400)
     code, _, err = finish(process)
     assert code == 3, err
     assert "answered 429" in err

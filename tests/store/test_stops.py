@@ -47,7 +47,10 @@ def end(run: Path, how: str) -> None:
     subprocess.run(command, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("name", ENDS)
+QUICK = ("closed on a full disk", "an exit at once", "killed")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ENDS])
 def test_only_an_end_that_nobody_asked_for_is_a_crash(name: str, tmp_path: Path) -> None:
     how, crashes = ENDS[name]
     end(tmp_path / "run", how)
@@ -55,6 +58,7 @@ def test_only_an_end_that_nobody_asked_for_is_a_crash(name: str, tmp_path: Path)
         assert store.crashes().get("t0/0", 0) == crashes
 
 
+@pytest.mark.slow
 def test_a_stop_takes_no_crash_back_and_hides_none_that_follows(tmp_path: Path) -> None:
     for how in ("killed", "an exit at once", "closed on a full disk", "killed", "closed"):
         end(tmp_path / "run", ENDS[how][0])
