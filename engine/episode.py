@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from engine.machine.variables import UNBOUNDED
 from engine.made import maker, row_maker
 from engine.rewards.ledger import Ledger
 from engine.schemas.environment import EpisodeView, Task
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 
 _make_turns = row_maker(Turn)
 _make_trajectory = maker(Trajectory)
-
-UNBOUNDED = 2**53 - 1
-"""What a guard reads for a limit that is not set: the largest integer that a double holds exactly."""
 
 _NO_FEEDBACK: dict[str, Any] = {"solved": False, "satisfied": False, "malformed": False}
 

@@ -29,6 +29,7 @@ import structlog
 
 from engine.actions.base import Action, World
 from engine.actions.calls import LoopReplacedError
+from engine.actions.facts import MOST_STEPS
 from engine.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, WorldError
 from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
@@ -46,9 +47,6 @@ log = structlog.get_logger(__name__)
 
 _GAVE_UP = (LimitRecord, FailureRecord)
 _BLAMES = frozenset(get_args(Blame))
-
-MOST_STEPS = 100_000
-"""No episode takes more steps: what a machine whose cycles no limit bounds is stopped by."""
 
 
 class _Stage(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.actions.base import Action, Services, World, post_rewards
+from engine.actions.base import BuiltInAction, Services, World, post_rewards
 from engine.actions.workers import call_world
 from engine.episode import Episode
 from engine.errors import WorldError
@@ -14,22 +14,21 @@ from engine.schemas.message import ContentPart, Message
 from engine.spec.template import fill_words
 
 
-class AskUserAction(Action):
+class AskUserAction(BuiltInAction):
     """Ask the user; where the newest turn could not be read, say so in the user's place."""
 
-    events: tuple[str, ...] = ("feedback", "satisfied")
+    name = "ask_user"
 
     def __init__(self, services: Services, base: Path) -> None:
-        self._services = services
+        super().__init__(services)
         self._people = services.spec.people
         self._recover = services.spec.recover
         self._base = base
-        self._most = services.spec.limits.user_turns
 
     def limit(self, episode: Episode) -> tuple[str, float] | None:
         """`user_turns`, then the limits of a user that a model plays: `user.turns` and `user.tokens`."""
-        if self._most is not None and episode.user_turns >= self._most:
-            return "user_turns", episode.user_turns
+        if (reached := super().limit(episode)) is not None:
+            return reached
         user = self._people.get(episode.task.user or "")
         if user is None:
             return None

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from engine.actions.facts import ACTIONS, COUNT_LIMIT_OF
 from engine.errors import LedgerError
 from engine.rewards.ledger import blame_of
 
 if TYPE_CHECKING:
+    from engine.actions.facts import CountLimit
     from engine.actions.slots import Slots
     from engine.actions.toolbox import Toolbox
     from engine.actions.voice import Cast
@@ -90,6 +92,30 @@ class Action(Protocol):
     def effects(self, episode: Episode, world: World) -> str:
         """What it calls now, where the episode stands before it: `pure`, `replayable` or `external`."""
         ...
+
+
+class BuiltInAction(Action):
+    """An action that ships with the engine. Its events and its count limit stand in `engine.actions.facts`.
+
+    A subclass gives the `name` that specs call it by.
+    """
+
+    name: ClassVar[str]
+    _counted: ClassVar[CountLimit | None]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.events = ACTIONS[cls.name].events or ()
+        cls._counted = COUNT_LIMIT_OF.get(cls.name)
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._limits = services.spec.limits
+
+    def limit(self, episode: Episode) -> tuple[str, float] | None:
+        """Its count limit, where it has one."""
+        counted = self._counted
+        return None if counted is None else counted.reached(self._limits, episode)
 
 
 def post_rewards(episode: Episode, rewards: list[Any], source: str) -> None:

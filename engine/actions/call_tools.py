@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.actions.base import Action, Services, World, post_rewards
+from engine.actions.base import BuiltInAction, Services, World, post_rewards
 from engine.episode import Episode
 from engine.errors import WorldError
 from engine.made import maker
@@ -15,19 +15,17 @@ _make_record = maker(ToolsRecord)
 _make_message = maker(Message)
 
 
-class CallToolsAction(Action):
-    """Carry out the newest turn's calls in parallel, and show the results in their order."""
+class CallToolsAction(BuiltInAction):
+    """Carry out the newest turn's calls in parallel, and show the results in their order.
 
-    events: tuple[str, ...] = ("results",)
+    Calls beyond the limit `tool_calls` inside one turn get an error result.
+    """
+
+    name = "call_tools"
 
     def __init__(self, services: Services, base: Path) -> None:
+        super().__init__(services)
         self._most = services.spec.limits.tool_calls
-
-    def limit(self, episode: Episode) -> tuple[str, float] | None:
-        """`tool_calls`, when none is left at all; calls beyond it inside one turn get an error result."""
-        if self._most is not None and episode.tool_calls >= self._most:
-            return "tool_calls", episode.tool_calls
-        return None
 
     async def perform(self, episode: Episode, world: World) -> ToolsRecord:
         """One result for each attempt."""

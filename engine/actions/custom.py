@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.actions.base import Action, Services, World, post_rewards
+from engine.actions.facts import OWN_ACTION_SECONDS
 from engine.actions.workers import call_world
 from engine.episode import Episode
 from engine.errors import WorldError
@@ -20,9 +21,6 @@ from engine.spec.entry import load_entry
 if TYPE_CHECKING:
     from engine.schemas.episode import Effects, StateSpec
     from engine.schemas.trajectory import Blame
-
-DEFAULT_SECONDS = 60.0
-"""Deadline of an action whose state gives none."""
 
 
 class StepAction(Action):
@@ -144,7 +142,7 @@ class OwnAction(StepAction):
         self._function = function
         self._blame = "spec"
         self._what = f"`{state.action}`"
-        self._seconds = state.timeout or DEFAULT_SECONDS
+        self._seconds = state.timeout or OWN_ACTION_SECONDS
         self._effects = effects
 
     def _target(self, world: World) -> Callable[..., Any]:

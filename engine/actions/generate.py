@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine.actions.base import Action, Services, World
+from engine.actions.base import BuiltInAction, Services, World
 from engine.episode import Episode, TurnNote
 from engine.errors import BackendError
 from engine.made import maker
@@ -24,15 +24,14 @@ _make_request = maker(GenerateRequest)
 _make_record = maker(GenerationRecord)
 
 
-class GenerateAction(Action):
+class GenerateAction(BuiltInAction):
     """Send the exact prompt, take the exact reply."""
 
-    events: tuple[str, ...] = ("tool_calls", "answered", "truncated", "malformed", "aborted")
+    name = "generate"
 
     def __init__(self, services: Services, base: Path) -> None:
+        super().__init__(services)
         spec = services.spec
-        self._services = services
-        self._limits = spec.limits
         self._sampling = spec.sampling
         self._most = min(spec.limits.turn_tokens, spec.sampling.max_new_tokens or spec.limits.turn_tokens)
         contexts = [spec.model.context or services.format.context, getattr(services.backend, "context", None)]
@@ -47,9 +46,8 @@ class GenerateAction(Action):
 
     def limit(self, episode: Episode) -> tuple[str, float] | None:
         """`assistant_turns`, then `images`, `episode_tokens`, the model's `context`."""
-        turns = self._limits.assistant_turns
-        if turns is not None and episode.turn + 1 >= turns:
-            return "assistant_turns", episode.turn + 1
+        if (reached := super().limit(episode)) is not None:
+            return reached
         images = self._limits.images
         if images is not None and len(episode.conversation.images) > images:
             return "images", len(episode.conversation.images)

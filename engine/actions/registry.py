@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 
-from engine.actions.ask_user import AskUserAction
 from engine.actions.base import Action, Services
-from engine.actions.call_tools import CallToolsAction
-from engine.actions.custom import EnvironmentStep, OwnAction
-from engine.actions.generate import GenerateAction
-from engine.actions.reset import ResetAction
-from engine.actions.score import ScoreAction
+from engine.actions.custom import OwnAction
+from engine.actions.facts import ACTIONS
 from engine.schemas.episode import StateSpec
-
-BUILT_IN: dict[str, Callable[[Services, Path], Action]] = {
-    "reset": ResetAction,
-    "generate": GenerateAction,
-    "call_tools": CallToolsAction,
-    "ask_user": AskUserAction,
-    "step": EnvironmentStep,
-    "score": ScoreAction,
-}
 
 
 def build_actions(states: Mapping[str, StateSpec], services: Services, base: Path) -> dict[str, Action]:
     """One action for each state that names one; states without are left out."""
-    actions: dict[str, Action] = {}
-    for name, state in states.items():
-        if state.action is None:
-            continue
-        known = BUILT_IN.get(state.action)
-        actions[name] = known(services, base) if known else OwnAction(services, base, state)
-    return actions
+    return {name: _build(state, services, base) for name, state in states.items() if state.action is not None}
+
+
+def _build(state: StateSpec, services: Services, base: Path) -> Action:
+    facts = ACTIONS.get(str(state.action))
+    if facts is None:
+        return OwnAction(services, base, state)
+    module, _, name = facts.use.partition(":")
+    action: Action = getattr(import_module(module), name)(services, base)
+    return action

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.actions.base import Action, Services, World
+from engine.actions.base import BuiltInAction, Services, World
 from engine.actions.workers import call_world
 from engine.episode import Episode
 from engine.errors import WorldError
@@ -14,20 +14,16 @@ from engine.schemas.message import Message
 from engine.spec.template import fill, fill_words, own_spans
 
 
-class ResetAction(Action):
+class ResetAction(BuiltInAction):
     """Ask the environment to begin, then open the conversation: the spec's prompt, then its messages."""
 
-    events: tuple[str, ...] = ("ready",)
+    name = "reset"
 
     def __init__(self, services: Services, base: Path) -> None:
-        self._services = services
+        super().__init__(services)
         self._environment = services.spec.environment
         self._base = base
         self._pictured = any(not isinstance(message.content, str) for message in services.spec.prompt)
-
-    def limit(self, episode: Episode) -> tuple[str, float] | None:
-        """Nothing limits a beginning."""
-        return None
 
     async def perform(self, episode: Episode, world: World) -> ResetRecord:
         """The environment's first word; an empty one where the spec has no environment."""

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.base import Action, Services, World, post_rewards
-from engine.actions.events import SCORERS
+from engine.actions.base import BuiltInAction, Services, World, post_rewards
+from engine.actions.facts import SCORERS
 from engine.actions.judge import Judge
 from engine.actions.workers import call_world
 from engine.episode import Episode
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from engine.schemas.episode import Effects
 
 
-class ScoreAction(Action):
+class ScoreAction(BuiltInAction):
     """Ask the environment's `score` and the spec's scorer, where there are such."""
 
-    events: tuple[str, ...] = ()
+    name = "score"
 
     def __init__(self, services: Services, base: Path) -> None:
-        self._services = services
+        super().__init__(services)
         self._environment = services.spec.environment
         scorer = services.spec.rewards.scorer
         self._spec = scorer
@@ -48,10 +48,6 @@ class ScoreAction(Action):
                 self._scorer = RemoteFunction(self._origin, pool, "rewards")
             else:
                 self._scorer = partial(load_entry(use, base), **scorer.with_)
-
-    def limit(self, episode: Episode) -> tuple[str, float] | None:
-        """An episode that is over is scored whatever it cost."""
-        return None
 
     async def perform(self, episode: Episode, world: World) -> ScoreRecord:
         """What they say, in that order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
+from engine.actions.facts import COUNT_LIMITS
 from engine.checks.worst_case import WorstCase
 from engine.errors import EngineError
 from engine.spec.diagnostic import DataPath, Diagnostic
@@ -12,9 +13,7 @@ from engine.spec.load import LoadedSpec
 
 NAMES: Mapping[str, str] = {
     "tokens": "sampled_tokens",
-    "turns": "assistant_turns",
-    "user_turns": "user_turns",
-    "tool_calls": "tool_calls",
+    **{limit.budget: limit.name for limit in COUNT_LIMITS},
     "images": "images",
     "seconds": "seconds",
 }

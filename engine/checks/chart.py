@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.checks.logic import Formula
 
 Limits = tuple[int | None, int | None, int | None]
-"""`assistant_turns`, `user_turns`, `tool_calls`; None where one is not set."""
-
-COUNTED: Mapping[str, str] = {"generate": "assistant_turns", "ask_user": "user_turns", "call_tools": "tool_calls"}
-"""Which limit an action uses up."""
+"""In the order of `COUNT_LIMITS`; None where one is not set."""
 
 NO_CALLS, MAYBE_CALLS, SURE_CALLS = 0, 1, 2
 """What is known of the newest reply: it made no call, perhaps some, certainly one."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from engine.actions.events import ACTION_EVENTS, ALWAYS, SCORERS
+from engine.actions.facts import ACTIONS, ALWAYS, COUNT_LIMITS, SCORERS
 from engine.checks.chart import Chart, Edge
 from engine.checks.explore import Graph, explore
 from engine.checks.logic import ALWAYS as ALWAYS_TRUE
@@ -17,18 +17,13 @@ from engine.checks.logic import UNKNOWN, Formula, Ranges, formula
 from engine.checks.loops import Cycles, cycles_of
 from engine.checks.work import TooMuch, Work
 from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, resolve_machine
+from engine.machine.variables import UNBOUNDED
 from engine.schemas.episode import Entry, EpisodeSpec, LimitsSpec, StateSpec, UserSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError, load_entry
 from engine.spec.load import LoadedSpec
 from engine.spec.near import near_or_known
 from engine.spec.source import NotImported, declared_events, read_entry
-
-BUILT_IN = (*ACTION_EVENTS, "step")
-"""Actions that need no entry point."""
-
-UNBOUNDED = 2**53 - 1
-"""What a guard reads for a limit that is not set."""
 
 MOST_TRANSITIONS = 10_000
 """Of a machine that is looked at, with every list and `"*"` written out."""
@@ -159,9 +154,9 @@ class CheckContext:
         """The events that a state's action declares; None where that is not known."""
         if state.action is None:
             return ()
-        if state.action in ACTION_EVENTS:
-            return ACTION_EVENTS[state.action]
-        if state.action == "step":
+        if (facts := ACTIONS.get(state.action)) is not None:
+            if facts.events is not None:
+                return facts.events
             return self.declared(self.spec.environment.use) if self.spec.environment else None
         return self.declared(state.action) if ":" in state.action else ()
 
@@ -237,7 +232,7 @@ class CheckContext:
         own = {name: self.events_of(self.states[name]) for name in working}
         events = {name: triggers.get(name, []) if known is None else known for name, known in own.items()}
         sampled = self.spec.sampling.max_new_tokens
-        counted = (within.assistant_turns, within.user_turns, within.tool_calls)
+        counted = (limit.most(within) for limit in COUNT_LIMITS)
         most = [None if limit is None else min(limit, UNBOUNDED) for limit in counted]
         return Chart(
             self.machine.initial,

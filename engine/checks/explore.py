@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from engine.checks.chart import COUNTED, Chart, Edge, Limits, Place, Step
+from engine.checks.chart import Chart, Edge, Limits, Place, Step
 from engine.checks.logic import Formula, Ranges
 from engine.checks.walk import Walk
 from engine.checks.work import TooMuch, Work
@@ -187,4 +187,4 @@ def components(graph: Graph) -> tuple[dict[Place, int], int]:
     return component, found
 
 
-__all__ = ["COUNTED", "Chart", "Edge", "Graph", "Place", "Step", "components", "explore"]
+__all__ = ["Chart", "Edge", "Graph", "Place", "Step", "components", "explore"]

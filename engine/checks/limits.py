@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.actions.facts import seconds_of
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
-from engine.checks.worst_case import COUNTS, context_bound, deadline, most_counts
+from engine.checks.worst_case import COUNTS, context_bound, most_counts
 from engine.spec.diagnostic import DataPath
 
 
@@ -113,7 +114,7 @@ def no_time(ctx: CheckContext) -> Iterator[Finding]:
     if ctx.spec.limits.episode_seconds is not None:
         return
     for name, state in ctx.states.items():
-        if name in ctx.reachable and deadline(ctx, state) == float("inf"):
+        if name in ctx.reachable and seconds_of(ctx.spec, state) == float("inf"):
             message = f"`{name}` ({state.action}) has no deadline, and the episode has none either"
             yield Finding(message, ("limits", "episode_seconds"), "set `limits.episode_seconds`")
             return

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from engine.checks.chart import COUNTED, Place, Step
+from engine.actions.facts import COUNT_LIMIT_OF, COUNT_LIMITS
+from engine.checks.chart import Place, Step
 from engine.checks.explore import Graph
 from engine.checks.work import TooMuch, Work
 
@@ -94,8 +95,8 @@ def _shortest(
 
 def _cycle(graph: Graph, start: Place, way: list[tuple[Place, Step]]) -> Cycle:
     actions = dict(graph.chart.actions)
-    names = list(COUNTED.values())
-    used = {names.index(COUNTED[actions[place.state]]) for place, step in way if step.used is not None}
+    names = [limit.name for limit in COUNT_LIMITS]
+    used = {names.index(COUNT_LIMIT_OF[actions[place.state]].name) for place, step in way if step.used is not None}
     steps = [(place.state, step.event) for place, step in way]
     first = steps.index(min(steps))  # the same cycle is told the same, wherever it was entered
     return Cycle((*steps[first:], *steps[:first]), tuple(names[index] for index in sorted(used)), start.late)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.actions.events import ALWAYS
-from engine.checks.context import BUILT_IN, MOST_TRANSITIONS, CheckContext, nearest
+from engine.actions.facts import ACTIONS, ALWAYS
+from engine.checks.context import MOST_TRANSITIONS, CheckContext, nearest
 from engine.checks.registry import Finding, rule
 from engine.schemas.episode import TransitionSpec
 from engine.spec.diagnostic import DataPath
@@ -62,8 +62,8 @@ def unknown_state(ctx: CheckContext) -> Iterator[Finding]:
 def unknown_action(ctx: CheckContext) -> Iterator[Finding]:
     """A name without a colon that is none of the built-in actions."""
     for name, state in ctx.spec.machine.states.items():
-        if state.action is not None and ":" not in state.action and state.action not in BUILT_IN:
-            fix = f"{nearest(state.action, BUILT_IN)} (one of your own is `package.module:name`)"
+        if state.action is not None and ":" not in state.action and state.action not in ACTIONS:
+            fix = f"{nearest(state.action, ACTIONS)} (one of your own is `package.module:name`)"
             yield Finding(f"there is no action `{state.action}`", ("machine", "states", name, "action"), fix)
 
 

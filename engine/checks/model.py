@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.checks.child import ChildError
-from engine.checks.context import UNBOUNDED, CheckContext
+from engine.checks.context import CheckContext
 from engine.checks.model_files import ModelFiles, model_files, read_bytes
 from engine.checks.registry import Finding, rule
 from engine.checks.templates import Shown, rendered, shown
 from engine.checks.worst_case import context_bound, count_bound
 from engine.errors import EngineError, SpecError
+from engine.machine.variables import UNBOUNDED
 from engine.schemas.episode import ModelSpec, OpenAIBackend
 from engine.spec.diagnostic import DataPath
 from engine.spec.tasks import rows_of, task_of

@@ -13,15 +13,13 @@ from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
-from engine.checks.chart import COUNTED, MAYBE_CALLS, NO_CALLS, SURE_CALLS, Chart, Edge, Limits, Place, Step
+from engine.actions.facts import ACTIONS, COUNT_LIMIT_OF, COUNT_LIMITS, MOST_STEPS
+from engine.checks.chart import MAYBE_CALLS, NO_CALLS, SURE_CALLS, Chart, Edge, Limits, Place, Step
 from engine.checks.logic import ALWAYS, UNKNOWN, Formula, Ranges
 from engine.checks.work import Work
 
-MOST_STEPS = 100_000.0
-"""No episode takes more steps (the executor ends it): what a count without a limit may come to."""
-
-_INDEX = {"assistant_turns": 0, "user_turns": 1, "tool_calls": 2}
-_VARIABLE = ("turns.assistant", "turns.user", "tools.calls")
+_INDEX = {limit.name: index for index, limit in enumerate(COUNT_LIMITS)}
+_VARIABLE = tuple(limit.variable for limit in COUNT_LIMITS)
 _CALLS = {
     "answered": NO_CALLS,
     "tool_calls": SURE_CALLS,
@@ -78,7 +76,7 @@ class Walk:
                     done[after] = None
             for after in done:  # a rule or a guard may fail behind the work
                 self.lead(found, after[0], "failed", after[1])
-            if action == "generate":  # the prompt may fill the context
+            if action in ACTIONS and ACTIONS[action].needs_context:  # the prompt may fill the context
                 self.lead(found, place, "limit", None)
             if self.chart.timed:
                 counts = place.counts if self.late_matters else (0, 0, 0)
@@ -88,11 +86,12 @@ class Walk:
 
     def used_up(self, place: Place, action: str) -> bool:
         """Whether the action's limit leaves it nothing."""
-        counted = COUNTED.get(action)
+        counted = COUNT_LIMIT_OF.get(action)
         if counted is None:
             return False
-        limit = self.limits[_INDEX[counted]]
-        return limit is not None and place.counts[_INDEX[counted]] >= limit
+        index = _INDEX[counted.name]
+        limit = self.limits[index]
+        return limit is not None and place.counts[index] >= limit
 
     def after(self, place: Place, action: str, event: str) -> list[tuple[Place, int | None]]:
         """What an action's own event leaves behind, and the counter that it moves."""
@@ -209,11 +208,11 @@ def _ranges(chart: Chart, counts: Counts, caps: Counts, *, rough: bool) -> dict[
         limit = chart.limits[index]
         least, most = float(count), float(count)
         if rough:
-            least, most = 0.0, MOST_STEPS if limit is None else float(limit)
+            least, most = 0.0, float(MOST_STEPS) if limit is None else float(limit)
         elif limit is None and count >= caps[index]:
-            most = MOST_STEPS
+            most = float(MOST_STEPS)  # a count without a limit
         if index == _INDEX["tool_calls"]:  # calls are counted from below
-            most = MOST_STEPS * float(chart.most_sampled) if limit is None else float(limit)
+            most = float(MOST_STEPS) * float(chart.most_sampled) if limit is None else float(limit)
         found[name] = (least, most)
     turns = found["turns.assistant"][1]
     found["tokens.sampled"] = (0.0, turns * chart.most_sampled if turns else 0.0)

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
+from engine.actions.facts import COUNT_LIMITS, seconds_of
 from engine.checks.chart import NO_CALLS, Place
-from engine.checks.context import UNBOUNDED, CheckContext
+from engine.checks.context import CheckContext
 from engine.checks.explore import Graph, explore
 from engine.checks.model_files import model_files
 from engine.errors import SpecError
-from engine.schemas.episode import EpisodeSpec, LocalBackend, ScriptedBackend, StateSpec
+from engine.machine.variables import UNBOUNDED
+from engine.schemas.episode import EpisodeSpec
 from engine.spec.tasks import count_tasks
 
-COUNTS = ("assistant_turns", "user_turns", "tool_calls")
+COUNTS = tuple(limit.name for limit in COUNT_LIMITS)
 MACHINE = "machine"
 """What bounds a count that no limit does: its graph alone."""
-DEFAULT_SECONDS = 60.0
-"""Deadline of an action of a spec's own whose state gives none."""
 
 
 class Bound(NamedTuple):
@@ -70,7 +70,7 @@ def worst_case(ctx: CheckContext) -> WorstCase:
     episode["seconds"] = _seconds(ctx, graph)
     tasks = _tasks(ctx)
     episodes = None if tasks is None else tasks * ctx.spec.rollout.samples_per_task
-    adding = ("assistant_turns", "user_turns", "tool_calls", "sampled_tokens", "images")
+    adding = (*COUNTS, "sampled_tokens", "images")
     run = {name: episode[name].times(episodes) for name in adding}
     run["seconds"] = _run_seconds(ctx.spec, episode["seconds"], episodes)
     return WorstCase(episode, run, tasks, episodes, graph.exact)
@@ -202,9 +202,9 @@ def _images(ctx: CheckContext) -> Bound:
 def _seconds(ctx: CheckContext, graph: Graph) -> Bound:
     """The deadlines on the longest way, or the episode's own and what comes at its end."""
     spec = ctx.spec
-    ends = max((deadline(ctx, state) for state in ctx.states.values() if state.final), default=0.0)
+    ends = max((seconds_of(ctx.spec, state) for state in ctx.states.values() if state.final), default=0.0)
     whole = inf if spec.limits.episode_seconds is None else spec.limits.episode_seconds + ends
-    worth = {name: deadline(ctx, state) for name, state in ctx.states.items() if not state.final}
+    worth = {name: seconds_of(ctx.spec, state) for name, state in ctx.states.items() if not state.final}
     way = inf
     if graph.exact:
         rest = graph.at_rest()
@@ -216,38 +216,6 @@ def _seconds(ctx: CheckContext, graph: Graph) -> Bound:
     if whole <= way:
         return Bound(whole, "limits.episode_seconds" + (" + the final state's deadline" if ends else ""))
     return Bound(way, "the deadlines of what the episode does")
-
-
-def deadline(ctx: CheckContext, state: StateSpec) -> float:
-    """Seconds that a state's action may take; infinite where it has no deadline."""
-    spec = ctx.spec
-    environment = spec.environment.timeout if spec.environment else 0.0
-    match state.action:
-        case None:
-            return 0.0
-        case "reset" | "step":
-            return environment
-        case "generate":
-            return _generation(spec)
-        case "call_tools":
-            seconds = [tool.timeout or spec.limits.tool_seconds for tool in spec.tools]
-            return max([*seconds, *([spec.limits.tool_seconds] if spec.environment else [])], default=0.0)
-        case "ask_user":
-            return max((user.seconds for user in spec.people.values()), default=0.0)
-        case "score":
-            scorer = spec.rewards.scorer
-            return environment + (scorer.seconds if scorer is not None else 0.0)
-        case _:
-            return state.timeout or DEFAULT_SECONDS
-
-
-def _generation(spec: EpisodeSpec) -> float:
-    backend = spec.backend
-    if isinstance(backend, ScriptedBackend):
-        return backend.latency
-    if isinstance(backend, LocalBackend):
-        return inf
-    return backend.timeout * (backend.retries + 1)
 
 
 def _run_seconds(spec: EpisodeSpec, one: Bound, episodes: int | None) -> Bound:

@@ -69,12 +69,12 @@ def graph(
 
 def _events(machine: ResolvedMachine) -> Events:
     """What may happen in each state, where the engine knows: not behind actions of the spec's own."""
-    from engine.actions.events import ACTION_EVENTS, ALWAYS
+    from engine.actions.facts import ACTIONS, ALWAYS
 
     return {
-        name: frozenset((*ACTION_EVENTS[state.action], *ALWAYS))
+        name: frozenset((*facts.events, *ALWAYS))
         for name, state in machine.states.items()
-        if state.action in ACTION_EVENTS
+        if (facts := ACTIONS.get(str(state.action))) is not None and facts.events is not None
     }
 
 

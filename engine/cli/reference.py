@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from engine.actions.events import ACTION_EVENTS, ALWAYS
+from engine.actions.facts import ACTIONS, ALWAYS
 from engine.machine.variables import VARIABLES
 from engine.schemas.base import Bytes, Seconds
 from engine.schemas.episode import EpisodeSpec, IsolationSpec, MachineSpec
@@ -164,18 +164,21 @@ def _actions() -> str:
         "",
         "What a state does, and the events that it may end with.",
         "",
-        "| action | events |",
-        "|---|---|",
+        "| action | what it does | events |",
+        "|---|---|---|",
     ]
-    lines += [
-        f"| `{name}` | {', '.join(f'`{event}`' for event in events) or 'none'} |"
-        for name, events in ACTION_EVENTS.items()
-    ]
-    lines.append("| `step` | what the environment's `events` lists |")
-    lines.append('| `package.module:action` | what the function\'s `events` lists (`@action("done")`) |')
+    lines += [f"| `{name}` | {facts.does} | {_events(facts.events)} |" for name, facts in ACTIONS.items()]
+    own = 'what the function\'s `events` lists (`@action("done")`)'
+    lines.append(f"| `package.module:action` | Call a function of your own. | {own} |")
     always = " and ".join(f"`{event}`" for event in ALWAYS)
     lines += ["", f"Every state that is not final may also meet {always}: a limit was reached, or the action failed."]
     return "\n".join(lines) + "\n"
+
+
+def _events(events: tuple[str, ...] | None) -> str:
+    if events is None:
+        return "what the environment's `events` lists"
+    return ", ".join(f"`{event}`" for event in events) or "none"
 
 
 def _guards() -> str:

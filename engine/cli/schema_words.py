@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.actions.facts import ACTIONS
+
 WORDS: dict[str, dict[str, str]] = {
     "": {
         "description": "What the episode is about, for whoever reads the spec.",
@@ -112,7 +114,7 @@ EXAMPLES: dict[str, dict[str, list[Any]]] = {
         "source": ["GENERATING", "*"],
         "conditions": ["turns.user < limits.user_turns", "feedback.solved && turns.user > 1"],
     },
-    "StateSpec": {"action": ["generate", "call_tools", "ask_user", "step"]},
+    "StateSpec": {"action": list(ACTIONS)},
     "ReassignRule": {
         "at": ["AWAITING_USER_FEEDBACK"],
         "when": ["feedback.solved && turns.user > 1"],

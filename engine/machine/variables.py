@@ -13,6 +13,9 @@ from typing import Any, Union, get_args, get_origin
 
 from engine.schemas.episode import LimitsSpec
 
+UNBOUNDED = 2**53 - 1
+"""What a guard reads for a limit that is not set: the largest integer that a double holds exactly."""
+
 Types = frozenset[str]
 """CEL types that a value may have: one most often; several for a limit that may be unset; `DYN` for any."""
 

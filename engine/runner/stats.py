@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.actions.events import ACTION_EVENTS
+from engine.actions.facts import ACTIONS
 from engine.episode import Episode
 from engine.runner.causes import BACKEND_SHARE, Cause, Causes
 from engine.schemas.trajectory import Outcome, Trajectory
@@ -19,7 +19,7 @@ from engine.schemas.trajectory import Outcome, Trajectory
 if TYPE_CHECKING:
     from engine.backends.outage import Outage
 
-_GENERATE = frozenset(ACTION_EVENTS["generate"])
+_GENERATE = frozenset(ACTIONS["generate"].events or ())
 
 
 def label(outcome: Outcome) -> str:

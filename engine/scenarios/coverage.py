@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from engine.actions.facts import may_be_limited
 from engine.checks.context import CheckContext
 from engine.errors import EngineError
 from engine.machine.guards import Guard
@@ -18,14 +19,10 @@ from engine.machine.presets import ResolvedMachine, ResolvedTransition
 
 if TYPE_CHECKING:
     from engine.episode import Episode
-    from engine.schemas.episode import LimitsSpec
     from engine.spec.load import LoadedSpec
 
 Edge = tuple[str, str, str, str | None]
 """(source, trigger, dest, conditions): what a transition is, whatever its place in a list."""
-
-_LIMITED = {"call_tools": "tool_calls", "ask_user": "user_turns"}
-"""The limit of each action that has just one of its own; `generate` always has the model's context."""
 
 
 def edge_of(transition: ResolvedTransition) -> Edge:
@@ -96,18 +93,9 @@ def coverage_of(loaded: LoadedSpec, taken: Sequence[Edge]) -> Coverage:
         t
         for t in context.live
         if t.source in context.reachable
-        and not (t.trigger == "limit" and not _limited(context.states[t.source].action, limits))
+        and not (t.trigger == "limit" and not may_be_limited(context.states[t.source].action, limits))
     ]
     counts = Counter(taken)
     possible = dict.fromkeys(map(edge_of, live))
     every = dict.fromkeys(map(edge_of, context.machine.transitions))
     return Coverage({edge: counts[edge] for edge in possible}, [edge for edge in every if edge not in possible])
-
-
-def _limited(action: str | None, limits: LimitsSpec) -> bool:
-    """Whether any limit is checked before an action."""
-    if action is None:
-        return False
-    if limits.episode_seconds is not None or action == "generate":
-        return True
-    return action in _LIMITED and getattr(limits, _LIMITED[action]) is not None

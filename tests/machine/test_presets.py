@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.actions.events import ACTION_EVENTS, ALWAYS
+from engine.actions.facts import ACTIONS, ALWAYS
 from engine.machine.guards import guard_problems
 from engine.machine.presets import PRESETS, ResolvedTransition, resolve_machine
 from engine.schemas.episode import MachineSpec, StateSpec, TransitionSpec
@@ -18,7 +18,7 @@ def test_every_event_of_a_presets_states_has_an_unguarded_last_transition(name: 
             assert machine.leaving(state) == []
             continue
         assert spec.action is not None
-        for event in (*ACTION_EVENTS[spec.action], *ALWAYS):
+        for event in (*(ACTIONS[spec.action].events or ()), *ALWAYS):
             found = machine.leaving(state, event)
             assert [t.conditions is None for t in found] == [False] * (len(found) - 1) + [True], (state, event)
 
