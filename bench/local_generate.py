@@ -67,7 +67,6 @@ def plain(model: Any, rows: list[np.ndarray], most: int, pad: int) -> np.ndarray
 def request(episode: str, turn: int, ids: np.ndarray, most: int) -> GenerateRequest:
     """One reply of exactly `most` tokens."""
     return GenerateRequest(
-        request_id=f"{episode}#{turn}",
         episode_id=episode,
         turn=turn,
         input_ids=ids,

@@ -96,7 +96,6 @@ async def _client(url: str, workload: Workload, turns: int, episodes: int, concu
             ids = np.array(workload.prompt, np.int32)
             for turn in range(turns):
                 request = GenerateRequest(
-                    request_id=f"{number}-{turn}",
                     episode_id=str(number),
                     turn=turn,
                     input_ids=ids,

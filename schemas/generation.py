@@ -62,8 +62,6 @@ class SamplingParams(Contract):
 class GenerateRequest(Contract):
     """One reply that is asked of a backend."""
 
-    request_id: str
-    """Unique for each attempt; the backend aborts by it."""
     episode_id: str
     """Requests of one episode share a prefix: backends keep them together."""
     turn: int

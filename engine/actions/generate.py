@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,6 @@ from engine.schemas.journal import GenerationRecord
 LONG_TEXT = 1 << 16
 """Characters that are tokenised on the event loop, at most."""
 _TOKENIZING = ThreadPoolExecutor(1, "tokenize")
-_attempt = itertools.count()
 _make_request = maker(GenerateRequest)
 _make_record = maker(GenerationRecord)
 
@@ -91,7 +89,6 @@ class GenerateAction(BuiltInAction):
         prompt = episode.conversation.prompt()
         images, spans = episode.conversation.shown()
         request = _make_request(
-            request_id=f"{episode.id}#{episode.turn + 1}.{next(_attempt)}",
             episode_id=episode.id,
             turn=episode.turn + 1,
             input_ids=prompt,

@@ -53,9 +53,7 @@ class Judge:
         said = ""
         for attempt in range(self._spec.tries):
             seed = derive_seed(view.seed, voice.name, turn, attempt)
-            reply = await voice.say(
-                prompt, episode_id=view.episode_id, turn=turn, seed=seed, attempt=attempt, meant=meant
-            )
+            reply = await voice.say(prompt, episode_id=view.episode_id, turn=turn, seed=seed, meant=meant)
             said = reply.text
             number = self.read(said)
             if number is not None:

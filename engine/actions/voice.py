@@ -92,7 +92,6 @@ class Voice:
         episode_id: str,
         turn: int,
         seed: int,
-        attempt: int = 0,
         meant: Sequence[Meant] = (),
     ) -> Said:
         """One reply. It holds a slot of its backend while it is asked for, and the deadline begins with the slot.
@@ -102,14 +101,13 @@ class Voice:
             episode_id: The episode's own id.
             turn: Which of the part's answers this is, from 0.
             seed: For sampling.
-            attempt: Which try at this answer, from 0.
             meant: Of the first messages, where special tokens are meant as such; see `ChatFormat.view`.
 
         Raises:
             WorldError: no reply, blamed on the part; kind `<part>_<what the backend says>`.
         """
         try:
-            request = self._request(messages, episode_id, turn, seed, attempt, meant)
+            request = self._request(messages, episode_id, turn, seed, meant)
             async with self._mouth.slots, self._timeout():
                 generation = await self._mouth.backend.generate(request)
             if generation.finish.type == "abort":
@@ -135,14 +133,12 @@ class Voice:
         episode_id: str,
         turn: int,
         seed: int,
-        attempt: int,
         meant: Sequence[Meant],
     ) -> GenerateRequest:
         prompt = self._format.render(messages, meant=dict(enumerate(meant)))
         in_words = bool(getattr(self._mouth.backend, "wants_messages", False))
         own = self.request_episode(episode_id)
         return GenerateRequest(
-            request_id=f"{self.name}:{episode_id}#{turn}.{attempt}",
             episode_id=own,
             turn=turn,
             input_ids=prompt,

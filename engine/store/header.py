@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 import engine
 from engine.errors import StoreError
@@ -62,7 +62,11 @@ class RunHeader(Contract):
     """The head of a run.
 
     RunHeader.of(load_spec("specs/quickstart.yaml"), overrides=["limits.user_turns=2"])
+
+    Unknown keys are ignored: older engines wrote `seeds` and `limit`, which repeat what `spec` and `overrides` hold.
     """
+
+    model_config = ConfigDict(extra="ignore")
 
     run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Its folder's name: `<name>-<YYYYmmdd>-<HHMMSS>-<4 hex>`, in UTC, so that runs of one name sort by time."""
@@ -73,8 +77,6 @@ class RunHeader(Contract):
     engine_version: str
     packages: dict[str, str] = Field(default_factory=dict)
     """Versions of the packages that may change what a run comes to, and of Python."""
-    seeds: dict[str, int] = Field(default_factory=dict)
-    """`rollout`: every episode's and every turn's seed derives from it."""
     spec: dict[str, Any]
     """The resolved spec, every default filled in: `EpisodeSpec.model_validate` reads it back."""
     spec_path: str = ""
@@ -87,8 +89,6 @@ class RunHeader(Contract):
     """The resolved document: what was written, without the defaults."""
     origins: list[tuple[list[str | int], str, int, int, str]] = Field(default_factory=list)
     """Where each value of `data` was written: path, file, line, column, and `via` (an override, a variable)."""
-    limit: int | None = None
-    """Only the first so many tasks, where the command line said so."""
     evaluation: bool = False
     """The run measures: none of its rows train."""
     fork: Fork | None = None
@@ -107,7 +107,6 @@ class RunHeader(Contract):
         loaded: LoadedSpec,
         *,
         overrides: Sequence[str] = (),
-        limit: int | None = None,
         run_id: str | None = None,
         evaluation: bool = False,
         fork: Fork | None = None,
@@ -127,14 +126,12 @@ class RunHeader(Contract):
             created=now,
             engine_version=engine.__version__,
             packages=package_versions(),
-            seeds={"rollout": spec.rollout.seed},
             spec=with_references(spec.model_dump(mode="json", by_alias=True), kept),
             spec_path=str(loaded.path),
             sources={_absolute(file): text for file, text in loaded.sources.items()},
             overrides=list(overrides),
             data=with_references(loaded.data, kept),
             origins=[_place(path, origin, loaded.sources) for path, origin in loaded.origins.items()],
-            limit=limit,
             evaluation=evaluation,
             fork=fork,
             references=[(list(each.path), each.text, each.typed) for each in kept],

@@ -49,7 +49,7 @@ from engine.store.scores import write_score
 from engine.store.writer import Track, Writer
 
 if TYPE_CHECKING:
-    from engine.spec.load import LoadedSpec
+    pass
 
 __all__ = ["EpisodeRow", "RunStore", "episode_id_of", "find_run"]
 
@@ -137,17 +137,6 @@ class RunStore(RunReader):
             lock.restore()
             lock.release()
             raise
-
-    @classmethod
-    def create_run(
-        cls, out: Path | str, loaded: LoadedSpec, *, overrides: Sequence[str] = (), limit: int | None = None
-    ) -> RunStore:
-        """Begin a new run of a spec under the folder `out`. `overrides` and `limit` are what the command line said.
-
-        Raises:
-            StoreError: the folder cannot be written.
-        """
-        return cls.create(out, RunHeader.of(loaded, overrides=overrides, limit=limit))
 
     @property
     def readonly(self) -> bool:

@@ -75,14 +75,6 @@ class Tally:
         return means | peaks | effective
 
 
-def merged(tallies: Iterable[Tally]) -> Tally:
-    """One of several."""
-    found = Tally()
-    for each in tallies:
-        found.merge(each)
-    return found
-
-
 def _numbers(tensors: dict[str, Tensor]) -> Iterable[tuple[str, list[float]]]:
     return [(name, tensor.tolist()) for name, tensor in tensors.items()]
 

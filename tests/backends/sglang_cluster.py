@@ -67,7 +67,6 @@ async def cluster(
 
 def request(ids: list[int] | None = None, *, episode: str = "e", **changes: Any) -> GenerateRequest:
     fields: dict[str, Any] = {
-        "request_id": "r",
         "episode_id": episode,
         "turn": 0,
         "input_ids": [1, 22, 333] if ids is None else ids,

@@ -68,7 +68,6 @@ def ask(
 ) -> GenerateRequest:
     request = {name: more.pop(name) for name in ("banned_token_ids", "images", "adapter") if name in more}
     return GenerateRequest(
-        request_id=f"{episode}#{turn}",
         episode_id=episode,
         turn=turn,
         input_ids=ids,

@@ -28,7 +28,6 @@ def prompt(episode: int) -> np.ndarray:
 
 def ask(episode: int, turn: int, ids: np.ndarray) -> GenerateRequest:
     return GenerateRequest(
-        request_id=f"{episode}.{turn}",
         episode_id=str(episode),
         turn=turn,
         input_ids=ids,

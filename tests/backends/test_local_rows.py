@@ -28,7 +28,6 @@ def loop() -> Any:
 
 def ticket(loop: asyncio.AbstractEventLoop, ids: list[int], episode: str, most: int = 4) -> Ticket:
     request = GenerateRequest(
-        request_id=episode,
         episode_id=episode,
         turn=0,
         input_ids=ids,

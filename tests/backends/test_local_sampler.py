@@ -18,7 +18,6 @@ def state(
     vocab: int, *, seed: int = 0, stop_ids: tuple[int, ...] = (), banned: tuple[int, ...] = (), **sampling: Any
 ) -> SamplingState:
     request = GenerateRequest(
-        request_id="r",
         episode_id="e",
         turn=0,
         input_ids=[0],

@@ -80,7 +80,7 @@ def request(
     messages: list[Message] | None = None, sampling: SamplingParams | None = None, **changes: Any
 ) -> GenerateRequest:
     fields: dict[str, Any] = {
-        "request_id": "r", "episode_id": "e", "turn": 0, "input_ids": [], "sampling": sampling or SamplingParams(),
+        "episode_id": "e", "turn": 0, "input_ids": [], "sampling": sampling or SamplingParams(),
         "max_new_tokens": 9, "stop_token_ids": [2], "seed": 2**40 + 5,
         "messages": [Message(role="user", content="hi")] if messages is None else messages,
     }  # fmt: skip

@@ -35,7 +35,6 @@ def form(tiny_tokenizer_dir: Path) -> ChatFormat:
 
 def ask(turn: int = 0, episode: str = "sum/0", most: int = 200, **sampling: Any) -> GenerateRequest:
     return GenerateRequest(
-        request_id=f"{episode}#{turn}",
         episode_id=episode,
         turn=turn,
         input_ids=[5, 6, 7],

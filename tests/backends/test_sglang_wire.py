@@ -21,7 +21,6 @@ def request(
     ids: list[int], *, episode: str = "e", sampling: SamplingParams | None = None, **changes: Any
 ) -> GenerateRequest:
     fields: dict[str, Any] = {
-        "request_id": "r",
         "episode_id": episode,
         "turn": 0,
         "input_ids": ids,

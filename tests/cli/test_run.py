@@ -83,7 +83,7 @@ def test_limit_and_set_are_kept_in_the_run(tmp_path: Path, tiny_tokenizer_dir: P
     (folder,) = list_runs(tmp_path / "elsewhere")
     store = RunStore.open(folder, readonly=True)
     assert sorted(store.finished()) == ["t0/0", "t1/0"]
-    assert store.header.seeds == {"rollout": 5}
+    assert store.header.spec["rollout"]["seed"] == 5
     assert store.header.overrides == ["rollout.seed=5", "tasks.limit=2"]
 
 

@@ -32,7 +32,7 @@ def chat_format(tiny_model_dir: Path) -> ChatFormat:
 
 def request(ids: list[int], sampling: SamplingParams = GREEDY, **changes: Any) -> GenerateRequest:
     fields: dict[str, Any] = {
-        "request_id": "r", "episode_id": "e", "turn": 0, "input_ids": ids, "sampling": sampling, "max_new_tokens": 48,
+        "episode_id": "e", "turn": 0, "input_ids": ids, "sampling": sampling, "max_new_tokens": 48,
         "stop_token_ids": [2], "seed": 0,
     }  # fmt: skip
     return GenerateRequest(**(fields | changes))

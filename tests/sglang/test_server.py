@@ -62,7 +62,6 @@ async def at_first(backend: SGLangBackend, tiny_model_dir: Path) -> AsyncIterato
 
 def request(ids: Sequence[int], sampling: SamplingParams | None = None, **changes: Any) -> GenerateRequest:
     fields: dict[str, Any] = {
-        "request_id": "r",
         "episode_id": "e",
         "turn": 0,
         "input_ids": list(ids),

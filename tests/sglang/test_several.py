@@ -33,7 +33,7 @@ def chat_format(tiny_model_dir: Path) -> ChatFormat:
 
 def request(number: int, **changes: Any) -> GenerateRequest:
     fields: dict[str, Any] = {
-        "request_id": "r", "episode_id": f"e{number}", "turn": 0, "input_ids": [number + 3, 20, 30],
+        "episode_id": f"e{number}", "turn": 0, "input_ids": [number + 3, 20, 30],
         "sampling": HOT, "max_new_tokens": 300, "stop_token_ids": [2], "seed": number,
     }  # fmt: skip
     return GenerateRequest(**(fields | changes))

@@ -89,7 +89,7 @@ def nudge(policy: Policy, seed: int = 5) -> None:
 
 def request(ids: Sequence[int] = PROMPT, **changes: Any) -> GenerateRequest:
     fields: dict[str, Any] = {
-        "request_id": "r", "episode_id": "e", "turn": 0, "input_ids": list(ids), "max_new_tokens": 24,
+        "episode_id": "e", "turn": 0, "input_ids": list(ids), "max_new_tokens": 24,
         "sampling": HOT, "stop_token_ids": [], "seed": 7,
     }  # fmt: skip
     return GenerateRequest(**(fields | changes))

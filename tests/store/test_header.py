@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -34,15 +35,11 @@ def load(folder: Path, overrides: tuple[str, ...] = ()):  # type: ignore[no-unty
     return load_spec(folder / "spec.yaml", overrides)
 
 
-def test_the_header_holds_the_resolved_spec_versions_and_seeds(tmp_path: Path) -> None:
-    header = RunHeader.of(load(tmp_path, ("limits.user_turns=2",)), overrides=["limits.user_turns=2"], limit=3)
+def test_the_header_holds_the_resolved_spec_and_versions(tmp_path: Path) -> None:
+    header = RunHeader.of(load(tmp_path, ("limits.user_turns=2",)), overrides=["limits.user_turns=2"])
     assert re.fullmatch(r"my-task-\d{8}-\d{6}-[0-9a-f]{4}", header.run_id)
-    assert (header.name, header.seeds, header.overrides, header.limit) == (
-        "my-task",
-        {"rollout": 7},
-        ["limits.user_turns=2"],
-        3,
-    )
+    assert (header.name, header.overrides) == ("my-task", ["limits.user_turns=2"])
+    assert header.spec["rollout"]["seed"] == 7
     assert header.spec["limits"]["user_turns"] == 2
     assert header.spec["limits"]["tool_seconds"] == 0.5
     assert header.spec["limits"]["assistant_turns"] == 8
@@ -56,7 +53,7 @@ def test_a_stored_run_gives_its_spec_back_though_the_file_is_gone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     loaded = load(Path(), ("limits.user_turns=2",))
-    with RunStore.create_run("runs", loaded, overrides=["limits.user_turns=2"]) as store:
+    with RunStore.create("runs", RunHeader.of(loaded, overrides=["limits.user_turns=2"])) as store:
         folder = store.folder.absolute()
     (tmp_path / "spec.yaml").unlink()
     (tmp_path / "elsewhere").mkdir()
@@ -68,6 +65,12 @@ def test_a_stored_run_gives_its_spec_back_though_the_file_is_gone(
     assert again.resolve("rows.jsonl", ("tasks", "path")) == tmp_path / "base" / "rows.jsonl"
     assert again.origin(("rollout", "seed")).line == 7
     assert again.origin(("limits", "user_turns")) == loaded.origin(("limits", "user_turns"))
+
+
+def test_a_header_of_an_older_engine_is_read(tmp_path: Path) -> None:
+    header = RunHeader.of(load(tmp_path))
+    older = header.model_dump(mode="json") | {"seeds": {"rollout": 7}, "limit": 3}
+    assert RunHeader.model_validate_json(json.dumps(older)) == header
 
 
 def test_run_ids_of_one_name_sort_by_time() -> None:

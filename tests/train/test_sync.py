@@ -60,7 +60,7 @@ def nudge(policy: Policy, size: float = 0.05) -> None:
 
 def request(ids: list[int], **changes: Any) -> GenerateRequest:
     fields: dict[str, Any] = {
-        "request_id": "r", "episode_id": "e", "turn": 0, "input_ids": ids, "max_new_tokens": 16, "stop_token_ids": [],
+        "episode_id": "e", "turn": 0, "input_ids": ids, "max_new_tokens": 16, "stop_token_ids": [],
         "sampling": SamplingParams(temperature=1.0, ignore_eos=True), "seed": 7,
     }  # fmt: skip
     return GenerateRequest(**(fields | changes))

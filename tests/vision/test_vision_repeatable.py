@@ -35,7 +35,7 @@ def test_a_second_turn_is_the_same_after_a_kill(vlm: Callable[[str], Path], fami
         digests = [digest_of(data) for data in images]
         expanded, placed = vision.expand(ids, digests)
         request = GenerateRequest(
-            request_id=str(turn), episode_id="e", turn=turn, input_ids=expanded, sampling=SamplingParams(),
+            episode_id="e", turn=turn, input_ids=expanded, sampling=SamplingParams(),
             max_new_tokens=24, stop_token_ids=[], banned_token_ids=vision.banned, seed=turn,
             images=[ImagePart(image=digest) for digest in digests],
             image_spans=[(start, start + len(picture.ids)) for picture, start in placed],

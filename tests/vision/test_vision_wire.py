@@ -34,7 +34,6 @@ def request(vision: Vision, ids: list[int], *images: bytes) -> GenerateRequest:
     digests = [digest_of(data) for data in images]
     expanded, placed = vision.expand(ids, digests)
     return GenerateRequest(
-        request_id="r",
         episode_id="e",
         turn=0,
         input_ids=expanded,

@@ -181,7 +181,6 @@ async def _trial(
 ) -> None:
     """One token with this spec's own sampling."""
     request = GenerateRequest(
-        request_id="trial",
         episode_id="trial",
         turn=0,
         input_ids=np.array((list(format.encode("Hello")) or [0])[:8], dtype=np.int32),
