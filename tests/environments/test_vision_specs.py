@@ -100,7 +100,7 @@ def test_the_smoke_run_needs_nothing_but_a_cpu(vlm: Path, tmp_path: Path) -> Non
         episodes = list(store.trajectories())
     assert [episode.outcome.failure for episode in episodes] == [None] * 8
     assert {len(episode.turns) for episode in episodes} == {2}
-    assert [image_tokens(vlm, branch) for episode in episodes for branch in episode.branches] == [[4, 4]] * 8
+    assert [image_tokens(vlm, episode.branches[-1]) for episode in episodes] == [[4, 4]] * 8
     assert all(set(turn.rewards) == {"color"} for episode in episodes for turn in episode.turns)
     shown = {episode.task_id: {image.image for m in episode.messages for image in m.images} for episode in episodes}
     assert [len(digests) for digests in shown.values()] == [2, 2]  # the samples of a task see the same pixels

@@ -42,7 +42,9 @@ def log() -> Iterator[list[tuple[Any, ...]]]:
 def run(tmp_path: Path, tiny_tokenizer_dir: Path) -> Callable[..., dict[str, Trajectory]]:
     """Run verl's rows against verl's interactions; the episodes by id."""
 
-    def go(replies: Any, rows: list[dict[str, Any]], interactions: Any = None, **changes: Any) -> dict[str, Trajectory]:
+    def go(
+        replies: Any, rows: list[dict[str, Any]], interactions: Any = None, exits: int = 0, **changes: Any
+    ) -> dict[str, Trajectory]:
         (tmp_path / "interactions.yaml").write_text(yaml.safe_dump({"interaction": interactions or PAIR}))
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         spec = {
@@ -58,8 +60,8 @@ def run(tmp_path: Path, tiny_tokenizer_dir: Path) -> Callable[..., dict[str, Tra
         }  # fmt: skip
         path = tmp_path / "verl.yaml"
         path.write_text(yaml.safe_dump(spec))
-        result = CliRunner().invoke(app, ["run", str(path), "--quiet", "--out", str(tmp_path / "runs")])
-        assert result.exit_code == 0, result.output
+        result = CliRunner().invoke(app, ["run", str(path), "--quiet", "--keep-going", "--out", str(tmp_path / "runs")])
+        assert result.exit_code == exits, result.output
         with RunStore.open(find_run("latest", tmp_path / "runs"), readonly=True) as store:
             return {trajectory.episode_id: trajectory for trajectory in store.trajectories()}
 
@@ -140,7 +142,7 @@ def test_what_an_interaction_does_wrong_is_blamed_on_it(run, log, at, words) -> 
 
 
 def test_it_is_finalized_when_the_backend_fails(run, log) -> None:
-    (episode,) = run(["No.", {"error": "gone"}], [row("a", name="gsm8k", ground_truth="42")]).values()
+    (episode,) = run(["No.", {"error": "gone"}], [row("a", name="gsm8k", ground_truth="42")], exits=3).values()
     assert episode.outcome.failure is not None
     assert episode.outcome.failure.blame == "backend"
     assert log[-1] == ("finalize", "a/0")

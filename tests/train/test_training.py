@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from engine.cli.main import app
-from engine.errors import TrainError
+from engine.errors import FailingError, TrainError
 from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.header import RunHeader
@@ -160,7 +160,9 @@ async def test_equal_groups_teach_nothing_and_are_no_error(train_spec: Any, tmp_
 
 async def test_nothing_but_failures_is_an_error_that_says_which(train_spec: Any, tmp_path: Path) -> None:
     trainer = begin(train_spec(user={"use": "worlds_for_training:Broken"}), tmp_path / "runs")
-    with pytest.raises(TrainError, match=r"no episode of 8 groups can be trained on: failed: user_error \(user\) 32"):
+    with pytest.raises(
+        FailingError, match=r"the first 16 finished episodes failed with one cause, user_error \(user\) at .*spec.yaml"
+    ):
         await trainer.run()
 
 
