@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+import typer
+
+from engine.terminal import echo
+
 DONE = 0
 """Every episode came to an end. A failed episode is data."""
 ERROR = 1
@@ -14,3 +20,13 @@ INTERRUPTED = 130
 """Ctrl-C, as shells have it."""
 TERMINATED = 143
 """SIGTERM, as shells have it."""
+
+
+def wrong_usage(words: str) -> NoReturn:
+    """Print what is wrong with the command line.
+
+    Raises:
+        typer.Exit: with status 2.
+    """
+    echo(words, err=True)
+    raise typer.Exit(USAGE)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.cli.exits import ERROR, FAILED
+from engine.cli.exits import ERROR, FAILED, wrong_usage
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -187,14 +187,14 @@ def prepare(
 ) -> tuple[LoadedSpec, list[Task], RunStore]:
     """Load and check the spec, read its tasks, and open the store."""
     from engine.checks import check_spec
-    from engine.errors import SpecError, StoreError
+    from engine.errors import SpecError
     from engine.spec.load import load_spec
     from engine.spec.tasks import load_tasks
     from engine.store import RunHeader, RunStore, find_run
 
     if resume is not None:
         if spec is not None or overrides or limit is not None:
-            raise StoreError("--resume finishes a run as it was begun; leave out SPEC, --set and --limit")
+            wrong_usage("--resume finishes a run as it was begun; leave out SPEC, --set and --limit")
         store = RunStore.open(find_run(resume, out=out or Path("runs")))
         try:
             loaded = store.header.loaded_spec(strict=True)
@@ -203,7 +203,7 @@ def prepare(
             store.close()
             raise
     if spec is None:
-        raise StoreError("give a spec to run, or --resume RUN")
+        wrong_usage("give a spec to run, or --resume RUN")
     changes = [*overrides, f"tasks.limit={limit}"] if limit is not None else overrides
     loaded = load_spec(spec, changes)
     found = check_spec(loaded)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.cli.exits import ERROR, FAILED
+from engine.cli.exits import ERROR, FAILED, wrong_usage
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _prepare(
 ) -> tuple[LoadedSpec, Path]:
     """The spec, checked, and the training's folder."""
     from engine.checks import check_spec
-    from engine.errors import SpecError, TrainError
+    from engine.errors import SpecError
     from engine.spec.load import load_spec
     from engine.store.header import RunHeader, new_run_id
     from engine.train import folder as folders
@@ -107,11 +107,11 @@ def _prepare(
 
     if resume is not None:
         if spec is not None or overrides:
-            raise TrainError("--resume goes on as it was begun; leave out SPEC and --set", kind="train_setup")
+            wrong_usage("--resume goes on as it was begun; leave out SPEC and --set")
         found = folders.find_training(resume, out or Path("runs"))
         return folders.read_header(found).loaded_spec(strict=True), found
     if spec is None:
-        raise TrainError("give a spec to train, or --resume TRAINING", kind="train_setup")
+        wrong_usage("give a spec to train, or --resume TRAINING")
     loaded = load_spec(spec, overrides)
     told = check_spec(loaded)
     errors = [item for item in told if item.severity == "error"]

@@ -215,3 +215,25 @@ def test_help_names_the_exit_statuses() -> None:
     words = " ".join(found.output.replace("│", " ").split())
     for said in ("0 when every episode", "1 when the spec", "2 when the command line", "3 when no server", "130 after"):
         assert said in words, words
+
+
+@pytest.mark.parametrize("command", ["run", "train"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give a spec to"),
+        (["--resume", "latest", "spec.yaml"], "leave out SPEC"),
+        (["--resume", "latest", "--set", "name=x"], "leave out SPEC"),
+        (["spec.yaml", "--no-such-option"], "No such option"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2(command: str, arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, [command, *arguments])
+    assert result.exit_code == 2, result.output
+    assert words in result.output
+
+
+def test_a_resume_refuses_a_limit() -> None:
+    result = CliRunner().invoke(app, ["run", "--resume", "latest", "--limit", "2"])
+    assert result.exit_code == 2
+    assert "--resume finishes a run as it was begun; leave out SPEC, --set and --limit" in result.output

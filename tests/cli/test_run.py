@@ -98,12 +98,6 @@ def test_an_invalid_spec_runs_nothing(tmp_path: Path, tiny_tokenizer_dir: Path) 
     assert not (tmp_path / "runs").exists()
 
 
-def test_resume_refuses_changes(tmp_path: Path) -> None:
-    code, _, err = finish(engine("run", "--resume", "latest", "--limit", "2", cwd=tmp_path))
-    assert code == 1
-    assert "--resume finishes a run as it was begun; leave out SPEC, --set and --limit" in err
-
-
 def test_ctrl_c_ends_cleanly_and_resume_finishes(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks=40, delay=0.05)
     process = engine("run", spec, cwd=tmp_path)
