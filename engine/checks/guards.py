@@ -1,4 +1,4 @@
-"""Rules over guards: the `conditions` of transitions and the `when` of reward rules."""
+"""Rules about guards: the `conditions` of transitions, the `when` of reward rules and the `state_key` of credit."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from functools import lru_cache
 
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
-from engine.machine.guards import LONGEST, guard_problems
+from engine.machine.guards import MAX_CHARACTERS, guard_problems
 from engine.machine.inference import Kind
 from engine.rewards.state_key import is_fact_name
 from engine.spec.diagnostic import DataPath
 
 STATE_KEY: DataPath = ("rewards", "credit", "state_key")
-"""The one expression that may be of any type."""
+"""The one expression whose result may have any type."""
 
 
 def expressions(ctx: CheckContext) -> Iterator[tuple[DataPath, str]]:
-    """Every guard that the spec itself writes, and where."""
+    """Yield the position and the text of every expression that the spec itself contains."""
     for index, item in enumerate(ctx.spec.machine.transitions):
         if item.conditions is not None:
             yield ("machine", "transitions", index, "conditions"), item.conditions
@@ -32,39 +32,39 @@ def expressions(ctx: CheckContext) -> Iterator[tuple[DataPath, str]]:
 _problems = lru_cache(maxsize=8192)(guard_problems)
 
 
-def _of(ctx: CheckContext, kind: Kind) -> Iterator[Finding]:
+def _problems_of_kind(ctx: CheckContext, kind: Kind) -> Iterator[Finding]:
     for path, expression in expressions(ctx):
-        ctx.work.spend(min(len(expression), LONGEST))
+        ctx.work.spend(min(len(expression), MAX_CHARACTERS))
         for problem in _problems(expression):
             if problem.kind == kind and not (kind == "not-boolean" and path == STATE_KEY):
                 yield Finding(problem.message, path, problem.fix, offset=problem.column - 1)
 
 
-@rule("guard.parse", "error", "a guard is not CEL")
+@rule("guard.parse", "error", "a guard is not valid CEL")
 def guard_parse(ctx: CheckContext) -> Iterator[Finding]:
-    """It cannot be read, or uses what guards do not have."""
-    return _of(ctx, "parse")
+    """It has a syntax error, or uses a part of CEL that guards do not support."""
+    return _problems_of_kind(ctx, "parse")
 
 
 @rule("guard.unknown-name", "error", "a guard names a variable, a field or a function that does not exist")
 def guard_unknown_name(ctx: CheckContext) -> Iterator[Finding]:
-    """The nearest one that does is named."""
-    return _of(ctx, "unknown-name")
+    """The fix names the most similar one that exists."""
+    return _problems_of_kind(ctx, "unknown-name")
 
 
-@rule("guard.wrong-type", "error", "types in a guard do not fit")
+@rule("guard.wrong-type", "error", "types in a guard do not match")
 def guard_wrong_type(ctx: CheckContext) -> Iterator[Finding]:
-    """An operator or a function is given what it cannot take."""
-    return _of(ctx, "wrong-type")
+    """An operator or a function cannot be applied to the types of its operands."""
+    return _problems_of_kind(ctx, "wrong-type")
 
 
-@rule("guard.not-boolean", "error", "a guard is neither true nor false")
+@rule("guard.not-boolean", "error", "a guard does not return true or false")
 def guard_not_boolean(ctx: CheckContext) -> Iterator[Finding]:
-    """Its answer is a number, a text, a list or a map."""
-    return _of(ctx, "not-boolean")
+    """It returns a number, a string, a list or a map."""
+    return _problems_of_kind(ctx, "not-boolean")
 
 
 @rule("guard.too-costly", "error", "a guard may take too long")
 def guard_too_costly(ctx: CheckContext) -> Iterator[Finding]:
-    """Its loops inside of each other multiply; no other episode moves while a guard is evaluated."""
-    return _of(ctx, "too-costly")
+    """Nested loops multiply, and no other episode runs while a guard is evaluated."""
+    return _problems_of_kind(ctx, "too-costly")

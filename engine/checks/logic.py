@@ -18,7 +18,7 @@ from itertools import product
 from math import ceil, floor, inf, isfinite
 
 from engine.machine.expression import Constant, ExpressionError, Index, ListOf, Name, Node, Operation, Select, parse
-from engine.machine.guards import LONGEST
+from engine.machine.guards import MAX_CHARACTERS
 from engine.machine.variables import VARIABLES
 
 MOST_CLAUSES = 256
@@ -109,7 +109,7 @@ ALWAYS = Formula(((),), ())
 @lru_cache(maxsize=8192)
 def formula(expression: str, limits: tuple[tuple[str, float], ...] = ()) -> Formula:
     """A guard as clauses, given the values of `limits.*`. What cannot be read is unknown."""
-    if len(expression) > LONGEST:
+    if len(expression) > MAX_CHARACTERS:
         return UNKNOWN
     try:
         tree = parse(expression)

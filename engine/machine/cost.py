@@ -1,10 +1,10 @@
-"""An upper bound for the work of an expression, found without running it.
+"""An upper bound for the work of evaluating an expression, computed without evaluating it.
 
-The CEL library has no budget of its own, and a call of it cannot be stopped. `all`, `exists`, `filter` and `map` inside of
-each other multiply the lengths of their lists, and `map` and `filter` copy what they have built at every step.
+Evaluation cannot be interrupted, and no other episode runs meanwhile. Nested macros (`all`, `exists`, `filter`, `map`)
+multiply the lengths of their lists.
 
-Invariant: the bound only grows with the sizes that are given, so sizes that are too large never hide a costly expression.
-One unit is about 0.1 to 0.4 microseconds of the library's time: a node visited, or a value copied or compared.
+The bound is monotonic in the sizes, so sizes that are too large never hide a costly expression. One unit is a node
+visited, or a value copied or compared: about 0.1 to 0.4 microseconds.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from typing import Any, NamedTuple
 
 from engine.machine.expression import Call, Comprehension, ListOf, MapOf, Name, Node, Operation
 
-MOST_WORK = 1_000_000
-"""Units that one evaluation may cost: some tenths of a second, in which no other episode moves."""
-MOST_COUNTED = 200_000
-"""Values in one variable that are counted before a loop: the counting itself takes time."""
-_CHARACTERS = 1_000
-"""Characters that a text function reads in one unit."""
-_MATCHED = 50
+MAX_WORK = 1_000_000
+"""Units that one evaluation may cost: a few tenths of a second."""
+MAX_COUNTED = 200_000
+"""Values of one variable that are counted before a loop; counting takes time too."""
+_CHARACTERS_PER_UNIT = 1_000
+"""Characters that a string function reads in one unit."""
+_MATCHED_PER_UNIT = 50
 """Characters that `matches` reads in one unit."""
-_COMPILED = 1_000
-"""Units that `matches` takes to read its pattern, at every call."""
-_DEEPEST = 6
-"""Loops inside of each other that are looked into; each level doubles the work of finding the bound."""
-_MOST = 10**15
-"""Bounds are not counted beyond this: nested lists would otherwise make very large integers."""
+_PATTERN_UNITS = 1_000
+"""Units that `matches` takes to compile its pattern, at every call."""
+_MAX_NESTED_LOOPS = 6
+"""Nesting levels of loops that are examined; each level doubles the work of computing the bound."""
+_MAX_BOUND = 10**15
+"""Larger bounds are cut to this: nested lists would otherwise give very large integers."""
 
 
 class Sizes(NamedTuple):
-    """How large the values of an expression's variables are, at most."""
+    """Upper bounds for the values of an expression's variables."""
 
     length: int
     """Elements of the longest list or map, at any depth."""
     nodes: int
     """Values in the largest variable, at all depths together."""
     characters: int
-    """Of the longest text."""
+    """Characters of the longest string."""
 
 
-ASSUMED = Sizes(length=64, nodes=65, characters=10_000)
-"""What a check before the run takes facts and task fields to hold."""
+ASSUMED_SIZES = Sizes(length=64, nodes=65, characters=10_000)
+"""The sizes of facts and task fields that a check before the run assumes."""
 
 
 def sizes_of(values: Iterable[Any]) -> Sizes:
-    """The sizes of the values that variables have; with more than `MOST_COUNTED` nodes, sizes that no loop is allowed on."""
+    """Return the sizes of variables; for more than `MAX_COUNTED` values, sizes on which no loop is allowed."""
     length = most = characters = 0
     for value in values:
         nodes = 0
@@ -54,8 +54,8 @@ def sizes_of(values: Iterable[Any]) -> Sizes:
         while waiting:
             item = waiting.pop()
             nodes += 1
-            if nodes > MOST_COUNTED:
-                return Sizes(_MOST, _MOST, _MOST)
+            if nodes > MAX_COUNTED:
+                return Sizes(_MAX_BOUND, _MAX_BOUND, _MAX_BOUND)
             if isinstance(item, str):
                 characters = max(characters, len(item))
             elif isinstance(item, Mapping):
@@ -71,7 +71,7 @@ def sizes_of(values: Iterable[Any]) -> Sizes:
 
 
 class _Bound(NamedTuple):
-    """A part of an expression: the work to evaluate it, and how large its value may be."""
+    """Upper bounds for a part of an expression: the work to evaluate it, and the size of its value."""
 
     work: int
     length: int
@@ -79,17 +79,17 @@ class _Bound(NamedTuple):
 
 
 def work_of(tree: Node, sizes: Sizes) -> int:
-    """The most units that evaluating the expression may cost.
+    """Return the maximum number of units that evaluating the expression may cost.
 
     Args:
         tree: From `parse`.
-        sizes: Of its variables.
+        sizes: Upper bounds for its variables.
     """
     return _bound(tree, sizes, {}).work
 
 
 def is_looping(tree: Node) -> bool:
-    """Whether the expression goes through a list or a map; if not, its work is a multiple of its own length."""
+    """Whether the expression loops over a list or a map; if not, its work is proportional to its own length."""
     return any(isinstance(node, Comprehension) for node in tree.walk())
 
 
@@ -105,25 +105,25 @@ def _bound(node: Node, sizes: Sizes, variables: Mapping[str, _Bound], level: int
     if isinstance(node, ListOf | MapOf):
         return _capped(work + nodes, max(length, len(node.items)), nodes)
     if isinstance(node, Call):
-        read = sizes.characters // _CHARACTERS
-        work += _COMPILED + sizes.characters // _MATCHED if node.name == "matches" else read
+        read = sizes.characters // _CHARACTERS_PER_UNIT
+        work += _PATTERN_UNITS + sizes.characters // _MATCHED_PER_UNIT if node.name == "matches" else read
         return _capped(work, length, nodes)
     if isinstance(node, Operation) and node.operator in ("+", "==", "!=", "in", "<", "<=", ">", ">="):
         joined = sum(part.length for part in parts) if node.operator == "+" else 0
-        copied = nodes if node.operator in ("+", "==", "!=", "in") else 1  # only texts and numbers have an order
-        return _capped(work + copied + sizes.characters // _CHARACTERS, joined, nodes if joined else 1)
+        copied = nodes if node.operator in ("+", "==", "!=", "in") else 1  # only strings and numbers are ordered
+        return _capped(work + copied + sizes.characters // _CHARACTERS_PER_UNIT, joined, nodes if joined else 1)
     return _capped(work, length, nodes)
 
 
 def _loop(node: Comprehension, sizes: Sizes, variables: Mapping[str, _Bound], level: int = 0) -> _Bound:
-    """A loop's bound. Its elements have at most the nodes of the whole list between them.
+    """The bound of a loop. Together, its elements have at most the nodes of the whole list.
 
-    A body's work grows at least in proportion with its element, so the costliest list has one element that holds
-    everything, and the others are scalars.
+    A body's work grows at least in proportion to the size of its element, so the worst list has one element that holds
+    everything, and scalars otherwise.
     """
     over = _bound(node.over, sizes, variables, level)
-    if level == _DEEPEST:
-        return _Bound(_MOST, over.length, over.nodes)
+    if level == _MAX_NESTED_LOOPS:
+        return _Bound(_MAX_BOUND, over.length, over.nodes)
     scalar, whole = (
         [_bound(body, sizes, {**variables, node.variable: element}, level + 1) for body in node.bodies]
         for element in (_Bound(1, 0, 1), _Bound(1, over.nodes, over.nodes))
@@ -141,4 +141,4 @@ def _loop(node: Comprehension, sizes: Sizes, variables: Mapping[str, _Bound], le
 
 
 def _capped(work: int, length: int, nodes: int) -> _Bound:
-    return _Bound(min(work, _MOST), min(length, _MOST), min(nodes, _MOST))
+    return _Bound(min(work, _MAX_BOUND), min(length, _MAX_BOUND), min(nodes, _MAX_BOUND))

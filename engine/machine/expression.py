@@ -1,7 +1,7 @@
-"""CEL's grammar, as far as guards need it: an expression -> a tree that knows the place of each of its parts.
+"""Parser for guards: the text of an expression to a syntax tree whose nodes know their position in the text.
 
-Knows nothing of variables or types. The library that runs guards gives no tree; it remains the authority on what is
-CEL, and this parser reads what it accepts. Grammar: the Common Expression Language specification, "Syntax".
+The grammar is that of the Common Expression Language (specification, section "Syntax") without unsigned integers, byte
+strings and messages, which no guard variable holds. The parser knows nothing of variables and types.
 """
 
 from __future__ import annotations
@@ -9,31 +9,40 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from math import isfinite
+from typing import Any
 
-DEEPEST = 50
-"""Levels that a tree may have: bounds the recursion of whoever walks it."""
+MAX_DEPTH = 50
+"""Nesting levels of a tree; bounds the recursion of every function that walks it."""
 
 MACROS = {"all": 1, "exists": 1, "exists_one": 1, "filter": 1, "map": 1}
-"""Comprehensions over a list or the keys of a map; `map` may have a condition before its result."""
+"""Macros over a list or the keys of a map, and how many expressions follow the variable; `map` also takes a condition
+before its result."""
 
 
 class ExpressionError(ValueError):
-    """The text is no expression that this parser knows."""
+    """The text is not a valid expression.
 
-    def __init__(self, message: str, offset: int) -> None:
+    Attributes:
+        offset: Index of the wrong character, from 0.
+        fix: What to write instead, where that is known.
+    """
+
+    def __init__(self, message: str, offset: int, fix: str | None = None) -> None:
         super().__init__(message)
         self.offset = offset
+        self.fix = fix
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A part of an expression: the text from `start` up to `end`."""
+    """A part of an expression: the characters from `start` up to, not including, `end`."""
 
     start: int
     end: int
 
     def children(self) -> Iterator[Node]:
-        """The parts that it is made of, in the order in which they are written."""
+        """Yield the operands, in the order in which they are written."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Node):
@@ -42,7 +51,7 @@ class Node:
                 yield from value
 
     def walk(self) -> Iterator[Node]:
-        """It and all that is in it, outermost first."""
+        """Yield this node and all nodes below it, outermost first."""
         yield self
         for child in self.children():
             yield from child.walk()
@@ -50,22 +59,22 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Name(Node):
-    """A variable, or a type such as `int`."""
+    """A variable, or the name of a type, such as `int`."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Constant(Node):
-    """A literal: its CEL type and its text."""
+    """A literal: the name of its CEL type and its Python value."""
 
     type: str
-    text: str
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Select(Node):
-    """`of.field`; inside `has()`, a test whether it is there."""
+    """`of.field`; `test` is set inside `has()`, which asks whether the field exists."""
 
     of: Node
     field: str
@@ -91,7 +100,7 @@ class Call(Node):
 
 @dataclass(frozen=True, slots=True)
 class Operation(Node):
-    """An operator and what it is applied to: `!`, `-` (one), `?:` (three), `&&`, `||` (two or more), others two."""
+    """An operator and its operands: one for `!` and the minus sign, three for `?:`, two or more for `&&` and `||`, else two."""
 
     operator: str
     args: tuple[Node, ...]
@@ -99,7 +108,7 @@ class Operation(Node):
 
 @dataclass(frozen=True, slots=True)
 class Comprehension(Node):
-    """`over.name(variable, bodies)`."""
+    """A macro: `over.name(variable, bodies)`."""
 
     name: str
     over: Node
@@ -116,23 +125,30 @@ class ListOf(Node):
 
 @dataclass(frozen=True, slots=True)
 class MapOf(Node):
-    """`{key: value}`: keys and values in turn."""
+    """`{key: value}`; `items` holds key, value, key, value and so on."""
 
     items: tuple[Node, ...]
 
 
 _TOKEN = re.compile(
     r"""(?P<blank>[\t\n\f\r ]+|//[^\n]*)
-    |(?P<bytes>(?:[bB][rR]?|[rR][bB])(?:'''(?s:.*?)'''|\"\"\"(?s:.*?)\"\"\"|'(?:\\.|[^'\\\n\r])*'|"(?:\\.|[^"\\\n\r])*"))
     |(?P<string>[rR](?:'''(?s:.*?)'''|\"\"\"(?s:.*?)\"\"\"|'[^'\n\r]*'|"[^"\n\r]*")
        |'''(?s:\\.|[^\\])*?'''|\"\"\"(?s:\\.|[^\\])*?\"\"\"|'(?:\\.|[^'\\\n\r])*'|"(?:\\.|[^"\\\n\r])*")
     |(?P<double>\d*\.\d+(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)
-    |(?P<uint>(?:0x[0-9a-fA-F]+|\d+)[uU])
     |(?P<int>0x[0-9a-fA-F]+|\d+)
     |(?P<name>[A-Za-z_][A-Za-z0-9_]*)
     |(?P<sign>==|!=|<=|>=|&&|\|\||[.,\[\]{}()<>+\-*/%!?:])""",
-    re.VERBOSE,
+    re.VERBOSE | re.ASCII,
 )
+_ESCAPE = re.compile(
+    r"""\\(?:(?P<char>[abfnrtv\\?"'`])|[xX](?P<x>[0-9a-fA-F]{2})|u(?P<u>[0-9a-fA-F]{4})|U(?P<U>[0-9a-fA-F]{8})
+    |(?P<octal>[0-3][0-7]{2})|(?P<unknown>.))""",
+    re.VERBOSE | re.DOTALL,
+)
+_ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+_WORDS = {"true": True, "false": False, "null": None}
+_FOREIGN = {"and": "&&", "or": "||", "not": "!", "=": "==", "&": "&&", "|": "||", "is": "=="}
+"""What other languages write, and the CEL operator for it."""
 
 _LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"||"}),
@@ -141,7 +157,7 @@ _LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"+", "-"}),
     frozenset({"*", "/", "%"}),
 )
-"""Binary operators, loosest first; all group from the left."""
+"""Binary operators, loosest first; all are left-associative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +168,7 @@ class _Token:
 
     @property
     def end(self) -> int:
+        """Index behind the last character."""
         return self.start + len(self.text)
 
 
@@ -161,42 +178,84 @@ def _tokens(text: str) -> list[_Token]:
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
-            raise ExpressionError(f"`{text[at]}` cannot be read", at)
+            raise ExpressionError(f"`{text[at]}` cannot be read", at, _replacement(text[at]))
         kind = str(match.lastgroup)
         if kind != "blank":
-            word = match[0] in ("in", "true", "false", "null")
-            found.append(_Token("sign" if word else kind, match[0], at))
+            found.append(_Token("sign" if match[0] in ("in", *_WORDS) else kind, match[0], at))
         at = match.end()
     found.append(_Token("end", "", len(text)))
     return found
 
 
+def _replacement(word: str) -> str | None:
+    return f"CEL writes `{_FOREIGN[word]}`" if word in _FOREIGN else None
+
+
 def parse(text: str) -> Node:
-    """An expression's tree.
+    """Return the syntax tree of an expression.
 
     Raises:
-        ExpressionError: it is not CEL, or nested too deeply.
+        ExpressionError: the text is not a valid expression, or is nested more than `MAX_DEPTH` levels deep.
     """
+    if not text.strip():
+        raise ExpressionError("the expression is empty", 0, "leave `conditions` out if the transition is always taken")
     parser = _Parser(text)
     tree = parser.expression()
     parser.expect("", "end")
     return tree
 
 
+def _number(token: _Token) -> int | float:
+    """The value of a number token, with its minus sign if the text has one.
+
+    Raises:
+        ExpressionError: the value does not fit into 64 bits.
+    """
+    if token.kind == "double":
+        if isfinite(double := float(token.text)):
+            return double
+    elif -(2**63) <= (whole := int(token.text, 16 if "x" in token.text else 10)) < 2**63:
+        return whole
+    raise ExpressionError(f"`{token.text}` does not fit into 64 bits", token.start)
+
+
+def _string(token: _Token) -> str:
+    """The value of a string token: quotes removed, escapes replaced unless it is raw.
+
+    Raises:
+        ExpressionError: an escape is unknown.
+    """
+    raw = token.text[0] in "rR"
+    body = token.text[raw:]
+    quotes = 3 if body[:3] in ("'''", '"""') else 1
+
+    def character(match: re.Match[str]) -> str:
+        if match["char"]:
+            return _ESCAPED.get(match["char"], match["char"])
+        digits = match["x"] or match["u"] or match["U"]
+        code = int(digits, 16) if digits else int(match["octal"], 8) if match["octal"] else -1
+        if not 0 <= code <= 0x10FFFF or 0xD800 <= code <= 0xDFFF:
+            raise ExpressionError(f"unknown escape `{match[0]}` in a string", token.start, "write `\\\\` for a backslash")
+        return chr(code)
+
+    body = body[quotes:-quotes]
+    return body if raw else _ESCAPE.sub(character, body)
+
+
 class _Parser:
-    """Recursive descent; `deep` counts the levels that are open."""
+    """Recursive-descent parser; `depth` is the number of open levels."""
 
     def __init__(self, text: str) -> None:
         self.tokens = _tokens(text)
         self.at = 0
-        self.deep = 0
+        self.depth = 0
 
     @property
     def token(self) -> _Token:
         return self.tokens[self.at]
 
     def take(self, *texts: str) -> _Token | None:
-        """The next token, where it is one of these signs."""
+        """Consume the next token if it is one of these signs."""
         token = self.token
         if token.kind == "sign" and token.text in texts:
             self.at += 1
@@ -206,14 +265,18 @@ class _Parser:
     def expect(self, text: str, kind: str = "sign") -> _Token:
         token = self.token
         if token.kind != kind or (text and token.text != text):
-            raise ExpressionError(f"`{token.text or 'the end'}` where `{text or kind}` belongs", token.start)
+            if token.kind == "end":
+                raise ExpressionError("the expression ends too early", token.start)
+            before = self.tokens[self.at - 1].text if self.at else ""
+            fix = _replacement("not" if before == "not" else token.text)
+            raise ExpressionError(f"`{token.text}` is not expected here", token.start, fix)
         self.at += 1
         return token
 
     def nest(self, levels: int = 1) -> None:
-        self.deep += levels
-        if self.deep > DEEPEST:
-            raise ExpressionError(f"nested more than {DEEPEST} deep", self.token.start)
+        self.depth += levels
+        if self.depth > MAX_DEPTH:
+            raise ExpressionError(f"nested more than {MAX_DEPTH} levels deep", self.token.start)
 
     def expression(self) -> Node:
         self.nest()
@@ -223,13 +286,13 @@ class _Parser:
             self.expect(":")
             other = self.expression()
             node = Operation(node.start, other.end, "?:", (node, then, other))
-        self.deep -= 1
+        self.depth -= 1
         return node
 
     def binary(self, level: int) -> Node:
         if level == len(_LEVELS):
             return self.unary()
-        before = self.deep
+        before = self.depth
         node = self.binary(level + 1)
         while sign := self.take(*_LEVELS[level]):
             right = self.binary(level + 1)
@@ -237,22 +300,24 @@ class _Parser:
             if len(chain) == 1:
                 self.nest()
             node = Operation(node.start, right.end, sign.text, (*chain, right))
-        self.deep = before
+        self.depth = before
         return node
 
     def unary(self) -> Node:
         sign = self.take("!", "-")
         if sign is None:
             return self.member()
+        if sign.text == "-" and self.token.kind in ("int", "double") and self.token.start == sign.end:
+            number = self.token
+            self.tokens[self.at] = _Token(number.kind, f"-{number.text}", sign.start)
+            return self.member()
         self.nest()
         inner = self.unary()
-        self.deep -= 1
-        if sign.text == "-" and isinstance(inner, Constant) and inner.type in ("int", "double"):
-            return Constant(sign.start, inner.end, inner.type, "-" + inner.text)
+        self.depth -= 1
         return Operation(sign.start, inner.end, sign.text, (inner,))
 
     def member(self) -> Node:
-        before = self.deep
+        before = self.depth
         node = self.primary()
         while sign := self.take(".", "["):
             self.nest()
@@ -266,11 +331,11 @@ class _Parser:
                 node = self.call(node, name.text, args, self.tokens[self.at - 1].end)
             else:
                 node = Select(node.start, name.end, node, name.text)
-        self.deep = before
+        self.depth = before
         return node
 
     def call(self, target: Node | None, name: str, args: tuple[Node, ...], end: int) -> Node:
-        """A call, or the macro that it stands for."""
+        """A call, or the macro of that name."""
         start = target.start if target is not None else self.tokens[self.at].start
         if target is not None and name in MACROS and args and isinstance(args[0], Name):
             bodies = len(args) - 1
@@ -279,7 +344,7 @@ class _Parser:
         return Call(start, end, name, target, args)
 
     def listed(self, close: str) -> tuple[Node, ...]:
-        """Expressions up to the closing sign; a comma may follow the last of a list."""
+        """Expressions up to the closing sign; a comma may follow the last one."""
         items: list[Node] = []
         while not self.take(close):
             items.append(self.expression())
@@ -290,11 +355,11 @@ class _Parser:
 
     def primary(self) -> Node:
         token = self.token
-        if token.kind in ("int", "uint", "double", "string", "bytes"):
+        if token.kind in ("int", "double", "string"):
             self.at += 1
-            return Constant(token.start, token.end, token.kind, token.text)
-        if found := self.take("true", "false", "null"):
-            return Constant(found.start, found.end, "null" if found.text == "null" else "bool", found.text)
+            return Constant(token.start, token.end, token.kind, _string(token) if token.kind == "string" else _number(token))
+        if found := self.take(*_WORDS):
+            return Constant(found.start, found.end, "null" if found.text == "null" else "bool", _WORDS[found.text])
         if self.take("("):
             inner = self.expression()
             self.expect(")")
@@ -304,7 +369,7 @@ class _Parser:
             return ListOf(token.start, self.tokens[self.at - 1].end, items)
         if self.take("{"):
             return self.map_of(token)
-        self.take(".")  # a leading dot means the outermost name, which all names here are
+        self.take(".")  # a leading dot asks for the outermost scope; guards have only one
         name = self.expect("", "name")
         if self.take("("):
             return self.function(name, token.start)

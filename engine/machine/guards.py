@@ -1,175 +1,115 @@
-"""Guards: CEL expressions over a documented, typed context, compiled once and checked before anything runs.
+"""Guards: expressions in CEL over documented, typed variables, compiled once and checked before a run.
 
-Invariant: a guard answers true or false, or raises a `GuardError` that says what to write instead. It changes
-nothing, and many episodes may ask the same guard at once.
+A guard returns true or false, or raises a `GuardError` that says what to write instead. Evaluation changes nothing, so
+many episodes may share a guard.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import GuardError
-from engine.machine.celext import cel_module
-from engine.machine.cost import ASSUMED, MOST_WORK, is_looping, sizes_of, work_of
-from engine.machine.explain import explain
-from engine.machine.expression import MACROS, ExpressionError, Node, parse
-from engine.machine.inference import NUMBERS, Finding, Inference, Kind, describe
-from engine.machine.variables import BOOL, DYN, STRING, VARIABLES, Member, Variable
+from engine.machine.cost import ASSUMED_SIZES, MAX_WORK, is_looping, sizes_of, work_of
+from engine.machine.evaluate import EvaluationError, compile_tree
+from engine.machine.expression import ExpressionError, Name, parse
+from engine.machine.inference import GuardProblem, TypeInference, describe
+from engine.machine.operators import NUMBERS
+from engine.machine.variables import BOOL, DYN, STRING, VARIABLES
 
-cel = cel_module()
-
-LONGEST = 4_000
+MAX_CHARACTERS = 4_000
 """Characters that an expression may have."""
 
 
-_LOOP = re.compile(rf"\.\s*(?:{'|'.join(MACROS)})\s*\(")
-"""What every expression holds that goes through a list or a map."""
-
-
-@dataclass(frozen=True, slots=True)
-class GuardProblem:
-    """One thing that is wrong with an expression, found without running it."""
-
-    message: str
-    column: int
-    """From 1, in the expression."""
-    fix: str | None = None
-    kind: Kind = "parse"
-
-
 class Guard:
-    """One CEL expression, compiled.
+    """One compiled CEL expression.
 
     guard = Guard("turns.user < limits.user_turns")
     guard.names                                                             # frozenset({"limits", "turns"})
     guard.evaluate({"turns": {"user": 1}, "limits": {"user_turns": 3}})     # True
 
     Raises:
-        GuardError: the expression is not CEL, or nested too deeply.
+        GuardError: the expression is too long, is not valid, or calls a function that does not exist.
     """
 
-    __slots__ = ("_loops", "_program", "expression", "names")
+    __slots__ = ("_evaluate", "_looping_tree", "expression", "names")
 
     def __init__(self, expression: str) -> None:
         self.expression = expression
-        if len(expression) > LONGEST:
-            raise GuardError(f"a guard of {len(expression)} characters; {LONGEST} are the most")
+        if len(expression) > MAX_CHARACTERS:
+            raise GuardError(f"a guard has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed")
         try:
-            self._program = cel.compile(expression)
-            found = self._program.references()["variables"]
-        except ValueError as error:
-            raise GuardError(f"guard `{expression}`: {error}") from error
-        self.names = frozenset(found) & frozenset(VARIABLES)
-        self._loops = _looping(expression)
-        """The tree of an expression whose work depends on its variables; None for any other."""
+            tree = parse(expression)
+            self._evaluate = compile_tree(tree, expression)
+        except ExpressionError as error:
+            fix = f"; {error.fix}" if error.fix else ""
+            raise GuardError(f"guard `{expression}`, column {error.offset + 1}: {error}{fix}") from error
+        self.names = frozenset(node.name for node in tree.walk() if isinstance(node, Name)) & frozenset(VARIABLES)
+        """The variables that it reads."""
+        self._looping_tree = tree if is_looping(tree) else None
+        """The tree, if the work depends on the sizes of the variables."""
 
     def evaluate(self, context: Mapping[str, Any]) -> bool:
-        """Whether it holds.
+        """Return whether the guard holds.
 
         Args:
-            context: A map for each of `names`.
+            context: A mapping for each variable in `names`.
 
         Raises:
-            GuardError: it asks for what is not there, mixes types, or answers neither true nor false.
+            GuardError: a field is missing, types do not fit, the work exceeds `MAX_WORK`, or the result is not a bool.
         """
-        answer = self.value(context)
-        if answer is True or answer is False:
-            return bool(answer)
-        raise GuardError(f"guard `{self.expression}` answers {answer!r}, which is neither true nor false; compare it")
+        value = self.value(context)
+        if value is True or value is False:
+            return bool(value)
+        raise GuardError(f"guard `{self.expression}` returns {value!r} instead of true or false; compare it")
 
     def value(self, context: Mapping[str, Any]) -> Any:
-        """What it comes to, of whatever type.
+        """Return the expression's value, of any type.
 
         Raises:
-            GuardError: it asks for what is not there, mixes types, or may take more than `MOST_WORK`.
+            GuardError: a field is missing, types do not fit, or the work exceeds `MAX_WORK`.
         """
-        if self._loops is not None:
-            work = work_of(self._loops, sizes_of(context.values()))
-            if work > MOST_WORK:
+        if self._looping_tree is not None:
+            work = work_of(self._looping_tree, sizes_of(context.values()))
+            if work > MAX_WORK:
                 raise GuardError(
-                    f"guard `{self.expression}`: it may take {work:,} steps on these values; {MOST_WORK:,} are allowed. "
-                    "Nest fewer loops, or keep the lists that it goes through shorter"
+                    f"guard `{self.expression}`: it may take {work:,} steps on these values; {MAX_WORK:,} are allowed. "
+                    "Nest fewer loops, or shorten the lists that it loops over"
                 )
         try:
-            return self._program.execute(context)
-        except Exception as error:  # whatever CEL raises is the expression's fault
-            raise GuardError(self._explain(error, context)) from error
-
-    def _explain(self, error: Exception, context: Mapping[str, Any]) -> str:
-        return f"guard `{self.expression}`: {explain(self.expression, error, context)}"
+            return self._evaluate(context)
+        except EvaluationError as error:
+            raise GuardError(f"guard `{self.expression}`: {error}") from error
+        except RecursionError as error:
+            raise GuardError(f"guard `{self.expression}`: a value is nested too deeply to be compared") from error
 
     def __repr__(self) -> str:
         return f"Guard({self.expression!r})"
 
 
-def _looping(expression: str) -> Node | None:
-    if _LOOP.search(expression) is None:
-        return None
-    try:
-        tree = parse(expression)
-    except ExpressionError as error:
-        raise GuardError(f"guard `{expression}`: guards cannot use this: {error}") from error
-    return tree if is_looping(tree) else None
-
-
 def guard_problems(expression: str) -> list[GuardProblem]:
-    """Everything that can be found wrong with an expression without running it, in the order of its columns.
+    """Return everything that is wrong with an expression and can be found without evaluating it, by column.
 
-    It is not CEL; a variable, a field or a function is not there (the nearest that is, is named); types do not fit;
-    the answer is no boolean.
+    Syntax errors; variables, fields and functions that do not exist, with the nearest name that does; types that do not
+    fit; a result that is not a bool; loops that may take too long.
     """
-    if len(expression) > LONGEST:
-        return [GuardProblem(f"{len(expression)} characters; {LONGEST} are the most", 1, "say less in one guard")]
-    try:
-        cel.compile(expression)
-    except ValueError as error:
-        return [_parse_problem(expression, str(error))]
+    if len(expression) > MAX_CHARACTERS:
+        message = f"{len(expression)} characters; at most {MAX_CHARACTERS} are allowed"
+        return [GuardProblem(message, 1, "write a shorter guard", "parse")]
     try:
         tree = parse(expression)
     except ExpressionError as error:
-        return [GuardProblem(f"guards cannot use this: {error}", error.offset + 1)]
-    inference = Inference(expression)
+        return [GuardProblem(str(error), error.offset + 1, error.fix, "parse")]
+    inference = TypeInference(expression)
     types = inference.types(tree)
-    findings = inference.findings
+    problems = inference.problems
     if types.isdisjoint(BOOL | DYN):
         fix = "compare it" if types <= NUMBERS | STRING else None
-        findings.append(Finding(f"a guard is true or false; this is {describe(types)}", tree.start, fix, "not-boolean"))
-    if is_looping(tree) and (work := work_of(tree, ASSUMED)) > MOST_WORK:
-        message = (
-            f"with lists of {ASSUMED.length} elements it may take {work:,} steps; {MOST_WORK:,} are allowed"
-            if work < 10**12
-            else f"with lists of {ASSUMED.length} elements it may never end; {MOST_WORK:,} steps are allowed"
-        )
-        findings.append(Finding(message, tree.start, "nest fewer loops, or let the world tell the fact", "too-costly"))
-    return [GuardProblem(f.message, f.offset + 1, f.fix, f.kind) for f in sorted(findings, key=lambda f: f.offset)]
-
-
-_PARSE_ERROR = re.compile(r"ERROR: <input>:(\d+):(\d+): (?:Syntax error: )?(.*)")
-_WORDS = {"and": "&&", "or": "||", "not": "!", "=": "==", "&": "&&", "|": "||", "is": "=="}
-
-
-def _parse_problem(expression: str, error: str) -> GuardProblem:
-    """The library's first complaint, with its column counted through the whole expression and its list of tokens cut."""
-    match = _PARSE_ERROR.search(error)
-    if match is None:
-        return GuardProblem(error, 1)
-    lines = expression.split("\n")
-    before = sum(len(line) + 1 for line in lines[: int(match[1]) - 1])
-    column = before + int(match[2])
-    complaint = match[3].split(" expecting ")[0]
-    found = re.search(r"'(.+)'$", complaint)
-    word = found[1].strip() if found else ""
-    if re.search(r"\bnot\s*$", expression[: column - 1]):
-        word = "not"
-    if not expression.strip():
-        return GuardProblem("the expression is empty", 1, "leave `conditions` out where it always holds")
-    if word == "<EOF>":
-        return GuardProblem("the expression ends too early", column)
-    fix = f"CEL writes `{_WORDS[word]}`" if word in _WORDS else None
-    return GuardProblem(f"this is not CEL: {complaint}", column, fix)
-
-
-__all__ = ["LONGEST", "VARIABLES", "Guard", "GuardProblem", "Member", "Variable", "guard_problems"]
+        message = f"a guard must be true or false; this is {describe(types)}"
+        problems.append(GuardProblem(message, tree.start + 1, fix, "not-boolean"))
+    if is_looping(tree) and (work := work_of(tree, ASSUMED_SIZES)) > MAX_WORK:
+        steps = f"{work:,}" if work < 10**12 else "more than 10¹²"
+        message = f"with lists of {ASSUMED_SIZES.length} elements it may take {steps} steps; {MAX_WORK:,} are allowed"
+        fix = "nest fewer loops, or let the environment compute a fact"
+        problems.append(GuardProblem(message, tree.start + 1, fix, "too-costly"))
+    return sorted(problems, key=lambda problem: problem.column)

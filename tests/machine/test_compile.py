@@ -87,7 +87,7 @@ def test_a_guard_that_fails_names_its_transition() -> None:
     with pytest.raises(GuardError) as caught:
         one_guard("feedback.right").next("A", "go", lambda names: {"feedback": {}})
     assert str(caught.value) == (
-        "A --go--> B: guard `feedback.right`: `feedback.right` is not there; write `has(feedback.right) && feedback.right`"
+        "A --go--> B: guard `feedback.right`: `feedback.right` does not exist; write `has(feedback.right) && feedback.right`"
     )
     assert caught.value.blame == "spec"
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import GuardError
-from engine.machine.cost import MOST_COUNTED, MOST_WORK, Sizes, sizes_of, work_of
+from engine.machine.cost import MAX_COUNTED, MAX_WORK, Sizes, sizes_of, work_of
 from engine.machine.expression import Comprehension, Constant, Index, ListOf, Name, Node, Operation, Select, parse
 from engine.machine.guards import Guard, guard_problems
 
@@ -29,8 +29,8 @@ class Steps:
         match node:
             case Name(name=name):
                 return names[name]
-            case Constant(text=text):
-                return int(text)
+            case Constant(value=value):
+                return value
             case Select(of=of, field=field):
                 return self.value(of, names)[field]
             case Index(of=of, key=key):
@@ -123,15 +123,15 @@ def test_what_short_lists_allow_is_refused_on_long_ones_alone(expression: str) -
     guard = Guard(expression)
     assert guard.evaluate({"facts": {"l": list(range(64))}}) is True
     with pytest.raises(GuardError, match="allowed"):
-        guard.evaluate({"facts": {"l": list(range(MOST_COUNTED))}})
+        guard.evaluate({"facts": {"l": list(range(MAX_COUNTED))}})
 
 
 def test_a_guard_without_a_loop_has_no_bound_to_compute() -> None:
     guard = Guard("size(facts.l) > 3 && facts.l[0] == 0 && 7 in facts.l")
-    assert guard.evaluate({"facts": {"l": list(range(MOST_COUNTED))}}) is True
+    assert guard.evaluate({"facts": {"l": list(range(MAX_COUNTED))}}) is True
 
 
 def test_sizes_are_of_the_largest_at_any_depth() -> None:
     assert sizes_of([{"a": [1, [2, 3, 4]], "b": "four"}, "eleven char"]) == Sizes(length=3, nodes=10, characters=11)
     assert sizes_of([]) == Sizes(0, 0, 0)
-    assert work_of(parse("facts.l.all(x, true)"), sizes_of([[0] * (MOST_COUNTED + 1)])) > MOST_WORK
+    assert work_of(parse("facts.l.all(x, true)"), sizes_of([[0] * (MAX_COUNTED + 1)])) > MAX_WORK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import GuardError
-from engine.machine.guards import VARIABLES, Guard, guard_problems
+from engine.machine.guards import Guard, guard_problems
+from engine.machine.variables import VARIABLES
 from engine.schemas.episode import LimitsSpec
 
 
@@ -60,22 +62,21 @@ def test_a_guard_knows_the_variables_that_it_reads() -> None:
     [
         (
             "feedback.right && turns.user > 0",
-            "`feedback.right` is not there; write `has(feedback.right) && feedback.right`",
+            "`feedback.right` does not exist; write `has(feedback.right) && feedback.right`",
         ),
-        ("facts.n > 1", "`facts.n` is not there; write `has(facts.n) && facts.n > 1`"),
-        ("!facts.deep.est", "`facts.deep.est` is not there; write `has(facts.deep.est) && facts.deep.est`"),
-        ("facts['n'] == 1", "`facts['n']` is not there; write `'n' in facts && facts['n'] == 1`"),
+        ("facts.n > 1", "`facts.n` does not exist; write `has(facts.n) && facts.n > 1`"),
+        ("!facts.deep.est", "`facts.deep.est` does not exist; write `has(facts.deep.est) && facts.deep.est`"),
+        ("facts['n'] == 1", "`facts['n']` does not exist; write `'n' in facts && facts['n'] == 1`"),
         (
             "turns.user * feedback.score > 1.0",
-            "types do not fit: `turns.user` is an int, `feedback.score` is a double. "
-            "Convert with `int(x)`, `double(x)`, `string(x)`, or test `type(x) == bool` first",
+            "`*` cannot be applied to `turns.user` (int) and `feedback.score` (double); "
+            "convert one of them: `int(x)`, `double(x)`",
         ),
         (
             "feedback.kind && true",
-            "types do not fit: `feedback.kind` is a string. "
-            "Convert with `int(x)`, `double(x)`, `string(x)`, or test `type(x) == bool` first",
+            "`&&` cannot be applied to `feedback.kind` (string); convert with `string(x)` or test `type(x)` first",
         ),
-        ("facts.board[7] == 1", "index out of bounds: 7; test `size(…)` first"),
+        ("facts.board[7] == 1", "`facts.board` has 2 elements, and no element 7; test `size(facts.board)` first"),
         ("1 / (turns.user - 1) > 1", "division by zero; test the divisor first (`x != 0 && …`)"),
     ],
 )
@@ -92,18 +93,18 @@ def test_a_guard_that_cannot_tell_says_what_to_write(expression: str, said: str)
 def test_an_answer_that_is_no_boolean_is_an_error(expression: str, answer: str) -> None:
     with pytest.raises(GuardError) as caught:
         Guard(expression).evaluate(context())
-    assert str(caught.value) == f"guard `{expression}` answers {answer}, which is neither true nor false; compare it"
+    assert str(caught.value) == f"guard `{expression}` returns {answer} instead of true or false; compare it"
 
 
 def test_a_variable_that_was_not_handed_over_is_an_error() -> None:
-    with pytest.raises(GuardError, match=r"guard `turns\.user > 1`: Undefined variable or function: 'turns'"):
+    with pytest.raises(GuardError, match=r"^guard `turns\.user > 1`: there is no variable `turns`$"):
         Guard("turns.user > 1").evaluate({})
 
 
 def test_a_guard_is_no_longer_than_it_may_be() -> None:
-    with pytest.raises(GuardError, match="a guard of 4003 characters; 4000 are the most"):
+    with pytest.raises(GuardError, match="a guard has 4003 characters; at most 4000 are allowed"):
         Guard("1" * 4000 + "> 0")
-    assert [p.message for p in guard_problems("1" * 4000 + "> 0")] == ["4003 characters; 4000 are the most"]
+    assert [p.message for p in guard_problems("1" * 4000 + "> 0")] == ["4003 characters; at most 4000 are allowed"]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_a_guard_is_no_longer_than_it_may_be() -> None:
             "unknown-name",
             9,
             "`rewards` has no field `best`",
-            "known are `total`, `last`, `previous`",
+            "known names: `total`, `last`, `previous`",
         ),
         ("siz(last.text) > 3", "unknown-name", 1, "there is no function `siz`", "did you mean `size`?"),
         ("len(last.text) > 3", "unknown-name", 1, "there is no function `len`", "CEL writes it `size`"),
@@ -134,15 +135,15 @@ def test_a_guard_is_no_longer_than_it_may_be() -> None:
             "rewards.total + 1 > 2.0",
             "wrong-type",
             15,
-            "`+` does not fit: `rewards.total` is a double, `1` is an int",
+            "`+` cannot be applied to `rewards.total` (double) and `1` (int)",
             "convert one of them: `int(x)`, `double(x)`",
         ),
-        ("last.text > 3", "wrong-type", 11, "`>` does not fit: `last.text` is a string, `3` is an int", None),
+        ("last.text > 3", "wrong-type", 11, "`>` cannot be applied to `last.text` (string) and `3` (int)", None),
         (
             "turns.user == '3'",
             "wrong-type",
             12,
-            "`==` is always false here: `turns.user` is an int, `'3'` a string",
+            "`==` is always false here: `turns.user` is an int, `'3'` is a string",
             None,
         ),
         ("last.finish && true", "wrong-type", 1, "`&&` needs true or false; `last.finish` is a string", None),
@@ -152,41 +153,41 @@ def test_a_guard_is_no_longer_than_it_may_be() -> None:
             "'a' in last.text",
             "wrong-type",
             8,
-            "`in` looks into a list or a map; `last.text` is a string",
-            "`text.contains(part)` looks into a string",
+            "`in` needs a list or a map; `last.text` is a string",
+            "`text.contains(part)` searches a string",
         ),
         (
             "rewards.last in task.ids || rewards.last in {'a': 1}",
             "wrong-type",
             42,
-            "`rewards.last` is a double; no map has such a key",
+            "`rewards.last` is a double; keys of maps are strings",
             None,
         ),
         ("size(last.text, 1) > 2", "wrong-type", 1, "`size` takes 1 argument, not 2", None),
-        ("contains(last.text, 'a')", "wrong-type", 1, "`contains` is not called like this", "write `x.contains(…)`"),
+        ("contains(last.text, 'a')", "wrong-type", 1, "`contains` cannot be called in this way", "write `x.contains(…)`"),
         (
             "last.text.exists(x, x)",
             "wrong-type",
             1,
-            "`exists` goes through a list or a map; `last.text` is a string",
+            "`exists` needs a list or a map; `last.text` is a string",
             None,
         ),
-        ("turns.user", "not-boolean", 1, "a guard is true or false; this is an int", "compare it"),
-        ("facts.x ? 1 : 2", "not-boolean", 1, "a guard is true or false; this is an int", "compare it"),
+        ("turns.user", "not-boolean", 1, "a guard must be true or false; this is an int", "compare it"),
+        ("facts.x ? 1 : 2", "not-boolean", 1, "a guard must be true or false; this is an int", "compare it"),
         (
             "feedback.solved ? true : turns.user",
             "wrong-type",
             19,
-            "`? :` must answer with one type: `true` is a bool, `turns.user` an int",
+            "both results of `? :` must have the same type: `true` is a bool, `turns.user` is an int",
             None,
         ),
-        ("turns", "not-boolean", 1, "a guard is true or false; this is a map", None),
+        ("turns", "not-boolean", 1, "a guard must be true or false; this is a map", None),
         ("turns.user <", "parse", 13, "the expression ends too early", None),
-        ("", "parse", 1, "the expression is empty", "leave `conditions` out where it always holds"),
-        ("1 < 2 and true", "parse", 7, "this is not CEL: mismatched input 'and'", "CEL writes `&&`"),
-        ("not feedback.solved", "parse", 5, "this is not CEL: mismatched input 'feedback'", "CEL writes `!`"),
-        ("turns.user\n= 3", "parse", 12, "this is not CEL: token recognition error at: '= '", "CEL writes `==`"),
-        ("x{a: 1}", "parse", 2, "guards cannot use this: `{` where `end` belongs", None),
+        ("", "parse", 1, "the expression is empty", "leave `conditions` out if the transition is always taken"),
+        ("1 < 2 and true", "parse", 7, "`and` is not expected here", "CEL writes `&&`"),
+        ("not feedback.solved", "parse", 5, "`feedback` is not expected here", "CEL writes `!`"),
+        ("turns.user\n= 3", "parse", 12, "`=` cannot be read", "CEL writes `==`"),
+        ("x{a: 1}", "parse", 2, "`{` is not expected here", None),
     ],
 )
 def test_mistakes_are_found_without_running(
@@ -292,7 +293,7 @@ def test_what_fits_is_never_called_wrong_and_runs(expression: str, values: dict[
 
 
 anything = st.recursive(
-    st.sampled_from([leaf for leaves in BY_TYPE.values() for leaf in leaves] + ["null", "[1]", "{'a': 1}", "2u"]),
+    st.sampled_from([leaf for leaves in BY_TYPE.values() for leaf in leaves] + ["null", "[1]", "{'a': 1}"]),
     lambda inner: st.one_of(
         st.builds(
             "({} {} {})".format, inner, st.sampled_from(["+", "-", "*", "%", "<", "==", "in", "&&", "||"]), inner
@@ -311,15 +312,13 @@ anything = st.recursive(
 def test_what_is_not_called_wrong_has_no_error_of_types(expression: str, values: dict[str, Any]) -> None:
     if guard_problems(expression) or "[" in expression or ".a" in expression:
         return  # what stands in a list or a map has a type only when it runs
-    caught: BaseException | None = None
+    message = ""
     try:
-        Guard(expression).evaluate(values)
+        assert Guard(expression).evaluate(values) in (True, False)
     except GuardError as error:
-        caught = error.__cause__ or error
-    # Values, not types: a division by zero, an overflow, a text that is no number. (0.0 / 0.0 is left out: the
-    # library tells a comparison with its result as one of types.)
-    assert caught is None or isinstance(caught, ZeroDivisionError | OverflowError | RuntimeError), caught
-    assert "Undefined" not in str(caught)
+        message = str(error).removeprefix(f"guard `{expression}`: ")
+    # Errors of values, not of types: a division by zero, an overflow, a string that is not a number.
+    assert not message or re.search(r"^division by zero|64 bits$|not a number|invalid literal|could not convert", message)
 
 
 @given(st.text(max_size=40) | st.text(alphabet="turns.user<>=()[]{}!&|'\"+-*/%?: 1aftx\\\n", max_size=30))
