@@ -1,411 +1,323 @@
-"""Whether a guard can hold, and whether two can hold at once: enough logic for what guards say.
+"""What can be proved about guards: whether one always holds, never holds, implies another or overlaps with it.
 
-A guard becomes a disjunction of conjunctions of comparisons, each of one quantity with one constant: `turns.user < 3`,
-`last.finish == "stop"`, `feedback.solved`. The spec's limits are constants. Whatever else an expression says (functions,
-list macros) is an unknown truth with a name of its own.
+A guard becomes a function of the quantities that it compares with constants (`turns.user < 3`, `last.finish == "stop"`,
+`feedback.solved`), and is evaluated on enough values of each quantity to cover every outcome: the constants, and one value
+between each two. The spec's limits are constants. Arithmetic over counters is computed where their ranges are small, which
+is always so where they are counted exactly. A comparison of two other expressions may have any result.
 
-Invariant: `unsatisfiable` is certain. What is called satisfiable may still never happen, because quantities are
-taken as independent of each other.
+A proof is certain. What is not proved may still be true, because quantities are taken as independent of each other.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import product
-from math import ceil, floor, inf, isfinite
+from itertools import pairwise, product
+from math import ceil, floor, inf, isfinite, prod
+from typing import Any
 
+from engine.machine.evaluate import EvaluationError, compile_tree
 from engine.machine.expression import Constant, ExpressionError, Index, ListOf, Name, Node, Operation, Select, parse
 from engine.machine.guards import MAX_CHARACTERS
+from engine.machine.operators import NUMBERS, OPERATORS, equal, type_name
 from engine.machine.variables import VARIABLES
 
-MOST_CLAUSES = 256
-"""Conjunctions that one guard may come to; of a guard with more, nothing is said."""
-MOST_LITERALS = 4096
-"""Comparisons that all its conjunctions together may come to."""
+MAX_CASES = 1024
+"""Combinations of values on which a guard is evaluated; of one that needs more, nothing is proved."""
+MAX_VALUES = 32
+"""Values of a counter that are tried one by one, for arithmetic."""
 
 Range = tuple[float, float]
 Ranges = Mapping[str, Range]
-"""What is known of quantities, both ends included."""
-Value = bool | float | str | None
-Linear = tuple[tuple[str, float], ...]
-"""Quantities and their factors."""
+"""The least and the greatest value of quantities, both included."""
+Case = Mapping[str, Any]
+"""A value for each quantity."""
+Predicate = Callable[[Case], bool | None]
+"""The guard's result in one case; None if it has none."""
 
-ANYTHING: Range = (-inf, inf)
+ANY_NUMBER: Range = (-inf, inf)
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
-_NEGATED = {"<": ">=", ">": "<=", "<=": ">", ">=": "<", "==": "!=", "!=": "=="}
-_TEXTS = {"last.finish": frozenset({"", "stop", "length", "abort"})}
-"""Texts that are one of a few."""
+_FINISHES = frozenset({"", "stop", "length", "abort"})
+_TYPES = {f"{name}.{key}": member.types for name, item in VARIABLES.items() for key, member in item.fields.items()}
+_INTEGERS = frozenset(key for key, types in _TYPES.items() if types == {"int"})
+_NUMERIC = frozenset(key for key, types in _TYPES.items() if types <= NUMBERS)
+_OTHER = object()
+"""A value that equals no constant."""
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
-    """One comparison of a quantity with a constant."""
-
-    key: str
-    operator: str
-    value: Value
-    linear: Linear = ()
-    """For numbers: what the key is made of."""
-    whole: bool = False
-    """The quantity is a whole number."""
-
-    @property
-    def numeric(self) -> bool:
-        """Whether the quantity is compared with a number."""
-        return bool(self.linear)
-
-    @property
-    def sure(self) -> bool:
-        """Whether it speaks of one quantity alone, so that taking quantities as independent loses nothing."""
-        return len(self.linear) <= 1
-
-
-Clause = tuple[Literal, ...]
-Clauses = tuple[Clause, ...]
-
-
-class TooMany(Exception):
-    """A guard comes to more clauses than are looked at."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Formula:
-    """A guard, and its negation, as clauses; None where it says too much to be looked at."""
+    """A guard as a function of its quantities, under given limits."""
 
-    holds: Clauses | None
-    fails: Clauses | None
+    expression: str
+    limits: tuple[tuple[str, float], ...] = ()
+    known: bool = field(default=True, compare=False)
+    """False if the guard cannot be read: then nothing is proved about it."""
+    result: Predicate = field(default=lambda case: True, compare=False, repr=False)
+    constants: Mapping[str, frozenset[tuple[str, Any]]] = field(default_factory=dict, compare=False, repr=False)
+    """What each quantity is compared with: (type, value)."""
+    pairs: Mapping[str, frozenset[str] | None] = field(default_factory=dict, compare=False, repr=False)
+    """Comparisons of two expressions, and the counters from which they can be computed; None: they cannot."""
 
     def truth(self, ranges: Ranges) -> bool | None:
-        """True or False where it is always so within the ranges; None where that is not known."""
-        if self.holds is not None and not any(satisfiable(clause, ranges) for clause in self.holds):
-            return False
-        if self.fails is not None and not any(satisfiable(clause, ranges) for clause in self.fails):
-            return True
-        return None
-
-    def literals(self) -> Iterator[Literal]:
-        """Every comparison in it, and in its negation."""
-        for clause in (*(self.holds or ()), *(self.fails or ())):
-            yield from clause
+        """True or False if the guard always has this result within the ranges; None if that is not proved."""
+        found: set[bool | None] = set()
+        for case in _cases((self,), ranges):
+            found.add(self.result(case))
+            if len(found) > 1:
+                return None
+        return found.pop() if found else None
 
     @property
-    def sure(self) -> bool:
-        """Whether every comparison in it is of one quantity."""
-        return self.holds is not None and all(literal.sure for literal in self.literals())
+    def reads(self) -> frozenset[str]:
+        """The quantities on which its result depends."""
+        return frozenset(self.constants).union(*(keys for keys in self.pairs.values() if keys is not None))
+
+    def thresholds(self, key: str) -> Iterator[float]:
+        """The numbers with which a quantity is compared."""
+        return (value for kind, value in self.constants.get(key, ()) if kind in NUMBERS)
 
     @property
     def weight(self) -> int:
-        """How many comparisons there are to look at."""
-        return 1 + sum(len(clause) for clauses in (self.holds, self.fails) for clause in clauses or ())
+        """About how many comparisons `truth` makes."""
+        cases: int = 3 ** len(self.pairs) * prod(2 * len(values) + 1 for values in self.constants.values())
+        return 1 + min(cases, MAX_CASES) * (len(self.constants) + len(self.pairs))
 
 
-UNKNOWN = Formula(None, None)
-ALWAYS = Formula(((),), ())
+UNKNOWN = Formula("", known=False, result=lambda case: None)
+ALWAYS = Formula("true")
 
 
 @lru_cache(maxsize=8192)
 def formula(expression: str, limits: tuple[tuple[str, float], ...] = ()) -> Formula:
-    """A guard as clauses, given the values of `limits.*`. What cannot be read is unknown."""
+    """Return a guard as a function of its quantities; `UNKNOWN` if it is not valid CEL.
+
+    Args:
+        expression: The guard.
+        limits: The value of each `limits.*`.
+    """
     if len(expression) > MAX_CHARACTERS:
         return UNKNOWN
+    reader = _Reader(expression, limits)
     try:
-        tree = parse(expression)
+        result = reader.predicate(parse(expression))
     except ExpressionError:
         return UNKNOWN
-    reader = _Reader(expression, dict(limits))
-    return Formula(_attempt(reader.clauses, tree, True), _attempt(reader.clauses, tree, False))
-
-
-def _attempt(clauses: Callable[[Node, bool], Clauses], tree: Node, wanted: bool) -> Clauses | None:
-    try:
-        return clauses(tree, wanted)
-    except TooMany:
-        return None
+    constants = {key: frozenset(values) for key, values in reader.constants.items()}
+    return Formula(expression, limits, True, result, constants, reader.pairs)
 
 
 def overlap(first: Formula, second: Formula, ranges: Ranges) -> bool:
-    """Whether both may hold at once. False where that is not known."""
-    if not (first.sure and second.sure) or first.holds is None or second.holds is None:
+    """Whether both guards certainly hold at once in some case. False if that is not proved."""
+    if first.pairs or second.pairs:
         return False
-    return any(satisfiable((*a, *b), ranges) for a, b in product(first.holds, second.holds))
+    return any(first.result(case) is True and second.result(case) is True for case in _cases((first, second), ranges))
 
 
 def implies(first: Formula, second: Formula, ranges: Ranges) -> bool:
-    """Whether `second` certainly holds wherever `first` does."""
-    if first.holds is None or second.fails is None:
-        return False
-    return not any(satisfiable((*a, *b), ranges) for a, b in product(first.holds, second.fails))
+    """Whether `second` certainly holds in every case in which `first` does. False if that is not proved."""
+    tried = False
+    for case in _cases((first, second), ranges):
+        tried = True
+        if first.result(case) is not False and second.result(case) is not True:
+            return False
+    return tried
 
 
-def satisfiable(clause: Iterable[Literal], ranges: Ranges) -> bool:
-    """Whether comparisons can hold together."""
-    by_key: dict[str, list[Literal]] = {}
-    for literal in clause:
-        by_key.setdefault(literal.key, []).append(literal)
-    return all(_possible(literals, ranges) for literals in by_key.values())
+def _cases(formulas: tuple[Formula, ...], ranges: Ranges) -> Iterator[Case]:
+    """Cases that cover every outcome; none if there are too many, or a formula is not known."""
+    if not all(each.known for each in formulas):
+        return
+    constants: dict[str, frozenset[tuple[str, Any]]] = {}
+    domains: dict[str, list[Any]] = {}
+    for each in formulas:
+        for key, values in each.constants.items():
+            constants[key] = constants.get(key, frozenset()) | values
+        for pair, keys in each.pairs.items():
+            if keys is None or not all(_is_small(ranges.get(key, ANY_NUMBER)) for key in keys):
+                domains[pair] = [-1, 0, 1]
+            else:
+                domains.update((key, _integers(ranges[key])) for key in keys)
+    for key, values in constants.items():
+        if key not in domains:
+            domains[key] = _values(key, values, ranges.get(key, ANY_NUMBER))
+    if prod(map(len, domains.values())) <= MAX_CASES:
+        for values_of_case in product(*domains.values()):
+            yield dict(zip(domains, values_of_case, strict=True))
 
 
-def _possible(literals: list[Literal], ranges: Ranges) -> bool:
-    numbers = [literal for literal in literals if literal.numeric]
-    others = [literal for literal in literals if not literal.numeric]
-    if numbers and any(literal.operator == "==" for literal in others):
-        return False  # a number and not a number
-    return (not numbers or _number_exists(numbers, ranges)) and (not others or _other_exists(others))
+def _is_small(limits: Range) -> bool:
+    return limits[1] - limits[0] < MAX_VALUES
 
 
-def _number_exists(literals: list[Literal], ranges: Ranges) -> bool:
-    low, high = _range(literals[0].linear, ranges)
-    whole = literals[0].whole
-    open_low = open_high = False
-    excluded: set[float] = set()
-    for literal in literals:
-        value = float(literal.value)  # type: ignore[arg-type]
-        operator = literal.operator
-        if operator == "!=":
-            excluded.add(value)
-            continue
-        if operator in (">", ">=", "==") and (value > low or (value == low and operator == ">")):
-            low, open_low = value, operator == ">"
-        if operator in ("<", "<=", "==") and (value < high or (value == high and operator == "<")):
-            high, open_high = value, operator == "<"
-    if whole:
-        return _whole_exists(low, high, open_low, open_high, excluded)
-    if low < high:
-        return True
-    return low == high and not open_low and not open_high and low not in excluded
+def _integers(limits: Range) -> list[int]:
+    return list(range(ceil(limits[0]), floor(limits[1]) + 1))
 
 
-def _whole_exists(low: float, high: float, open_low: bool, open_high: bool, excluded: set[float]) -> bool:
-    first = low if low == -inf else floor(low) + 1 if open_low else ceil(low)
-    last = high if high == inf else ceil(high) - 1 if open_high else floor(high)
-    if first == -inf or last == inf:
-        return first <= last
-    return first <= last and last - first + 1 > sum(
-        first <= value <= last and value == int(value) for value in excluded
-    )
-
-
-def _range(linear: Linear, ranges: Ranges) -> Range:
-    low = high = 0.0
-    for term, factor in linear:
-        least, most = ranges.get(term, ANYTHING)
-        ends = (factor * least, factor * most)
-        low, high = low + min(ends), high + max(ends)
-    return low, high
-
-
-def _other_exists(literals: list[Literal]) -> bool:
-    equal = {_exact(literal.value) for literal in literals if literal.operator == "=="}
-    unequal = {_exact(literal.value) for literal in literals if literal.operator == "!="}
-    if equal:
-        return len(equal) == 1 and not equal & unequal and _allowed(literals[0].key, equal)
-    if {_exact(True), _exact(False)} <= unequal:
-        return literals[0].key not in _BOOLEANS and not literals[0].key.startswith("?")
-    known = _TEXTS.get(literals[0].key)
-    return known is None or not {_exact(text) for text in known} <= unequal
-
-
-def _allowed(key: str, equal: set[tuple[str, Value]]) -> bool:
-    known = _TEXTS.get(key)
-    return known is None or equal <= {_exact(text) for text in known}
-
-
-def _exact(value: Value) -> tuple[str, Value]:
-    """True is not 1."""
-    return type(value).__name__, value
-
-
-_TYPES = {f"{name}.{key}": member.types for name, item in VARIABLES.items() for key, member in item.fields.items()}
-_BOOLEANS = frozenset(key for key, types in _TYPES.items() if types == {"bool"})
-_WHOLE = frozenset(key for key, types in _TYPES.items() if types == {"int"})
-_NUMBERS = frozenset(key for key, types in _TYPES.items() if types <= {"int", "double"})
+def _values(key: str, constants: frozenset[tuple[str, Any]], limits: Range) -> list[Any]:
+    """Values of a quantity that cover every outcome of its comparisons with constants."""
+    if key == "last.finish":
+        return sorted(_FINISHES)
+    low, high = limits
+    others = [value for kind, value in constants if kind not in NUMBERS]
+    numbers = {value for kind, value in constants if kind in NUMBERS}
+    values: list[Any] = []
+    if numbers:
+        tried = {end for end in limits if isfinite(end)}
+        if key in _INTEGERS:
+            tried |= {near for value in numbers for near in range(ceil(value) - 1, floor(value) + 2)}
+            values = sorted(int(value) for value in tried if low <= value <= high)
+        else:
+            points = sorted(numbers | tried)
+            tried = {*points, *(sum(ends) / 2 for ends in pairwise(points)), points[0] - 1, points[-1] + 1}
+            values = sorted(value for value in tried if low <= value <= high)
+    if others:
+        values += others
+        if not all(isinstance(value, bool) for value in others):
+            values.append(_OTHER)
+    return values
 
 
 class _Reader:
-    """From a tree to clauses."""
+    """Turns a tree into a predicate, and collects what it compares."""
 
-    def __init__(self, text: str, limits: Mapping[str, float]) -> None:
+    def __init__(self, text: str, limits: tuple[tuple[str, float], ...]) -> None:
         self.text = text
-        self.limits = limits
+        self.limits = {name: int(value) if f"limits.{name}" in _INTEGERS else value for name, value in limits}
+        self.constants: dict[str, set[tuple[str, Any]]] = {}
+        self.pairs: dict[str, frozenset[str] | None] = {}
 
-    def clauses(self, node: Node, wanted: bool) -> Clauses:
-        """Those of a node being true (or, not `wanted`, false)."""
-        if isinstance(node, Operation):
-            if node.operator == "!":
-                return self.clauses(node.args[0], not wanted)
-            if node.operator in ("&&", "||"):
-                parts = [self.clauses(part, wanted) for part in node.args]
-                return _all(parts) if (node.operator == "&&") == wanted else _any(parts)
-            if node.operator == "?:":
-                test, then, other = node.args
-                taken = _all([self.clauses(test, True), self.clauses(then, wanted)])
-                return _any([taken, _all([self.clauses(test, False), self.clauses(other, wanted)])])
-            if node.operator in _FLIPPED:
-                return self.compared(node.operator if wanted else _NEGATED[node.operator], *node.args)
-            if node.operator == "in" and isinstance(node.args[1], ListOf):
-                parts = [self.compared("==" if wanted else "!=", node.args[0], item) for item in node.args[1].items]
-                return _any(parts) if wanted else _all(parts)
+    def predicate(self, node: Node) -> Predicate:
+        """The result of a node that is a condition."""
         if isinstance(node, Constant) and node.type == "bool":
-            return ((),) if (node.text == "true") == wanted else ()
-        return ((self.truth(node, wanted),),)
-
-    def truth(self, node: Node, wanted: bool) -> Literal:
-        """An expression that is itself true or false."""
+            constant = bool(node.value)
+            return lambda case: constant
+        if isinstance(node, Operation):
+            if node.operator in ("&&", "||"):
+                return _junction([self.predicate(arg) for arg in node.args], decisive=node.operator == "||")
+            if node.operator == "!":
+                inner = self.predicate(node.args[0])
+                return lambda case: None if (found := inner(case)) is None else not found
+            if node.operator == "?:":
+                test, then, other = (self.predicate(arg) for arg in node.args)
+                return lambda case: None if (found := test(case)) is None else then(case) if found else other(case)
+            if node.operator in _FLIPPED:
+                return self.comparison(node.operator, *node.args)
+            if node.operator == "in" and isinstance(node.args[1], ListOf):
+                return _junction(
+                    [self.comparison("==", node.args[0], item) for item in node.args[1].items], decisive=True
+                )
         key = self.key(node)
-        # With a name of its own: an unknown truth is a boolean, whatever else the same words may be compared with.
-        return Literal(key if key in _BOOLEANS else f"?{key}", "==" if wanted else "!=", True)
+        self.constants.setdefault(key, set()).update((("bool", True), ("bool", False)))
+        return lambda case: case[key] if isinstance(case[key], bool) else None
 
-    def compared(self, operator: str, left: Node, right: Node) -> Clauses:
-        """A comparison, with whatever is constant on its right."""
-        a, b = self.constant(left), self.constant(right)
-        if (a is not None or b is not None) and not self.number(left) and not self.number(right):
-            if a is not None and b is not None:
-                return self.settled(operator, a[0], b[0])
-            if a is not None:
-                left, b, operator = right, a, _FLIPPED[operator]
-            assert b is not None
-            if operator in ("==", "!="):
-                return self.equal(operator, left, b[0])
-        elif self.number(left) or self.number(right):
-            first, second = self.linear(left), self.linear(right)
-            if first is not None and second is not None:
-                return self.numbers(operator, first, second)
-        if operator in ("==", "!="):
-            names = sorted((self.key(left), self.key(right)))
-            return ((Literal(f"?{names[0]} == {names[1]}", "==" if operator == "==" else "!=", True),),)
-        key = f"?{self.key(left)} {operator} {self.key(right)}"
-        opposite = f"?{self.key(left)} {_NEGATED[operator]} {self.key(right)}"
-        chosen, value = (key, True) if key < opposite else (opposite, False)
-        return ((Literal(chosen, "==" if value else "!=", True),),)
-
-    def equal(self, operator: str, left: Node, value: Value) -> Clauses:
+    def comparison(self, operator: str, left: Node, right: Node) -> Predicate:
+        """A comparison, with a constant on its right if there is one."""
+        known = self.constant(left)
+        if known is not None:
+            left, right, operator = right, left, _FLIPPED[operator]
+        constant = self.constant(right) if known is None else known
+        other = self.constant(left)
+        if constant is not None and other is not None:
+            settled = _compare(operator, other[0], constant[0])
+            return lambda case: settled
+        arithmetic = isinstance(left, Operation) and self.counters(left) is not None
+        if constant is None or arithmetic or (operator not in ("==", "!=") and type_name(constant[0]) not in NUMBERS):
+            return self.pair(operator, left, right)
+        value = constant[0]
         if isinstance(value, bool):
-            return self.clauses(left, (operator == "==") == value)
-        return ((Literal(self.key(left), operator, value),),)
+            inner = self.predicate(left)
+            return lambda case: None if (found := inner(case)) is None else (found == value) == (operator == "==")
+        key = self.key(left)
+        self.constants.setdefault(key, set()).add((type_name(value), value))
+        return lambda case: _compare(operator, case[key], value)
 
-    @staticmethod
-    def settled(operator: str, a: Value, b: Value) -> Clauses:
-        """Two constants that are no numbers."""
-        if operator in ("==", "!="):
-            return ((),) if (_exact(a) == _exact(b)) == (operator == "==") else ()
-        if isinstance(a, str) and isinstance(b, str):
-            holds = {"<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b}[operator]
-            return ((),) if holds else ()
-        return ((Literal(f"?{a!r} {operator} {b!r}", "==", True),),)
+    def pair(self, operator: str, left: Node, right: Node) -> Predicate:
+        """A comparison of two expressions: computed from counters, or any of less, equal and greater."""
+        if self.key(left) > self.key(right):
+            left, right, operator = right, left, _FLIPPED[operator]
+        name = f"{self.key(left)} <> {self.key(right)}"
+        counters = self.counters(left), self.counters(right)
+        computable = counters[0] is not None and counters[1] is not None
+        self.pairs[name] = counters[0] | counters[1] if counters[0] is not None and counters[1] is not None else None
+        sides = [compile_tree(side, self.text) for side in (left, right)] if computable else []
 
-    @staticmethod
-    def numbers(operator: str, left: _Sum, right: _Sum) -> Clauses:
-        """A comparison of two sums, as one of a sum with a constant."""
-        terms = {term: left.terms.get(term, 0.0) - right.terms.get(term, 0.0) for term in {**left.terms, **right.terms}}
-        linear = tuple(sorted((term, factor) for term, factor in terms.items() if factor))
-        value = right.constant - left.constant
-        if not all(isfinite(number) for number in (value, *terms.values())):
-            raise TooMany
-        if not linear:
-            holds = {"<": value > 0, "<=": value >= 0, ">": value < 0, ">=": value <= 0, "==": value == 0}
-            return ((),) if (value != 0 if operator == "!=" else holds[operator]) else ()
-        first = linear[0][1]
-        if first < 0:
-            operator = _FLIPPED[operator]
-        linear, value = tuple((term, factor / first) for term, factor in linear), value / first
-        whole = all(term in _WHOLE and factor == int(factor) for term, factor in linear)
-        key = " + ".join(term if factor == 1 else f"{factor:g} * {term}" for term, factor in linear)
-        return ((Literal(key, operator, value, linear, whole),),)
-
-    def constant(self, node: Node) -> tuple[Value] | None:
-        """A literal that is no number."""
-        if not isinstance(node, Constant) or node.type not in ("bool", "string", "null"):
-            return None
-        if node.type == "string":
+        def result(case: Case) -> bool | None:
+            sign = case.get(name)
+            if sign is not None:
+                return _compare(operator, sign, 0)
             try:
-                return (str(ast.literal_eval(node.text)),)
-            except (ValueError, SyntaxError):
-                return (node.text,)
-        return (None if node.type == "null" else node.text == "true",)
+                return _compare(operator, *(side(self.scope(case)) for side in sides))
+            except EvaluationError:
+                return None
 
-    def number(self, node: Node) -> bool:
-        """Whether this is certainly a number."""
+        return result
+
+    def scope(self, case: Case) -> dict[str, Any]:
+        """The guard variables of a case: its counters, and the limits."""
+        scope: dict[str, Any] = {"limits": self.limits}
+        for key, value in case.items():
+            if key in _NUMERIC:
+                variable, _, name = key.partition(".")
+                scope.setdefault(variable, {})[name] = value
+        return scope
+
+    def constant(self, node: Node) -> tuple[Any] | None:
+        """The value of a node that reads nothing but limits."""
         if isinstance(node, Constant):
-            return node.type in ("int", "uint", "double")
+            return (node.value,)
+        if self.counters(node) == frozenset():
+            try:
+                return (compile_tree(node, self.text)({"limits": self.limits}),)
+            except EvaluationError:
+                return None
+        return None
+
+    def counters(self, node: Node) -> frozenset[str] | None:
+        """The counters from which a number is computed; None if it depends on anything else."""
+        if isinstance(node, Constant):
+            return frozenset() if node.type in NUMBERS else None
         if isinstance(node, Operation) and node.operator in ("+", "-", "*", "/", "%"):
-            return any(self.number(part) for part in node.args)
+            parts = [self.counters(arg) for arg in node.args]
+            known = [part for part in parts if part is not None]
+            return frozenset().union(*known) if len(known) == len(parts) else None
+        if not isinstance(node, Select) or node.test:
+            return None
         key = self.key(node)
-        return key in _NUMBERS or key.startswith("size(")
-
-    def linear(self, node: Node) -> _Sum | None:
-        """A number as a sum of quantities; None where it cannot be one."""
-        if isinstance(node, Constant):
-            return _Sum({}, _literal(node.text)) if node.type in ("int", "uint", "double") else None
-        if isinstance(node, Operation) and node.operator in ("+", "-", "*"):
-            parts = [self.linear(part) for part in node.args]
-            if all(part is not None for part in parts):
-                whole = [part for part in parts if part is not None]
-                found = _combined(node.operator, whole)
-                if found is not None:
-                    return found
-        key = self.key(node)
-        if key.startswith("limits.") and key.removeprefix("limits.") in self.limits:
-            return _Sum({}, self.limits[key.removeprefix("limits.")])
-        return _Sum({key: 1.0}, 0.0)
+        if key.removeprefix("limits.") in self.limits and key.startswith("limits."):
+            return frozenset()
+        return frozenset({key}) if key in _INTEGERS and not key.startswith("limits.") else None
 
     def key(self, node: Node) -> str:
-        """One name for the same quantity, however it is written."""
+        """One name for a quantity, whichever way it is written."""
         if isinstance(node, Name):
             return node.name
         if isinstance(node, Select) and not node.test:
             return f"{self.key(node.of)}.{node.field}"
         if isinstance(node, Index) and isinstance(node.key, Constant) and node.key.type == "string":
-            return f"{self.key(node.of)}.{node.key.text[1:-1]}"
+            return f"{self.key(node.of)}.{node.key.value}"
         words = " ".join(self.text[node.start : node.end].split())
         return f"has({words})" if isinstance(node, Select) else words
 
 
-@dataclass(frozen=True, slots=True)
-class _Sum:
-    terms: dict[str, float]
-    constant: float
+def _junction(parts: list[Predicate], *, decisive: bool) -> Predicate:
+    """`||` (a part that is true decides) or `&&` (one that is false does)."""
+
+    def result(case: Case) -> bool | None:
+        missing = False
+        for part in parts:
+            found = part(case)
+            if found is decisive:
+                return decisive
+            missing = missing or found is None
+        return None if missing else not decisive
+
+    return result
 
 
-def _combined(operator: str, parts: list[_Sum]) -> _Sum | None:
-    if operator == "*":
-        first, second = parts
-        if first.terms and second.terms:
-            return None
-        scale, other = (first.constant, second) if not first.terms else (second.constant, first)
-        return _Sum({term: factor * scale for term, factor in other.terms.items()}, other.constant * scale)
-    if len(parts) == 1:  # a minus sign
-        return _Sum({term: -factor for term, factor in parts[0].terms.items()}, -parts[0].constant)
-    sign = 1.0 if operator == "+" else -1.0
-    first, second = parts
-    terms = dict(first.terms)
-    for term, factor in second.terms.items():
-        terms[term] = terms.get(term, 0.0) + sign * factor
-    return _Sum(terms, first.constant + sign * second.constant)
-
-
-def _literal(text: str) -> float:
-    text = text.rstrip("uU")
-    sign, digits = (-1, text[1:]) if text.startswith("-") else (1, text)
-    return float(sign * int(digits, 16)) if digits.lower().startswith("0x") else float(text)
-
-
-def _all(parts: list[Clauses]) -> Clauses:
-    found: Clauses = ((),)
-    for part in parts:
-        if len(found) * len(part) > MOST_CLAUSES:
-            raise TooMany
-        found = _bounded(tuple((*a, *b) for a, b in product(found, part)))
-    return found
-
-
-def _any(parts: list[Clauses]) -> Clauses:
-    return _bounded(tuple(clause for part in parts for clause in part))
-
-
-def _bounded(found: Clauses) -> Clauses:
-    if len(found) > MOST_CLAUSES or sum(map(len, found)) > MOST_LITERALS:
-        raise TooMany
-    return found
+def _compare(operator: str, left: Any, right: Any) -> bool | None:
+    if operator in ("==", "!="):
+        return equal(left, right) == (operator == "==")
+    function = OPERATORS[operator]
+    return bool(function.compute(left, right)) if (type_name(left), type_name(right)) in function.overloads else None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from engine.checks.context import CheckContext
-from engine.checks.logic import ALWAYS, Formula, implies, overlap
+from engine.checks.logic import ALWAYS, MAX_CASES, Formula, implies, overlap
 from engine.checks.registry import Finding, rule
 from engine.machine.presets import ResolvedTransition
 from engine.spec.diagnostic import DataPath
@@ -54,17 +54,18 @@ def _settled(ctx: CheckContext, edge: ResolvedTransition, group: list[ResolvedTr
 
 
 def _implies(ctx: CheckContext, first: Formula, second: Formula) -> bool:
-    if first.holds is None or second.fails is None:
-        return False
-    ctx.work.spend(len(first.holds) * len(second.fails) * 4 + first.weight + second.weight)
+    ctx.work.spend(_weight(first, second))
     return implies(first, second, _ANY_RANGES)
 
 
 def _overlap(ctx: CheckContext, first: Formula, second: Formula) -> bool:
-    if first.holds is None or second.holds is None:
-        return False
-    ctx.work.spend(len(first.holds) * len(second.holds) * 4 + first.weight + second.weight)
+    ctx.work.spend(_weight(first, second))
     return overlap(first, second, ctx.hull)
+
+
+def _weight(first: Formula, second: Formula) -> int:
+    """About how many comparisons it takes to look at two guards together."""
+    return min(first.weight * second.weight, MAX_CASES) if first.known and second.known else 1
 
 
 def _path(index: int) -> DataPath:

@@ -169,9 +169,8 @@ class _Guard(NamedTuple):
 
 
 def _reads(guard: Formula) -> tuple[bool, bool, bool]:
-    terms = {term for literal in guard.literals() for term, _ in literal.linear}
     assistant, user, calls = _VARIABLE
-    return not terms.isdisjoint((assistant, "tokens.sampled")), user in terms, calls in terms
+    return not guard.reads.isdisjoint((assistant, "tokens.sampled")), user in guard.reads, calls in guard.reads
 
 
 def _one(limit: int | None) -> int | None:
@@ -193,12 +192,9 @@ def _caps(chart: Chart) -> Counts:
     caps = [0, 0, 0]
     for _, group in chart.edges:
         for edge in group:
-            for literal in edge.guard.literals():
-                for term, factor in literal.linear:
-                    if term in _VARIABLE and isinstance(literal.value, int | float):
-                        bound = abs(literal.value / factor)
-                        index = _VARIABLE.index(term)
-                        caps[index] = max(caps[index], int(bound) + 2 if bound < 1000 else 0)
+            for index, name in enumerate(_VARIABLE):
+                near = (int(abs(value)) + 2 for value in edge.guard.thresholds(name) if abs(value) < 1000)
+                caps[index] = max([caps[index], *near])
     return caps[0], caps[1], caps[2]
 
 

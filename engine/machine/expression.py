@@ -198,7 +198,7 @@ def parse(text: str) -> Node:
         ExpressionError: the text is not a valid expression, or is nested more than `MAX_DEPTH` levels deep.
     """
     if not text.strip():
-        raise ExpressionError("the expression is empty", 0, "leave `conditions` out if the transition is always taken")
+        raise ExpressionError("the expression is empty", 0, "leave it out if it always holds")
     parser = _Parser(text)
     tree = parser.expression()
     parser.expect("", "end")
@@ -235,7 +235,9 @@ def _string(token: _Token) -> str:
         digits = match["x"] or match["u"] or match["U"]
         code = int(digits, 16) if digits else int(match["octal"], 8) if match["octal"] else -1
         if not 0 <= code <= 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-            raise ExpressionError(f"unknown escape `{match[0]}` in a string", token.start, "write `\\\\` for a backslash")
+            raise ExpressionError(
+                f"unknown escape `{match[0]}` in a string", token.start, "write `\\\\` for a backslash"
+            )
         return chr(code)
 
     body = body[quotes:-quotes]
@@ -357,7 +359,9 @@ class _Parser:
         token = self.token
         if token.kind in ("int", "double", "string"):
             self.at += 1
-            return Constant(token.start, token.end, token.kind, _string(token) if token.kind == "string" else _number(token))
+            return Constant(
+                token.start, token.end, token.kind, _string(token) if token.kind == "string" else _number(token)
+            )
         if found := self.take(*_WORDS):
             return Constant(found.start, found.end, "null" if found.text == "null" else "bool", _WORDS[found.text])
         if self.take("("):

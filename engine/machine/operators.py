@@ -145,7 +145,7 @@ def _same(types: Iterable[str]) -> Overloads:
 
 
 _TWO_STRINGS: Overloads = {("string", "string"): "bool"}
-_COMPARED: Overloads = {pair: "bool" for pair in (*product(NUMBERS, NUMBERS), ("string", "string"), ("bool", "bool"))}
+_COMPARED: Overloads = dict.fromkeys((*product(NUMBERS, NUMBERS), ("string", "string"), ("bool", "bool")), "bool")
 
 OPERATORS: Mapping[str, Function] = {
     "+": Function(_same([*NUMBERS, "string", "list"]), _arithmetic(_add)),

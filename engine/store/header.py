@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 _PACKAGES = (
-    "common-expression-language",
     "numpy",
     "orjson",
     "pydantic",

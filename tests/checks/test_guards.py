@@ -47,9 +47,9 @@ def test_guards_that_are_right(when: str) -> None:
         ("turns.usr < 3", "12:19: error[guard.unknown-name] `turns` has no field `usr`; did you mean `user`?"),
         ("'tuns.user < 3'", "12:14: error[guard.unknown-name] there is no variable `tuns`; did you mean `turns`?"),
         ("siz(last.text) > 3", "12:13: error[guard.unknown-name] there is no function `siz`; did you mean `size`?"),
-        ("last.text > 3", "12:23: error[guard.wrong-type] `>` does not fit: `last.text` is a string, `3` is an int"),
-        ("turns.user", "12:13: error[guard.not-boolean] a guard is true or false; this is an int; compare it"),
-        ("''", "12:14: error[guard.parse] the expression is empty; leave `conditions` out where it always holds"),
+        ("last.text > 3", "12:23: error[guard.wrong-type] `>` cannot be applied to `last.text` (string) and `3` (int)"),
+        ("turns.user", "12:13: error[guard.not-boolean] a guard must be true or false; this is an int; compare it"),
+        ("''", "12:14: error[guard.parse] the expression is empty; leave it out if it always holds"),
         (
             ">-\n        turns.user < 3 &&\n        turns.usr < 3",
             "14:15: error[guard.unknown-name] `turns` has no field `usr`; did you mean `user`?",

@@ -70,7 +70,10 @@ def test_values(expression: str, expected: Any) -> None:
         ("int(1e19)", "`int` of `1e19`: the result does not fit into 64 bits"),
         ("int('1_0')", "`int` of `'1_0'`: '1_0' is not a number"),
         ("-true", "`-` cannot be applied to `true` (bool); convert with `string(x)` or test `type(x)` first"),
-        ("'a' * 3", "`*` cannot be applied to `'a'` (string) and `3` (int); convert with `string(x)` or test `type(x)` first"),
+        (
+            "'a' * 3",
+            "`*` cannot be applied to `'a'` (string) and `3` (int); convert with `string(x)` or test `type(x)` first",
+        ),
         ("1 && true", "`&&` cannot be applied to `1` (int); convert with `string(x)` or test `type(x)` first"),
         ("1 ? 2 : 3", "`?` cannot be applied to `1` (int); convert with `string(x)` or test `type(x)` first"),
         ("facts.gone > 1 && facts.l[0] == 1", "`facts.gone` does not exist; write `has(facts.gone) && facts.gone > 1`"),
@@ -79,9 +82,18 @@ def test_values(expression: str, expected: Any) -> None:
         ("facts.l[-1]", "`facts.l` has 2 elements, and no element -1; test `size(facts.l)` first"),
         ("facts.s[0]", "`facts.s` is string; `facts.s[0]` does not exist"),
         ("{1: 2}", "`1` is int; keys of maps are strings"),
-        ("1 in 'a'", "`in` cannot be applied to `1` (int) and `'a'` (string); convert with `string(x)` or test `type(x)` first"),
-        ("'a'.all(x, true)", "`all` cannot be applied to `'a'` (string); convert with `string(x)` or test `type(x)` first"),
-        ("[1].filter(x, x)", "`filter` cannot be applied to `x` (int); convert with `string(x)` or test `type(x)` first"),
+        (
+            "1 in 'a'",
+            "`in` cannot be applied to `1` (int) and `'a'` (string); convert with `string(x)` or test `type(x)` first",
+        ),
+        (
+            "'a'.all(x, true)",
+            "`all` cannot be applied to `'a'` (string); convert with `string(x)` or test `type(x)` first",
+        ),
+        (
+            "[1].filter(x, x)",
+            "`filter` cannot be applied to `x` (int); convert with `string(x)` or test `type(x)` first",
+        ),
     ],
 )
 def test_errors_say_what_to_write(expression: str, message: str) -> None:
@@ -91,7 +103,9 @@ def test_errors_say_what_to_write(expression: str, message: str) -> None:
 
 
 def test_an_invalid_pattern_is_an_error_of_the_guard() -> None:
-    with pytest.raises(GuardError, match=r"^guard `'abc'\.matches\('\('\)`: `matches` of `'abc', '\('`: Invalid regular expression"):
+    with pytest.raises(
+        GuardError, match=r"^guard `'abc'\.matches\('\('\)`: `matches` of `'abc', '\('`: Invalid regular expression"
+    ):
         value("'abc'.matches('(')")
 
 
@@ -102,7 +116,7 @@ def test_a_pattern_takes_linear_time() -> None:
 
 @pytest.mark.parametrize("call", ["nope(1)", "facts.nope()", "size(1, 2)", "contains('a', 'b')", "'1'.int()"])
 def test_a_function_that_does_not_exist_is_refused_before_evaluation(call: str) -> None:
-    with pytest.raises(GuardError, match="there is no (function|method) `"):
+    with pytest.raises(GuardError, match=r"there is no (function|method) `"):
         Guard(call)
 
 

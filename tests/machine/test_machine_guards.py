@@ -164,7 +164,13 @@ def test_a_guard_is_no_longer_than_it_may_be() -> None:
             None,
         ),
         ("size(last.text, 1) > 2", "wrong-type", 1, "`size` takes 1 argument, not 2", None),
-        ("contains(last.text, 'a')", "wrong-type", 1, "`contains` cannot be called in this way", "write `x.contains(…)`"),
+        (
+            "contains(last.text, 'a')",
+            "wrong-type",
+            1,
+            "`contains` cannot be called in this way",
+            "write `x.contains(…)`",
+        ),
         (
             "last.text.exists(x, x)",
             "wrong-type",
@@ -183,7 +189,7 @@ def test_a_guard_is_no_longer_than_it_may_be() -> None:
         ),
         ("turns", "not-boolean", 1, "a guard must be true or false; this is a map", None),
         ("turns.user <", "parse", 13, "the expression ends too early", None),
-        ("", "parse", 1, "the expression is empty", "leave `conditions` out if the transition is always taken"),
+        ("", "parse", 1, "the expression is empty", "leave it out if it always holds"),
         ("1 < 2 and true", "parse", 7, "`and` is not expected here", "CEL writes `&&`"),
         ("not feedback.solved", "parse", 5, "`feedback` is not expected here", "CEL writes `!`"),
         ("turns.user\n= 3", "parse", 12, "`=` cannot be read", "CEL writes `==`"),
@@ -318,7 +324,9 @@ def test_what_is_not_called_wrong_has_no_error_of_types(expression: str, values:
     except GuardError as error:
         message = str(error).removeprefix(f"guard `{expression}`: ")
     # Errors of values, not of types: a division by zero, an overflow, a string that is not a number.
-    assert not message or re.search(r"^division by zero|64 bits$|not a number|invalid literal|could not convert", message)
+    assert not message or re.search(
+        r"^division by zero|64 bits$|not a number|invalid literal|could not convert", message
+    )
 
 
 @given(st.text(max_size=40) | st.text(alphabet="turns.user<>=()[]{}!&|'\"+-*/%?: 1aftx\\\n", max_size=30))
