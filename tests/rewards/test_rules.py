@@ -103,7 +103,7 @@ def test_a_condition_that_cannot_be_told_names_its_rule() -> None:
     with pytest.raises(GuardError) as caught:
         rules({"op": "add", "value": 1.0, "when": "feedback.helpful"}).apply(USER, ledger, 0, reader(ledger, 1))
     assert str(caught.value) == (
-        "rewards.reassign[0]: guard `feedback.helpful`: `feedback.helpful` is not there; "
+        "rewards.reassign[0]: guard `feedback.helpful`: `feedback.helpful` does not exist; "
         "write `has(feedback.helpful) && feedback.helpful`"
     )
 
