@@ -42,7 +42,7 @@ def pictures(count: int, size: int, seed: int) -> list[bytes]:
     return found
 
 
-def engine_turns(form: Any, shown: list[bytes], settle: Callable[[Any, Any], Any]) -> list[float]:
+def engine_turns(form: Any, shown: list[bytes], store_images: Callable[[Any, Any], Any]) -> list[float]:
     """Seconds of each turn through the engine: from the user's message to the next prompt."""
     from engine.schemas.environment import UserTurn
     from engine.schemas.generation import FinishReason, Generation
@@ -60,7 +60,7 @@ def engine_turns(form: Any, shown: list[bytes], settle: Callable[[Any, Any], Any
             part = image_part(data)
             began = time.perf_counter()
             record = UserRecord(turn=UserTurn(content=[part, TextPart(text=QUESTION)]))
-            record = loop.run_until_complete(settle(episode, record))
+            record = loop.run_until_complete(store_images(episode, record))
             message = Message(role="user", content=record.turn.content)
             if turn:
                 conversation.add([message])
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
 
-    from engine.actions.images import ImageDesk, MemoryImages
+    from engine.actions.images import ImageStorer, MemoryImages
     from engine.schemas.episode import ModelSpec
     from engine.tokens.format import load_format
 
@@ -117,9 +117,9 @@ def main() -> None:
     if form.vision is None:
         raise SystemExit(f"{options.model} sees nothing")
     images = MemoryImages()
-    settle = ImageDesk(form, images, images.fetch).settle
+    store_images = ImageStorer(form, images, images.fetch).store_images
     seed = 0
-    engine_turns(form, pictures(3, options.size, 10**6), settle)
+    engine_turns(form, pictures(3, options.size, 10**6), store_images)
     rerender_turns(form, pictures(3, options.size, 10**6))
     print(f"images of {options.size} x {options.size} pixels, median of {options.rounds} rounds")
     print(
@@ -131,7 +131,7 @@ def main() -> None:
         for _ in range(options.rounds):
             seed += 1
             shown = pictures(turns, options.size, seed)
-            ours.append(engine_turns(form, shown, settle))
+            ours.append(engine_turns(form, shown, store_images))
             theirs.append(rerender_turns(form, shown))
         ratio = statistics.median(sum(b) / sum(a) for a, b in zip(ours, theirs, strict=True))
         cells = [1000 * statistics.median(sum(row) / turns for row in rows) for rows in (ours, theirs)]

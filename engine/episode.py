@@ -44,8 +44,8 @@ def limit_variables(limits: LimitsSpec) -> dict[str, int | float]:
     return {name: UNBOUNDED if value is None else value for name, value in limits}
 
 
-class Past(Sequence[Any]):
-    """A list that only grows, as it was when this was made: no copy, so a view costs the same at every turn."""
+class GrowingView(Sequence[Any]):
+    """The items that a growing list had when this was made. Nothing is copied, so a view costs the same at every turn."""
 
     __slots__ = ("_items", "_length")
 
@@ -73,7 +73,7 @@ class Past(Sequence[Any]):
 
 
 class TurnNote(msgspec.Struct, frozen=True):
-    """What is told of a turn beside where it lies and what it earned, which is known at the end. See `Turn`."""
+    """Turn metadata other than its position and rewards, which are known at the end. See `Turn`."""
 
     finish: FinishReason
     event: str
@@ -201,7 +201,7 @@ class Episode:
             episode_id=self.id,
             task=self.task,
             seed=self.seed,
-            messages=Past(self.conversation.messages),
+            messages=GrowingView(self.conversation.messages),
             turn=self.turn,
             user_turn=self.user_turns,
             calls=self.calls,

@@ -1,9 +1,9 @@
 """Drives one episode through its machine: action, record, event, transition.
 
 Invariants:
-- An action that anything outside can tell of begins only when the record before it is durable. Sampling, and calls of
-  tools that are `pure`, may begin while that record is being written: nobody can tell that they were done. A reply is
-  written down only when everything before it is durable, so a crash loses one turn at most, which was not finished.
+- An action that anything outside the engine can see begins only when the record before it is durable. Sampling and calls
+  of `pure` tools are pipelined: they may begin while that record is being written. A reply is appended only when
+  everything before it is durable, so a crash loses at most one unfinished turn.
 - The entry that ends an episode is not written by the executor: `run` returns it, and it is written in the same commit
   as the episode's end. So a journal that has ended belongs to a finished episode. Where it does not (a run of an older
   engine, or an end that could not be written), the episode is finished from its journal, and nothing is performed.
@@ -38,7 +38,7 @@ from engine.storable import valid_text, words_of
 from engine.store.codec import Draft, Ending, Written, write_record
 
 if TYPE_CHECKING:
-    from engine.actions.images import Settle
+    from engine.actions.images import StoreImages
     from engine.deadline import Standstill
     from engine.machine.compile import EpisodeMachine
     from engine.rewards.rules import Rules
@@ -49,8 +49,8 @@ _GAVE_UP = (LimitRecord, FailureRecord)
 _BLAMES = frozenset(get_args(Blame))
 
 
-class _Stage(NamedTuple):
-    """What a state does."""
+class _StateWork(NamedTuple):
+    """A state's action, and whether the state is final."""
 
     action: Action | None
     final: bool
@@ -60,10 +60,10 @@ _UNTIMED = nullcontext()
 
 
 Append = Callable[[str, Draft, Written], Awaitable[None]]
-"""Takes an entry, given its record in columns. What it gives is done when the entry is durable; where that is a future,
-the entry has its place in the journal already."""
+"""Appends an entry, given its record in columns. The awaitable is done when the entry is durable; where it is a future,
+the entry already has its position in the journal."""
 Watch = Callable[[Episode, str, str], None]
-"""Told of each transition: the episode, where it stood, and the event."""
+"""Called at each transition with the episode, the state before it, and the event."""
 
 
 class RestartNeededError(ReplayError):
@@ -152,18 +152,18 @@ class Executor:
         episode_seconds: float | None,
         append: Append,
         watch: Watch | None = None,
-        settle: Settle | None = None,
+        store_images: StoreImages | None = None,
         clocks: Standstill | None = None,
     ) -> None:
         self._machine = machine
         self._actions = actions
-        self._stages = {state: _Stage(actions.get(state), state in machine.final) for state in machine.states}
+        self._stages = {state: _StateWork(actions.get(state), state in machine.final) for state in machine.states}
         self._rules = rules
         self._ruled = rules.states
         self._seconds = episode_seconds
         self._append = append
         self._watch = watch
-        self._settle = settle
+        self._store_images = store_images
         self._clocks = clocks
 
     async def run(self, episode: Episode, world: World) -> Ending | None:
@@ -196,7 +196,7 @@ class Executor:
             stage = self._stages[episode.state]
             if stage.action is None and stage.final:
                 return None
-            if written is not None and (stage.action is None or not stage.action.ahead(episode, world)):
+            if written is not None and (stage.action is None or not stage.action.pipelined(episode, world)):
                 await written
                 written = None
             at = time.time()
@@ -250,7 +250,9 @@ class Executor:
         episode.seconds[state] = episode.seconds.get(state, 0.0) + seconds
         return Ending(entry, columns)
 
-    async def _perform(self, episode: Episode, stage: _Stage, world: World, clock: _Clock | None, now: float) -> Record:
+    async def _perform(
+        self, episode: Episode, stage: _StateWork, world: World, clock: _Clock | None, now: float
+    ) -> Record:
         """The record of this state: what the action brought back, or the limit or failure that forbade it."""
         action = stage.action
         try:
@@ -277,10 +279,10 @@ class Executor:
             try:
                 with timed or _UNTIMED:
                     record = await action.perform(episode, world)
-                    if self._settle is None or isinstance(record, GenerationRecord):  # a model says no images
+                    if self._store_images is None or isinstance(record, GenerationRecord):  # a model says no images
                         return record
-                    settled = self._settle(episode, record)
-                    return record if settled is None else await settled
+                    stored = self._store_images(episode, record)
+                    return record if stored is None else await stored
             except TimeoutError:
                 if timed is None or not timed.over:
                     raise

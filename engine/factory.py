@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from engine.actions.base import Action, Services
 from engine.actions.registry import build_actions
+from engine.actions.role_models import RoleModels
 from engine.actions.slots import Slots
-from engine.actions.voice import Cast
 from engine.actions.world import WorldBuilder
 from engine.episode import Episode, limit_variables
 from engine.executor import Executor
@@ -29,7 +29,7 @@ from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
     from engine.actions.base import World
-    from engine.actions.images import ImageDesk
+    from engine.actions.images import ImageStorer
     from engine.actions.workers import Workers
     from engine.backends.base import Backend
     from engine.deadline import Standstill
@@ -48,7 +48,7 @@ class EpisodeFactory:
         backend: The policy's backend, started and closed by the caller.
         workers: Threads and worker processes for the spec's code; closed by the caller.
         slots: The most generations of the policy that may be in flight.
-        cast_backends: Kinds of backends that may be opened for model-played users and judges; all kinds when left out.
+        role_backends: Kinds of backends that may be opened for model-played users and judges; all kinds when left out.
 
     Raises:
         EngineError: the spec's code cannot be imported, or its machine or rules are invalid.
@@ -62,15 +62,15 @@ class EpisodeFactory:
         workers: Workers,
         *,
         slots: int = 1,
-        cast_backends: Sequence[str] | None = None,
+        role_backends: Sequence[str] | None = None,
     ) -> None:
         spec = loaded.spec
         self.spec = spec
         self._format = format
         generations = Slots(slots)
-        self.cast = Cast(loaded, format, backend, generations, only=cast_backends)
+        self.roles = RoleModels(loaded, format, backend, generations, only=role_backends)
         """Models that play users or judge; whoever needs them calls `start` and `close`."""
-        self._services = Services(spec, format, backend, workers, generations, self.cast)
+        self._services = Services(spec, format, backend, workers, generations, self.roles)
         resolved = resolve_machine(spec.machine)
         self.machine = EpisodeMachine(resolved)
         self.worlds = WorldBuilder(self._services, loaded.base)
@@ -85,7 +85,7 @@ class EpisodeFactory:
         *,
         actions: Mapping[str, Action] | None = None,
         watch: Watch | None = None,
-        images: ImageDesk | None = None,
+        images: ImageStorer | None = None,
         clocks: Standstill | None = None,
     ) -> Executor:
         """What drives the episodes.
@@ -104,7 +104,7 @@ class EpisodeFactory:
             episode_seconds=self.spec.limits.episode_seconds,
             append=append,
             watch=watch,
-            settle=None if images is None else images.settle,
+            store_images=None if images is None else images.store_images,
             clocks=clocks,
         )
 

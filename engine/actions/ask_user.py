@@ -110,8 +110,8 @@ class AskUserAction(BuiltInAction):
         post_rewards(episode, turn.rewards, "user")
         return "satisfied" if turn.satisfied else "feedback"
 
-    def ahead(self, episode: Episode, world: World) -> bool:
-        """Never: a world is told."""
+    def pipelined(self, episode: Episode, world: World) -> bool:
+        """False: a world would see the call."""
         return False
 
     def effects(self, episode: Episode, world: World) -> str:

@@ -16,9 +16,9 @@ from engine.rewards.ledger import blame_of
 
 if TYPE_CHECKING:
     from engine.actions.facts import CountLimit
+    from engine.actions.role_models import RoleModels
     from engine.actions.slots import Slots
     from engine.actions.toolbox import Toolbox
-    from engine.actions.voice import Cast
     from engine.actions.workers import Workers
     from engine.backends.base import Backend
     from engine.episode import Episode
@@ -44,8 +44,8 @@ class Services:
     workers: Workers
     slots: Slots
     """One for each generation that may be in flight."""
-    cast: Cast | None = None
-    """Models that play users or judge; None where nobody may be asked."""
+    roles: RoleModels
+    """Models that play users or judge."""
 
 
 @dataclass(slots=True)
@@ -85,8 +85,8 @@ class Action(Protocol):
         """Feed the record to the episode; the event that it means."""
         ...
 
-    def ahead(self, episode: Episode, world: World) -> bool:
-        """Whether it may begin although the record before it is not durable yet: nobody outside can tell that it did."""
+    def pipelined(self, episode: Episode, world: World) -> bool:
+        """Whether it may start before the previous record is durable, because nothing outside the engine can see that it did."""
         ...
 
     def effects(self, episode: Episode, world: World) -> str:

@@ -60,8 +60,8 @@ class CallToolsAction(BuiltInAction):
         )
         return "results"
 
-    def ahead(self, episode: Episode, world: World) -> bool:
-        """Where every tool that is called is pure: such calls can be made again as if they never had been."""
+    def pipelined(self, episode: Episode, world: World) -> bool:
+        """Whether every tool that is called is pure: such calls can be repeated without any effect."""
         toolbox = world.toolbox
         return toolbox is None or all(toolbox.effects(call.name) == "pure" for call in episode.calls)
 

@@ -82,8 +82,8 @@ class StepAction(Action):
         episode.solved = episode.solved or bool(episode.facts.get("solved"))
         return record.step.event
 
-    def ahead(self, episode: Episode, world: World) -> bool:
-        """Never: a world is told."""
+    def pipelined(self, episode: Episode, world: World) -> bool:
+        """False: a world would see the call."""
         return False
 
     def effects(self, episode: Episode, world: World) -> str:

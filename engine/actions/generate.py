@@ -163,8 +163,8 @@ class GenerateAction(BuiltInAction):
             return "malformed"
         return "tool_calls" if episode.attempts else "answered"
 
-    def ahead(self, episode: Episode, world: World) -> bool:
-        """Always: a reply that is lost was seen by nobody, and is sampled again."""
+    def pipelined(self, episode: Episode, world: World) -> bool:
+        """True: nothing outside has seen a reply that is lost, and it is sampled again."""
         return True
 
     def effects(self, episode: Episode, world: World) -> str:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
     from engine.tokens.vision import Vision
 Content = str | list[ContentPart]
-Settle = Callable[["Episode", Record], Awaitable[Record] | None]
-"""None, where there is nothing to put away."""
+StoreImages = Callable[["Episode", Record], Awaitable[Record] | None]
+"""None where a record has no image to store."""
 
 
 def _in_parts(record: Record) -> bool:
@@ -63,8 +63,8 @@ class MemoryImages:
         return self._kept.get(digest)
 
 
-class ImageDesk:
-    """Takes in the images of one run's records.
+class ImageStorer:
+    """Stores the images of one run's records and puts their digests in the records.
 
     Args:
         form: The run's chat format: whether it shows images, and how large they may be.
@@ -81,34 +81,34 @@ class ImageDesk:
         if self._vision is not None:
             self._vision.bank.read_from(fetch)
 
-    def settle(self, episode: Episode, record: Record) -> Awaitable[Record] | None:
+    def store_images(self, episode: Episode, record: Record) -> Awaitable[Record] | None:
         """The record with digests for images; None where it holds none, and the model sees none.
 
         Raises:
             ImageError: An image cannot be shown, there are too many, or a text spells a placeholder.
             RenderError: The model sees nothing.
         """
-        return None if self._vision is None and not _in_parts(record) else self._settled(episode, record)
+        return None if self._vision is None and not _in_parts(record) else self._with_digests(episode, record)
 
-    async def _settled(self, episode: Episode, record: Record) -> Record:
+    async def _with_digests(self, episode: Episode, record: Record) -> Record:
         if isinstance(record, ResetRecord):
             spec = await self._messages(record.prompt or (), "spec", episode)
             own = await self._messages(record.reset.messages, "environment", episode)
             if spec is None and own is None:
                 return self._counted(record, episode, record.prompt or (), record.reset.messages)
-            settled = record.model_copy(
+            stored = record.model_copy(
                 update={
                     "prompt": record.prompt if spec is None else spec,
                     "reset": record.reset if own is None else record.reset.model_copy(update={"messages": own}),
                 }
             )
-            return self._counted(settled, episode, settled.prompt or (), settled.reset.messages)
+            return self._counted(stored, episode, stored.prompt or (), stored.reset.messages)
         if isinstance(record, StepRecord):
             messages = await self._messages(record.step.messages, "environment", episode)
             if messages is None:
                 return record
-            settled_step = record.step.model_copy(update={"messages": messages})
-            return self._counted(record.model_copy(update={"step": settled_step}), episode, messages)
+            stored_step = record.step.model_copy(update={"messages": messages})
+            return self._counted(record.model_copy(update={"step": stored_step}), episode, messages)
         if isinstance(record, ToolsRecord):
             contents = [await self._content(result.content, "tool", episode) for result in record.results]
             if all(content is None for content in contents):
@@ -123,9 +123,9 @@ class ImageDesk:
             content = await self._content(record.turn.content, "user", episode)
             if content is None:
                 return record
-            settled_turn = record.turn.model_copy(update={"content": content})
+            stored_turn = record.turn.model_copy(update={"content": content})
             said = [Message(role="user", content=content)]
-            return self._counted(record.model_copy(update={"turn": settled_turn}), episode, said)
+            return self._counted(record.model_copy(update={"turn": stored_turn}), episode, said)
         return record
 
     def _counted(self, record: Record, episode: Episode, *said: Sequence[Message]) -> Record:

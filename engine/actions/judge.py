@@ -1,4 +1,4 @@
-"""A model as judge: the last word on an episode's rewards, spoken by a voice.
+"""A model as judge: it gives an episode its last rewards.
 
 Invariant: the judge is shown the task and the policy's own replies, and nothing that a user, a tool or the environment
 said, so none of it can be graded as the model's. A judge who cannot be read is asked again, and is then a failure: never
@@ -20,7 +20,7 @@ from engine.schemas.reward import RewardEvent
 from engine.spec.template import fill, own_spans
 
 if TYPE_CHECKING:
-    from engine.actions.voice import Voice
+    from engine.actions.role_models import RoleModel
     from engine.schemas.episode import ScorerSpec
 
 JUDGE_FIELDS = ("task", "reply", "replies", "turn")
@@ -34,7 +34,7 @@ class Judge:
         self._spec = spec
         self._pattern = re.compile(spec.pattern)
 
-    async def score(self, view: EpisodeView, voice: Voice) -> list[RewardEvent]:
+    async def score(self, view: EpisodeView, model: RoleModel) -> list[RewardEvent]:
         """Judge the last reply, or each.
 
         Raises:
@@ -42,9 +42,9 @@ class Judge:
         """
         turns = range(view.turn + 1) if self._spec.turns == "each" else [view.turn]
         replies = view.replies
-        return list(await asyncio.gather(*(self._judge(view, voice, replies[: turn + 1]) for turn in turns)))
+        return list(await asyncio.gather(*(self._judge(view, model, replies[: turn + 1]) for turn in turns)))
 
-    async def _judge(self, view: EpisodeView, voice: Voice, replies: Sequence[str]) -> RewardEvent:
+    async def _judge(self, view: EpisodeView, model: RoleModel, replies: Sequence[str]) -> RewardEvent:
         """The reward of the newest of `replies`."""
         turn = len(replies) - 1
         prompt = self.prompt(view, replies)
@@ -52,8 +52,8 @@ class Judge:
         meant = [own_spans(item.content, fields) for item in self._spec.prompt]
         said = ""
         for attempt in range(self._spec.tries):
-            seed = derive_seed(view.seed, voice.name, turn, attempt)
-            reply = await voice.say(prompt, episode_id=view.episode_id, turn=turn, seed=seed, meant=meant)
+            seed = derive_seed(view.seed, model.name, turn, attempt)
+            reply = await model.say(prompt, episode_id=view.episode_id, turn=turn, seed=seed, meant=meant)
             said = reply.text
             number = self.read(said)
             if number is not None:

@@ -22,7 +22,7 @@ from engine.schemas.reward import RewardEvent
 from engine.spec.template import fields_of, fill, own_spans
 
 if TYPE_CHECKING:
-    from engine.actions.voice import Voice
+    from engine.actions.role_models import RoleModel
     from engine.actions.workers import Workers
     from engine.schemas.episode import Mark, UserSpec
 
@@ -38,14 +38,14 @@ class ModelUser:
 
     Args:
         spec: Its prompt, marks and limits.
-        voice: Gives who speaks; asked for each answer, so that a replay needs nobody.
+        model: Gives the model; called for each answer, so that a replay needs none.
         grader: A user that judges by rule first; None where the spec has none.
         workers: For the grader.
     """
 
-    def __init__(self, spec: UserSpec, voice: Callable[[], Voice], grader: Any, workers: Workers) -> None:
+    def __init__(self, spec: UserSpec, model: Callable[[], RoleModel], grader: Any, workers: Workers) -> None:
         self._spec = spec
-        self._voice = voice
+        self._model = model
         self._grader = grader
         self._workers = workers
 
@@ -59,15 +59,15 @@ class ModelUser:
         verdict = await self._verdict(view)
         if verdict.satisfied:
             return verdict
-        voice = self._voice()
+        model = self._model()
         words = verdict.content if isinstance(verdict.content, str) else ""
         fields = self._fields(view, words)
-        said = await voice.say(
+        said = await model.say(
             self.prompt(view, words),
             meant=[own_spans(item.content, fields) for item in self._spec.prompt],
             episode_id=view.episode_id,
             turn=view.user_turn,
-            seed=derive_seed(view.seed, voice.name, view.user_turn),
+            seed=derive_seed(view.seed, model.name, view.user_turn),
         )
         turn = read_marks(said.text, self._spec.marks)
         return verdict.model_copy(

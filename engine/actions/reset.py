@@ -69,8 +69,8 @@ class ResetAction(BuiltInAction):
         episode.conversation.open([*prompt, *record.reset.messages], meant)
         return "ready"
 
-    def ahead(self, episode: Episode, world: World) -> bool:
-        """Never: a world is told."""
+    def pipelined(self, episode: Episode, world: World) -> bool:
+        """False: a world would see the call."""
         return False
 
     def effects(self, episode: Episode, world: World) -> str:

@@ -68,10 +68,8 @@ class ScoreAction(BuiltInAction):
                 scorer, graded(episode.view()), f"`{self._spec.use}`", "score", self._spec.seconds
             )
         if self._judge is not None:
-            if self._services.cast is None:
-                raise WorldError("no model judges here", blame="environment", kind="judge_not_played")
-            voice = self._services.cast.voice("rewards", "scorer")
-            rewards += await self._judge.score(graded(episode.view()), voice)
+            model = self._services.roles.model("rewards", "scorer")
+            rewards += await self._judge.score(graded(episode.view()), model)
         return ScoreRecord(rewards=rewards)
 
     async def _ask(
@@ -105,8 +103,8 @@ class ScoreAction(BuiltInAction):
         post_rewards(episode, record.rewards, "score")
         return ""
 
-    def ahead(self, episode: Episode, world: World) -> bool:
-        """Never: a world is told."""
+    def pipelined(self, episode: Episode, world: World) -> bool:
+        """False: a world would see the call."""
         return False
 
     def effects(self, episode: Episode, world: World) -> str:

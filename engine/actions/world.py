@@ -23,7 +23,7 @@ from engine.spec.signature import waits
 from engine.storable import words_of
 
 if TYPE_CHECKING:
-    from engine.actions.voice import Voice
+    from engine.actions.role_models import RoleModel
     from engine.actions.workers import Workers
     from engine.schemas.environment import Task
     from engine.schemas.episode import Effects, Entry, ToolSpec, UserSpec
@@ -189,12 +189,10 @@ class WorldBuilder:
         if not spec.played:
             return built
         path = ("users", name) if name else ("user",)
-        return ModelUser(spec, lambda: self._voice(*path), built, self._services.workers)
+        return ModelUser(spec, lambda: self._model(*path), built, self._services.workers)
 
-    def _voice(self, *path: str) -> Voice:
-        if self._services.cast is None:
-            raise WorldError("no model plays the user here", blame="user", kind="user_not_played")
-        return self._services.cast.voice(*path)
+    def _model(self, *path: str) -> RoleModel:
+        return self._services.roles.model(*path)
 
     async def _toolbox(self, world: World) -> Toolbox:
         tools = list(self._static)

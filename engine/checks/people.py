@@ -28,10 +28,10 @@ def played_field(ctx: CheckContext) -> Iterator[Finding]:
         return
     from engine.actions.judge import JUDGE_FIELDS
     from engine.actions.llm_user import USER_FIELDS
-    from engine.actions.voice import parts_of
+    from engine.actions.role_models import roles_of
 
     rows = list(known_fields(ctx))
-    for path, (_, part, blame) in parts_of(ctx.spec).items():
+    for path, (_, part, blame) in roles_of(ctx.spec).items():
         known = USER_FIELDS if blame == "user" else JUDGE_FIELDS
         for index, message in enumerate(part.prompt):
             at = (*path, "prompt", index, "content")
@@ -62,9 +62,9 @@ def played_file(ctx: CheckContext) -> Iterator[Finding]:
     """The chat template of its model, and the replies of its scripted backend."""
     if not _played(ctx):
         return
-    from engine.actions.voice import parts_of, section_of
+    from engine.actions.role_models import roles_of, section_of
 
-    for path, (_, part, _) in parts_of(ctx.spec).items():
+    for path, (_, part, _) in roles_of(ctx.spec).items():
         named: list[tuple[DataPath, str]] = []
         if part.model is not None and part.model.chat_template is not None:
             named.append((("model", "chat_template"), part.model.chat_template))

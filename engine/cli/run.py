@@ -267,7 +267,7 @@ async def drive(
             result = await _with_progress(runner, stop, console, quiet=quiet)
         finally:
             await backend.close()
-    told = backend.stats() | ({"played": runner.cast_stats} if runner.cast_stats else {})
+    told = backend.stats() | ({"played": runner.role_stats} if runner.role_stats else {})
     try:
         report = private_file(store.folder / "backend.json")
         report.write_text(mask_credentials(json.dumps(told, indent=2, default=str)) + "\n")

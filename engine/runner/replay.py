@@ -58,7 +58,7 @@ class Replayer:
         self._exact = spec.backend.kind != "openai"
         self._workers = Workers(4)
         backend = ReplayBackend(trainable=self._exact)
-        self._factory = EpisodeFactory(loaded, format, backend, self._workers, cast_backends=())
+        self._factory = EpisodeFactory(loaded, format, backend, self._workers, role_backends=())
         self._worlds = self._factory.worlds
         self._offers_tools = self._worlds.shared_toolbox is None
         self._executor = self._factory.executor(_no_append)

@@ -24,7 +24,7 @@ import structlog
 
 from engine.actions.base import World
 from engine.actions.calls import SCOPE, EpisodeScope, LoopReplacedError
-from engine.actions.images import ImageDesk
+from engine.actions.images import ImageStorer
 from engine.actions.workers import Workers
 from engine.deadline import Standstill
 from engine.errors import EngineError, ReplayError, StoreError
@@ -107,19 +107,19 @@ class Runner:
         self._finishing = asyncio.Semaphore(FINISHING)
         self._factory = EpisodeFactory(loaded, format, backend, self._workers, slots=spec.rollout.concurrency)
         self._worlds = self._factory.worlds
-        self._cast = self._factory.cast
+        self._roles = self._factory.roles
         self._executor = self._factory.executor(
             store.post,
             watch=self.live.watch,
-            images=ImageDesk(format, store, stored_images(store)),
+            images=ImageStorer(format, store, stored_images(store)),
             clocks=self._clocks,
         )
         self._faults: list[str] = []
         self._stopped: EngineError | None = None
         self._halt = asyncio.Event()
         """Set where an error stops the whole run."""
-        self.cast_stats: dict[str, Any] = {}
-        """After the run: what the backends of models beside the policy counted."""
+        self.role_stats: dict[str, Any] = {}
+        """After the run: counts of the backends of model-played users and judges."""
 
     async def run(self, *, stop: asyncio.Event | None = None) -> RunResult:
         """Run what the store does not hold finished. `stop`, once set, ends it cleanly and early.
@@ -221,7 +221,7 @@ class Runner:
             release: Callable[[str], None] | None = getattr(self._backend, "release", None)
             if release is not None:
                 release(episode.id)
-            self._cast.release(episode.id)
+            self._roles.release(episode.id)
 
     def count(self, trajectory: Trajectory) -> None:
         """Count a finished episode of this launch.
@@ -240,9 +240,9 @@ class Runner:
         Raises:
             EngineError: a model that plays a user or judges is not available.
         """
-        await self._cast.start()
+        await self._roles.start()
         own = getattr(self._backend, "outage", None)
-        outages: list[Outage] = [*([own] if own is not None else []), *self._cast.outages]
+        outages: list[Outage] = [*([own] if own is not None else []), *self._roles.outages]
         self.live.outages = outages
         for outage in outages:
             outage.clocks.add(self._clocks)
@@ -253,8 +253,8 @@ class Runner:
             for outage in outages:
                 outage.clocks.remove(self._clocks)
             self._workers.close()
-            self.cast_stats = self._cast.stats()
-            await self._cast.close()
+            self.role_stats = self._roles.stats()
+            await self._roles.close()
 
     async def _run_all(self, episodes: Iterator[tuple[Task, int]], stop: asyncio.Event | None) -> None:
         """Run episodes, a bounded number at a time, until none is left or `stop` or `_halt` is set."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import asdict
 
 from engine.actions.base import World
-from engine.actions.images import ImageDesk, MemoryImages
+from engine.actions.images import ImageStorer, MemoryImages
 from engine.backends.scripted import ScriptedBackend
 from engine.errors import EngineError
 from engine.factory import EpisodeFactory
@@ -63,13 +63,13 @@ async def play(stages: Stages, scenarios: ScenarioSet, index: int, form: ChatFor
     backend = ScriptedBackend(_script(scenario), form)
     await backend.start()
     # No scenario waits for a model.
-    factory = EpisodeFactory(loaded, form, backend, workers, cast_backends=("scripted",))
+    factory = EpisodeFactory(loaded, form, backend, workers, role_backends=("scripted",))
     stage = _Stage(factory, resolved, form, workers, scenario)
-    await factory.cast.start()
+    await factory.roles.start()
     try:
         return await stage.play(task, scenarios, index)
     finally:
-        await factory.cast.close()
+        await factory.roles.close()
 
 
 def _script(scenario: Scenario) -> Script:
@@ -93,7 +93,7 @@ class _Stage:
             self._append,
             actions=script_actions(factory.actions, scenario, factory.spec.limits.episode_seconds),
             watch=self._watcher,
-            images=ImageDesk(form, images, images.fetch),
+            images=ImageStorer(form, images, images.fetch),
         )
 
     async def _append(self, episode_id: str, entry: Draft, written: Written) -> None:

@@ -246,9 +246,9 @@ class OutOfTimeAction(Action):
         """The action's own."""
         return self._real.apply(episode, record)
 
-    def ahead(self, episode: Episode, world: World) -> bool:
+    def pipelined(self, episode: Episode, world: World) -> bool:
         """The action's own."""
-        return self._real.ahead(episode, world)
+        return self._real.pipelined(episode, world)
 
     def effects(self, *arguments: Any) -> str:
         """The action's own."""

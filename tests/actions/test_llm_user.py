@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.actions.llm_user import SILENCE, ModelUser, dialogue_of, read_marks
-from engine.actions.voice import spoken
+from engine.actions.role_models import spoken
 from engine.actions.workers import Workers
 from engine.errors import WorldError
 from engine.schemas.environment import EpisodeView, Task

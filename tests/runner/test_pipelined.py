@@ -1,4 +1,4 @@
-"""What may begin before the record ahead of it is durable, and what waits: nothing that anybody outside could tell of."""
+"""Which actions may start before the previous record is durable, and which wait: all that anything outside could see."""
 
 from __future__ import annotations
 

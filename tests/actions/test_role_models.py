@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from engine.actions.role_models import RoleModels, roles_of, section_of, shares_policy
 from engine.actions.slots import Slots
-from engine.actions.voice import Cast, parts_of, section_of, shares_policy
 from engine.backends.scripted import ScriptedBackend
 from engine.errors import WorldError
 from engine.schemas.message import Message
@@ -58,41 +58,41 @@ def test_a_part_with_the_policys_weights_shares_its_backend(
     assert shares_policy(spec, spec.user) is shares
 
 
-async def cast_of(spec: LoadedSpec, **kwargs: Any) -> tuple[Cast, ScriptedBackend]:
+async def roles_of_spec(spec: LoadedSpec, **kwargs: Any) -> tuple[RoleModels, ScriptedBackend]:
     form = load_format(spec.spec.model, spec.base)
     backend = ScriptedBackend(Script.model_validate(["policy"]), form)
     await backend.start()
-    cast = Cast(spec, form, backend, Slots(4), **kwargs)
-    await cast.start()
-    return cast, backend
+    roles = RoleModels(spec, form, backend, Slots(4), **kwargs)
+    await roles.start()
+    return roles, backend
 
 
 async def test_in_a_shared_backend_a_part_has_an_id_of_its_own(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
-    cast, backend = await cast_of(loaded(tmp_path, tiny_tokenizer_dir, {}))
-    voice = cast.voice("user")
-    said = await voice.say([Message(role="user", content="hi")], episode_id="a/0", turn=0, seed=1)
+    roles, backend = await roles_of_spec(loaded(tmp_path, tiny_tokenizer_dir, {}))
+    model = roles.model("user")
+    said = await model.say([Message(role="user", content="hi")], episode_id="a/0", turn=0, seed=1)
     assert (said.text, said.cut) == ("policy", False)
-    assert voice.request_episode("a/0") == "user@a/0"
-    assert cast.stats() == {}
-    await cast.close()
+    assert model.request_episode("a/0") == "user@a/0"
+    assert roles.stats() == {}
+    await roles.close()
     assert backend.stats()["requests"] == 1
 
 
 async def test_parts_with_the_same_weights_and_backend_share_one(tmp_path: Path, tiny_model_dir: Path) -> None:
     judge = {"prompt": PROMPT, "backend": {"kind": "local", "max_batch": 2}}
     spec = loaded(tmp_path, tiny_model_dir, {"backend": {"kind": "local", "max_batch": 2}}, rewards={"scorer": judge})
-    cast, _ = await cast_of(spec)
-    assert list(cast.stats()) == ["0:local"]
-    assert cast.voice("user").request_episode("a/0") == "a/0"
-    await cast.close()
+    roles, _ = await roles_of_spec(spec)
+    assert list(roles.stats()) == ["0:local"]
+    assert roles.model("user").request_episode("a/0") == "a/0"
+    await roles.close()
 
 
 async def test_a_scenario_opens_no_model(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
-    cast, _ = await cast_of(loaded(tmp_path, tiny_tokenizer_dir, {}), only=("scripted",))
+    roles, _ = await roles_of_spec(loaded(tmp_path, tiny_tokenizer_dir, {}), only=("scripted",))
     with pytest.raises(WorldError, match="no model plays `user` here") as caught:
-        cast.voice("user")
+        roles.model("user")
     assert (caught.value.blame, caught.value.kind) == ("user", "user_not_played")
-    await cast.close()
+    await roles.close()
 
 
 def test_a_part_sees_the_spec_with_itself_in_the_policys_place(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
@@ -105,4 +105,4 @@ def test_a_part_sees_the_spec_with_itself_in_the_policys_place(tmp_path: Path, t
     place = section.origin(("backend", "replies"))
     assert place == spec.origin(("user", "backend", "replies"))
     assert section.resolve("user.yaml", ("backend", "replies")) == tmp_path / "user.yaml"
-    assert list(parts_of(spec.spec)) == [("user",)]
+    assert list(roles_of(spec.spec)) == [("user",)]

@@ -1,10 +1,10 @@
-"""Models that speak beside the policy: who plays a user, who judges.
+"""Model-played users and judges: models other than the policy that reply in an episode.
 
-A voice goes through the same `Backend` protocol as the policy, with a chat format of its own. Where it has the
-policy's weights and names no backend of its own, it speaks through the policy's backend; voices with the same weights
-and the same backend share one.
+A role's model is reached through the same `Backend` protocol as the policy, with its own chat format. Where it has the
+policy's weights and declares no backend, its requests go to the policy's backend; roles with the same weights and the same
+backend share one.
 
-Invariant: nothing that a voice says comes near the tape. Its reasoning goes no further than this file, its tokens are
+Invariant: no reply of a role's model is written to the tape. Its reasoning goes no further than this file, its tokens are
 counted and dropped, and whatever goes wrong with it is blamed on the part that it plays, never on the policy.
 """
 
@@ -39,8 +39,8 @@ _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What a voice said."""
+class RoleReply:
+    """One reply of a role's model."""
 
     text: str
     """Without reasoning and without surrounding blanks."""
@@ -51,8 +51,8 @@ class Said:
 
 
 @dataclass(slots=True)
-class Mouth:
-    """A backend that voices speak through."""
+class RoleBackend:
+    """A backend that serves the models of roles."""
 
     backend: Backend
     slots: Slots
@@ -61,29 +61,29 @@ class Mouth:
     """It is the policy's: opened and closed by whoever runs the policy."""
 
 
-class Voice:
-    """One part, played by a model. Shared by all episodes.
+class RoleModel:
+    """The model that plays one role. Shared by all episodes.
 
     Args:
         name: Of the part, such as `user` or `judge`: names its requests in a backend that it shares.
         spec: Model, sampling and limits.
         format: Its own chat format.
-        mouth: What it speaks through.
+        served: The backend that serves it.
         blame: Who is to blame where it fails; also the beginning of every kind of failure.
     """
 
-    def __init__(self, name: str, spec: PlayedSpec, format: ChatFormat, mouth: Mouth, blame: Blame) -> None:
+    def __init__(self, name: str, spec: PlayedSpec, format: ChatFormat, served: RoleBackend, blame: Blame) -> None:
         self.name = name
         self._spec = spec
         self._format = format
-        self._mouth = mouth
+        self._served = served
         self._blame: Blame = blame
         self._stop = sorted({*format.stop_token_ids, *spec.sampling.stop_token_ids})
         self._kind = _kind(blame)
 
     def request_episode(self, episode_id: str) -> str:
-        """The episode's id in the voice's requests: another one than the policy's, where they share a backend."""
-        return f"{self.name}@{episode_id}" if self._mouth.borrowed else episode_id
+        """The episode's id in the role's requests: a different one than the policy's, where they share a backend."""
+        return f"{self.name}@{episode_id}" if self._served.borrowed else episode_id
 
     async def say(
         self,
@@ -93,7 +93,7 @@ class Voice:
         turn: int,
         seed: int,
         meant: Sequence[Meant] = (),
-    ) -> Said:
+    ) -> RoleReply:
         """One reply. It holds a slot of its backend while it is asked for, and the deadline begins with the slot.
 
         Args:
@@ -108,8 +108,8 @@ class Voice:
         """
         try:
             request = self._request(messages, episode_id, turn, seed, meant)
-            async with self._mouth.slots, self._timeout():
-                generation = await self._mouth.backend.generate(request)
+            async with self._served.slots, self._timeout():
+                generation = await self._served.backend.generate(request)
             if generation.finish.type == "abort":
                 raise self._fault("its backend gave the reply up", "aborted")
             if generation.text is not None:
@@ -125,7 +125,7 @@ class Voice:
                 raise
             raise self._fault(str(error), error.kind) from error
         tokens = len(generation.output_ids)
-        return Said(spoken(parsed.content), tokens, cut=generation.finish.type == "length")
+        return RoleReply(spoken(parsed.content), tokens, cut=generation.finish.type == "length")
 
     def _request(
         self,
@@ -136,7 +136,7 @@ class Voice:
         meant: Sequence[Meant],
     ) -> GenerateRequest:
         prompt = self._format.render(messages, meant=dict(enumerate(meant)))
-        in_words = bool(getattr(self._mouth.backend, "wants_messages", False))
+        in_words = bool(getattr(self._served.backend, "wants_messages", False))
         own = self.request_episode(episode_id)
         return GenerateRequest(
             episode_id=own,
@@ -146,17 +146,17 @@ class Voice:
             max_new_tokens=self._room(prompt),
             stop_token_ids=self._stop,
             seed=seed,
-            adapter=None if self._mouth.borrowed else getattr(self._spec.backend, "adapter", None),
+            adapter=None if self._served.borrowed else getattr(self._spec.backend, "adapter", None),
             messages=list(messages) if in_words else None,
         )
 
     def _timeout(self) -> AbstractAsyncContextManager[Any]:
         """The deadline of one answer. It stands still while its servers cannot be asked."""
-        outage: Outage | None = getattr(self._mouth.backend, "outage", None)
+        outage: Outage | None = getattr(self._served.backend, "outage", None)
         return asyncio.timeout(self._spec.seconds) if outage is None else outage.clocks.timeout(self._spec.seconds)
 
     def _room(self, prompt: Sequence[int] | np.ndarray) -> int:
-        contexts = [self._format.context, getattr(self._mouth.backend, "context", None)]
+        contexts = [self._format.context, getattr(self._served.backend, "context", None)]
         context = min((value for value in contexts if value), default=None)
         room = self._spec.turn_tokens if context is None else min(self._spec.turn_tokens, context - len(prompt))
         if room < 1:
@@ -169,7 +169,7 @@ class Voice:
 
     def release(self, episode_id: str) -> None:
         """The episode is over: what the backend keeps for this part of it may go."""
-        let_go = getattr(self._mouth.backend, "release", None)
+        let_go = getattr(self._served.backend, "release", None)
         if let_go is not None:
             let_go(self.request_episode(episode_id))
 
@@ -185,8 +185,8 @@ def spoken(text: str) -> str:
     return said.partition(_THINK_OPEN)[0].strip()
 
 
-class Cast:
-    """Every voice of a spec, by the place where it is declared. Formats are loaded and backends opened on `start`.
+class RoleModels:
+    """The models of all roles of a spec, by the path where each is declared. `start` loads formats and opens backends.
 
     Args:
         loaded: The spec.
@@ -207,11 +207,11 @@ class Cast:
     ) -> None:
         self._loaded = loaded
         self._format = format
-        self._policy = Mouth(backend, slots, borrowed=True)
+        self._policy = RoleBackend(backend, slots, borrowed=True)
         self._only = only
-        self._mouths: dict[str, Mouth] = {}
-        self._voices: dict[DataPath, Voice] = {}
-        self._parts = parts_of(loaded.spec)
+        self._backends: dict[str, RoleBackend] = {}
+        self._models: dict[DataPath, RoleModel] = {}
+        self._declared = roles_of(loaded.spec)
 
     async def start(self) -> None:
         """Load the formats and start the backends; what was started is closed again where one fails.
@@ -221,39 +221,39 @@ class Cast:
         """
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
-            for path, (name, part, blame) in self._parts.items():
+            for path, (name, part, blame) in self._declared.items():
                 borrows = shares_policy(self._loaded.spec, part)
                 kind = section_of(self._loaded, path).spec.backend.kind
                 if self._only is not None and (borrows or kind not in self._only):
                     continue
                 form = self._format if part.model is None else load_format(part.model, self._loaded.base)
-                mouth = self._policy if borrows else await self._open(path, form)
-                self._voices[path] = Voice(name, part, form, mouth, blame)
+                served = self._policy if borrows else await self._open(path, form)
+                self._models[path] = RoleModel(name, part, form, served, blame)
             undo.pop_all()
 
-    async def _open(self, path: DataPath, form: ChatFormat) -> Mouth:
+    async def _open(self, path: DataPath, form: ChatFormat) -> RoleBackend:
         """A backend for a part: one that was opened for the same weights, or another."""
         section = section_of(self._loaded, path)
         key = section.spec.model_dump_json(include={"model": {"path", "revision"}, "backend": True})
         if section.spec.backend.kind == "scripted":
             key += str(path)  # a script is one part's
-        if key not in self._mouths:
+        if key not in self._backends:
             backend = open_backend(section, form)
-            mouth = Mouth(backend, Slots(self._loaded.spec.rollout.concurrency), borrowed=False)
-            self._mouths[key] = mouth  # before it starts, so that it is closed where that fails
+            served = RoleBackend(backend, Slots(self._loaded.spec.rollout.concurrency), borrowed=False)
+            self._backends[key] = served  # before it starts, so that it is closed where that fails
             await backend.start()
-        return self._mouths[key]
+        return self._backends[key]
 
-    def voice(self, *path: str) -> Voice:
+    def model(self, *path: str) -> RoleModel:
         """Who plays the part declared at `path`.
 
         Raises:
-            WorldError: nobody does: the cast was not started, or may not open its backend.
+            WorldError: no model does: `start` was not called, or its backend may not be opened.
         """
         try:
-            return self._voices[path]
+            return self._models[path]
         except KeyError:
-            name, _, blame = self._parts[path]
+            name, _, blame = self._declared[path]
             raise WorldError(
                 f"no model plays `{name}` here: write down its answers, or give it a scripted backend",
                 blame=blame,
@@ -262,29 +262,30 @@ class Cast:
 
     def release(self, episode_id: str) -> None:
         """An episode is over."""
-        for voice in self._voices.values():
-            voice.release(episode_id)
+        for model in self._models.values():
+            model.release(episode_id)
 
     async def close(self) -> None:
         """Close the backends that were opened here; the policy's stays."""
-        mouths, self._mouths, self._voices = list(self._mouths.values()), {}, {}
-        for mouth in mouths:
-            await mouth.backend.close()
+        backends, self._backends, self._models = list(self._backends.values()), {}, {}
+        for served in backends:
+            await served.backend.close()
 
     @property
     def outages(self) -> list[Outage]:
         """Those of the backends that were opened here."""
-        found = (getattr(mouth.backend, "outage", None) for mouth in self._mouths.values())
+        found = (getattr(served.backend, "outage", None) for served in self._backends.values())
         return [outage for outage in found if outage is not None]
 
     def stats(self) -> dict[str, Any]:
         """Counts of each backend that was opened here, by the kind of the first part that speaks through it."""
         return {
-            f"{index}:{mouth.backend.kind}": mouth.backend.stats() for index, mouth in enumerate(self._mouths.values())
+            f"{index}:{served.backend.kind}": served.backend.stats()
+            for index, served in enumerate(self._backends.values())
         }
 
 
-def parts_of(spec: EpisodeSpec) -> dict[DataPath, tuple[str, PlayedSpec, Blame]]:
+def roles_of(spec: EpisodeSpec) -> dict[DataPath, tuple[str, PlayedSpec, Blame]]:
     """Every part that a model plays: where it is declared -> (its name, its spec, who is to blame for it)."""
     found: dict[DataPath, tuple[str, PlayedSpec, Blame]] = {}
     for name, user in spec.people.items():
@@ -306,7 +307,7 @@ def shares_policy(spec: EpisodeSpec, part: PlayedSpec) -> bool:
 
 def section_of(loaded: LoadedSpec, path: DataPath) -> LoadedSpec:
     """A spec as the part at `path` sees it: its model, backend and sampling stand where the policy's stood."""
-    part = parts_of(loaded.spec)[path][1]
+    part = roles_of(loaded.spec)[path][1]
     spec = loaded.spec.model_copy(
         update={
             "model": part.model or loaded.spec.model,
