@@ -16,6 +16,7 @@ from engine.errors import WorldError
 
 if TYPE_CHECKING:
     from engine.actions.guest import GuestLoop
+    from engine.actions.interrupt import CodeThread
     from engine.schemas.trajectory import Blame
 
 
@@ -90,8 +91,8 @@ class Call:
         """When a thread began to run it, by `time.monotonic`; None before."""
         self.result: tuple[Any, BaseException | None] | None = None
         """(value, what it raised), once it has finished."""
-        self.thread = 0
-        """Ident of the thread that runs it."""
+        self.thread: CodeThread | None = None
+        """The thread that runs it, for plain functions."""
         self.task: asyncio.Task[None] | None = None
         """On an event loop: its task."""
         self.blocked = 0.0

@@ -26,6 +26,7 @@ from typing import Any
 import structlog
 
 from engine.actions.calls import CALL, Call
+from engine.actions.interrupt import CodeThread, Interrupter
 
 log = structlog.get_logger(__name__)
 
@@ -48,9 +49,12 @@ class GuestLoop:
 
     Args:
         on_stuck: Called on the main loop when this loop is blocked for good, with the loop.
+        interrupter: Ends busy code on this loop once it is blocked for good.
     """
 
-    def __init__(self, on_stuck: Callable[[GuestLoop], None]) -> None:
+    def __init__(self, on_stuck: Callable[[GuestLoop], None], interrupter: Interrupter) -> None:
+        self._interrupter = interrupter
+        self._code_thread: CodeThread | None = None
         self.blocked = 0.0
         """Seconds for which it has been blocked so far."""
         self.culprit: Call | None = None
@@ -62,6 +66,8 @@ class GuestLoop:
         self._fresh: list[Call] = []
         self._calls: dict[Call, None] = {}
         """Calls that are not settled; of the main loop's thread."""
+        self._left = False
+        """A call was given up since the loop was last asked for a sign: it may block the loop."""
         self._finished: list[Call] = []
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_report)
@@ -100,6 +106,7 @@ class GuestLoop:
             return False
         self._calls.pop(call, None)
         if not self.retired:
+            self._left = True
             self._loop.call_soon_threadsafe(_cancel, call)
         return True
 
@@ -148,6 +155,13 @@ class GuestLoop:
     # --- the loop's own thread ---
 
     def _work(self) -> None:
+        thread = self._code_thread = CodeThread()
+        try:
+            self._serve()
+        finally:
+            self._interrupter.release(thread)
+
+    def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         while not self.retired:
             try:
@@ -205,7 +219,8 @@ class GuestLoop:
             if not self._answered:
                 if self._look():
                     return
-            elif self._calls:
+            elif self._calls or self._left:
+                self._left = False
                 self._ask()
 
     def _ask(self) -> None:
@@ -234,6 +249,8 @@ class GuestLoop:
             self._tell("its loop is replaced", suspect, now - self._asked, stack)
             self._told = True
             self.culprit = suspect
+            if self._code_thread is not None:
+                self._interrupter.add(self._code_thread, suspect)
             self._over.set()
             try:
                 self._main.call_soon_threadsafe(self._on_stuck, self)

@@ -13,6 +13,7 @@ import structlog
 
 from engine.actions.calls import EpisodeScope
 from engine.actions.guest import GuestLoop
+from engine.actions.interrupt import Interrupter
 
 log = structlog.get_logger(__name__)
 
@@ -24,7 +25,8 @@ _GROWTH = 4
 class GuestLoops:
     """Gives each asynchronous call its loop. Of the main loop's thread alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, interrupter: Interrupter) -> None:
+        self._interrupter = interrupter
         self._loops: dict[int, GuestLoop] = {}
         self._most = 1
 
@@ -56,7 +58,7 @@ class GuestLoops:
             guest.close()
             guest = None
         if guest is None:
-            guest = self._loops[place] = GuestLoop(self._replace)
+            guest = self._loops[place] = GuestLoop(self._replace, self._interrupter)
         return guest
 
     def _grow(self) -> None:

@@ -1,7 +1,8 @@
 """Threads for plain (not `async`) code of others.
 
 A thread that hangs cannot be stopped from outside. When its call is given up, another thread may take its place, so
-that a hung call holds no slot. Threads are daemons: they do not keep the process alive.
+that a hung call holds no slot; if it is busy, it is interrupted (`interrupt.py`). Threads are daemons: they do not keep the
+process alive.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import deque
 import structlog
 
 from engine.actions.calls import Call
+from engine.actions.interrupt import CodeThread, Interrupted, Interrupter
 from engine.errors import WorldError
 
 log = structlog.get_logger(__name__)
@@ -26,8 +28,9 @@ class Threads:
     thread; the threads touch queues alone.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, interrupter: Interrupter) -> None:
         self._most = most
+        self._interrupter = interrupter
         self._waiting: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._finished: deque[Call] = deque()
         self._waking = False
@@ -71,6 +74,8 @@ class Threads:
         self._open -= 1
         if call.began is not None:
             self._count -= 1
+            assert call.thread is not None
+            self._interrupter.add(call.thread, call)
             self._grow()  # a call may wait for the thread that hangs
         return True
 
@@ -81,17 +86,23 @@ class Threads:
         self._count = 0
 
     def _work(self) -> None:
+        thread = CodeThread()
         while (call := self._waiting.get()) is not None:
-            call.thread = threading.get_ident()
+            call.thread = thread
             call.began = time.monotonic()
             if call.over:  # its caller gave up while it waited for a thread
                 continue
             try:
-                call.result = (call.context.run(call.function, *call.args), None)
-            except BaseException as error:  # noqa: BLE001  (handed to the caller, whatever it is)
-                call.result = (None, error)
-            if not call.take():
-                return  # it was given up, and another thread may have taken this one's place
+                try:
+                    call.result = (call.context.run(call.function, *call.args), None)
+                except BaseException as error:  # noqa: BLE001  (handed to the caller, whatever it is)
+                    call.result = (None, error)
+                given_up = not call.take()
+            except Interrupted:  # pending when the function returned; only calls that were given up are interrupted
+                given_up = True
+            if given_up:  # another thread may have taken this one's place
+                self._interrupter.release(thread)
+                return
             self._finished.append(call)
             if not self._waking:
                 self._waking = True

@@ -8,7 +8,9 @@ Where code runs:
   parts (models, worker processes) and must never block.
 
 A deadline begins when the call begins, not while it waits for a thread or for a loop that another call blocks.
-A call past its deadline is given up: its caller gets a typed error, whatever the thread does.
+Where the process was starved of CPU or of Python's lock while a call ran (`lag.py`), the call gets its time once more.
+A call past its deadline is given up: its caller gets a typed error, whatever the thread does. Code that goes on computing is
+interrupted (`interrupt.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from engine.actions.calls import SCOPE, Call, LoopReplacedError
 from engine.actions.guest import GuestLoop
 from engine.actions.guests import GuestLoops
+from engine.actions.interrupt import Interrupter
+from engine.actions.lag import Lag
 from engine.actions.threads import Threads
 from engine.deadline import Deadlines
 from engine.errors import EngineError, WorldError
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
 
 MOST_THREADS = 1024
 """Most plain calls that run at once; further ones wait for a thread, and their deadlines have not begun."""
+STARVED_SHARE = 0.1
+"""A call was starved if the main loop was late for so much of the call's deadline."""
 REPEATS = 10
 """How often one call is repeated because others blocked its loop."""
 
@@ -53,8 +59,10 @@ class Workers:
     """What runs code of others: threads and guest loops."""
 
     def __init__(self, most: int = MOST_THREADS) -> None:
-        self.threads = Threads(most)
-        self.guests = GuestLoops()
+        self.interrupter = Interrupter()
+        self.threads = Threads(most, self.interrupter)
+        self.guests = GuestLoops(self.interrupter)
+        self.lag = Lag()
         self._deadlines = _ByLength()
         self.isolation = Isolation()
         """Worker processes, for code that the spec isolates; none is started before it is needed."""
@@ -189,23 +197,30 @@ async def _here(
 async def _wait(workers: Workers, place: Threads | GuestLoop, call: Call, seconds: float | None) -> None:
     """Wait until a call is settled or lost; past its deadline, give it up."""
     deadline = workers.within(seconds)
-    while True:
-        try:
-            with deadline:
-                await call.wait()
-            return
-        except asyncio.CancelledError:
-            place.leave(call)
-            raise
-        except TimeoutError:
-            assert seconds is not None  # or there is no deadline
-        left = place.left(call, seconds)
-        if not call.settled and left > 0:  # it waited for a thread, or for a loop that another call blocked
-            deadline = Deadlines(left).begin()
-        elif call.settled or not place.leave(call):  # it has finished: what it gives is on its way
-            deadline = nullcontext()
-        else:
-            raise _late(call.what, call.blame, seconds) from None
+    before = workers.lag.begin(call.loop)
+    extended = False
+    try:
+        while True:
+            try:
+                with deadline:
+                    await call.wait()
+                return
+            except asyncio.CancelledError:
+                place.leave(call)
+                raise
+            except TimeoutError:
+                assert seconds is not None  # or there is no deadline
+            left = place.left(call, seconds)
+            if left <= 0 and not extended and workers.lag.since(before) > STARVED_SHARE * seconds:
+                left, extended = seconds, True
+            if not call.settled and left > 0:  # it waited for a thread or a blocked loop, or gets its time once more
+                deadline = Deadlines(left).begin()
+            elif call.settled or not place.leave(call):  # it has finished: what it gives is on its way
+                deadline = nullcontext()
+            else:
+                raise _late(call.what, call.blame, seconds) from None
+    finally:
+        workers.lag.end()
 
 
 def _result(call: Call) -> Any:

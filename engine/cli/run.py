@@ -275,6 +275,8 @@ async def drive(
         echo(f"the backend's counts could not be written: {error}")
     if summary:
         print_summary(console, result.summary, seconds=time.perf_counter() - began, tokens=runner.live.tokens)
+    if busy_calls := runner.busy_calls:
+        console.print(busy_calls, highlight=False)
     if certificate := told.get("certificate"):
         console.print(
             f"Certificate: {certificate['turns_checked']} prompts compared with what the server worked on, "

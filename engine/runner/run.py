@@ -233,6 +233,11 @@ class Runner:
         if self._verdict is not None:
             self._verdict.add(cause, trajectory.outcome.failure)
 
+    @property
+    def busy_calls(self) -> str:
+        """One sentence on calls that were still computing past their deadlines; empty if there were none."""
+        return self._workers.interrupter.summary
+
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Start what episodes need; all of it is closed when the block ends.

@@ -116,6 +116,21 @@ class User:
         return UserTurn(satisfied=True, solved=True, rewards=[RewardEvent(name="right", value=1.0)])
 
 
+class SlowUser:
+    """Healthy: it takes half a second each time, and is satisfied the third time."""
+
+    def __init__(self, seconds: float = 0.5) -> None:
+        self.seconds = seconds
+        self.turns = 0
+
+    def respond(self, view: EpisodeView) -> UserTurn:
+        time.sleep(self.seconds)
+        self.turns += 1
+        if self.turns < 3:
+            return UserTurn(content="Go on.")
+        return UserTurn(satisfied=True, solved=True, rewards=[RewardEvent(name="right", value=1.0)])
+
+
 class AsyncUser:
     """`async`."""
 

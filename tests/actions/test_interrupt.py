@@ -1,0 +1,224 @@
+"""Busy code past its deadline is ended; code that waits, and everything that is not a world's own, is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from engine.actions import interrupt
+from engine.actions.calls import SCOPE, EpisodeScope
+from engine.actions.interrupt import CodeThread, Interrupted, Interrupter, is_worlds_own
+from engine.actions.workers import Workers, call_world
+from engine.environments import tools as shipped
+from engine.errors import WorldError
+
+DEADLINE = 0.02
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[Workers]:
+    pool = Workers()
+    yield pool
+    pool.close()
+
+
+async def give_up(workers: Workers, function: Callable[..., Any], *args: Any) -> None:
+    with pytest.raises(WorldError, match="did not answer"):
+        await call_world(workers, function, *args, seconds=DEADLINE, blame="tool", what="tool `t`")
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until it holds; the machine may be slow."""
+    for _ in range(6000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never held")
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def spin_and_retry() -> None:
+    while True:
+        try:
+            spin()
+        except Exception:  # noqa: BLE001  (as worlds do)
+            continue
+
+
+async def spin_async() -> None:
+    spin()
+
+
+@pytest.mark.parametrize("function", [spin, spin_and_retry, spin_async])
+async def test_a_busy_loop_past_its_deadline_is_ended(workers: Workers, function: Callable[[], Any]) -> None:
+    before = set(threading.enumerate())
+    await give_up(workers, function)
+    await until(lambda: workers.interrupter.ended == 1)
+    await until(lambda: not [t for t in set(threading.enumerate()) - before if t.name == "episode-worker"])
+    assert workers.interrupter.summary == "1 calls went on computing past their deadline: 1 were interrupted"
+    assert workers.interrupter.stubborn == 0
+    assert await call_world(workers, lambda: 1, seconds=60, blame="tool", what="tool `t`") == 1
+
+
+async def test_code_that_catches_the_interruption_is_interrupted_again(workers: Workers) -> None:
+    caught = []
+
+    def stubborn() -> None:
+        while len(caught) < 3:
+            try:
+                spin()
+            except Interrupted as error:
+                caught.append(type(error))
+
+    await give_up(workers, stubborn)
+    await until(lambda: workers.interrupter.ended == 1)
+    assert caught == [Interrupted] * 3
+
+
+async def test_code_that_waits_is_left_alone(workers: Workers) -> None:
+    release, ends = threading.Event(), []
+
+    def waits() -> None:
+        try:
+            release.wait()
+            ends.append("returned")
+        except BaseException as error:  # noqa: BLE001
+            ends.append(repr(error))
+
+    await give_up(workers, waits)
+    await give_up(workers, spin)
+    await until(lambda: workers.interrupter.ended == 1)  # the watcher has looked at both
+    release.set()
+    await until(lambda: bool(ends))
+    assert ends == ["returned"]
+    assert workers.interrupter.ended == 1
+
+
+def spin_of(module: str) -> Callable[[list[int]], None]:
+    """A busy loop whose frame belongs to a module."""
+    names: dict[str, Any] = {"__name__": module}
+    exec("def spin(stop):\n    while not stop:\n        pass\n", names)
+    return names["spin"]
+
+
+@pytest.mark.parametrize("module", ["logging", "concurrent.futures.thread", "engine.store.writer"])
+async def test_the_standard_library_and_the_engine_are_never_interrupted(workers: Workers, module: str) -> None:
+    stop: list[int] = []
+    await give_up(workers, spin_of(module), stop)
+    (busy,) = workers.interrupter._threads.values()
+    await until(lambda: busy.since is not None)  # seen busy
+    await give_up(workers, spin)
+    await until(lambda: workers.interrupter.ended == 1)
+    assert busy.interruptions == 0
+    stop.append(1)
+    await until(lambda: not workers.interrupter._threads)
+    assert workers.interrupter.ended == 1
+
+
+def frame_of(module: str) -> FrameType:
+    names: dict[str, Any] = {"__name__": module, "sys": sys}
+    exec("def frame():\n    return sys._getframe()\n", names)
+    return names["frame"]()
+
+
+@pytest.mark.parametrize(
+    ("module", "own"),
+    [
+        ("worlds", True),
+        ("sympy.core.basic", True),
+        ("__main__", True),
+        (shipped.__name__, True),
+        ("engine.actions.threads", False),
+        ("engine", False),
+        ("importlib._bootstrap", False),
+        ("_frozen_importlib", False),
+        (logging.__name__, False),
+    ],
+)
+def test_what_is_a_worlds_own(module: str, own: bool) -> None:
+    assert is_worlds_own(frame_of(module)) is own
+
+
+def test_a_thread_that_has_left_the_code_of_others_is_not_watched() -> None:
+    interrupter, thread = Interrupter(), CodeThread()
+    interrupter.add(thread, None)
+    interrupter.release(thread)
+    assert not interrupter._threads
+    interrupter.add(thread, None)
+    assert not interrupter._threads
+    assert interrupter.ended == 0
+
+
+async def test_calls_that_end_while_they_are_interrupted_end_in_order(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exception comes at every place of the way out of the call; no thread dies of it."""
+    monkeypatch.setattr(interrupt, "TICK", 0.0005)
+    monkeypatch.setattr(interrupt, "BUSY_SECONDS", 0.0)
+    died: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+
+    def ends_at(when: list[int]) -> None:
+        while not when:
+            pass
+
+    before = set(threading.enumerate())
+    for _ in range(8):
+        when: list[int] = []
+        await give_up(workers, ends_at, when)
+        when.append(1)
+    await until(lambda: not [t for t in set(threading.enumerate()) - before if t.name == "episode-worker"])
+    assert not died
+    assert not workers.interrupter._threads
+    assert not workers.interrupter._lock.locked()
+
+
+async def test_what_cannot_be_ended_is_counted_and_reported_once(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupt, "STUBBORN_SECONDS", 0.0)
+    stop: list[int] = []
+
+    def stubborn() -> None:
+        while not stop:
+            try:
+                while not stop:
+                    pass
+            except Interrupted:
+                continue
+
+    SCOPE.set(EpisodeScope("t3/0"))
+    with capture_logs() as logs:
+        await give_up(workers, stubborn)
+        await until(lambda: workers.interrupter.stubborn == 1)
+        (busy,) = workers.interrupter._threads.values()
+        seen = busy.interruptions
+        await until(lambda: busy.interruptions > seen)  # it goes on being interrupted
+    assert workers.interrupter.summary == (
+        "1 calls went on computing past their deadline: 0 were interrupted, 1 cannot be and slow down all others; "
+        "run that code with `isolation: process`"
+    )
+    (line,) = [line for line in logs if "cannot be interrupted" in line["event"]]
+    assert (line["function"], line["episode"]) == ("tool `t`", "t3/0")
+    assert "in stubborn" in line["stack"]
+    stop.append(1)
+    await until(lambda: workers.interrupter.ended == 1)
+    assert workers.interrupter.stubborn == 0
+
+
+async def test_without_a_clock_of_its_own_a_thread_is_never_taken_for_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(time, "pthread_getcpuclockid")
+    assert CodeThread().cpu() == 0.0
