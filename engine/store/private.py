@@ -7,12 +7,15 @@ from pathlib import Path
 
 
 def private_folder(path: Path, *, exist_ok: bool = False) -> None:
-    """Make a folder of mode 0700; folders above it are made as the umask says.
+    """Make a folder of mode 0700; missing folders above it get 0755, less what the umask takes.
+
+    A folder that others may write to would let them put another run in the place of this one.
 
     Raises:
         OSError: it exists, or cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(path.parents):
+        folder.mkdir(mode=0o755, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=exist_ok)
 
 

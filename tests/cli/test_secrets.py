@@ -152,6 +152,7 @@ def test_a_run_is_its_owners_alone_whatever_the_umask(spec: Path, tmp_path: Path
     assert {"run.db", "run.db-wal", "run.db-shm", "run.lock", "backend.json", "rows.jsonl"} <= open_files
     assert set(modes.values()) == {0o600}, modes
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o755  # nobody else may put another run in its place
     assert stat.S_IMODE((tmp_path / "elsewhere.parquet").stat().st_mode) == 0o600
 
 
