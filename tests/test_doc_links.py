@@ -1,4 +1,4 @@
-"""Every relative link of README.md, CHANGELOG.md and docs/ leads to a file, and to a heading where it names one."""
+"""Links of README.md, CHANGELOG.md and docs/ lead to files and headings, and the files of the project that they name exist."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ def test_links(document: Path) -> None:
         if not file.exists() or (anchor and anchor not in anchors(file)):
             broken.append(link)
     assert broken == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_named_files_exist(document: Path) -> None:
+    if document.name == "CHANGELOG.md":
+        return  # names files as they were
+    named = re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|sh))`", document.read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).exists() and not (ROOT / "engine" / name).exists()] == []
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
