@@ -1,0 +1,233 @@
+"""A blocked event loop is replaced: which calls are repeated, whom the loss is blamed on, and whose time does not count."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from engine.actions import guest as guest_module
+from engine.actions.calls import SCOPE, Call, EpisodeScope, LoopReplacedError
+from engine.actions.guest import GuestLoop
+from engine.actions.guests import MOST_LOOPS, GuestLoops
+from engine.actions.interrupt import Interrupter
+from engine.actions.workers import Workers, call_world
+from engine.errors import WorldError
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[Workers]:
+    pool = Workers()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def release() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+class Neighbour:
+    """Its calls never end on a loop that another call blocks; the next one does."""
+
+    def __init__(self) -> None:
+        self.loops: list[asyncio.AbstractEventLoop] = []
+        self.waits = threading.Event()
+
+    async def ask(self) -> int:
+        self.loops.append(asyncio.get_running_loop())
+        if len(self.loops) == 1:
+            self.waits.set()
+            await asyncio.Event().wait()
+        return len(self.loops)
+
+    def function(self) -> Callable[[], Awaitable[int]]:
+        async def plain() -> int:
+            return await self.ask()
+
+        return plain
+
+
+def task(workers: Workers, function: Any, episode: str, *, last: bool = False, **options: Any) -> asyncio.Task[Any]:
+    """A call of an episode, in a task of its own."""
+
+    async def run() -> Any:
+        SCOPE.set(EpisodeScope(episode, last=last))
+        given: dict[str, Any] = {"seconds": 600.0, "blame": "user", "what": f"`{episode}`.call"} | options
+        return await call_world(workers, function, **given)
+
+    return asyncio.create_task(run())
+
+
+async def block(workers: Workers, release: threading.Event, begun: threading.Event) -> None:
+    """Block the loop until it is replaced, by a call of episode `bad/0`."""
+
+    async def blocks() -> None:
+        release.wait()
+
+    assert await asyncio.to_thread(begun.wait, 60)
+    with pytest.raises(WorldError) as caught:
+        await task(workers, blocks, "bad/0", seconds=0.02, blame="tool")
+    assert (caught.value.kind, caught.value.blame) == ("tool_timeout", "tool"), "its own episode: by its deadline"
+
+
+@pytest.mark.parametrize("effects", ["pure", "replayable"])
+async def test_a_function_is_repeated_by_itself_on_another_loop(
+    effects: str, workers: Workers, release: threading.Event
+) -> None:
+    neighbour = Neighbour()
+    call = task(workers, neighbour.function(), "good/0", effects=effects)
+    await block(workers, release, neighbour.waits)
+    assert await call == 2
+    first, second = neighbour.loops
+    assert first is not second
+
+
+@pytest.mark.parametrize(
+    ("bound", "effects", "last", "repeatable"),
+    [
+        (True, "pure", False, True),
+        (True, "replayable", False, True),
+        (True, "external", False, False),
+        (True, "replayable", True, False),
+        (False, "external", False, False),
+    ],
+)
+async def test_what_is_not_repeated_fails_with_the_blame_on_the_call_that_blocked(
+    bound: bool, effects: str, last: bool, repeatable: bool, workers: Workers, release: threading.Event
+) -> None:
+    neighbour = Neighbour()
+    function = neighbour.ask if bound else neighbour.function()
+    call = task(workers, function, "good/0", effects=effects, last=last)
+    await block(workers, release, neighbour.waits)
+    with pytest.raises(LoopReplacedError) as caught:
+        await call
+    error = caught.value
+    assert (error.kind, error.blame, error.repeatable) == ("loop_replaced", "tool", repeatable)
+    assert error.culprit is not None
+    assert (error.culprit.what, error.culprit.episode) == ("`bad/0`.call", "bad/0")
+    assert str(error).startswith("`bad/0`.call of episode bad/0 blocked the event loop that `good/0`.call uses")
+    assert len(neighbour.loops) == 1, "it is made once"
+
+
+async def test_an_object_whose_loop_is_gone_is_not_called_on_another(
+    workers: Workers, release: threading.Event
+) -> None:
+    scope = EpisodeScope("good/0")
+    SCOPE.set(scope)
+    neighbour = Neighbour()
+    neighbour.loops.append(asyncio.get_running_loop())  # so that its calls end
+    options: dict[str, Any] = {"seconds": 600.0, "blame": "user", "what": "user"}
+    assert await call_world(workers, neighbour.ask, **options) == 2
+    guest = scope.guest
+    assert guest is not None
+    begun = threading.Event()
+    begun.set()
+    await block(workers, release, begun)
+    while not guest.retired:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    with pytest.raises(LoopReplacedError) as caught:
+        await call_world(workers, neighbour.ask, **options)
+    assert caught.value.culprit is guest.culprit is not None
+    assert caught.value.repeatable
+    assert len(neighbour.loops) == 2
+
+
+@pytest.mark.parametrize("leaves", ["task", "callback"])
+async def test_what_a_call_left_behind_is_attributed_to_it(
+    leaves: str, workers: Workers, release: threading.Event
+) -> None:
+    neighbour = Neighbour()
+    call = task(workers, neighbour.ask, "good/0")
+    assert await asyncio.to_thread(neighbour.waits.wait, 60)
+
+    async def later() -> None:
+        release.wait()
+
+    async def leaves_behind() -> None:
+        loop = asyncio.get_running_loop()
+        if leaves == "task":
+            neighbour.kept = loop.create_task(later())  # type: ignore[attr-defined]
+        else:
+            loop.call_later(0.01, release.wait)
+
+    await task(workers, leaves_behind, "bad/0", blame="environment")
+    with pytest.raises(LoopReplacedError) as caught:
+        await call
+    assert caught.value.culprit is not None
+    assert (caught.value.culprit.episode, caught.value.blame) == ("bad/0", "environment")
+
+
+async def test_what_no_call_is_known_for_is_blamed_on_nobody_else(
+    workers: Workers, release: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guest_module, "UNKNOWN_SECONDS", 0.0)
+    neighbour = Neighbour()
+    call = task(workers, neighbour.ask, "good/0")
+    assert await asyncio.to_thread(neighbour.waits.wait, 60)
+    neighbour.loops[0].call_soon_threadsafe(release.wait, context=contextvars.Context())
+    with pytest.raises(LoopReplacedError, match="code of no known call blocked") as caught:
+        await call
+    assert (caught.value.culprit, caught.value.blame) == (None, "user")
+
+
+async def test_the_time_for_which_others_block_the_loop_does_not_count(
+    workers: Workers, release: threading.Event
+) -> None:
+    begun = threading.Event()
+    go_on: list[int] = []
+
+    async def victim() -> str:
+        begun.set()
+        while not go_on:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        return "in time"
+
+    async def blocks() -> None:
+        release.wait()
+
+    call = task(workers, victim, "good/0", seconds=1.0)
+    assert await asyncio.to_thread(begun.wait, 60)
+    blocker = task(workers, blocks, "slow/0")
+    await asyncio.sleep(2.5)  # two deadlines and more
+    assert not call.done()
+    go_on.append(1)
+    release.set()
+    assert await call == "in time"
+    await blocker
+
+
+async def test_the_time_for_which_a_call_blocks_its_loop_itself_counts() -> None:
+    guest = GuestLoop(lambda guest: None, Interrupter())
+    own, other = (Call(asyncio.sleep, (0,), "c", "tool") for _ in range(2))
+    own.began = other.began = 0.0
+    guest.blocked, own.own = 5.0, 5.0
+    assert guest.left(other, 1.0) - guest.left(own, 1.0) == pytest.approx(5.0, abs=0.1)
+    guest.close()
+
+
+async def test_a_call_that_has_finished_is_not_lost_with_its_loop() -> None:
+    guest = GuestLoop(lambda guest: None, Interrupter())
+    finished, running = (Call(asyncio.sleep, (0,), "c", "tool") for _ in range(2))
+    guest._calls = {finished: None, running: None}
+    assert finished.take()
+    guest.close()
+    assert guest.drop() == 1
+    assert (finished.settled, finished.lost) == (True, False)
+    assert (running.settled, running.lost) == (False, True)
+
+
+async def test_the_number_of_loops_grows_with_each_replacement() -> None:
+    guests, counts = GuestLoops(Interrupter()), []
+    for _ in range(5):
+        counts.append(guests._most)
+        guests._replace(guests.choose(EpisodeScope("e/0")))
+    assert counts == [1, 4, 16, 64, MOST_LOOPS]
+    assert len({id(guests.choose(EpisodeScope(f"{n}/0"))) for n in range(40)}) > 8, "episodes are spread over them"
+    guests.close()
