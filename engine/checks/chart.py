@@ -1,4 +1,4 @@
-"""A machine as it is walked through, and where an episode may stand in it."""
+"""The machine in the form in which `explore` walks it, and the places of an episode in it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Limits = tuple[int | None, int | None, int | None]
 """In the order of `COUNT_LIMITS`; None where one is not set."""
 
 NO_CALLS, MAYBE_CALLS, SURE_CALLS = 0, 1, 2
-"""What is known of the newest reply: it made no call, perhaps some, certainly one."""
+"""What is known about the newest reply: it made no call, may have made some, made at least one."""
 
 
 class Edge(NamedTuple):
-    """One transition: where it leads, and when."""
+    """One transition: its destination and its guard."""
 
     dest: str
     guard: Formula
@@ -23,7 +23,7 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A machine as it is walked through."""
+    """A machine in the form in which `explore` walks it."""
 
     initial: str
     actions: tuple[tuple[str, str], ...]
@@ -31,29 +31,29 @@ class Chart:
     events: tuple[tuple[str, tuple[str, ...]], ...]
     """(state, the events of its action)."""
     edges: tuple[tuple[tuple[str, str], tuple[Edge, ...]], ...]
-    """((state, event), the transitions in the order in which they are tried)."""
+    """((state, event), its transitions in the order in which they are tried)."""
     limits: Limits
     timed: bool
-    """There is a limit of time."""
+    """Whether `limits.episode_seconds` is set."""
     most_sampled: int = 1
-    """Tokens of one turn."""
+    """Maximum number of tokens of one turn."""
 
 
 class Place(NamedTuple):
-    """Where an episode may stand."""
+    """A state of an episode: the machine's state and the counters."""
 
     state: str
     turns: int
     user: int
     calls: int
-    """At least so many."""
+    """Lower bound of the number of tool calls."""
     newest: int = NO_CALLS
     late: bool = False
-    """Time is up."""
+    """Whether the time limit has passed."""
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """By the limits' order."""
+        """The counters, in the order of `Limits`."""
         return self.turns, self.user, self.calls
 
 
@@ -63,4 +63,4 @@ class Step(NamedTuple):
     event: str
     dest: Place
     used: int | None
-    """Which of the three counters went up."""
+    """Which of the three counters the step increased."""

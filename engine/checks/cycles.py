@@ -1,4 +1,4 @@
-"""Rules over what can go on: cycles that nothing bounds, and users who speak twice."""
+"""Rules about cycles that nothing bounds, and about two user messages in a row."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from engine.spec.diagnostic import DataPath
 
 
 def _cycles(ctx: CheckContext) -> list[Cycle]:
-    """Cycles that could be left: of the others `machine.done-unreachable` says that no end can be reached."""
+    """Cycles from which a final state can be reached; `machine.done-unreachable` reports the others."""
     return [cycle for cycle in ctx.cycles.found if any(state in ctx.ending for state, _ in cycle.steps)]
 
 
 def _where(ctx: CheckContext, cycle: Cycle) -> DataPath:
-    """The spec's own transition in it, or the limit that it leaves out, or the machine."""
+    """The position to report: the spec's own transition in the cycle, else the limit that is not set, else the machine."""
     for index, item in enumerate(ctx.spec.machine.transitions):
         ctx.work.spend(len(cycle.steps))
         for position, (state, event) in enumerate(cycle.steps):
@@ -34,36 +34,36 @@ def _fix(cycle: Cycle) -> str:
     if cycle.bounds:
         return "set " + " or ".join(f"`limits.{name}`" for name in cycle.bounds)
     if any(event == "limit" for _, event in cycle.steps):
-        return "lead `limit` to a final state"
+        return "add a transition for `limit` to a final state"
     if any(event == "failed" for _, event in cycle.steps):
-        return "lead `failed` to a final state: no limit counts what fails"
-    return "lead it through a state that generates, asks the user or calls tools: only those are counted"
+        return "add a transition for `failed` to a final state: no limit counts failures"
+    return "add a state that generates, asks the user or calls tools to the cycle: only those are counted"
 
 
 @rule("machine.unbounded-cycle", "error", "a cycle that no limit bounds")
 def unbounded_cycle(ctx: CheckContext) -> Iterator[Finding]:
-    """Neither a limit of turns or calls nor one of time ends it."""
+    """No limit of turns or calls and no time limit ends it."""
     for cycle in _cycles(ctx):
         if cycle.late or not ctx.graph.chart.timed:
-            why = "even when time is up" if cycle.late else "for ever"
-            yield Finding(f"{cycle} goes round {why}: no limit bounds it", _where(ctx, cycle), _fix(cycle))
+            when = " even after the time limit" if cycle.late else ""
+            yield Finding(f"{cycle} can loop for ever{when}: no limit bounds it", _where(ctx, cycle), _fix(cycle))
     if not ctx.cycles.complete:
         raise TooMuch
 
 
 @rule("machine.cycle-by-time", "warning", "a cycle that only `episode_seconds` bounds")
 def cycle_by_time(ctx: CheckContext) -> Iterator[Finding]:
-    """How much it costs then depends on how fast the machine is."""
+    """The cost of an episode then depends on the speed of the computer."""
     if ctx.graph.chart.timed:
         for cycle in _cycles(ctx):
             if not cycle.late:
-                message = f"{cycle} goes round until `limits.episode_seconds`: no count bounds it"
+                message = f"{cycle} can loop until `limits.episode_seconds`: no count limit bounds it"
                 yield Finding(message, _where(ctx, cycle), _fix(cycle))
 
 
 @rule("machine.user-after-user", "warning", "a user's message can follow a user's message")
 def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
-    """With no turn of the model in between: many chat templates refuse it, others merge the two."""
+    """Without a turn of the model between them: many chat templates refuse this, others merge the two messages."""
     shown_as_user = {"ask_user", *(["call_tools"] if ctx.spec.model.tool_role == "user" else [])}
     prompt = ctx.spec.prompt
     opened = bool(prompt) and prompt[-1].role == "user" and ctx.spec.environment is None

@@ -1,11 +1,12 @@
-"""Everything that an episode may do, as a finite graph: its states together with what it has used up.
+"""Everything that an episode may do, as a finite graph.
 
-A place is a state, the turns and calls so far, what is known of the newest reply's calls, and whether time is up.
+A node (`Place`) is a state of the machine with the turns and calls so far, what is known about the newest reply's calls,
+and whether the time limit has passed.
 
-Invariant: whatever an episode can do is a path here. The converse holds too, except that guards of what is not
-counted here (facts, texts, rewards) may go either way, and that a graph that would take more than `MOST_WORK` is
-replaced by a rough one (`exact` is False then) that tells counters only as used up or not. A machine that is too
-large even for that has no graph (`walked` is False).
+Every episode is a path in this graph. Every path is a possible episode, except that guards on values that are not counted
+here (facts, texts, rewards) may have either result. If the graph would take more than `MOST_WORK`, an approximate one
+replaces it (`exact` is False): it knows of each counter only whether its limit is reached. A machine that is too large
+even for that has an empty graph (`walked` is False).
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from engine.checks.walk import Walk
 from engine.checks.work import TooMuch, Work
 
 MOST_WORK = 150_000
-"""Steps and comparisons that one graph may take."""
+"""Steps and comparisons that computing one graph may take."""
 
 
 @dataclass(slots=True)
 class Graph:
-    """Every place that can be come to, and the steps between them."""
+    """The reachable places, and the steps between them."""
 
     walk: Walk
     exact: bool
     walked: bool = True
-    """False where even a rough walk takes too much: then there is nothing in it."""
+    """False if even the approximate graph takes too much work: then it is empty."""
     steps: dict[Place, list[Step]] = field(default_factory=dict)
     most: tuple[float, float, float] | None = None
-    """The most turns, answers and calls on any way through it, once they were asked for."""
+    """The maximum of each counter on any path; computed by `most_counts`."""
     _components: tuple[dict[Place, int], int] | None = None
     _of_state: dict[str, list[Place]] | None = None
     _moments: dict[tuple[str, str | None], tuple[Place, ...]] = field(default_factory=dict)
@@ -45,18 +46,18 @@ class Graph:
 
     @property
     def limits(self) -> Limits:
-        """Those that were walked by."""
+        """The limits of the counters in this graph."""
         return self.walk.limits
 
     @property
     def components(self) -> tuple[dict[Place, int], int]:
-        """Strongly connected places by number, and how many numbers there are; steps lead from higher to lower ones."""
+        """The strongly connected component of each place, and how many there are; steps lead from higher to lower numbers."""
         if self._components is None:
             self._components = components(self)
         return self._components
 
     def again(self, place: Place) -> list[Step]:
-        """The steps that may be taken any number of times: in a rough graph, those that use up no limit."""
+        """The steps that may be taken any number of times: in an approximate graph, those that no limit counts."""
         steps = self.steps[place]
         if self.exact:
             return steps
@@ -72,20 +73,20 @@ class Graph:
 
     @property
     def states(self) -> frozenset[str]:
-        """States that can be come to."""
+        """The reachable states."""
         return frozenset(place.state for place in self.steps)
 
     def ranges(self, place: Place) -> Ranges:
-        """What guards may read there."""
+        """The ranges of the quantities that guards read at a place."""
         return {} if place.late else self.walk.ranges(place.counts)
 
     def truth(self, guard: Formula, place: Place, work: Work) -> bool | None:
-        """What a guard comes to there."""
+        """The result of a guard at a place; None if it may be either."""
         work.spend()
         return None if place.late else self.walk.truth(guard, place.counts, work)
 
     def at_rest(self) -> frozenset[Place]:
-        """Places where nothing is done: time is up, or the action's limit is used up."""
+        """Places where the action does not run: the time limit or the action's own limit is reached."""
         walk, actions = self.walk, self.walk.actions
         return frozenset(
             place
@@ -94,7 +95,7 @@ class Graph:
         )
 
     def moments(self, state: str, event: str | None = None) -> tuple[Place, ...]:
-        """How an episode may stand when a state has done its work (with this event), before it leaves."""
+        """The places after a state's action has run (with this event), before the transition."""
         found = self._moments.get((state, event))
         if found is None:
             found = self._moments[state, event] = tuple(dict.fromkeys(self._stand(state, event)))
@@ -114,7 +115,7 @@ class Graph:
 
 @lru_cache(maxsize=32)
 def explore(chart: Chart) -> Graph:
-    """Walk through everything."""
+    """Compute the graph of a chart."""
     for rough in (False, True):
         graph = Graph(Walk(chart, Work(MOST_WORK), rough=rough), exact=not rough)
         try:
@@ -127,10 +128,10 @@ def explore(chart: Chart) -> Graph:
 
 
 def _walk(graph: Graph) -> None:
-    """Fill a graph.
+    """Add every reachable place to a graph.
 
     Raises:
-        TooMuch: it is too large.
+        TooMuch: the graph takes more work than allowed.
     """
     start = Place(graph.chart.initial, 0, 0, 0)
     steps = graph.steps
@@ -146,7 +147,7 @@ def _walk(graph: Graph) -> None:
 
 
 def components(graph: Graph) -> tuple[dict[Place, int], int]:
-    """Strongly connected places by number, in an order in which steps lead from higher numbers to lower ones.
+    """Number the strongly connected components, so that steps lead from higher to lower numbers.
 
     Only steps that may be taken any number of times count. Tarjan's algorithm (1972), without recursion.
     """

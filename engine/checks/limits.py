@@ -1,4 +1,4 @@
-"""Rules over limits: those that contradict each other, those that never bind, and what has no deadline."""
+"""Rules about limits: contradictions, limits that are never reached, and actions without a deadline."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from engine.spec.diagnostic import DataPath
 
 
 def _nearest(ctx: CheckContext, *paths: DataPath) -> DataPath:
-    """The first of some keys that the spec writes."""
+    """The first of some keys that the spec sets, else the first."""
     return next((path for path in paths if ctx.written(*path)), paths[0])
 
 
 @rule("limits.contradiction", "error", "one limit leaves no room for another")
 def contradiction(ctx: CheckContext) -> Iterator[Finding]:
-    """Tokens of a turn beyond those of the episode or the model; a deadline beyond the episode's."""
+    """More tokens for a turn than for the episode or the model; a deadline longer than the episode's."""
     limits = ctx.spec.limits
     turn: DataPath = ("limits", "turn_tokens")
     bound = context_bound(ctx)
@@ -37,7 +37,7 @@ def contradiction(ctx: CheckContext) -> Iterator[Finding]:
 
 
 def _late(ctx: CheckContext) -> Iterator[Finding]:
-    """Deadlines that the spec writes and that the episode's own always cuts short."""
+    """Deadlines in the spec that are longer than the episode's time limit."""
     whole = ctx.spec.limits.episode_seconds
     if whole is None:
         return
@@ -54,24 +54,24 @@ def _late(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(message, path, "set it below `limits.episode_seconds`, or give the episode longer")
 
 
-@rule("limits.too-wide", "info", "the limits allow too many different episodes to walk through each")
+@rule("limits.too-wide", "info", "the limits allow too many combinations of counters to check each")
 def too_wide(ctx: CheckContext) -> Iterator[Finding]:
-    """Counts are then known by their limits alone, and conditions that depend on counts are taken to go either way."""
+    """The maximum of a counter is then its limit, and conditions that depend on counters may have either result."""
     if ctx.graph.walked and not ctx.graph.exact:
-        message = "too many combinations of turns and calls to try each: what depends on their numbers is not proved"
-        yield Finding(message, ("limits",), "lower limits are checked more closely", key=True)
+        message = "too many combinations of turns and calls: nothing that depends on their numbers is proved"
+        yield Finding(message, ("limits",), "set lower limits to have them checked exactly", key=True)
 
 
 @rule("limits.never-binds", "info", "a limit that can never be reached")
 def never_binds(ctx: CheckContext) -> Iterator[Finding]:
-    """Other limits, or the machine, end the episode before it."""
+    """Other limits or the machine end the episode first."""
     limits = ctx.spec.limits
     if ctx.graph.exact:
         for index, name in enumerate(COUNTS):
             value = getattr(limits, name)
             most = most_counts(ctx.graph)[index] if value is not None and ctx.written("limits", name) else None
             if most is not None and most < value:
-                ever = f"at most {most:.0f} can come about" if most else "none can come about"
+                ever = f"at most {most:.0f} can occur" if most else "none can occur"
                 yield Finding(f"`limits.{name}: {value}` is never reached: {ever}", ("limits", name), "remove it")
     bound = context_bound(ctx)
     if limits.episode_tokens is not None and bound.most is not None and bound.most < limits.episode_tokens:
@@ -87,9 +87,9 @@ def never_binds(ctx: CheckContext) -> Iterator[Finding]:
         yield Finding(message, ("limits", "tool_seconds"), "remove it")
 
 
-@rule("limits.no-deadline", "info", "the deadline of a tool, a user or the environment is left to its default")
+@rule("limits.no-deadline", "info", "a tool, a user or the environment has the default deadline")
 def no_deadline(ctx: CheckContext) -> Iterator[Finding]:
-    """A slow one holds its episode up for so long; say how long it may take."""
+    """A slow one delays its episode for that long; set the deadline explicitly."""
     spec = ctx.spec
     if not ctx.written("limits", "tool_seconds"):
         for index in range(len(spec.tools)):
@@ -108,9 +108,9 @@ def _s(seconds: float) -> str:
     return f"{seconds:g} s"
 
 
-@rule("limits.no-time", "warning", "nothing ends an episode whose model or server hangs")
+@rule("limits.no-time", "warning", "nothing ends an episode in which the model or the server hangs")
 def no_time(ctx: CheckContext) -> Iterator[Finding]:
-    """`episode_seconds: null`, and something that has no deadline of its own."""
+    """`episode_seconds: null`, and an action without a deadline."""
     if ctx.spec.limits.episode_seconds is not None:
         return
     for name, state in ctx.states.items():

@@ -1,4 +1,4 @@
-"""Ways round in the graph of what an episode may do: what nothing ends."""
+"""Cycles in the graph of what an episode may do that no counter ends."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from engine.checks.explore import Graph
 from engine.checks.work import TooMuch, Work
 
 SHOWN = 12
-"""Steps of a cycle that are told."""
+"""Steps of a cycle that a message shows."""
 
 
 class Cycle(NamedTuple):
-    """A way round that an episode may go as often as it likes."""
+    """A cycle that an episode may repeat without bound."""
 
     steps: tuple[tuple[str, str], ...]
-    """(state, event) in turn."""
+    """(state, event) of each step, in order."""
     bounds: tuple[str, ...]
-    """Limits that are not set and would bound it."""
+    """Limits that would bound it and are not set."""
     late: bool
-    """It is gone round even when time is up."""
+    """Whether it continues after the time limit."""
 
     def __str__(self) -> str:
         first = self.steps[0][0]
@@ -33,14 +33,14 @@ class Cycle(NamedTuple):
 
 
 class Cycles(NamedTuple):
-    """What was found, and whether that is all of it."""
+    """The cycles, and whether all were found."""
 
     found: list[Cycle]
     complete: bool
 
 
 def cycles_of(graph: Graph, work: Work | None = None) -> Cycles:
-    """The shortest cycle through each step that lies on one; each set of states once."""
+    """Return the shortest cycle through each step that lies on one; each set of states once."""
     work = work or Work()
     found: dict[tuple[frozenset[str], bool], list[Cycle]] = {}
     complete = True
@@ -66,7 +66,7 @@ def _each_cycle(graph: Graph, work: Work) -> Iterator[Cycle]:
 
 
 def _merged(alike: list[Cycle]) -> Cycle:
-    """Of cycles through the same states, the one that is hardest to bound; it names what bounds them all, if one does."""
+    """Of cycles through the same states, the one that the fewest limits bound; it names a limit that bounds all, if there is one."""
     hardest = min(alike, key=lambda cycle: (len(cycle.bounds), len(cycle.steps), cycle.steps))
     common = set(hardest.bounds).intersection(*(cycle.bounds for cycle in alike))
     return hardest._replace(bounds=tuple(name for name in hardest.bounds if not common or name in common))
@@ -75,7 +75,7 @@ def _merged(alike: list[Cycle]) -> Cycle:
 def _shortest(
     graph: Graph, start: Place, first: Step, component: dict[Place, int], work: Work
 ) -> list[tuple[Place, Step]]:
-    """The shortest way from a place back to itself that begins with one step."""
+    """The shortest path from a place back to itself that begins with the given step."""
     came: dict[Place, tuple[Place, Step]] = {first.dest: (start, first)}
     waiting = [first.dest] if first.dest != start else []
     for place in waiting:
@@ -98,5 +98,5 @@ def _cycle(graph: Graph, start: Place, way: list[tuple[Place, Step]]) -> Cycle:
     names = [limit.name for limit in COUNT_LIMITS]
     used = {names.index(COUNT_LIMIT_OF[actions[place.state]].name) for place, step in way if step.used is not None}
     steps = [(place.state, step.event) for place, step in way]
-    first = steps.index(min(steps))  # the same cycle is told the same, wherever it was entered
+    first = steps.index(min(steps))  # the same cycle is shown in the same way, wherever it was entered
     return Cycle((*steps[first:], *steps[:first]), tuple(names[index] for index in sorted(used)), start.late)

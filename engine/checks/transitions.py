@@ -1,4 +1,4 @@
-"""Rules over transitions side by side: which are never taken, and where their order decides."""
+"""Rules that compare transitions: which are never taken, and where their order decides."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ANY_RANGES: dict[str, tuple[float, float]] = {}
 
 
 class _Pair(NamedTuple):
-    """A transition of the spec's own for one (source, trigger), and the one before it that leaves it nothing."""
+    """A transition of the spec for one (source, trigger), and the earlier one that is always taken instead."""
 
     edge: ResolvedTransition
     before: ResolvedTransition | None
     same: bool
-    """They are word for word the same."""
+    """Whether the two are identical."""
 
 
 def _guard(ctx: CheckContext, edge: ResolvedTransition) -> Formula:
@@ -28,7 +28,7 @@ def _guard(ctx: CheckContext, edge: ResolvedTransition) -> Formula:
 
 
 def _pairs(ctx: CheckContext) -> dict[int, list[_Pair]]:
-    """Every transition of the spec's own, by its index.
+    """Every transition of the spec, by its index.
 
     Raises:
         TooMuch: there are too many to compare.
@@ -73,7 +73,7 @@ def _path(index: int) -> DataPath:
 
 
 def _place(ctx: CheckContext, edge: ResolvedTransition) -> str:
-    """`line 12`, where a transition is written."""
+    """Where a transition is written: `the one in line 12`."""
     if edge.index is None:
         return "the preset's"
     origin = ctx.loaded.origin(_path(edge.index))
@@ -82,16 +82,16 @@ def _place(ctx: CheckContext, edge: ResolvedTransition) -> str:
 
 @rule("machine.duplicate-transition", "warning", "a transition is written twice")
 def duplicate_transition(ctx: CheckContext) -> Iterator[Finding]:
-    """The same source, trigger, condition and destination as one before it."""
+    """An earlier one has the same source, trigger, condition and destination."""
     for index, pairs in _pairs(ctx).items():
         first = next((pair.before for pair in pairs if pair.before is not None), None)
         if first is not None and all(pair.same for pair in pairs):
             yield Finding(f"this transition says the same as {_place(ctx, first)}", _path(index), "remove it")
 
 
-@rule("machine.shadowed", "error", "a transition can never be taken: one before it always is")
+@rule("machine.shadowed", "error", "a transition can never be taken: an earlier one always is")
 def shadowed(ctx: CheckContext) -> Iterator[Finding]:
-    """One without a condition, or with one that holds whenever this one's does, is tried first."""
+    """An earlier one has no condition, or one that holds whenever this one's does."""
     for index, pairs in _pairs(ctx).items():
         if all(pair.same for pair in pairs):
             continue
@@ -99,7 +99,7 @@ def shadowed(ctx: CheckContext) -> Iterator[Finding]:
         for pair in pairs:
             edge, before = pair.edge, pair.before
             if before is None or (not whole and (edge.wildcard or pair.same)):
-                continue  # a wildcard is meant to leave out what was said before
+                continue  # a wildcard stands for the events that earlier transitions do not handle
             what = f"`{edge.trigger}` in `{edge.source}`"
             fix = "put it before that one" if edge.conditions else "remove it, or give the one before it a condition"
             yield Finding(f"never taken for {what}: {_place(ctx, before)} is tried first", _path(index), fix)
@@ -107,9 +107,9 @@ def shadowed(ctx: CheckContext) -> Iterator[Finding]:
                 break
 
 
-@rule("machine.overlap", "warning", "two conditions may hold at once, and the order of the transitions decides")
+@rule("machine.overlap", "warning", "two conditions may both hold, and the order of the transitions decides")
 def overlapping(ctx: CheckContext) -> Iterator[Finding]:
-    """Two guarded transitions of one (state, event) that lead to different states."""
+    """Two transitions with conditions for one (state, event) lead to different states."""
     groups: dict[tuple[str, str], list[ResolvedTransition]] = {}
     for edge in ctx.live:
         if edge.conditions is not None and edge.index is not None:
@@ -129,13 +129,13 @@ def overlapping(ctx: CheckContext) -> Iterator[Finding]:
                         f"`{later.trigger}` in `{later.source}`: this condition and that of {_place(ctx, earlier)} may "
                         f"both hold; the first leads to `{earlier.dest}`, this one to `{later.dest}`"
                     )
-                    fix = f"where the order is meant, say so: add `&& !({earlier.conditions})`"
+                    fix = f"if the order is intended, make it explicit: add `&& !({earlier.conditions})`"
                     yield Finding(message, (*_path(later.index or 0), "conditions"), fix)
 
 
 @rule("machine.final-exits", "error", "a transition leaves a final state")
 def final_exits(ctx: CheckContext) -> Iterator[Finding]:
-    """The episode ends there, so nothing can follow."""
+    """The episode ends in that state, so the transition is never taken."""
     for index, item in enumerate(ctx.spec.machine.transitions):
         for position, source in enumerate(item.sources):
             if source in ctx.states and ctx.states[source].final:
@@ -145,9 +145,9 @@ def final_exits(ctx: CheckContext) -> Iterator[Finding]:
                 yield Finding(f"`{source}` is final: the episode ends there, and no transition leaves it", path, fix)
 
 
-@rule("guard.constant", "warning", "a condition is always true, or never")
+@rule("guard.constant", "warning", "a condition always has the same result")
 def constant_guard(ctx: CheckContext) -> Iterator[Finding]:
-    """Within the spec's limits, and with what must have happened before the guard is asked."""
+    """Within the spec's limits, and after what must have happened before the guard is evaluated."""
     asked: dict[int, list[tuple[str, str | None]]] = {}
     for edge in ctx.live:
         if edge.index is not None:
@@ -172,7 +172,7 @@ def _constant(truth: bool, expression: str, path: DataPath, fix: str) -> Finding
 
 
 def _truth(ctx: CheckContext, expression: str, asked: list[tuple[str, str | None]]) -> bool | None:
-    """What a guard always comes to wherever it is asked; None where that varies, or it never is."""
+    """The result of a guard wherever it is evaluated; None if that varies, or it never is."""
     found = ctx.formula(expression)
     ctx.work.spend(len(expression))
     ctx.work.spend(found.weight)

@@ -1,10 +1,10 @@
-"""Steps of an episode through its machine: what may follow from where it stands.
+"""The steps that an episode may take from a place.
 
-Steps follow the executor: a limit that is used up leaves an action no event but `limit`; once time is up, every state
-meets `limit`; anything else may fail; a reply that called tools certainly makes at least one call.
+Steps follow the executor: an action whose limit is reached has no event but `limit`; after the time limit every state
+gets `limit`; every other action may fail; a reply that calls tools makes at least one call.
 
-There are two ways of counting. Exactly; or roughly, where a counter that has a limit is only known to be used up or not,
-any use of it may be the last, and every guard may go either way.
+Counting is exact or approximate. When it is approximate, a counter with a limit only tells whether the limit is reached,
+any use may reach it, and every guard may have either result.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ Counts = tuple[int, int, int]
 
 
 class Walk:
-    """Answers what may follow, and remembers what guards come to.
+    """Computes steps, and caches the results of guards.
 
-    Raises (from whatever it is asked):
-        TooMuch: `work` is used up.
+    Every method raises TooMuch when `work` is used up.
     """
 
     def __init__(self, chart: Chart, work: Work, *, rough: bool = False) -> None:
@@ -44,7 +43,7 @@ class Walk:
         self.work = work
         limits = chart.limits
         self.limits: Limits = (_one(limits[0]), _one(limits[1]), _one(limits[2])) if rough else limits
-        """Those that it walks by."""
+        """The limits of the counters, as this walk counts."""
         self.edges = {key: _blind(group) if rough else group for key, group in chart.edges}
         self.settled = {key: group[0].dest for key, group in self.edges.items() if group and group[0].guard is ALWAYS}
         self.actions = dict(chart.actions)
@@ -61,10 +60,10 @@ class Walk:
         self._guards: dict[int, _Guard] = {}
 
     def steps(self, place: Place) -> list[Step]:
-        """Every step from a place, each once."""
+        """Return every step from a place, each once."""
         action = self.actions.get(place.state)
         if action is None:
-            return []  # a final state, or none at all
+            return []  # a final state, or one that does not exist
         found: list[Step] = []
         if place.late or self.used_up(place, action):
             self.lead(found, place, "limit", None)
@@ -74,7 +73,7 @@ class Walk:
                 for after in self.after(place, action, event):
                     self.lead(found, after[0], event, after[1])
                     done[after] = None
-            for after in done:  # a rule or a guard may fail behind the work
+            for after in done:  # a reward rule or a guard may fail after the action
                 self.lead(found, after[0], "failed", after[1])
             if action in ACTIONS and ACTIONS[action].needs_context:  # the prompt may fill the context
                 self.lead(found, place, "limit", None)
@@ -85,7 +84,7 @@ class Walk:
         return list(dict.fromkeys(found))
 
     def used_up(self, place: Place, action: str) -> bool:
-        """Whether the action's limit leaves it nothing."""
+        """Whether the action's limit is reached."""
         counted = COUNT_LIMIT_OF.get(action)
         if counted is None:
             return False
@@ -94,7 +93,7 @@ class Walk:
         return limit is not None and place.counts[index] >= limit
 
     def after(self, place: Place, action: str, event: str) -> list[tuple[Place, int | None]]:
-        """What an action's own event leaves behind, and the counter that it moves."""
+        """The places after an action's own event, each with the counter that increased."""
         state, turns, user, calls, newest, late = place
         if action == "generate":
             known = _CALLS.get(event, MAYBE_CALLS) if self.calling else NO_CALLS
@@ -106,29 +105,29 @@ class Walk:
             if newest != NO_CALLS:
                 counts = list(self.more(2, calls))
                 if (limit := self.limits[2]) is not None:
-                    counts.append(limit)  # all that are left, in one turn
+                    counts.append(limit)  # all remaining calls in one turn
                 left += [(Place(state, turns, user, more, newest, late), 2) for more in dict.fromkeys(counts)]
             return left
         return [(place, None)]
 
     def more(self, index: int, count: int) -> tuple[int, ...]:
-        """What a counter may stand at when it was used once more."""
+        """The values that a counter may have after one more use."""
         limit = self.limits[index]
         if limit is None:
             return (min(count + 1, self.caps[index]),)
         return (count, limit) if self.rough else (min(count + 1, limit),)
 
     def ranges(self, counts: Counts) -> Ranges:
-        """What guards may read."""
+        """The ranges of the quantities that guards read at these counters."""
         found = self._ranges.get(counts)
         if found is None:
             found = self._ranges[counts] = _ranges(self.chart, counts, self.caps, rough=self.rough)
         return found
 
     def truth(self, guard: Formula, counts: Counts, work: Work | None = None) -> bool | None:
-        """What a guard comes to, asked once for each case; counted as `work`, its own when left out."""
+        """The result of a guard, computed once for each value of the counters that it reads; counted as `work`."""
         known = self._guards.get(id(guard))
-        if known is None:  # the guard is kept, so that no other gets its id
+        if known is None:  # keeping the guard prevents that another object gets its id
             known = self._guards[id(guard)] = _Guard(guard, guard.weight, _reads(guard), {})
         reads = known.reads
         key = (reads[0] and counts[0], reads[1] and counts[1], reads[2] and counts[2])
@@ -140,7 +139,7 @@ class Walk:
             return found
 
     def lead(self, found: list[Step], place: Place, event: str, used: int | None) -> None:
-        """Add the transitions that an event may take, in their order."""
+        """Add the transitions that an event may take, in the order in which they are tried."""
         settled = self.settled.get((place.state, event))
         if settled is not None:
             found.append(Step(event, Place(settled, *place[1:]), used))
@@ -155,12 +154,12 @@ class Walk:
             if truth is True:
                 break
             unsure = unsure or truth is None
-        if event != "failed":  # nothing handles it, no guard held, or one could not be told: that is a failure
+        if event != "failed":  # no transition, no guard that holds, or an error in a guard: the event `failed`
             self.lead(found, place, "failed", used)
 
 
 class _Guard(NamedTuple):
-    """A guard, and what it comes to by the counters that it reads."""
+    """A guard, and its results by the counters that it reads."""
 
     guard: Formula
     weight: int
@@ -178,7 +177,7 @@ def _one(limit: int | None) -> int | None:
 
 
 def _blind(group: Iterable[Edge]) -> tuple[Edge, ...]:
-    """Transitions whose guards may go either way, each destination once."""
+    """Transitions whose guards may have either result, each destination once."""
     found: dict[str, Edge] = {}
     for edge in group:
         if edge.guard is ALWAYS:
@@ -188,7 +187,7 @@ def _blind(group: Iterable[Edge]) -> tuple[Edge, ...]:
 
 
 def _caps(chart: Chart) -> Counts:
-    """For counters without a limit: one more than any guard compares them with, beyond which all are alike."""
+    """For counters without a limit: a value above everything that guards compare them with. Larger values behave the same."""
     caps = [0, 0, 0]
     for _, group in chart.edges:
         for edge in group:
@@ -207,7 +206,7 @@ def _ranges(chart: Chart, counts: Counts, caps: Counts, *, rough: bool) -> dict[
             least, most = 0.0, float(MOST_STEPS) if limit is None else float(limit)
         elif limit is None and count >= caps[index]:
             most = float(MOST_STEPS)  # a count without a limit
-        if index == _INDEX["tool_calls"]:  # calls are counted from below
+        if index == _INDEX["tool_calls"]:  # the count of calls is a lower bound
             most = float(MOST_STEPS) * float(chart.most_sampled) if limit is None else float(limit)
         found[name] = (least, most)
     turns = found["turns.assistant"][1]

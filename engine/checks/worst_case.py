@@ -1,10 +1,10 @@
-"""The worst case: the most that one episode, and the whole run, can cost, and what bounds each.
+"""The worst case: the maximum cost of one episode and of the whole run, and what bounds each.
 
-Computed from everything that an episode may do (`explore`), so it holds whatever the model, the worlds and the
-guards on their facts do. Where the graph was too large to walk through whole, each count's own limit is given.
+It is computed from the graph of everything that an episode may do (`explore`), so it holds for every behaviour of the
+model and the environments. If that graph is too large, the worst case of a counter is its own limit.
 
-Invariant: no episode costs more than its worst case; and a count's worst case is reached by some way through the
-machine that only guards on facts, texts or rewards could close.
+No episode costs more than its worst case. Some path through the machine reaches the worst case of each counter; only
+guards on facts, texts or rewards may exclude that path.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from engine.spec.tasks import count_tasks
 
 COUNTS = tuple(limit.name for limit in COUNT_LIMITS)
 MACHINE = "machine"
-"""What bounds a count that no limit does: its graph alone."""
+"""What bounds a counter that no limit bounds: the machine's graph."""
 
 
 class Bound(NamedTuple):
-    """The most of something, and what bounds it."""
+    """An upper bound, and what sets it."""
 
     most: float | None
-    """None: nothing bounds it."""
+    """None if there is no bound."""
     by: str
     """A key of the spec, such as `limits.assistant_turns`, or `machine`; for what is not bounded, why."""
 
     def times(self, factor: int | None) -> Bound:
-        """So many times as much."""
+        """This bound multiplied by a factor."""
         if factor is None and self.most != 0:
             return Bound(None, "the number of tasks is not known")
         return Bound(None if self.most is None else self.most * min(factor or 0, UNBOUNDED), self.by)
@@ -46,7 +46,7 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class WorstCase:
-    """What a spec can cost."""
+    """The maximum cost of a spec."""
 
     episode: Mapping[str, Bound]
     """Of one episode: turns, calls, tokens, images, seconds."""
@@ -98,7 +98,7 @@ def _longest(graph: Graph, index: int, weight: int) -> float:
 
 
 def heaviest(graph: Graph, weigh: Callable[[Place, int | None], float]) -> float:
-    """The heaviest way through a graph, by the weight of each step; infinite where a weight lies on a cycle."""
+    """Return the weight of the heaviest path through a graph; infinite if a step with a weight lies on a cycle."""
     component, count = graph.components
     members: list[list[Place]] = [[] for _ in range(count)]
     for place, number in component.items():
@@ -138,7 +138,7 @@ def _count(ctx: CheckContext, graph: Graph, index: int) -> Bound:
 
 
 def _binding(ctx: CheckContext, index: int, most: float) -> str:
-    """The limit that, were it wider, would let a count grow."""
+    """The limit whose increase would increase the counter's maximum."""
     limits = ctx.spec.limits
     for name in (COUNTS[index], *(name for name in COUNTS if name != COUNTS[index])):
         value = getattr(limits, name)
@@ -169,7 +169,7 @@ def _tokens(ctx: CheckContext, turns: Bound) -> dict[str, Bound]:
 
 
 def context_bound(ctx: CheckContext) -> Bound:
-    """The longest sequence that the model is ever asked to continue, its reply included."""
+    """The maximum length of a sequence, the reply included."""
     spec = ctx.spec
     files = model_files(ctx.loaded)
     known = [
@@ -200,7 +200,7 @@ def _images(ctx: CheckContext) -> Bound:
 
 
 def _seconds(ctx: CheckContext, graph: Graph) -> Bound:
-    """The deadlines on the longest way, or the episode's own and what comes at its end."""
+    """The sum of the deadlines on the longest path, or the episode's time limit and the final state's deadline."""
     spec = ctx.spec
     ends = max((seconds_of(ctx.spec, state) for state in ctx.states.values() if state.final), default=0.0)
     whole = inf if spec.limits.episode_seconds is None else spec.limits.episode_seconds + ends
@@ -219,7 +219,7 @@ def _seconds(ctx: CheckContext, graph: Graph) -> Bound:
 
 
 def _run_seconds(spec: EpisodeSpec, one: Bound, episodes: int | None) -> Bound:
-    """Episodes in as many waves as fit at once."""
+    """The episode's maximum times the number of waves of concurrent episodes."""
     if episodes is None or one.most is None:
         return one.times(episodes)
     live = spec.rollout.live_episodes or 2 * spec.rollout.concurrency
