@@ -143,6 +143,8 @@ class Toolbox:
         except WorldError as error:
             if isinstance(tool.function, RemoteTool) and tool.function.lost:
                 raise  # what it kept between calls is gone, so the episode cannot go on
+            if error.kind == "tool_bad_result":
+                raise  # of a worker process; the same as below, where the tool runs in this one
             late = error.kind == "tool_timeout"
             words = (
                 f"`{call.name}` did not answer within {tool.seconds:g} s."

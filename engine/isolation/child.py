@@ -32,6 +32,7 @@ from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.reward import RewardEvent
 from engine.spec.entry import load_entry
 from engine.spec.signature import ToolShape, explain, reply_of, shape_of, waits
+from engine.storable import refusal
 
 METHODS = ("reset", "step", "score", "tools", "respond", "close", "__call__")
 _CONTRACTS: dict[str, type[BaseModel]] = {"reset": Reset, "step": Step, "user": UserTurn}
@@ -117,7 +118,10 @@ def _encoded(value: Any, expects: str) -> bytes:
             raise _Answered(WRONG, type(value).__name__)
         return b"[" + b",".join(map(_json, value)) + b"]"
     if expects == "tool":
-        return _json(reply_of(value))
+        try:
+            return _json(reply_of(value))
+        except (TypeError, ValidationError) as error:
+            raise _Answered(UNFIT, f"{type(value).__name__}; {_text(error)}") from error
     contract = _CONTRACTS[expects]
     if not isinstance(value, contract):
         raise _Answered(WRONG, type(value).__name__)
@@ -125,6 +129,9 @@ def _encoded(value: Any, expects: str) -> bytes:
 
 
 def _json(value: BaseModel) -> bytes:
+    """A value as JSON, refused by the predicate that the engine uses, because JSON would silently turn bytes, sets and keys into others."""
+    if problem := refusal(getattr(value, "facts", {})):
+        raise _Answered(UNFIT, f"facts: {problem}")
     try:
         return value.model_dump_json().encode()
     except Exception as error:
