@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import RenderError
 from engine.made import maker
 from engine.schemas.message import MalformedCall, ToolCall
+from engine.tokens.arguments import restored
 from engine.tokens.hermes import Read, hermes_of
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import FastTokenizer
@@ -172,41 +173,18 @@ def _after_reasoning(text: str, content: str, calls: list[Any]) -> str:
     return "\n".join([content, *(call.raw for call in calls)]).strip()
 
 
-_PYTHON = {"True": True, "False": False, "None": None}
-
-
-def _typed(name: str | None, arguments: Any, tools: Sequence[View]) -> Any:
-    """Arguments without the words of Python that templates write for values of JSON; None where that does not mend them."""
-    schema: dict[str, Any] = {}
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            schema = function.get("parameters", {}).get("properties", {})
-    if not isinstance(arguments, dict) or not schema:
-        return None
-    found: dict[str, Any] = {}
-    changed = False
-    for key, value in arguments.items():
-        type_ = schema.get(key, {}).get("type", "string")
-        if isinstance(value, str) and type_ != "string" and "string" not in type_:
-            if value not in _PYTHON:
-                return None
-            value = _PYTHON[value]
-            changed = True
-        found[key] = value
-    return found if changed else None
-
-
 def _attempt(call: Any, id_: str, tools: Sequence[View]) -> ToolCall | MalformedCall:
     status = str(call.status)
     arguments = call.arguments
-    if status in ("ok", "invalid_json") and (mended := _typed(call.name, arguments, tools)) is not None:
-        status, arguments = "ok", mended
-    if not isinstance(call.name, str | None):
-        status = "missing_name"
-    if status in ("ok", "unknown_tool") and call.name:
-        try:
+    try:
+        if isinstance(call.name, str) and isinstance(arguments, dict):
+            arguments, permitted = restored(call.name, arguments, call.raw, tools)
+            if status == "invalid_json" and permitted:
+                status = "ok"
+        if not isinstance(call.name, str | None):
+            status = "missing_name"
+        if status in ("ok", "unknown_tool") and call.name:
             return checked_call(_make_call, id_, call.name, as_arguments(arguments or {}))
-        except Unreadable as problem:
-            return MalformedCall(raw=call.raw, problem=str(problem))
+    except Unreadable as problem:
+        return MalformedCall(raw=call.raw, problem=str(problem))
     return MalformedCall(raw=call.raw, problem=_PROBLEMS.get(status, f"It could not be read ({status})."))

@@ -20,14 +20,14 @@ import numpy as np
 
 from engine.errors import RenderError
 from engine.schemas.episode import ModelSpec
-from engine.schemas.message import ToolCall
+from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.catalogue import cache_root
 from engine.tokens.families import MARKS, make_renderer
 from engine.tokens.format import ChatFormat, Parsed
 from engine.tokens.proof import View
 from engine.tokens.readers import FamilyReader, Harmony
 from engine.tokens.template import TemplateFormat
-from engine.tokens.toolcalls import call_parser
+from engine.tokens.toolcalls import PythonicParser, call_parser
 
 TEXT_PARSERS = ("hermes", "pythonic")
 """Built-in parsers that read calls as templates write them."""
@@ -68,13 +68,15 @@ ARGUMENTS: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "awkward text": [{"text": "a \"b\"\n'c' <d> \\", "items": [None]}],
+    "white space at the edges of text": [{"text": "  a \n"}],
+    "nested values": [{"items": [None, [True, {"k": None}]], "options": {"k": None, "n": {"f": False}}}],
     "text that looks like another type": [{"text": "12"}, {"text": "true"}],
     "parallel": [{"text": "a"}, {"count": 2, "flag": False}],
 }
 """Calls by name of the case: each the arguments of the calls of one reply."""
-AWKWARD = "calls: awkward text"
-"""What need not be read: some templates write quotes in a way that nobody can read back. It shows as a malformed call, or as
-one whose bridge is not proved."""
+AWKWARD = ("awkward text", "white space at the edges of text")
+"""Cases that a reader may find malformed, and may not read as something else: some templates escape no text."""
+_CALLS, _MALFORMED = "calls: ", "malformed: "
 CONTENTS = ("Yes.", "So:\n\n1.", "\n\nIt is.", "It is. \n", "It is:\n\n")
 """Contents with white space at their edges."""
 
@@ -103,9 +105,9 @@ def _cases(form: ChatFormat) -> Iterator[tuple[str, View]]:
             continue
         for content in ("", "I look it up.\n\n"):
             view = {"role": "assistant", "content": content, "tool_calls": _calls(arguments)}
-            yield f"calls: {name}", view
+            yield f"{_CALLS}{name}", view
             if thoughts and not content:
-                yield f"calls: {name}", {**view, "reasoning_content": thoughts[0]}
+                yield f"{_CALLS}{name}", {**view, "reasoning_content": thoughts[0]}
 
 
 def written(form: ChatFormat, reply: View) -> tuple[str, str] | None:
@@ -157,7 +159,9 @@ def failures(form: ChatFormat) -> dict[str, str]:
             found.setdefault(name, str(error))
             continue
         if problem := _differs(form, parsed, reply, text):
-            found.setdefault(name, problem)
+            malformed = any(isinstance(attempt, MalformedCall) for attempt in parsed.attempts)
+            awkward = malformed and name.removeprefix(_CALLS) in AWKWARD
+            found.setdefault(f"{_MALFORMED}{name}" if awkward else name, problem)
     if not called:
         found["calls"] = "the template shows no calls, so that nothing says how this model writes them"
     return found
@@ -202,7 +206,7 @@ class Reading(msgspec.Struct, frozen=True):
     """Cases that the reader does not read: texts that the template writes in a way that nobody can read back."""
 
 
-_VERSION = 2
+_VERSION = 4
 """Of the battery and of the parsers: a proof of another version is made anew."""
 
 
@@ -235,7 +239,7 @@ def _prove(form: TemplateFormat, spec: ModelSpec) -> Reading:
     for name in _candidates(form):
         problem = _take(form, name, spec)
         found = {"it": problem} if problem else failures(form)
-        wanting = next((text for case, text in found.items() if case != AWKWARD), "")
+        wanting = next((text for case, text in found.items() if not case.startswith(_MALFORMED)), "")
         if not wanting:
             return Reading(name, tried, list(found))
         tried[name] = wanting
@@ -255,6 +259,8 @@ def choose_reader(form: TemplateFormat, spec: ModelSpec, base: Path) -> None:
     reading = reading_of(form, spec)
     if reading.reader is not None:
         _take(form, reading.reader, spec)
+        if reading.reader == "pythonic" and f"{_MALFORMED}{_CALLS}{AWKWARD[0]}" in reading.unread:
+            form.parser = PythonicParser(escapes=False)
         return
     form.parser, form.reader, form.reads_calls = None, None, False
     why = "; ".join(f"{name}: {problem[:_SHORT]}" for name, problem in reading.tried.items() if _NO_FIT not in problem)

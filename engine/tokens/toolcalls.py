@@ -166,7 +166,14 @@ class TaggedParser:
 
 
 class PythonicParser:
-    """Calls as a Python list between LFM2's tokens; values are Python literals, or JSON's true, false and null."""
+    """Calls as a Python list between LFM2's tokens; values are Python literals, or JSON's true, false and null.
+
+    Args:
+        escapes: The template escapes text. Where it does not, `\\n` could be one character or two: such a call is malformed.
+    """
+
+    def __init__(self, escapes: bool = True) -> None:
+        self._escapes = escapes
 
     opening, closing = "<|tool_call_start|>", "<|tool_call_end|>"
 
@@ -185,6 +192,10 @@ class PythonicParser:
                 attempts.append(MalformedCall(raw=raw, problem=problem))
                 break
             try:
+                if not self._escapes and "\\" in body:
+                    raise Unreadable(
+                        "It holds a backslash, which this model's calls have no way to write: leave it out."
+                    )
                 read = _read_pythonic(body.strip())
             except Unreadable as problem_:
                 attempts.append(MalformedCall(raw=raw, problem=str(problem_)))
