@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from engine.runner.run import Runner
     from engine.spec.load import LoadedSpec
-    from engine.train.distributed import Team
+    from engine.train.distributed import ProcessGroup
     from engine.train.trainer import TrainResult
 
 
@@ -57,16 +57,16 @@ def train(
     console = make_console(soft_wrap=True)
     folder: Path | None = None
     try:
-        from engine.train.distributed import join
+        from engine.train.distributed import join_process_group
 
-        team = join()
-        if not team.main:
-            _follow(team, spec, list(overrides or ()), out, resume)
+        process_group = join_process_group()
+        if not process_group.main:
+            _follow(process_group, spec, list(overrides or ()), out, resume)
             return
         loaded, folder = _prepare(console, spec, list(overrides or ()), out, resume)
         began = time.perf_counter()
-        result = asyncio.run(_drive(loaded, folder, team, console, quiet=quiet, keep_going=keep_going))
-        team.close()
+        result = asyncio.run(_drive(loaded, folder, process_group, console, quiet=quiet, keep_going=keep_going))
+        process_group.close()
     except EngineError as error:
         echo(str(error), err=True)
         if isinstance(error, FailingError):
@@ -78,7 +78,9 @@ def train(
     _conclude(result, folder, console, time.perf_counter() - began)
 
 
-def _follow(team: Team, spec: Path | None, overrides: list[str], out: Path | None, resume: str | None) -> None:
+def _follow(
+    process_group: ProcessGroup, spec: Path | None, overrides: list[str], out: Path | None, resume: str | None
+) -> None:
     """In every process but the first. Ctrl-C and a launcher's SIGTERM reach them all: what they mean is process 0's to say."""
     import signal
 
@@ -89,9 +91,12 @@ def _follow(team: Team, spec: Path | None, overrides: list[str], out: Path | Non
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if resume is not None:
-        follow(folders.read_header(folders.find_training(resume, out or Path("runs"))).loaded_spec(strict=True), team)
+        follow(
+            folders.read_header(folders.find_training(resume, out or Path("runs"))).loaded_spec(strict=True),
+            process_group,
+        )
     elif spec is not None:
-        follow(load_spec(spec, overrides), team)
+        follow(load_spec(spec, overrides), process_group)
 
 
 def _prepare(
@@ -126,7 +131,7 @@ def _prepare(
 
 
 async def _drive(
-    loaded: LoadedSpec, folder: Path, team: Team, console: Console, *, quiet: bool, keep_going: bool
+    loaded: LoadedSpec, folder: Path, process_group: ProcessGroup, console: Console, *, quiet: bool, keep_going: bool
 ) -> TrainResult:
     from engine.cli.stopping import stop_on_signals
     from engine.cli.train_panel import TrainPanel, shown
@@ -140,7 +145,13 @@ async def _drive(
         panel.live = runner.live
 
     trainer = Trainer(
-        loaded, folder, team=team, tell=panel.update, phase=panel.phase, watch=watch, keep_going=keep_going
+        loaded,
+        folder,
+        process_group=process_group,
+        tell=panel.update,
+        phase=panel.phase,
+        watch=watch,
+        keep_going=keep_going,
     )
     hint = f"To go on: engine train --resume {folder}"
     with stop_on_signals(stop, hint), shown(panel, console, quiet=quiet):

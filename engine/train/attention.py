@@ -81,7 +81,7 @@ def attend(
     if sliding_window is not None and sliding_window >= pack.longest:
         sliding_window = None
     heads, tokens = query.shape[1:3]
-    # The queries that share a key head are handed over as that head's several queries: nothing is repeated.
+    # The queries that weight a key head are handed over as that head's several queries: nothing is repeated.
     grouped = query[0].view(key.shape[1], heads // key.shape[1], tokens, query.shape[-1])
     if query.device.type == "cpu" and sliding_window is None and query.shape[-1] == value.shape[-1]:
         # In bfloat16 this kernel's backward pass is several times slower on short segments, and less exact.
@@ -107,8 +107,8 @@ def _parts(segments: tuple[Segment, ...]) -> Iterator[_Part]:
         own = slice(segment.start, segment.end)
         yield _Part(own, own, True)
     for segment in segments:
-        if segment.reach > segment.end:
-            yield _Part(slice(segment.end, segment.reach), slice(segment.start, segment.end), False)
+        if segment.subtree_end > segment.end:
+            yield _Part(slice(segment.end, segment.subtree_end), slice(segment.start, segment.end), False)
 
 
 class _Parts(torch.autograd.Function):
@@ -138,8 +138,8 @@ class _Parts(torch.autograd.Function):
                 view[:, :, here], sums[:, :, here] = part, part_sums
                 continue
             # Joined: softmax-weighted mean of the parts, by how much weight each has.
-            share = torch.sigmoid(part_sums - sums[:, :, here])[..., None]
-            view[:, :, here].lerp_(part, share)
+            weight = torch.sigmoid(part_sums - sums[:, :, here])[..., None]
+            view[:, :, here].lerp_(part, weight)
             sums[:, :, here] = torch.logaddexp(sums[:, :, here], part_sums)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.segments, ctx.scaling = segments, scaling

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.schemas.train import BonusSpec, TrainSpec
     from engine.schemas.trajectory import Trajectory
 
-NOTHING = 1e-9
+ZERO_ADVANTAGE = 1e-9
 """An advantage below this is rounding noise of equal rewards."""
 
 
@@ -43,9 +43,9 @@ class Group:
     """Those that may train."""
 
     @property
-    def equal(self) -> bool:
+    def without_signal(self) -> bool:
         """No turn has an advantage: there is nothing to learn from it."""
-        return not any(np.abs(row["advantages"]).max(initial=0.0) > NOTHING for row in self.rows)
+        return not any(np.abs(row["advantages"]).max(initial=0.0) > ZERO_ADVANTAGE for row in self.rows)
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class Batch:
         }
 
 
-class RowMaker:
+class RowBuilder:
     """Trajectories of one group -> its rows, with the spec's credit and its bonuses.
 
     Raises:
@@ -150,7 +150,7 @@ def _bonus(bonus: BonusSpec, function: Callable[..., Any], row: Row) -> np.ndarr
     return np.where(row["loss_mask"] == 1, bonus.coefficient * given, 0.0).astype(np.float32)
 
 
-def normalised(rows: Sequence[Row]) -> list[np.ndarray]:
+def whitened_advantages(rows: Sequence[Row]) -> list[np.ndarray]:
     """Advantages brought to mean 0 and standard deviation 1 over a batch's sampled tokens.
 
     REINFORCE++ (arXiv 2501.03262, section 3.2). Where all are alike, only the mean is taken off.
@@ -163,14 +163,14 @@ def normalised(rows: Sequence[Row]) -> list[np.ndarray]:
         return [np.zeros(len(mask), np.float32) for mask in masks]
     flat = np.concatenate([row["advantages"][mask] for row, mask in zip(rows, masks, strict=True)]).astype(np.float64)
     mean, spread = flat.mean(), flat.std()
-    scale = 1.0 / spread if spread > NOTHING else 1.0
+    scale = 1.0 / spread if spread > ZERO_ADVANTAGE else 1.0
     return [
         np.where(mask, (row["advantages"] - mean) * scale, 0.0).astype(np.float32)
         for row, mask in zip(rows, masks, strict=True)
     ]
 
 
-def means(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each metric over those that have it; the greatest of those that are named `…max`."""
     names = dict.fromkeys(name for each in metrics for name in each)
     found = {name: [each[name] for each in metrics if name in each] for name in names}

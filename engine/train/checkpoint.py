@@ -41,7 +41,7 @@ class State:
     """Batches that are trained on."""
     version: int
     """Of the weights: batches that changed them."""
-    taken: int
+    next_group: int
     """Groups that are not collected again."""
     best: float | None = None
     """The best evaluation so far."""
@@ -82,7 +82,7 @@ class Checkpoints:
                 draft = final.with_name(f".{final.name}.part")
                 shutil.rmtree(draft, ignore_errors=True)
                 draft.mkdir(parents=True)
-                with learner.team.whole(learner.policy.model):
+                with learner.process_group.full_parameters(learner.policy.model):
                     if learner.lora:
                         learner.policy.save_adapter(draft / "adapter")
                     else:
@@ -118,7 +118,7 @@ class Checkpoints:
         """
         try:
             told: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
-            with learner.team.whole(learner.policy.model, write=True):
+            with learner.process_group.full_parameters(learner.policy.model, write=True):
                 learner.policy.load_state(load_file(checkpoint / "policy.safetensors"))
             torch.set_rng_state(learner.read_optimizer_state(checkpoint / "optimizer.safetensors"))
             return State(**told)

@@ -16,7 +16,7 @@ is 1.
                else 0
 
 At the level of a turn or a row, log ratio is the mean of its tokens' (the ratio their geometric mean, as GSPO's, arXiv
-2507.18071, equation 7), one weight for all of them: a product would grow with the length. Weights have no gradient.
+2507.18071, equation 7), one weight for all of them: a product would grow with the length. CorrectionWeights have no gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.train.ratios import bounded_exp, group_mean, log_ratio
 from engine.train.tokens import Tokens
 
 
-class Weights(NamedTuple):
+class CorrectionWeights(NamedTuple):
     """What the correction comes to."""
 
     weights: Tensor
@@ -40,18 +40,18 @@ class Weights(NamedTuple):
     """bool [n]: tokens that `mask` dropped."""
 
 
-def correct(spec: RolloutCorrectionSpec, tokens: Tokens) -> Weights:
+def correction_weights(spec: RolloutCorrectionSpec, tokens: Tokens) -> CorrectionWeights:
     """Each token's weight; 1 everywhere with `kind: none`."""
-    ratio = mismatch(spec.level, tokens)
+    ratio = proximal_sampler_ratio(spec.level, tokens)
     if spec.kind == "none":
-        return Weights(torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool))
+        return CorrectionWeights(torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool))
     if spec.kind == "truncate":
-        return Weights(ratio.clamp(spec.low, spec.high), torch.zeros_like(ratio, dtype=torch.bool))
+        return CorrectionWeights(ratio.clamp(spec.low, spec.high), torch.zeros_like(ratio, dtype=torch.bool))
     masked = (ratio < spec.low) | (ratio > spec.high)
-    return Weights(ratio.masked_fill(masked, 0.0), masked)
+    return CorrectionWeights(ratio.masked_fill(masked, 0.0), masked)
 
 
-def mismatch(level: Level, tokens: Tokens) -> Tensor:
+def proximal_sampler_ratio(level: Level, tokens: Tokens) -> Tensor:
     """proximal / sampler of [n], detached, at the level asked for."""
     with torch.no_grad():
         logs = log_ratio(tokens.proximal, tokens.sampler)
@@ -62,7 +62,7 @@ def mismatch(level: Level, tokens: Tokens) -> Tensor:
         return bounded_exp(logs)
 
 
-def effective_share(count: float, total: float, squares: float) -> float:
+def effective_sample_fraction(count: float, total: float, squares: float) -> float:
     """Kish's effective sample size of weights w, as a share of them: (sum w)^2 / (n * sum w^2), from 1 / n to 1.
 
     Args:

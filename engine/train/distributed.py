@@ -1,14 +1,14 @@
 """Several processes that learn as one: weights, gradients and optimizer state are sharded (FSDP2, arXiv 2304.11277).
 
-    accelerate launch --num_processes 8 -m engine.cli.main train SPEC        # or torchrun; one process is `Alone`
+    accelerate launch --num_processes 8 -m engine.cli.main train SPEC        # or torchrun; one process is `SingleProcessGroup`
 
-    team = join()                                   # before the model is loaded: it says which device is whose
-    forward = team.shard(policy.model)              # before the optimizer is made: its parameters are new ones
-    if not team.main:
-        team.follow({"step": learner.step})         # does what process 0 does, until that calls `close`
+    process_group = join_process_group()                                   # before the model is loaded: it says which device is whose
+    forward = process_group.shard(policy.model)              # before the optimizer is made: its parameters are new ones
+    if not process_group.main:
+        process_group.serve_calls({"step": learner.step})         # does what process 0 does, until that calls `close`
 
 Process 0 alone collects episodes and talks to the backend; a method that every process must go through begins with
-`team.tell`, which hands its arguments to the others.
+`process_group.tell`, which hands its arguments to the others.
 
 Invariants:
 - Gradients are summed over processes (in float32), never averaged: a token's share is already of the whole step's loss,
@@ -33,17 +33,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from engine.errors import TrainError
 
 T = TypeVar("T")
-Run = Callable[..., Any]
+RunForward = Callable[..., Any]
 """run(function, *args, **kwargs) -> what the function answers: a pass, in which the weights are there."""
 
-_PATIENCE = timedelta(days=7)
+_CONTROL_TIMEOUT = timedelta(days=7)
 """How long the others wait to be told something: as long as episodes take. Within a step, torch's own limit holds."""
 _STOP = "close"
-_WHOLE = "whole"
-_WRITE = "write"
+_FULL_PARAMETERS = "whole"
+_WRITE_PARAMETERS = "write"
 
 
-class Team(Protocol):
+class ProcessGroup(Protocol):
     """What a learner asks of the processes that it runs on."""
 
     rank: int
@@ -53,91 +53,91 @@ class Team(Protocol):
     def main(self) -> bool:
         """Whether this is process 0."""
 
-    def shard(self, model: nn.Module) -> Run:
+    def shard(self, model: nn.Module) -> RunForward:
         """Spread a model's weights; through what is returned, everything that needs them is to be called."""
 
-    def tell(self, method: str, *args: Any) -> None:
+    def call_others(self, method: str, *args: Any) -> None:
         """From process 0: have the others call that method of theirs. From another: nothing."""
 
-    def follow(self, methods: Mapping[str, Callable[..., Any]]) -> None:
+    def serve_calls(self, methods: Mapping[str, Callable[..., Any]]) -> None:
         """In the others: do what is told until process 0 closes."""
 
-    def deal(self, packs: Sequence[T], cost: Callable[[T], int]) -> list[tuple[T, bool]]:
+    def assign(self, packs: Sequence[T], cost: Callable[[T], int]) -> list[tuple[T, bool]]:
         """This process's packs, and whether each counts: one that does not is only there for the pass."""
 
-    def everyone(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Every process's value, by rank, on all of them."""
 
-    def clip_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
         """Scale gradients to a norm of at most `limit`; the norm over all shards, before."""
 
-    def whole(self, model: nn.Module, *, write: bool = False) -> Any:
+    def full_parameters(self, model: nn.Module, *, write: bool = False) -> Any:
         """A context in which process 0's model has whole weights; with `write`, what it sets in them is kept."""
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors of sharded ones: on process 0, and nothing on the others. Alone, the tensors themselves."""
+    def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors of sharded ones: on process 0, and nothing on the others. SingleProcessGroup, the tensors themselves."""
 
-    def placed(self, value: Tensor, like: Tensor) -> Tensor:
+    def shard_like(self, value: Tensor, like: Tensor) -> Tensor:
         """Process 0's whole value (elsewhere it does not matter which), sharded and placed as `like` is."""
 
     def close(self) -> None:
         """From process 0: let the others go. After an error that they did not have, exit instead: the launcher ends them."""
 
 
-class Alone:
-    """A team of one: everything is here."""
+class SingleProcessGroup:
+    """A process_group of one: everything is here."""
 
     rank = 0
     size = 1
     main = True
 
-    def shard(self, model: nn.Module) -> Run:
+    def shard(self, model: nn.Module) -> RunForward:
         return lambda function, *args, **kwargs: function(*args, **kwargs)
 
-    def tell(self, method: str, *args: Any) -> None:
+    def call_others(self, method: str, *args: Any) -> None:
         pass
 
-    def follow(self, methods: Mapping[str, Callable[..., Any]]) -> None:
+    def serve_calls(self, methods: Mapping[str, Callable[..., Any]]) -> None:
         pass
 
-    def deal(self, packs: Sequence[T], cost: Callable[[T], int]) -> list[tuple[T, bool]]:
+    def assign(self, packs: Sequence[T], cost: Callable[[T], int]) -> list[tuple[T, bool]]:
         return [(pack, True) for pack in packs]
 
-    def everyone(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         return [value]
 
-    def clip_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
         return float(nn.utils.clip_grad_norm_(parameters, limit))
 
     @contextmanager
-    def whole(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:
+    def full_parameters(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:
         yield
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(tensors)
 
-    def placed(self, value: Tensor, like: Tensor) -> Tensor:
+    def shard_like(self, value: Tensor, like: Tensor) -> Tensor:
         return value.to(like.device)
 
     def close(self) -> None:
         pass
 
 
-def join() -> Team:
-    """The team that this process was launched in (`WORLD_SIZE`, `RANK`, `LOCAL_RANK`, `MASTER_ADDR`); sets its device.
+def join_process_group() -> ProcessGroup:
+    """The process_group that this process was launched in (`WORLD_SIZE`, `RANK`, `LOCAL_RANK`, `MASTER_ADDR`); sets its device.
 
     Raises:
         TrainError: kind `train_setup`: the processes do not find each other, or torch is too old.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Alone()
+        return SingleProcessGroup()
     cpu = not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     try:
         if not cpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if not dist.is_initialized():
             dist.init_process_group("gloo" if cpu else "cpu:gloo,cuda:nccl")
-        return Shards("cpu" if cpu else "cuda")
+        return ShardedProcessGroup("cpu" if cpu else "cuda")
     except (KeyError, ValueError, RuntimeError) as error:
         raise TrainError(
             f"the {os.environ['WORLD_SIZE']} processes of this training do not come together ({error}); launch them with "
@@ -146,7 +146,7 @@ def join() -> Team:
         ) from error
 
 
-class Shards:
+class ShardedProcessGroup:
     """One of several processes of a training; made by `join`."""
 
     def __init__(self, kind: str) -> None:
@@ -155,15 +155,15 @@ class Shards:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._mesh = init_device_mesh(kind, (self.size,))
-        self._control = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
         self._models: list[nn.Module] = []
-        self._roots: list[_Root] = []
+        self._roots: list[_ShardedRoot] = []
 
     @property
     def main(self) -> bool:
         return self.rank == 0
 
-    def shard(self, model: nn.Module) -> Run:
+    def shard(self, model: nn.Module) -> RunForward:
         """Shard each of the text model's blocks (`_no_split_modules`), and what is outside of them as one.
 
         A block is gathered when it is called, and every process has to call it as often: so what sees images, which not
@@ -176,11 +176,11 @@ class Shards:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         sums = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for block in _blocks(model):
+        for block in _decoder_blocks(model):
             fully_shard(block, mesh=self._mesh, mp_policy=sums)
-        root = _Root(model)
+        root = _ShardedRoot(model)
         fully_shard(root, mesh=self._mesh, mp_policy=sums)
-        for part in _sharded(root):
+        for part in _sharded_modules(root):
             if not hasattr(part, "set_reduce_scatter_unused_params"):
                 raise TrainError(
                     f"torch {torch.__version__} cannot sum gradients over processes; take a newer one",
@@ -193,11 +193,11 @@ class Shards:
         self._roots.append(root)
         return root.run
 
-    def tell(self, method: str, *args: Any) -> None:
+    def call_others(self, method: str, *args: Any) -> None:
         if self.main:
             dist.broadcast_object_list([(method, args)], src=0, group=self._control)
 
-    def follow(self, methods: Mapping[str, Callable[..., Any]]) -> None:
+    def serve_calls(self, methods: Mapping[str, Callable[..., Any]]) -> None:
         """Does what is told. A TrainError is raised in every process alike: it is process 0's to decide what then."""
         while True:
             told: list[Any] = [None]
@@ -206,18 +206,18 @@ class Shards:
             if method == _STOP:
                 dist.destroy_process_group()
                 return
-            if method == _WHOLE:
-                with self.whole(self._models[args[0]]):
+            if method == _FULL_PARAMETERS:
+                with self.full_parameters(self._models[args[0]]):
                     continue
-            if method == _WRITE:
-                self._write(self._models[args[0]], [])
+            if method == _WRITE_PARAMETERS:
+                self._write_parameters(self._models[args[0]], [])
                 continue
             try:
                 methods[method](*args)
             except TrainError:
                 continue
 
-    def deal(self, packs: Sequence[T], cost: Callable[[T], int]) -> list[tuple[T, bool]]:
+    def assign(self, packs: Sequence[T], cost: Callable[[T], int]) -> list[tuple[T, bool]]:
         """Packs that are computed at the same time are of about the same cost: processes wait for each other's layers.
 
         With no packs at all there are no passes.
@@ -229,28 +229,28 @@ class Shards:
             dealt.append((packs[order[mine]], True) if mine < len(order) else (packs[order[-1]], False))
         return dealt
 
-    def everyone(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._control)
         return found
 
-    def clip_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
         norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         nn.utils.clip_grads_with_norm_(parameters, limit, whole)
         return float(whole)
 
     @contextmanager
-    def whole(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:
+    def full_parameters(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:
         """One parameter is gathered at a time; on process 0 they are all put in the model, on the CPU."""
         number = next(number for number, each in enumerate(self._models) if each is model)
-        self.tell(_WHOLE, number)
-        for part in _sharded(self._roots[number]):
+        self.call_others(_FULL_PARAMETERS, number)
+        for part in _sharded_modules(self._roots[number]):
             part.reshard()
-        held = _held(model)
+        held = _parameter_slots(model)
         whole: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in dict.fromkeys(parameter for _, _, parameter in held):
-            found = _full(parameter)
+            found = _full_tensor_on_cpu(parameter)
             if self.main:
                 whole[parameter] = nn.Parameter(found, requires_grad=parameter.requires_grad)
         if not self.main:
@@ -264,25 +264,25 @@ class Shards:
             for module, name, parameter in held:
                 module._parameters[name] = parameter
         if write:
-            self.tell(_WRITE, number)
-            self._write(model, [parameter.detach() for parameter in whole.values()])
+            self.call_others(_WRITE_PARAMETERS, number)
+            self._write_parameters(model, [parameter.detach() for parameter in whole.values()])
 
     @torch.no_grad()
-    def _write(self, model: nn.Module, values: Sequence[Tensor]) -> None:
+    def _write_parameters(self, model: nn.Module, values: Sequence[Tensor]) -> None:
         """Give every process its share of process 0's values, which are those of the model's parameters in order."""
-        parameters = list(dict.fromkeys(parameter for _, _, parameter in _held(model)))
+        parameters = list(dict.fromkeys(parameter for _, _, parameter in _parameter_slots(model)))
         for number, parameter in enumerate(parameters):
-            parameter.copy_(self.placed(values[number] if values else parameter, parameter))
+            parameter.copy_(self.shard_like(values[number] if values else parameter, parameter))
 
-    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = {}
         for name, tensor in tensors.items():
-            full = _full(tensor)
+            full = _full_tensor_on_cpu(tensor)
             if self.main:
                 found[name] = full
         return found
 
-    def placed(self, value: Tensor, like: Tensor) -> Tensor:
+    def shard_like(self, value: Tensor, like: Tensor) -> Tensor:
         if not isinstance(like, DTensor):
             return value.to(like.device)
         found = value if self.main else torch.empty(like.shape)
@@ -291,11 +291,11 @@ class Shards:
 
     def close(self) -> None:
         if self.main:
-            self.tell(_STOP)
+            self.call_others(_STOP)
             dist.destroy_process_group()
 
 
-class _Root(nn.Module):
+class _ShardedRoot(nn.Module):
     """A model, and whatever is computed with it, as one module: sharding hooks into a module's `forward`."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -309,26 +309,26 @@ class _Root(nn.Module):
         """A pass. One without gradients leaves no whole weights behind; after one with them, `backward` sees to it."""
         found = self(function, *args, **kwargs)
         if not torch.is_grad_enabled():
-            for part in _sharded(self):
+            for part in _sharded_modules(self):
                 part.reshard()
         return found
 
 
-def _blocks(model: Any) -> list[nn.Module]:
+def _decoder_blocks(model: Any) -> list[nn.Module]:
     """The layers that every pass goes through once."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     text = model.get_decoder() if hasattr(model, "get_decoder") else model
     return [module for module in text.modules() if type(module).__name__ in kinds]
 
 
-def _sharded(root: nn.Module) -> list[Any]:
+def _sharded_modules(root: nn.Module) -> list[Any]:
     """The modules that are sharded as one each."""
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def _held(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def _parameter_slots(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Where the model holds each parameter; one that is tied is held in several places."""
     return [
         (module, name, parameter)
@@ -338,7 +338,7 @@ def _held(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     ]
 
 
-def _full(tensor: Tensor) -> Tensor:
+def _full_tensor_on_cpu(tensor: Tensor) -> Tensor:
     """The whole of a tensor, on the CPU, without its graph, in memory of its own: files are written of it."""
     whole = tensor.detach()
     if isinstance(whole, DTensor):

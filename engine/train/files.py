@@ -20,7 +20,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 _SHARD = "5GB"
 
 
-def names_in(folder: Path) -> set[str]:
+def tensor_names(folder: Path) -> set[str]:
     """Names of the tensors in a folder's safetensors files; empty where there are none."""
     from safetensors import safe_open
 
@@ -31,7 +31,7 @@ def names_in(folder: Path) -> set[str]:
     return found
 
 
-def as_in_files(model: Any, state: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+def under_file_names(model: Any, state: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
     """A model's weights under the names of its folder's files.
 
     Args:
@@ -42,7 +42,7 @@ def as_in_files(model: Any, state: Mapping[str, torch.Tensor], folder: Path) -> 
     Raises:
         TrainError: The files have names that transformers does not give back.
     """
-    wanted = names_in(folder)
+    wanted = tensor_names(folder)
     if wanted and wanted <= state.keys():
         return {name: state[name] for name in sorted(wanted)}
     from transformers.core_model_loading import revert_weight_conversion

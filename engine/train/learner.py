@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from engine.errors import TrainError
-from engine.train.batches import means, normalised
-from engine.train.distributed import Alone, Team
+from engine.train.batches import mean_metrics, whitened_advantages
+from engine.train.distributed import ProcessGroup, SingleProcessGroup
+from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective
+from engine.train.metric_sums import MetricSums
 from engine.train.packing import Pack, pack_rows
-from engine.train.shares import token_shares
-from engine.train.tally import Tally
 from engine.train.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -44,15 +44,22 @@ class Learner:
         policy: What learns.
         spec: How.
         episode_tokens: Tokens that an episode may have, for `dr_grpo` without a length of its own.
-        team: The processes that learn as one; every one of them has a learner, and process 0's is told what to do.
+        process_group: The processes that learn as one; every one of them has a learner, and process 0's is told what to do.
     """
 
     def __init__(
-        self, policy: Policy, spec: TrainSpec, *, episode_tokens: int | None = None, team: Team | None = None
+        self,
+        policy: Policy,
+        spec: TrainSpec,
+        *,
+        episode_tokens: int | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         self.policy = policy
-        self.team: Team = team or Alone()
-        self._run = self.team.shard(policy.model)  # before the optimizer: its parameters are those that are sharded
+        self.process_group: ProcessGroup = process_group or SingleProcessGroup()
+        self._run = self.process_group.shard(
+            policy.model
+        )  # before the optimizer: its parameters are those that are sharded
         self._spec = spec
         self._length = episode_tokens
         self._names = [name for name, _ in policy.named_parameters()]
@@ -81,13 +88,15 @@ class Learner:
         Raises:
             TrainError: kind `diverged`: a loss or gradient is no finite number.
         """
-        self.team.tell("step", rows, step, self._images(rows))
+        self.process_group.call_others("step", rows, step, self._images(rows))
         vision = self.policy.net.vision
         if images and vision is not None:
             vision.bank.read_tensors_from(images.get)
         self.dirty = False
         spec = self._spec
-        advantages = normalised(rows) if spec.advantage_norm == "batch" else [row["advantages"] for row in rows]
+        advantages = (
+            whitened_advantages(rows) if spec.advantage_norm == "batch" else [row["advantages"] for row in rows]
+        )
         rows = [row | {"advantages": of} for row, of in zip(rows, advantages, strict=True)]
         if self._recompute:
             rows = self._with_proximal(rows)
@@ -98,16 +107,16 @@ class Learner:
         for number in range(spec.update_epochs):
             parts = _minibatches(rows, spec.minibatches, seed=(spec.seed, step, number))
             ordered = [row for part in parts for row in part]
-            shares = self._shares(ordered, [place for place, part in enumerate(parts) for _ in part])
+            loss_weights = self._loss_weights(ordered, [place for place, part in enumerate(parts) for _ in part])
             for part in parts:
-                told.append(self._update(part, shares[: len(part)]))
-                shares = shares[len(part) :]
-        return means(told) | {"lr": rate, "updates": float(len(told))}
+                told.append(self._update(part, loss_weights[: len(part)]))
+                loss_weights = loss_weights[len(part) :]
+        return mean_metrics(told) | {"lr": rate, "updates": float(len(told))}
 
     def _images(self, rows: Sequence[Row]) -> dict[str, Tensors]:
         """What process 0 sends along with rows."""
         vision = self.policy.net.vision
-        if vision is None or self.team.size == 1 or not self.team.main:
+        if vision is None or self.process_group.size == 1 or not self.process_group.main:
             return {}
         digests = dict.fromkeys(image["image"] for row in rows for image in row["images"])
         return {digest: vision.bank.tensors(digest) for digest in digests}
@@ -125,37 +134,37 @@ class Learner:
         """Rows with `proximal`, [trained tokens]: the policy's log-probs as they are now."""
         found = [np.zeros(len(_places(row)), np.float32) for row in rows]
         mine: dict[int, np.ndarray] = {}
-        for pack, _ in self.team.deal(self._packs(rows), _cost):
+        for pack, _ in self.process_group.assign(self._packs(rows), _cost):
             logprobs, _ = self._run(self.policy.forward, pack, entropy=False)
             values, numbers = logprobs.float().cpu().numpy(), pack.row.cpu().numpy()
             mine |= {int(number): values[numbers == number] for number in np.unique(numbers)}
-        for part in self.team.everyone(mine):
+        for part in self.process_group.all_gather(mine):
             for number, values in part.items():
                 found[number][:] = values
         return [row | {"proximal": of} for row, of in zip(rows, found, strict=True)]
 
     def _packs(self, rows: Sequence[Row]) -> list[Pack]:
         memory = self._spec.memory
-        share = memory.share_prefixes and self.policy.shares_prefixes
+        share = memory.share_prefixes and self.policy.can_share_prefixes
         return pack_rows(rows, memory.max_tokens_per_microbatch, share_prefixes=share)
 
-    def _update(self, rows: Sequence[Row], shares: Sequence[np.ndarray]) -> dict[str, float]:
-        """One optimizer step. `shares`: each row's tokens' shares of its loss."""
-        loss, tally = 0.0, Tally()
-        for pack, counts in self.team.deal(self._packs(rows), _cost):
-            tokens = self._tokens(pack, rows, shares)
-            part, counted = objective(self._spec, tokens if counts else _weightless(tokens))
+    def _update(self, rows: Sequence[Row], loss_weights: Sequence[np.ndarray]) -> dict[str, float]:
+        """One optimizer step. `loss_weights`: each row's tokens' loss_weights of its loss."""
+        loss, metrics = 0.0, MetricSums()
+        for pack, counts in self.process_group.assign(self._packs(rows), _cost):
+            tokens = self._tokens(pack, rows, loss_weights)
+            part, counted = objective(self._spec, tokens if counts else _with_zero_loss_weights(tokens))
             if part.requires_grad:
                 part.backward()  # type: ignore[no-untyped-call]
             if counts:
                 loss += float(part.detach())
-                tally.merge(counted)
-        if self.team.size > 1:
-            parts, tally = self.team.everyone((loss, tally.cpu())), Tally()
+                metrics.merge(counted)
+        if self.process_group.size > 1:
+            parts, metrics = self.process_group.all_gather((loss, metrics.cpu())), MetricSums()
             loss = sum(part for part, _ in parts)
             for _, counted in parts:
-                tally.merge(counted)
-        norm = self.team.clip_norm(self._parameters, self._spec.optimizer.max_grad_norm or math.inf)
+                metrics.merge(counted)
+        norm = self.process_group.clip_grad_norm(self._parameters, self._spec.optimizer.max_grad_norm or math.inf)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             raise TrainError(
@@ -166,15 +175,15 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.dirty = True
-        return tally.result() | {"loss": loss, "grad_norm": norm}
+        return metrics.result() | {"loss": loss, "grad_norm": norm}
 
-    def _shares(self, rows: Sequence[Row], parts: Sequence[int]) -> list[np.ndarray]:
+    def _loss_weights(self, rows: Sequence[Row], parts: Sequence[int]) -> list[np.ndarray]:
         """Each trained token's share of the loss of its update; `parts`: which update each row falls into."""
         lengths = [len(_places(row)) for row in rows]
         episodes = [row["episode_id"] for row in rows]
-        return list(token_shares(self._spec.loss, lengths, episodes, minibatches=parts, length=self._length))
+        return list(token_loss_weights(self._spec.loss, lengths, episodes, minibatches=parts, length=self._length))
 
-    def _tokens(self, pack: Pack, rows: Sequence[Row], shares: Sequence[np.ndarray]) -> Tokens:
+    def _tokens(self, pack: Pack, rows: Sequence[Row], loss_weights: Sequence[np.ndarray]) -> Tokens:
         """The forward pass of one pack, and what its tokens are judged by."""
         spec = self._spec
         logprobs, entropy = self._run(self.policy.forward, pack, entropy=True)
@@ -203,7 +212,7 @@ class Learner:
             proximal=proximal,
             sampler=sampler,
             advantages=column("advantages"),
-            shares=flat((shares[number] for number in held), torch.float32),
+            loss_weights=flat((loss_weights[number] for number in held), torch.float32),
             rows=row,
             turns=row * (int(turns.max()) + 1 if len(turns) else 1) + turns,
             reference=reference,
@@ -224,12 +233,12 @@ class Learner:
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """AdamW's moments and step count by parameter: `<parameter>::exp_avg` and so on; whole, on process 0."""
-        self.team.tell("optimizer_state")
+        self.process_group.call_others("optimizer_state")
         told: dict[str, torch.Tensor] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 told[f"{name}::{key}"] = torch.as_tensor(value)
-        return self.team.gather(told)
+        return self.process_group.gather_full(told)
 
     def read_optimizer_state(self, file: Path) -> torch.Tensor:
         """Take back what `optimizer_state` gave, from a safetensors file that every process can read.
@@ -242,7 +251,7 @@ class Learner:
         """
         from safetensors.torch import load_file
 
-        self.team.tell("read_optimizer_state", file)
+        self.process_group.call_others("read_optimizer_state", file)
         state = load_file(file)
         random: torch.Tensor = state.pop(RANDOM)
         by_name = dict(zip(self._names, self._parameters, strict=True))
@@ -253,13 +262,13 @@ class Learner:
                 raise ValueError(
                     f"the optimizer's state `{key}` {tuple(value.shape)} is of no parameter that is trained"
                 )
-            kept = self.team.placed(value, parameter) if moment in _MOMENTS else value
+            kept = self.process_group.shard_like(value, parameter) if moment in _MOMENTS else value
             self.optimizer.state[parameter][moment] = kept
         return random
 
     def follow(self) -> None:
         """In every process but the first: do what process 0 does, until it closes."""
-        self.team.follow(
+        self.process_group.serve_calls(
             {
                 "step": self.step,
                 "optimizer_state": self.optimizer_state,
@@ -272,9 +281,9 @@ def _cost(pack: Pack) -> int:
     return pack.tokens
 
 
-def _weightless(tokens: Tokens) -> Tokens:
+def _with_zero_loss_weights(tokens: Tokens) -> Tokens:
     """Tokens of a pass that is only made because the other processes make one."""
-    return replace(tokens, shares=torch.zeros_like(tokens.shares))
+    return replace(tokens, loss_weights=torch.zeros_like(tokens.loss_weights))
 
 
 def _places(row: Row) -> np.ndarray:

@@ -6,11 +6,11 @@
 
 The logits are made block by block, some tokens by some of the vocabulary, with a running maximum and sum, as in
 FlashAttention (arXiv 2205.14135, algorithm 1). The backward pass makes them again, but for two cases: all of them fit
-`cells`, and are kept; or the weights learn nothing (LoRA), and sum_j p_j weight_j, which the gradient of `hidden`
+`chunk_elements`, and are kept; or the weights learn nothing (LoRA), and sum_j p_j weight_j, which the gradient of `hidden`
 needs, is summed up on the way forward.
 
 Invariants:
-- At most `cells` logits exist at once.
+- At most `chunk_elements` logits exist at once.
 - Ids that may not be sampled have probability 0 and gradient 0, whatever their logits: no 0 * inf arises.
 - Sums are float32 or wider; gradients of the weights are summed over all tokens before they are rounded.
 """
@@ -24,21 +24,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-LOW = -1e30
+MASKED_LOGIT = -1e30
 """The logit of an id that may not be sampled: finite, and its exponential is 0."""
-CACHE_CELLS = 1 << 21
+CPU_BLOCK_ELEMENTS = 1 << 21
 """Logits in a block on a CPU: they stay in its cache."""
-TOKENS = 4096
+MAX_BLOCK_TOKENS = 4096
 """Tokens in a block, at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Rules:
+class _LogitSettings:
     """How hidden states become log-probs."""
 
     temperature: float
     banned: tuple[int, ...]
-    cells: int
+    chunk_elements: int
     vocab: int
     softcap: float | None
     entropy: bool
@@ -50,7 +50,7 @@ class _Rules:
     """Of the sums."""
 
     @property
-    def early(self) -> bool:
+    def scales_hidden(self) -> bool:
         """Whether hidden states are divided by the temperature, in place of logits."""
         return self.softcap is None and self.dtype == self.total
 
@@ -62,7 +62,7 @@ def chunked_logprobs(
     *,
     temperature: float,
     banned: Sequence[int],
-    cells: int,
+    chunk_elements: int,
     bias: torch.Tensor | None = None,
     entropy: bool,
     vocab: int | None = None,
@@ -76,7 +76,7 @@ def chunked_logprobs(
         labels: int64 [n].
         temperature: Divides the logits; above 0.
         banned: Ids that are never sampled.
-        cells: Logits that may exist at once.
+        chunk_elements: Logits that may exist at once.
         bias: [V], the output layer's.
         entropy: Whether entropies are asked for; they have a gradient too.
         vocab: Ids from here on are never sampled; None: all may be.
@@ -90,10 +90,10 @@ def chunked_logprobs(
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
     limit = min(weight.shape[0], vocab or weight.shape[0])
-    rules = _Rules(
+    settings = _LogitSettings(
         temperature=temperature,
         banned=tuple(sorted({int(token) for token in banned if 0 <= token < limit})),
-        cells=cells,
+        chunk_elements=chunk_elements,
         vocab=limit,
         softcap=softcap,
         entropy=entropy,
@@ -101,7 +101,7 @@ def chunked_logprobs(
         dtype=dtype,
         total=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
     )
-    logprobs, entropies = _LogProbs.apply(hidden, weight, bias, labels, rules)  # type: ignore[no-untyped-call]
+    logprobs, entropies = _LogProbs.apply(hidden, weight, bias, labels, settings)  # type: ignore[no-untyped-call]
     return logprobs, entropies if entropy else None
 
 
@@ -114,7 +114,7 @@ class _Block:
     weight: torch.Tensor
     """[ids, H], in the products' dtype."""
     logits: torch.Tensor
-    """[tokens, ids], over the temperature, `LOW` where banned."""
+    """[tokens, ids], over the temperature, `MASKED_LOGIT` where banned."""
     slope: torch.Tensor | None
     """d capped / d uncapped logits, where there is a cap."""
 
@@ -123,37 +123,44 @@ class _Blocks:
     """Goes over all logits, each block of the vocabulary with all tokens before the next."""
 
     def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rules: _Rules, fresh: bool
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        settings: _LogitSettings,
+        fresh: bool,
     ) -> None:
         """`fresh`: each block has memory of its own, to be kept; else the next one takes it over."""
-        self.rules, self.weight, self.bias, self._fresh = rules, weight, bias, fresh
-        self.hidden = hidden.to(rules.dtype)
-        if rules.early and rules.temperature != 1.0:
-            self.hidden = self.hidden / rules.temperature
+        self.settings, self.weight, self.bias, self._fresh = settings, weight, bias, fresh
+        self.hidden = hidden.to(settings.dtype)
+        if settings.scales_hidden and settings.temperature != 1.0:
+            self.hidden = self.hidden / settings.temperature
         count = hidden.shape[0]
-        cells = rules.cells if hidden.device.type != "cpu" else min(rules.cells, CACHE_CELLS)
-        self._tokens = max(1, min(count, TOKENS, cells))
-        self._ids = max(1, min(rules.vocab, cells // self._tokens))
-        self._banned = torch.tensor(rules.banned, dtype=torch.long)
+        chunk_elements = (
+            settings.chunk_elements if hidden.device.type != "cpu" else min(settings.chunk_elements, CPU_BLOCK_ELEMENTS)
+        )
+        self._tokens = max(1, min(count, MAX_BLOCK_TOKENS, chunk_elements))
+        self._ids = max(1, min(settings.vocab, chunk_elements // self._tokens))
+        self._banned = torch.tensor(settings.banned, dtype=torch.long)
 
     def spans(self) -> Iterator[tuple[slice, list[slice]]]:
         """Blocks of the vocabulary, and of the tokens for each."""
         count = self.hidden.shape[0]
         tokens = [slice(at, min(at + self._tokens, count)) for at in range(0, count, self._tokens)]
-        for low in range(0, self.rules.vocab, self._ids):
-            yield slice(low, min(low + self._ids, self.rules.vocab)), tokens
+        for low in range(0, self.settings.vocab, self._ids):
+            yield slice(low, min(low + self._ids, self.settings.vocab)), tokens
 
     def __iter__(self) -> Iterator[_Block]:
         scratch = self.hidden.new_empty(0 if self._fresh else self._tokens * self._ids)
         for ids, spans in self.spans():
-            weight = self.weight[ids].to(self.rules.dtype)
-            bias = None if self.bias is None else self.bias[ids].to(self.rules.total)
+            weight = self.weight[ids].to(self.settings.dtype)
+            bias = None if self.bias is None else self.bias[ids].to(self.settings.total)
             banned = self._banned[(self._banned >= ids.start) & (self._banned < ids.stop)] - ids.start
             banned = banned.to(weight.device)
             for tokens in spans:
                 size = (tokens.stop - tokens.start, ids.stop - ids.start)
-                room = self.hidden.new_empty(size) if self._fresh else scratch[: size[0] * size[1]].view(size)
-                logits = torch.mm(self.hidden[tokens], weight.t(), out=room).to(self.rules.total)
+                buffer = self.hidden.new_empty(size) if self._fresh else scratch[: size[0] * size[1]].view(size)
+                logits = torch.mm(self.hidden[tokens], weight.t(), out=buffer).to(self.settings.total)
                 yield self._finished(logits, weight, bias, banned, tokens, ids)
 
     def _finished(
@@ -165,17 +172,17 @@ class _Blocks:
         tokens: slice,
         ids: slice,
     ) -> _Block:
-        rules, slope = self.rules, None
+        settings, slope = self.settings, None
         if bias is not None:
-            logits.add_(bias / rules.temperature if rules.early else bias).clamp_(min=LOW)
-        if rules.softcap is not None:
-            logits.div_(rules.softcap).tanh_()
+            logits.add_(bias / settings.temperature if settings.scales_hidden else bias).clamp_(min=MASKED_LOGIT)
+        if settings.softcap is not None:
+            logits.div_(settings.softcap).tanh_()
             slope = 1.0 - logits * logits
-            logits.mul_(rules.softcap)
-        if not rules.early and rules.temperature != 1.0:
-            logits.div_(rules.temperature)
+            logits.mul_(settings.softcap)
+        if not settings.scales_hidden and settings.temperature != 1.0:
+            logits.div_(settings.temperature)
         if len(banned):
-            logits.index_fill_(1, banned, LOW)
+            logits.index_fill_(1, banned, MASKED_LOGIT)
         return _Block(tokens, ids, weight, logits, slope)
 
 
@@ -187,52 +194,52 @@ class _LogProbs(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         labels: torch.Tensor,
-        rules: _Rules,
+        settings: _LogitSettings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         by_hidden, by_weight, by_bias = ctx.needs_input_grad[:3]
-        learns = rules.learns and (by_hidden or by_weight or by_bias)
-        ahead = learns and by_hidden and not (by_weight or by_bias or rules.softcap)
-        keep = learns and not ahead and hidden.shape[0] * rules.vocab <= rules.cells
-        found = _forward(_Blocks(hidden, weight, bias, rules, fresh=keep), labels, ahead, keep)
+        learns = settings.learns and (by_hidden or by_weight or by_bias)
+        sum_weights = learns and by_hidden and not (by_weight or by_bias or settings.softcap)
+        keep = learns and not sum_weights and hidden.shape[0] * settings.vocab <= settings.chunk_elements
+        found = _forward(_Blocks(hidden, weight, bias, settings, fresh=keep), labels, sum_weights, keep)
         ctx.set_materialize_grads(False)
-        ctx.rules, ctx.blocks = rules, found.blocks
-        entropies = found.entropies if rules.entropy else hidden.new_empty(0, dtype=rules.total)
+        ctx.settings, ctx.blocks = settings, found.blocks
+        entropies = found.entropies if settings.entropy else hidden.new_empty(0, dtype=settings.total)
         if learns:
             ctx.save_for_backward(hidden, weight, bias, labels, found.logprobs, found.sums, entropies, found.means)
-        if not rules.entropy:
+        if not settings.entropy:
             ctx.mark_non_differentiable(entropies)
         return found.logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, weight, bias, labels, logprobs, sums, entropies, means = ctx.saved_tensors
-        rules: _Rules = ctx.rules
-        grad = torch.zeros_like(logprobs) if grad is None else grad.to(rules.total)
+        settings: _LogitSettings = ctx.settings
+        grad = torch.zeros_like(logprobs) if grad is None else grad.to(settings.total)
         # A label that may not be sampled is -inf and stays so.
-        picked = grad.masked_fill(torch.isneginf(logprobs), 0.0) / rules.temperature
+        picked = grad.masked_fill(torch.isneginf(logprobs), 0.0) / settings.temperature
         if means is not None and grad_entropy is None:
-            by_hidden = weight[labels].to(rules.total).mul_(picked[:, None])
-            by_hidden.addcmul_(means, grad[:, None], value=-1.0 / rules.temperature)
+            by_hidden = weight[labels].to(settings.total).mul_(picked[:, None])
+            by_hidden.addcmul_(means, grad[:, None], value=-1.0 / settings.temperature)
             return by_hidden.to(hidden.dtype), None, None, None, None
-        if rules.softcap is not None:
-            capped = (logprobs + sums) * (rules.temperature / rules.softcap)
+        if settings.softcap is not None:
+            capped = (logprobs + sums) * (settings.temperature / settings.softcap)
             picked *= torch.where(torch.isneginf(logprobs), 0.0, 1.0 - capped * capped)
         kept, ctx.blocks = ctx.blocks, None  # used up: another backward pass makes them again
-        blocks = _Blocks(hidden, weight, bias, rules, fresh=False)
-        given = _Given(sums, entropies, grad, grad_entropy if rules.entropy else None)
+        blocks = _Blocks(hidden, weight, bias, settings, fresh=False)
+        given = _BackwardInputs(sums, entropies, grad, grad_entropy if settings.entropy else None)
         by_hidden, by_weight, by_bias = _backward(kept or blocks, blocks, given, ctx.needs_input_grad[:3])
         if by_hidden is not None:
-            by_hidden.addcmul_(weight[labels].to(rules.total), picked[:, None])
+            by_hidden.addcmul_(weight[labels].to(settings.total), picked[:, None])
             by_hidden = by_hidden.to(hidden.dtype)
         if by_weight is not None:
-            by_weight.index_add_(0, labels, (hidden.to(rules.total) * picked[:, None]).to(weight.dtype))
+            by_weight.index_add_(0, labels, (hidden.to(settings.total) * picked[:, None]).to(weight.dtype))
         if by_bias is not None:
             by_bias.index_add_(0, labels, picked.to(by_bias.dtype))
         return by_hidden, by_weight, by_bias, None, None
 
 
 @dataclass(slots=True)
-class _Found:
+class _TokenSums:
     """What the forward pass finds of each token."""
 
     logprobs: torch.Tensor
@@ -240,15 +247,15 @@ class _Found:
     """Log-sum-exps [n]."""
     entropies: torch.Tensor
     means: torch.Tensor | None
-    """sum_j p_j weight_j [n, H], where it is made ahead."""
+    """sum_j p_j weight_j [n, H], where it is made sum_weights."""
     blocks: list[_Block] | None
 
 
-def _forward(blocks: _Blocks, labels: torch.Tensor, ahead: bool, keep: bool) -> _Found:
-    rules, count = blocks.rules, len(labels)
-    most = torch.full((count,), LOW, dtype=rules.total, device=labels.device)
-    total, spread, chosen = torch.zeros_like(most), torch.zeros_like(most), torch.full_like(most, LOW)
-    means = torch.zeros(blocks.hidden.shape, dtype=rules.total, device=labels.device) if ahead else None
+def _forward(blocks: _Blocks, labels: torch.Tensor, sum_weights: bool, keep: bool) -> _TokenSums:
+    settings, count = blocks.settings, len(labels)
+    most = torch.full((count,), MASKED_LOGIT, dtype=settings.total, device=labels.device)
+    total, spread, chosen = torch.zeros_like(most), torch.zeros_like(most), torch.full_like(most, MASKED_LOGIT)
+    means = torch.zeros(blocks.hidden.shape, dtype=settings.total, device=labels.device) if sum_weights else None
     kept: list[_Block] = []
     for block in blocks:
         here, logits = block.tokens, block.logits
@@ -264,7 +271,7 @@ def _forward(blocks: _Blocks, labels: torch.Tensor, ahead: bool, keep: bool) -> 
             logits = logits - peak[:, None]
         else:
             logits.sub_(peak[:, None])
-        if rules.entropy:
+        if settings.entropy:
             weights = logits.exp()
             # spread: sum of exp(z - peak) (z - peak)
             spread[here] = (spread[here] + total[here] * fall) * shrink + torch.linalg.vecdot(weights, logits)
@@ -279,8 +286,8 @@ def _forward(blocks: _Blocks, labels: torch.Tensor, ahead: bool, keep: bool) -> 
     logprobs = chosen - most - logs
     if means is not None:
         means /= total[:, None]
-    return _Found(
-        torch.where(chosen > LOW / 2, logprobs, torch.where(chosen.isnan(), chosen, -torch.inf)),
+    return _TokenSums(
+        torch.where(chosen > MASKED_LOGIT / 2, logprobs, torch.where(chosen.isnan(), chosen, -torch.inf)),
         most + logs,
         logs - spread / total,
         means,
@@ -296,7 +303,7 @@ def _add_product(into: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> 
         into.add_(torch.mm(one.to(other.dtype), other))
 
 
-class _Given(NamedTuple):
+class _BackwardInputs(NamedTuple):
     """What the backward pass knows of each token, [n] each."""
 
     sums: torch.Tensor
@@ -306,49 +313,49 @@ class _Given(NamedTuple):
 
 
 def _backward(
-    made: Iterable[_Block], blocks: _Blocks, given: _Given, wanted: Sequence[bool]
+    made: Iterable[_Block], blocks: _Blocks, given: _BackwardInputs, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients but for the labels' own share: of hidden states (in the sums' dtype), weights and bias.
 
     Without entropy the gradient of z is -grad p: the tokens' `grad` then stands outside of the products.
     """
-    rules, hidden, even = blocks.rules, blocks.hidden, given.grad_entropy is None
-    outside = (given.grad if even else torch.ones_like(given.grad)) / rules.temperature
+    settings, hidden, even = blocks.settings, blocks.hidden, given.grad_entropy is None
+    outside = (given.grad if even else torch.ones_like(given.grad)) / settings.temperature
     # Hidden states that were divided by the temperature already have it once.
-    right = hidden * (outside * rules.temperature if rules.early else outside)[:, None].to(hidden.dtype)
-    by_hidden = torch.zeros(hidden.shape, dtype=rules.total, device=hidden.device) if wanted[0] else None
+    right = hidden * (outside * settings.temperature if settings.scales_hidden else outside)[:, None].to(hidden.dtype)
+    by_hidden = torch.zeros(hidden.shape, dtype=settings.total, device=hidden.device) if wanted[0] else None
     by_weight = torch.empty_like(blocks.weight) if wanted[1] else None
     by_bias = torch.zeros_like(blocks.bias) if wanted[2] and blocks.bias is not None else None
     for ids, group in groupby(made, key=lambda block: block.ids):
-        summed = torch.zeros((ids.stop - ids.start, hidden.shape[1]), dtype=rules.total, device=hidden.device)
+        summed = torch.zeros((ids.stop - ids.start, hidden.shape[1]), dtype=settings.total, device=hidden.device)
         for block in group:
-            shares = _shares(block, given)
+            gradients = _logit_gradients(block, given)
             if by_hidden is not None:
-                _add_product(by_hidden[block.tokens], shares, block.weight)
+                _add_product(by_hidden[block.tokens], gradients, block.weight)
             if by_weight is not None:
-                _add_product(summed, shares.t(), right[block.tokens])
+                _add_product(summed, gradients.t(), right[block.tokens])
             if by_bias is not None:
-                by_bias[ids] -= (shares.t() @ outside[block.tokens]).to(by_bias.dtype)
+                by_bias[ids] -= (gradients.t() @ outside[block.tokens]).to(by_bias.dtype)
         if by_weight is not None:
             torch.neg(summed, out=summed)
             by_weight[ids] = summed
     if by_weight is not None:
-        by_weight[rules.vocab :] = 0.0
+        by_weight[settings.vocab :] = 0.0
     if by_hidden is not None:
         by_hidden.mul_(-outside[:, None])
     return by_hidden, by_weight, by_bias
 
 
-def _shares(block: _Block, given: _Given) -> torch.Tensor:
+def _logit_gradients(block: _Block, given: _BackwardInputs) -> torch.Tensor:
     """p, or with entropy p (grad + grad_entropy (z - lse + entropy)). Overwrites the block's logits."""
     here = block.tokens
-    shares = block.logits.sub_(given.sums[here, None])
+    gradients = block.logits.sub_(given.sums[here, None])
     if given.grad_entropy is None:
-        shares.exp_()
+        gradients.exp_()
     else:
-        chances = shares.exp()
-        shares.add_(given.entropies[here, None]).mul_(given.grad_entropy[here, None].to(shares.dtype))
-        shares.add_(given.grad[here, None]).mul_(chances)
+        chances = gradients.exp()
+        gradients.add_(given.entropies[here, None]).mul_(given.grad_entropy[here, None].to(gradients.dtype))
+        gradients.add_(given.grad[here, None]).mul_(chances)
     if block.slope is not None:
-        shares.mul_(block.slope)
-    return shares
+        gradients.mul_(block.slope)
+    return gradients

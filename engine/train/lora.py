@@ -65,7 +65,7 @@ class Adapter:
         model.eval()
 
     @property
-    def drops(self) -> bool:
+    def has_dropout(self) -> bool:
         """Whether it has dropout."""
         return bool(self._dropouts)
 

@@ -4,7 +4,7 @@ With r = current / proximal, the ratio of the sampled token's probabilities, and
 
     grpo, bnpo, dr_grpo, dapo, ppo
         -min(r A, clip(r, 1 - low, 1 + high) A): PPO's clipped surrogate (arXiv 1707.06347, equation 7); they differ in
-        what they average over (`engine.train.shares`). clip_high above clip_low is DAPO's clip-higher (2503.14476,
+        what they average over (`engine.train.loss_weights`). clip_high above clip_low is DAPO's clip-higher (2503.14476,
         section 3.1). With `delta`, r A counts as no less than delta A where A < 0: dual-clip PPO (1912.09729).
     gspo
         the same of s, the geometric mean of the row's r: GSPO (2507.18071, 5 and 7), in its token form (13 and 14),
@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 
 from engine.schemas.train import CispoLoss, ClippedLoss, GspoLoss, LossSpec, ReinforceLoss, SapoLoss, TrainSpec
-from engine.train.corrections import correct
+from engine.train.corrections import correction_weights
 from engine.train.kl import token_kl
+from engine.train.metric_sums import MetricSums
 from engine.train.ratios import bounded_exp, bounded_k3, floored, group_mean, log_ratio
-from engine.train.tally import Tally
 from engine.train.tokens import Tokens
 
 
-def objective(spec: TrainSpec, tokens: Tokens) -> tuple[Tensor, Tally]:
+def objective(spec: TrainSpec, tokens: Tokens) -> tuple[Tensor, MetricSums]:
     """What a micro-batch adds to the step's loss, and its metrics.
 
         sum of share * (correction weight * policy loss + kl.coefficient * KL - entropy coefficient * entropy)
@@ -46,31 +46,31 @@ def objective(spec: TrainSpec, tokens: Tokens) -> tuple[Tensor, Tally]:
         tokens: The micro-batch; n may be 0.
 
     Returns:
-        The scalar, with its graph, and the tally of the metrics, without.
+        The scalar, with its graph, and the metrics of the metrics, without.
 
     Raises:
         ValueError: `kl` without reference log-probs, or `entropy` without entropies.
     """
-    correction = correct(spec.rollout_correction, tokens)
+    correction = correction_weights(spec.rollout_correction, tokens)
     per_token = policy_loss(spec.loss, tokens) * correction.weights
-    tally = _tally(spec, tokens)
+    metrics = _metric_sums(spec, tokens)
     if spec.rollout_correction.kind != "none":
-        tally.mean("correction/weight_mean", correction.weights)
-        tally.mean("correction/masked", correction.masked)
+        metrics.mean("correction/weight_mean", correction.weights)
+        metrics.mean("correction/masked", correction.masked)
     if tokens.reference is not None:
         kl = token_kl(spec.kl.estimator, tokens.logprobs, tokens.reference)
-        tally.mean("policy/kl_ref", kl)
+        metrics.mean("policy/kl_ref", kl)
         if spec.kl.coefficient:
             per_token = per_token + spec.kl.coefficient * kl
     elif spec.kl.coefficient:
         raise ValueError("`kl.coefficient` is set: `Tokens.reference` must hold the reference's log-probs")
     if tokens.entropy is not None:
-        tally.mean("policy/entropy", tokens.entropy)
+        metrics.mean("policy/entropy", tokens.entropy)
         if spec.entropy_coefficient:
             per_token = per_token - spec.entropy_coefficient * tokens.entropy
     elif spec.entropy_coefficient:
         raise ValueError("`entropy_coefficient` is set: `Tokens.entropy` must hold the entropies")
-    return (tokens.shares * per_token).sum(), tally
+    return (tokens.loss_weights * per_token).sum(), metrics
 
 
 def policy_loss(loss: LossSpec, tokens: Tokens) -> Tensor:
@@ -80,8 +80,8 @@ def policy_loss(loss: LossSpec, tokens: Tokens) -> Tensor:
         return -advantages * floored(tokens.logprobs)
     ratio = loss_ratio(loss, tokens)
     if isinstance(loss, SapoLoss):
-        return -advantages * gate(loss, ratio, advantages)
-    low, high = bounds(loss, advantages)
+        return -advantages * sapo_gate(loss, ratio, advantages)
+    low, high = ratio_bounds(loss, advantages)
     held = ratio.clamp(low, high)
     if isinstance(loss, CispoLoss):
         return -held.detach() * advantages * floored(tokens.logprobs)
@@ -96,7 +96,7 @@ def loss_ratio(loss: LossSpec, tokens: Tokens) -> Tensor:
     return bounded_exp(logs)
 
 
-def bounds(loss: ClippedLoss | CispoLoss, advantages: Tensor) -> tuple[Tensor, Tensor]:
+def ratio_bounds(loss: ClippedLoss | CispoLoss, advantages: Tensor) -> tuple[Tensor, Tensor]:
     """What the ratio is held between, both [n]: only where that bounds the objective, so not by advantages of 0.
 
     min(r A, clip(r) A) is A times r held below 1 + high where A > 0, and above 1 - low (and below delta) where A < 0.
@@ -113,7 +113,7 @@ def bounds(loss: ClippedLoss | CispoLoss, advantages: Tensor) -> tuple[Tensor, T
     return torch.where(bad, 1 - loss.clip_low, nothing), high
 
 
-def gate(loss: SapoLoss, ratio: Tensor, advantages: Tensor) -> Tensor:
+def sapo_gate(loss: SapoLoss, ratio: Tensor, advantages: Tensor) -> Tensor:
     """SAPO's f(r), [n]."""
     positive = torch.full_like(advantages, loss.temperature_positive)
     tau = torch.where(advantages > 0, positive, loss.temperature_negative)
@@ -121,28 +121,28 @@ def gate(loss: SapoLoss, ratio: Tensor, advantages: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _tally(spec: TrainSpec, tokens: Tokens) -> Tally:
+def _metric_sums(spec: TrainSpec, tokens: Tokens) -> MetricSums:
     """The metrics that need neither correction, reference nor entropy.
 
-    approx_kl is k3 of KL(proximal || current), clip_low and clip_high the shares of tokens whose ratio a bound that
+    approx_kl is k3 of KL(proximal || current), clip_low and clip_high the loss_weights of tokens whose ratio a bound that
     counts holds, ess the effective sample size of current / sampler. The sampler's log-probs are compared with the
     proximal ones, which no update of this batch has changed, unless those are its own.
     """
-    tally = Tally()
+    metrics = MetricSums()
     logs = log_ratio(tokens.logprobs, tokens.proximal)
     kl = bounded_k3(logs)
-    tally.mean("policy/approx_kl", kl)
-    tally.peak("policy/token_kl_max", kl)
-    tally.peak("policy/ratio_max", bounded_exp(logs))
-    tally.mean("policy/confidence", tokens.logprobs.exp())
-    tally.effective("policy/ess", bounded_exp(log_ratio(tokens.logprobs, tokens.sampler)))
+    metrics.mean("policy/approx_kl", kl)
+    metrics.maximum("policy/token_kl_max", kl)
+    metrics.maximum("policy/ratio_max", bounded_exp(logs))
+    metrics.mean("policy/confidence", tokens.logprobs.exp())
+    metrics.effective_sample_size("policy/ess", bounded_exp(log_ratio(tokens.logprobs, tokens.sampler)))
     if isinstance(spec.loss, ClippedLoss | CispoLoss):
         ratio = loss_ratio(spec.loss, tokens)
-        low, high = bounds(spec.loss, tokens.advantages)
-        tally.mean("policy/clip_low", ratio < low)
-        tally.mean("policy/clip_high", ratio > high)
+        low, high = ratio_bounds(spec.loss, tokens.advantages)
+        metrics.mean("policy/clip_low", ratio < low)
+        metrics.mean("policy/clip_high", ratio > high)
     trainer = tokens.logprobs if spec.proximal_logprobs == "sampler" else tokens.proximal
     difference = log_ratio(trainer, tokens.sampler).abs()
-    tally.mean("sampler/diff_mean", difference)
-    tally.peak("sampler/diff_max", difference)
-    return tally
+    metrics.mean("sampler/diff_mean", difference)
+    metrics.maximum("sampler/diff_max", difference)
+    return metrics

@@ -110,7 +110,7 @@ def _merge(adapter: Path, base: Path, target: Path) -> None:
             f"the adapter {adapter} does not fit the spec's model {base}: {str(error).partition(chr(10))[0]}",
             kind="checkpoint",
         ) from error
-    _all_used(wrapped, adapter)
+    _check_adapter_fits(wrapped, adapter)
     with no_bars():
         wrapped.merge_and_unload(safe_merge=True).save_pretrained(target)
     for file in base.iterdir():  # tokenizer, chat template, processor
@@ -120,7 +120,7 @@ def _merge(adapter: Path, base: Path, target: Path) -> None:
             shutil.copy(file, target / file.name)
 
 
-def _all_used(wrapped: object, adapter: Path) -> None:
+def _check_adapter_fits(wrapped: object, adapter: Path) -> None:
     """An adapter of another model is loaded without a word where no name of it is this model's."""
     from peft import get_peft_model_state_dict
     from safetensors import safe_open

@@ -24,7 +24,7 @@ _SCALES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multip
 """Settings of configurations that scale logits."""
 
 
-class PackedNet:
+class PackedModel:
     """Packs -> log-probs. Belongs to one thread.
 
     The model stays in evaluation mode: the sampler has no dropout, and neither has what is compared with it.
@@ -40,7 +40,7 @@ class PackedNet:
         temperature: float = 1.0,
         vocab: int | None = None,
         vision: Vision | None = None,
-        cells: int = 1 << 24,
+        chunk_elements: int = 1 << 24,
     ) -> None:
         """Load and prove.
 
@@ -52,14 +52,14 @@ class PackedNet:
             temperature: Divides the logits; 0 counts as 1, as in the sampler.
             vocab: Ids from here on are never sampled; None: all of the model's may be.
             vision: The model's images; None where it sees none.
-            cells: Logits that may exist at once.
+            chunk_elements: Logits that may exist at once.
 
         Raises:
             TrainError: Kind `train_setup`: no causal model, or its packed pass is not its own.
         """
         self.folder, self.device, self.dtype = folder, device, dtype
         self.temperature = temperature or 1.0
-        self.vision, self.cells, self._autocast = vision, cells, autocast
+        self.vision, self.chunk_elements, self._autocast = vision, chunk_elements, autocast
         self.model = _load(folder, dtype, vision)
         self.model.to(device).eval()
         head = self.model.get_output_embeddings()
@@ -71,10 +71,10 @@ class PackedNet:
         text = self.model.config.get_text_config()
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
         self._scale = 1.0
-        self._prove()
+        self._check_packed_forward()
 
     @property
-    def inner(self) -> Any:
+    def backbone(self) -> Any:
         """The model without its output layer."""
         return self.model.base_model
 
@@ -84,7 +84,7 @@ class PackedNet:
 
     def logprobs(self, pack: Pack, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs [n] of the pack's trained tokens and their entropies [n] or None; a graph where gradients are on."""
-        sources, labels, back = self._once(pack)
+        sources, labels, back = self._unique_labels(pack)
         with self.autocast():
             states = self._states(pack)[sources]
             if self._scale != 1.0:
@@ -95,7 +95,7 @@ class PackedNet:
                 labels,
                 temperature=self.temperature,
                 banned=self.banned,
-                cells=self.cells,
+                chunk_elements=self.chunk_elements,
                 bias=self._head.bias,
                 entropy=entropy,
                 vocab=self.vocab,
@@ -105,7 +105,7 @@ class PackedNet:
             return found, entropies
         return found[back], None if entropies is None else entropies[back]
 
-    def _once(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _unique_labels(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Sources and labels, each pair once, and where each of the pack's is; None where they are all different."""
         if "once" not in pack.cache:
             pairs = pack.sources * self._head.weight.shape[0] + pack.labels
@@ -128,7 +128,7 @@ class PackedNet:
             inputs |= vision_inputs(self.model, self.vision, pack, self.device, self.dtype)
         elif pack.images:
             raise TrainError("rows have images: hand over the model's vision", kind="train_setup")
-        out = self.inner(input_ids=pack.input_ids.to(self.device)[None], use_cache=False, pack=pack, **inputs)
+        out = self.backbone(input_ids=pack.input_ids.to(self.device)[None], use_cache=False, pack=pack, **inputs)
         states: torch.Tensor = out.last_hidden_state[0]
         return states
 
@@ -141,15 +141,15 @@ class PackedNet:
             kind="train_setup",
         )
 
-    def _prove(self) -> None:
+    def _check_packed_forward(self) -> None:
         """Compare a pack of rows with one beginning with the model's own pass over each of them."""
         rows = self._probe()
         (pack,) = pack_rows(rows, 1 << 20, share_prefixes=True)
         with torch.no_grad():
-            wanted, layer = self._own(rows, pack)
+            wanted, layer = self._unpacked_logprobs(rows, pack)
             attention.register()
             try:
-                self._take_attention()
+                self._set_attention()
                 found, entropies = self.logprobs(pack, entropy=True)
             except TrainError as error:
                 raise self._refusal(str(error)) from error
@@ -174,7 +174,7 @@ class PackedNet:
         rows = [np.concatenate([begin, draw.choice(ids, more)]) for more in (9, 4, 6)]
         return [{"input_ids": row, "loss_mask": np.arange(len(row)) > 0, "images": []} for row in rows]
 
-    def _own(self, rows: list[dict[str, Any]], pack: Pack) -> tuple[torch.Tensor, float]:
+    def _unpacked_logprobs(self, rows: list[dict[str, Any]], pack: Pack) -> tuple[torch.Tensor, float]:
         """Log-probs and entropies [2, n] by the model's own pass; how far its logits are off its output layer's."""
         found, off = [], 0.0
         allowed = torch.ones(self._head.weight.shape[0], dtype=torch.bool, device=self.device)
@@ -184,7 +184,7 @@ class PackedNet:
             ids = torch.tensor(row["input_ids"], device=self.device)
             with self.autocast():
                 out = self.model(input_ids=ids[None], use_cache=False, output_hidden_states=False)
-                states = self.inner(input_ids=ids[None], use_cache=False).last_hidden_state
+                states = self.backbone(input_ids=ids[None], use_cache=False).last_hidden_state
                 off = max(off, self._find_scale(states, out.logits))
             chances = (out.logits[0].to(torch.promote_types(torch.float32, self.dtype)) / self.temperature)[:-1]
             chances = chances.masked_fill(~allowed, -torch.inf).log_softmax(-1)
@@ -207,7 +207,7 @@ class PackedNet:
         self._scale = min(choices, key=lambda scale: off[scale])
         return off[self._scale]
 
-    def _take_attention(self) -> None:
+    def _set_attention(self) -> None:
         name: Any = attention.ATTENTION
         config = self.model.config
         seeing = config.get_text_config() is not config

@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 SECONDS = 10.0
 """Deadline for one delivery."""
-_WORDS = {
+_EVENT_TEXT = {
     "failed": "training failed",
     "stalled": "training stalls",
     "diverged": "training diverged",
@@ -45,7 +45,7 @@ Event = dict[str, Any]
 
 
 class Notifier:
-    """Tells of events by every way that the spec names.
+    """Tells of events by every channel that the spec names.
 
     notifier = Notifier(spec.train.notify, "arithmetic-1", base=spec_folder)
     await notifier.tell("diverged", step=12, reason="the loss is nan")
@@ -75,14 +75,14 @@ class Notifier:
         self._kinds = frozenset(spec.on)
         self._run = run
         self._seconds = seconds
-        self._ways: dict[str, Callable[[Event], None]] = {}
+        self._channels: dict[str, Callable[[Event], None]] = {}
         self._failed: set[str] = set()
         if spec.webhook_env is not None:
-            self._ways["webhook"] = _webhook(spec.webhook_env, environ, seconds)
+            self._channels["webhook"] = _webhook(spec.webhook_env, environ, seconds)
         if spec.command is not None:
-            self._ways["command"] = _command(spec.command, seconds)
+            self._channels["command"] = _command(spec.command, seconds)
         if spec.use is not None:
-            self._ways["function"] = _function(spec.use, base)
+            self._channels["function"] = _function(spec.use, base)
 
     async def tell(self, kind: str, **fields: Any) -> None:
         """Tell of an event, and wait until it is delivered or the deadline is over; never raises."""
@@ -98,17 +98,17 @@ class Notifier:
         self._close(deliveries)
 
     def _begin(self, kind: str, fields: Mapping[str, Any]) -> list[_Delivery]:
-        if kind not in self._kinds or not self._ways:
+        if kind not in self._kinds or not self._channels:
             return []
         try:
             event = self._event(kind, fields)
-            return [_Delivery(name, way, event) for name, way in self._ways.items()]
+            return [_Delivery(name, channel, event) for name, channel in self._channels.items()]
         except Exception as error:  # noqa: BLE001  no thread can be had, say: the training is not to know
             log.warning("nobody was told", event_kind=kind, reason=repr(error))
             return []
 
     def _event(self, kind: str, fields: Mapping[str, Any]) -> Event:
-        words = f"{self._run}: {_WORDS.get(kind, kind)}"
+        words = f"{self._run}: {_EVENT_TEXT.get(kind, kind)}"
         at = f" at step {fields['step']}" if "step" in fields else ""
         why = f": {fields['reason']}" if fields.get("reason") else ""
         event = {**fields, "kind": kind, "run": self._run, "time": time.time(), "text": f"{words}{at}{why}"}
@@ -116,14 +116,14 @@ class Notifier:
         return clean
 
     def _close(self, deliveries: Sequence[_Delivery]) -> None:
-        """Say what was not delivered: of each way the first time aloud."""
+        """Say what was not delivered: of each channel the first time aloud."""
         for delivery in deliveries:
             problem = f"no answer within {self._seconds:g} s" if delivery.running else delivery.problem
             if problem is None:
                 continue
             say = log.debug if delivery.name in self._failed else log.warning
             self._failed.add(delivery.name)
-            say("nobody was told", way=delivery.name, event_kind=delivery.event["kind"], reason=problem)
+            say("nobody was told", channel=delivery.name, event_kind=delivery.event["kind"], reason=problem)
 
 
 class StallWatch:
@@ -164,7 +164,7 @@ class StallWatch:
         self._last = self._clock()
         self._told = False
 
-    def look(self) -> float:
+    def check(self) -> float:
         """Tell where it is time to.
 
         Returns:
@@ -188,7 +188,7 @@ class StallWatch:
     def _watch(self) -> None:
         wait = self._seconds
         while not self._ended.wait(wait):
-            wait = max(self.look(), 0.001)
+            wait = max(self.check(), 0.001)
 
     def close(self) -> None:
         """End the watch."""
@@ -206,19 +206,19 @@ class StallWatch:
 
 
 class _Delivery:
-    """One event on one way, in a thread that nobody needs to wait for."""
+    """One event on one channel, in a thread that nobody needs to wait for."""
 
-    def __init__(self, name: str, way: Callable[[Event], None], event: Event) -> None:
+    def __init__(self, name: str, channel: Callable[[Event], None], event: Event) -> None:
         self.name = name
         self.event = event
         self.problem: str | None = None
-        self._way = way
+        self._send = channel
         self._thread = threading.Thread(target=self._run, name=f"notify-{name}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._way(dict(self.event))
+            self._send(dict(self.event))
         except BaseException as error:  # noqa: BLE001  whatever a function of the user's raises, SystemExit too
             self.problem = str(error) or repr(error)
 

@@ -30,7 +30,7 @@ import torch
 
 from engine.errors import TrainError
 
-LEAST = 16
+MIN_SHARED_TOKENS = 16
 """Tokens that sharing a beginning must save: a shorter one is computed again in each row."""
 
 Row = Mapping[str, Any]
@@ -46,7 +46,7 @@ class Segment(NamedTuple):
     """Index of the segment that stands before it; -1 where it begins its rows."""
     position: int
     """Of its first token in its rows."""
-    reach: int
+    subtree_end: int
     """End of the last segment that descends from it; `end` where none does."""
 
 
@@ -104,7 +104,7 @@ class Pack:
         return torch.cat(parts)
 
 
-class _Line(NamedTuple):
+class _RowTokens(NamedTuple):
     """A row as far as it is computed."""
 
     row: int
@@ -117,7 +117,11 @@ class _Line(NamedTuple):
 
 
 def pack_rows(
-    rows: Sequence[Row], max_tokens_per_microbatch: int, *, share_prefixes: bool, least: int = LEAST
+    rows: Sequence[Row],
+    max_tokens_per_microbatch: int,
+    *,
+    share_prefixes: bool,
+    min_shared_tokens: int = MIN_SHARED_TOKENS,
 ) -> list[Pack]:
     """Rows -> packs of at most `max_tokens_per_microbatch` tokens; a longer row goes alone.
 
@@ -128,16 +132,16 @@ def pack_rows(
         rows: As `export_rows` gives them.
         max_tokens_per_microbatch: The budget, counting what is shared once.
         share_prefixes: Compute common beginnings once; else each row is a segment of its own.
-        least: Tokens that a shared beginning must save, over all the rows that have it.
+        min_shared_tokens: Tokens that a shared beginning must save, over all the rows that have it.
 
     Raises:
         TrainError: A row's first token is trained: nothing predicts it.
     """
     numbers: dict[str, int] = {}
-    lines = [line for index, row in enumerate(rows) if (line := _line(index, row, numbers)) is not None]
+    lines = [line for index, row in enumerate(rows) if (line := _row_tokens(index, row, numbers)) is not None]
     # In the order of their tokens, rows with the longest common beginnings are neighbours.
     lines.sort(key=lambda line: (line.keys.astype(">u8").tobytes(), line.row))
-    common = [0] + [_common(one.keys, other.keys) for one, other in pairwise(lines)]
+    common = [0] + [_common_prefix(one.keys, other.keys) for one, other in pairwise(lines)]
     packs, begin = [], 0
     while begin < len(lines):
         end, tokens = begin, 0
@@ -147,16 +151,16 @@ def pack_rows(
             if tokens > max_tokens_per_microbatch and end > begin:
                 break
             end += 1
-        pack = _pack(lines[begin:end], common[begin:end], share_prefixes, least)
+        pack = _build_pack(lines[begin:end], common[begin:end], share_prefixes, min_shared_tokens)
         while pack.tokens > max_tokens_per_microbatch and end - begin > 1:  # beginnings too short to be shared
             end -= 1
-            pack = _pack(lines[begin:end], common[begin:end], share_prefixes, least)
+            pack = _build_pack(lines[begin:end], common[begin:end], share_prefixes, min_shared_tokens)
         packs.append(pack)
         begin = end
     return packs
 
 
-def _line(index: int, row: Row, numbers: dict[str, int]) -> _Line | None:
+def _row_tokens(index: int, row: Row, numbers: dict[str, int]) -> _RowTokens | None:
     trained = np.flatnonzero(np.asarray(row["loss_mask"]))
     if not len(trained):
         return None
@@ -171,17 +175,17 @@ def _line(index: int, row: Row, numbers: dict[str, int]) -> _Line | None:
             number = numbers.setdefault(image["image"], len(numbers) + 1)
             keys[image["start"] : image["end"]] |= np.uint64(number << 32)
             images.append((str(image["image"]), int(image["start"])))
-    return _Line(index, ids, keys, trained, images)
+    return _RowTokens(index, ids, keys, trained, images)
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
+def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     """Length of the common beginning."""
     length = min(len(one), len(other))
     apart = np.flatnonzero(one[:length] != other[:length])
     return int(apart[0]) if len(apart) else length
 
 
-class _Open(NamedTuple):
+class _PendingRows(NamedTuple):
     """Lines [low, high), which have their first `depth` tokens on `path`; the rest is still to be placed."""
 
     low: int
@@ -190,19 +194,21 @@ class _Open(NamedTuple):
     path: tuple[int, ...]
 
 
-def _forest(lines: list[_Line], common: list[int], share: bool, least: int) -> tuple[list[Segment], list[Any]]:
-    """The segments in depth-first order (`reach` still to be found), and each line's path."""
+def _build_segments(
+    lines: list[_RowTokens], common: list[int], share: bool, min_shared_tokens: int
+) -> tuple[list[Segment], list[Any]]:
+    """The segments in depth-first order (`subtree_end` still to be found), and each line's path."""
     segments: list[Segment] = []
     paths: list[tuple[int, ...]] = [()] * len(lines)
     at = 0
-    todo = [_Open(0, len(lines), 0, ())]
+    todo = [_PendingRows(0, len(lines), 0, ())]
     if not share:
-        todo = [_Open(number, number + 1, 0, ()) for number in reversed(range(len(lines)))]
+        todo = [_PendingRows(number, number + 1, 0, ()) for number in reversed(range(len(lines)))]
     while todo:
         low, high, depth, path = todo.pop()
         alone = high - low == 1
         shared = len(lines[low].keys) if alone else min(common[low + 1 : high])
-        if shared > depth and (alone or (shared - depth) * (high - low - 1) >= least):
+        if shared > depth and (alone or (shared - depth) * (high - low - 1) >= min_shared_tokens):
             parent = path[-1] if path else -1
             path = (*path, len(segments))
             segments.append(Segment(at, at + shared - depth, parent, depth, at + shared - depth))
@@ -211,17 +217,17 @@ def _forest(lines: list[_Line], common: list[int], share: bool, least: int) -> t
             paths[low] = path
             continue
         cuts = [low, *(place for place in range(low + 1, high) if common[place] == shared), high]
-        todo += [_Open(cuts[i], cuts[i + 1], depth, path) for i in reversed(range(len(cuts) - 1))]
+        todo += [_PendingRows(cuts[i], cuts[i + 1], depth, path) for i in reversed(range(len(cuts) - 1))]
     return segments, paths
 
 
-def _pack(lines: list[_Line], common: list[int], share: bool, least: int) -> Pack:
-    segments, paths = _forest(lines, common, share, least)
+def _build_pack(lines: list[_RowTokens], common: list[int], share: bool, min_shared_tokens: int) -> Pack:
+    segments, paths = _build_segments(lines, common, share, min_shared_tokens)
     for index in reversed(range(len(segments))):
         segment = segments[index]
         if segment.parent >= 0:
             above = segments[segment.parent]
-            segments[segment.parent] = above._replace(reach=max(above.reach, segment.reach))
+            segments[segment.parent] = above._replace(subtree_end=max(above.subtree_end, segment.subtree_end))
     ids = np.empty(segments[-1].end, np.int64)
     positions = np.empty(len(ids), np.int64)
     images: dict[int, str] = {}
@@ -244,13 +250,15 @@ def _pack(lines: list[_Line], common: list[int], share: bool, least: int) -> Pac
         segments=tuple(segments),
         rows=tuple(lines[number].row for number in order),
         paths=tuple(paths[number] for number in order),
-        sources=_flat([places[number][found - 1] for number, found in zip(order, trained, strict=True)]),
-        labels=_flat([lines[number].ids[found] for number, found in zip(order, trained, strict=True)]),
-        row=_flat([np.full(len(found), lines[number].row) for number, found in zip(order, trained, strict=True)]),
-        token=_flat(trained),
+        sources=_concatenated([places[number][found - 1] for number, found in zip(order, trained, strict=True)]),
+        labels=_concatenated([lines[number].ids[found] for number, found in zip(order, trained, strict=True)]),
+        row=_concatenated(
+            [np.full(len(found), lines[number].row) for number, found in zip(order, trained, strict=True)]
+        ),
+        token=_concatenated(trained),
         images=tuple(PackImage(images[start], start) for start in sorted(images)),
     )
 
 
-def _flat(parts: Sequence[np.ndarray]) -> torch.Tensor:
+def _concatenated(parts: Sequence[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))

@@ -63,7 +63,7 @@ def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[Panel]]:
         ],
         "eval": [
             Panel(title, _lines(rows, [name for name in names if name.startswith("eval/") and kind(name)]))
-            for title, kind in (("evaluation", _is_share), ("evaluation: lengths", lambda name: not _is_share(name)))
+            for title, kind in (("evaluation", _is_rate), ("evaluation: lengths", lambda name: not _is_rate(name)))
         ],
         "policy": [
             Panel("KL", _lines(rows, ["policy/approx_kl", "policy/kl_ref", "policy/token_kl_max"])),
@@ -182,7 +182,7 @@ def _number(name: str) -> tuple[int, str]:
     return (int(tail), "") if tail.isdigit() else (1 << 30, tail)
 
 
-def _is_share(name: str) -> bool:
+def _is_rate(name: str) -> bool:
     """Whether it is a share or a reward, which share an axis."""
     return name not in ("eval/turns", "eval/tokens")
 

@@ -12,7 +12,7 @@ import torch
 from engine.errors import TrainError
 from engine.schemas.train import TrainSpec
 from engine.train import files
-from engine.train.net import PackedNet
+from engine.train.net import PackedModel
 from engine.train.packing import Pack
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ class Policy:
     dropout but the adapter's, and that only where gradients are on.
     """
 
-    def __init__(self, net: PackedNet, adapter: Adapter | None, frozen: PackedNet | None) -> None:
+    def __init__(self, net: PackedModel, adapter: Adapter | None, reference_model: PackedModel | None) -> None:
         """See `load`."""
         self.net = net
         self._adapter = adapter
-        self._frozen = frozen
+        self._reference_model = reference_model
 
     @classmethod
     def load(
@@ -44,7 +44,7 @@ class Policy:
 
         Args:
             folder: The model's files: `resolve_model` finds them.
-            spec: Precision, device, what is frozen, LoRA, memory.
+            spec: Precision, device, what is reference_model, LoRA, memory.
             temperature: The sampler's; 0 counts as 1, as in the sampler.
             vocab: Ids from here on (a padded embedding's) are never sampled; None: all are.
             vision: The model's images; None where it sees none.
@@ -53,8 +53,8 @@ class Policy:
             TrainError: Kind `train_setup`: no such device, no model that can be trained here, or nothing left to train.
         """
 
-        def open_net() -> PackedNet:
-            return PackedNet(
+        def open_net() -> PackedModel:
+            return PackedModel(
                 folder,
                 device=pick_device(spec.device),
                 dtype=torch.bfloat16 if spec.precision == "bfloat16" else torch.float32,
@@ -62,21 +62,21 @@ class Policy:
                 temperature=temperature,
                 vocab=vocab,
                 vision=vision,
-                cells=spec.memory.logits_chunk_elements,
+                chunk_elements=spec.memory.logits_chunk_elements,
             )
 
-        net, adapter, frozen = open_net(), None, None
+        net, adapter, reference_model = open_net(), None, None
         if spec.lora is not None:
             from engine.train.lora import Adapter
 
             adapter = Adapter(net.model, spec.lora, spec.seed)
         elif spec.kl.coefficient > 0:
-            frozen = open_net()
-            frozen.model.requires_grad_(False)
-        policy = cls(net, adapter, frozen)
+            reference_model = open_net()
+            reference_model.model.requires_grad_(False)
+        policy = cls(net, adapter, reference_model)
         policy._freeze(spec.freeze)
         if spec.memory.gradient_checkpointing:
-            policy._checkpoint()
+            policy._enable_gradient_checkpointing()
         return policy
 
     def _freeze(self, patterns: list[str]) -> None:
@@ -94,7 +94,7 @@ class Policy:
         if not any(True for _ in self.parameters()):
             raise TrainError("`train.freeze` leaves nothing to train", kind="train_setup")
 
-    def _checkpoint(self) -> None:
+    def _enable_gradient_checkpointing(self) -> None:
         """Layers compute their activations again. They do so in training mode alone, which they alone are put into."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -135,9 +135,9 @@ class Policy:
             yield parameter
 
     @property
-    def shares_prefixes(self) -> bool:
+    def can_share_prefixes(self) -> bool:
         """Whether what rows share may be computed once: not where each row has dropout of its own."""
-        return self._adapter is None or not self._adapter.drops
+        return self._adapter is None or not self._adapter.has_dropout
 
     # --- log-probs ------------------------------------------------------------------------------------------
 
@@ -161,9 +161,9 @@ class Policy:
             if self._adapter is not None:
                 with self._adapter.disabled():
                     return self.net.logprobs(pack, entropy=False)[0]
-            if self._frozen is None:
+            if self._reference_model is None:
                 raise TrainError("no reference was kept: `train.kl.coefficient` is 0", kind="train_setup")
-            return self._frozen.logprobs(pack, entropy=False)[0]
+            return self._reference_model.logprobs(pack, entropy=False)[0]
 
     # --- weights --------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Policy:
                 memory has them, tied ones under each of their names; most models have the same.
         """
         state = self._adapter.merged() if self._adapter is not None else self.net.model.state_dict()
-        return state if names == "model" else files.as_in_files(self.net.model, state, self.net.folder)
+        return state if names == "model" else files.under_file_names(self.net.model, state, self.net.folder)
 
     def save(self, folder: Path) -> None:
         """A complete folder that `model.path` can name: weights, configuration, tokenizer, processor.

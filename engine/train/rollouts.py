@@ -6,7 +6,7 @@ A group may begin while
 
 where `used` are those of the batch that is being collected: with `version` batches trained, this is AReaL's
 (max_staleness + version + 1) * B - accepted - running (arXiv 2505.24298, section 5.1), also bounded by the episodes
-that may be alive. Groups that have nothing to teach do not count, so others take their place.
+that may be max_live_episodes. Groups that have nothing to teach do not count, so others take their place.
 
 Invariants:
 - Without over-sampling, batches take groups in the order in which they were begun. Together with the bound, no token
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from engine.errors import EngineError, StoreError, TrainError
-from engine.train.batches import Batch, Group, RowMaker
+from engine.train.batches import Batch, Group, RowBuilder
 
 if TYPE_CHECKING:
     from engine.runner.run import Runner
@@ -67,13 +67,13 @@ class TaskOrder:
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class _RunningGroup:
     number: int
     version: int
     work: asyncio.Task[Group]
 
 
-class Rollouts:
+class BatchCollector:
     """Collects batches. Used inside `runner.serving()`; `close` it.
 
     Args:
@@ -82,7 +82,7 @@ class Rollouts:
         rows: Makes a group's rows.
         train: Sizes, staleness, what is left out.
         samples: Episodes of each group.
-        alive: Most episodes alive at once.
+        max_live_episodes: Most episodes max_live_episodes at once.
         version: Of the weights that are sampled with.
         begun: Groups that were begun before: where a resumed training goes on.
         progress: Called as each episode ends; what it raises ends the collecting.
@@ -92,61 +92,61 @@ class Rollouts:
         self,
         runner: Runner,
         order: TaskOrder,
-        rows: RowMaker,
+        rows: RowBuilder,
         train: TrainSpec,
         *,
         samples: int,
-        alive: int,
+        max_live_episodes: int,
         version: int = 0,
         begun: int = 0,
         progress: Callable[[Trajectory], None] | None = None,
     ) -> None:
         self._runner = runner
         self._order = order
-        self._maker = rows
+        self._row_builder = rows
         self._train = train
         self._samples = samples
-        self._alive = asyncio.Semaphore(alive)
-        self._most_groups = max(1, -(-alive // samples))
+        self._live_episodes = asyncio.Semaphore(max_live_episodes)
+        self._max_running_groups = max(1, -(-max_live_episodes // samples))
         self._progress = progress
-        self._ahead = train.asynchrony.max_staleness
-        self._wanted = train.tasks_per_step
-        self._extra = round((train.asynchrony.oversample - 1.0) * self._wanted)
+        self._max_staleness = train.asynchrony.max_staleness
+        self._groups_per_batch = train.tasks_per_step
+        self._oversampled_groups = round((train.asynchrony.oversample - 1.0) * self._groups_per_batch)
         self.version = version
         self.begun = begun
         """Groups begun so far."""
-        self.taken = begun
+        self.next_group = begun
         """Groups before this one are trained on, left out or cancelled: where a resumed training begins."""
-        self._open: list[_Running] = []
+        self._running: list[_RunningGroup] = []
         self._batch: Batch | None = None
-        self._held = 0
+        self._collected = 0
         self.faults: list[str] = []
 
     @property
     def _ordered(self) -> bool:
-        return self._extra == 0
+        return self._oversampled_groups == 0
 
-    def _feed(self) -> None:
+    def _start_groups(self) -> None:
         """Begin what may begin."""
-        most = (self._ahead + 1) * self._wanted + self._extra
-        while len(self._open) + self._held < most:
-            running = sum(not each.work.done() for each in self._open)
-            if running >= self._most_groups:
+        most = (self._max_staleness + 1) * self._groups_per_batch + self._oversampled_groups
+        while len(self._running) + self._collected < most:
+            running = sum(not each.work.done() for each in self._running)
+            if running >= self._max_running_groups:
                 return
             number, version = self.begun, self.version
             self.begun += 1
-            work = asyncio.create_task(self._group(number, version), name=f"group-{number}")
-            self._open.append(_Running(number, version, work))
-            work.add_done_callback(self._fed)
+            work = asyncio.create_task(self._run_group(number, version), name=f"group-{number}")
+            self._running.append(_RunningGroup(number, version, work))
+            work.add_done_callback(self._group_done)
 
-    def _fed(self, _: object) -> None:
+    def _group_done(self, _: object) -> None:
         """A group is over: where its episodes were the bound, another may begin."""
-        if self._ahead or self._batch is not None:
-            self._feed()
+        if self._max_staleness or self._batch is not None:
+            self._start_groups()
 
-    async def _group(self, number: int, version: int) -> Group:
+    async def _run_group(self, number: int, version: int) -> Group:
         task = self._order[number]
-        episodes = [asyncio.create_task(self._episode(task, sample)) for sample in range(self._samples)]
+        episodes = [asyncio.create_task(self._run_episode(task, sample)) for sample in range(self._samples)]
         try:
             done = await asyncio.gather(*episodes)
         except BaseException:
@@ -155,11 +155,11 @@ class Rollouts:
             await asyncio.gather(*episodes, return_exceptions=True)
             raise
         trajectories = [trajectory for trajectory in done if trajectory is not None]
-        return Group(number, task.id, version, trajectories, self._maker.rows(trajectories))
+        return Group(number, task.id, version, trajectories, self._row_builder.rows(trajectories))
 
-    async def _episode(self, task: Task, sample: int) -> Trajectory | None:
+    async def _run_episode(self, task: Task, sample: int) -> Trajectory | None:
         """One episode; None where the engine itself failed at it, which stops no other."""
-        async with self._alive:
+        async with self._live_episodes:
             try:
                 trajectory = await self._runner.episode(task, sample)
             except StoreError:
@@ -185,59 +185,62 @@ class Rollouts:
             TrainError: a bonus answers nonsense.
         """
         batch = self._batch = Batch(self.version)
-        self._held = 0
+        self._collected = 0
         try:
-            while len(batch.used) < self._wanted and self._seen(batch) < self._train.max_sampling_rounds * self._wanted:
-                self._feed()
-                group = await self._next()
-                if not group.rows or (self._train.dynamic_sampling and group.equal):
+            while (
+                len(batch.used) < self._groups_per_batch
+                and self._finished_groups(batch) < self._train.max_sampling_rounds * self._groups_per_batch
+            ):
+                self._start_groups()
+                group = await self._next_group()
+                if not group.rows or (self._train.dynamic_sampling and group.without_signal):
                     batch.left_out.append(group)
                 else:
                     batch.used.append(group)
-                    self._held += 1
+                    self._collected += 1
         finally:
             self._batch = None
         await self._cancel_stragglers(batch)
         batch.used.sort(key=lambda group: group.number)
-        self.taken = min((each.number for each in self._open), default=self.begun)
+        self.next_group = min((each.number for each in self._running), default=self.begun)
         return batch
 
     @staticmethod
-    def _seen(batch: Batch) -> int:
+    def _finished_groups(batch: Batch) -> int:
         return len(batch.used) + len(batch.left_out)
 
-    async def _next(self) -> Group:
+    async def _next_group(self) -> Group:
         """The oldest group, once it is done; with over-sampling, whichever is done first."""
         if self._ordered:
-            await asyncio.wait([self._open[0].work])
-            return self._open.pop(0).work.result()
-        await asyncio.wait([each.work for each in self._open], return_when=asyncio.FIRST_COMPLETED)
-        place = next(place for place, each in enumerate(self._open) if each.work.done())
-        return self._open.pop(place).work.result()
+            await asyncio.wait([self._running[0].work])
+            return self._running.pop(0).work.result()
+        await asyncio.wait([each.work for each in self._running], return_when=asyncio.FIRST_COMPLETED)
+        place = next(place for place, each in enumerate(self._running) if each.work.done())
+        return self._running.pop(place).work.result()
 
     async def _cancel_stragglers(self, batch: Batch) -> None:
         """Give up what the next batch could not take any more."""
-        oldest = self.version + 1 - self._ahead
-        late = [each for each in self._open if each.version < oldest]
-        self._open = [each for each in self._open if each.version >= oldest]
+        oldest = self.version + 1 - self._max_staleness
+        late = [each for each in self._running if each.version < oldest]
+        self._running = [each for each in self._running if each.version >= oldest]
         batch.cancelled += len(late)
-        await _end(late)
+        await _cancel(late)
 
-    def consumed(self, version: int) -> None:
+    def batch_trained(self, version: int) -> None:
         """A batch is trained on and its weights are being sampled with: `version` from now on."""
         self.version = version
-        self._held = 0
-        if self._ahead:
-            self._feed()
+        self._collected = 0
+        if self._max_staleness:
+            self._start_groups()
 
     async def close(self) -> None:
         """Cancel what is under way; the store keeps what had ended."""
-        self._ahead, self._batch = 0, None
-        running, self._open = self._open, []
-        await _end(running)
+        self._max_staleness, self._batch = 0, None
+        running, self._running = self._running, []
+        await _cancel(running)
 
 
-async def _end(running: Sequence[_Running]) -> None:
+async def _cancel(running: Sequence[_RunningGroup]) -> None:
     for each in running:
         each.work.cancel()
     await asyncio.gather(*(each.work for each in running), return_exceptions=True)

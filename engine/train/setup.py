@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
-    from engine.train.distributed import Team
+    from engine.train.distributed import ProcessGroup
 
 
 def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
@@ -39,7 +39,7 @@ def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
     return spec.train
 
 
-def learner_of(loaded: LoadedSpec, format: ChatFormat, team: Team) -> Learner:
+def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGroup) -> Learner:
     """The model that learns, as the sampler knows it (the same temperature and the same ids), and its optimizer.
 
     Raises:
@@ -54,16 +54,16 @@ def learner_of(loaded: LoadedSpec, format: ChatFormat, team: Team) -> Learner:
         vocab=format.vocab_size,
         vision=format.vision,
     )
-    return Learner(policy, train, episode_tokens=spec.limits.episode_tokens, team=team)
+    return Learner(policy, train, episode_tokens=spec.limits.episode_tokens, process_group=process_group)
 
 
-def follow(loaded: LoadedSpec, team: Team) -> None:
+def follow(loaded: LoadedSpec, process_group: ProcessGroup) -> None:
     """In every process but the first: learn as process 0 does, until it is done.
 
     Raises:
         EngineError: as `learner_of`.
     """
-    learner_of(loaded, load_format(loaded.spec.model, loaded.base), team).follow()
+    learner_of(loaded, load_format(loaded.spec.model, loaded.base), process_group).follow()
 
 
 def evaluation_of(loaded: LoadedSpec) -> LoadedSpec:

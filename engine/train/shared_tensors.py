@@ -20,15 +20,15 @@ import torch
 
 from engine.errors import TrainError
 
-BUCKET = 256 << 20
+BUCKET_BYTES = 256 << 20
 """Bytes of tensors that are in shared memory at once, but for a larger tensor, which goes alone."""
-_SHARED = Path("/dev/shm")
+_SHARED_MEMORY = Path("/dev/shm")
 _ALIGN = 64
 """Tensors begin at multiples of so many bytes."""
-_STRATEGY = threading.Lock()
+_SHARING_STRATEGY_LOCK = threading.Lock()
 
 
-def buckets(weights: Mapping[str, torch.Tensor], most: int = BUCKET) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def buckets(weights: Mapping[str, torch.Tensor], most: int = BUCKET_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """The weights in pieces of at most `most` bytes, in their order; a larger tensor is a piece of its own."""
     piece: list[tuple[str, torch.Tensor]] = []
     size = 0
@@ -42,7 +42,7 @@ def buckets(weights: Mapping[str, torch.Tensor], most: int = BUCKET) -> Iterator
         yield piece
 
 
-class Shelf:
+class SharedBuffer:
     """A piece of shared memory that buckets are laid into, one after the other. It is given back when it is dropped.
 
     A reader must be done with a bucket before the next one is laid.
@@ -59,35 +59,35 @@ class Shelf:
         free = free_bytes()
         if free is not None and size > free:
             raise TrainError(
-                f"{size >> 20} MiB of weights do not fit the {free >> 20} MiB that {_SHARED} has left: give it more "
+                f"{size >> 20} MiB of weights do not fit the {free >> 20} MiB that {_SHARED_MEMORY} has left: give it more "
                 "(of a container: --shm-size), or use `train.weight_sync.method: disk`",
                 kind="train_setup",
             )
-        with _by_name():
+        with _file_system_sharing():
             memory: Any = torch.empty(max(size, _ALIGN), dtype=torch.uint8)
             self._memory: torch.Tensor = memory.share_memory_()
-        self._laid: list[tuple[str, torch.Tensor]] = []
+        self._views: list[tuple[str, torch.Tensor]] = []
 
-    def lay(self, piece: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def write(self, piece: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy a bucket into it."""
         at = 0
-        self._laid = []
+        self._views = []
         for name, tensor in piece:
             place = self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             place.copy_(tensor.detach())
-            self._laid.append((name, place))
+            self._views.append((name, place))
             at += _padded(tensor.nbytes)
 
-    def dump(self) -> str:
+    def serialize(self) -> str:
         """What one reader of the bucket gets: base64 of a pickle. Readers are counted, so each needs one of its own."""
         buffer = io.BytesIO()
-        with _by_name():
-            ForkingPickler(buffer).dump(self._laid)
+        with _file_system_sharing():
+            ForkingPickler(buffer).dump(self._views)
         return base64.b64encode(buffer.getvalue()).decode()
 
 
-def room(piece: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Bytes that a bucket takes on a shelf."""
+def buffer_bytes(piece: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Bytes that a bucket takes on a buffer."""
     return sum(_padded(tensor.nbytes) for _, tensor in piece)
 
 
@@ -96,10 +96,10 @@ def _padded(size: int) -> int:
 
 
 @contextmanager
-def _by_name() -> Iterator[None]:
+def _file_system_sharing() -> Iterator[None]:
     """Shared memory goes by file name: a descriptor can only be handed to a process that knows this one's key."""
     sharing: Any = torch.multiprocessing
-    with _STRATEGY:
+    with _SHARING_STRATEGY_LOCK:
         before = sharing.get_sharing_strategy()
         sharing.set_sharing_strategy("file_system")
         try:
@@ -111,7 +111,7 @@ def _by_name() -> Iterator[None]:
 def free_bytes() -> int | None:
     """Shared memory that is left; None where the system does not say."""
     try:
-        about = os.statvfs(_SHARED)
+        about = os.statvfs(_SHARED_MEMORY)
     except OSError:
         return None
     return about.f_bavail * about.f_frsize

@@ -83,7 +83,7 @@ class Wandb:
     def __init__(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
         import wandb
 
-        name = _kept(folder / "wandb_run", lambda: secrets.token_hex(4))
+        name = _stored_run_id(folder / "wandb_run", lambda: secrets.token_hex(4))
         project = os.environ.get("WANDB_PROJECT", PROJECT)
         self._run = wandb.init(
             project=project,
@@ -131,7 +131,7 @@ class Mlflow:
                 self._client.log_batch(made, params=parameters[start : start + 100])
             return str(made)
 
-        self._id = _kept(folder / "mlflow_run", begin)
+        self._id = _stored_run_id(folder / "mlflow_run", begin)
         self._client.update_run(self._id, status="RUNNING")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -186,7 +186,7 @@ def open_sink(name: str, folder: Path, run: str, config: Mapping[str, Any]) -> S
         ) from error
 
 
-def _kept(file: Path, make: Callable[[], str]) -> str:
+def _stored_run_id(file: Path, make: Callable[[], str]) -> str:
     """What the file says; made and written down where there is none."""
     if file.exists():
         return file.read_text(encoding="utf-8").strip()

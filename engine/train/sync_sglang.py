@@ -21,7 +21,7 @@ import structlog
 from engine.backends.sglang.client import PolicyAdapter, SGLangBackend
 from engine.backends.sglang.control import UPDATE_SECONDS, PauseMode, from_disk
 from engine.errors import BackendError, TrainError
-from engine.train.shared_tensors import Shelf, buckets, room
+from engine.train.shared_tensors import SharedBuffer, buckets, buffer_bytes
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
@@ -81,9 +81,9 @@ class DiskSync:
         """See `WeightSync`. The folder stays until the next one is taken: a server that comes back reads it."""
         target = self._folder / f"version-{version}"
         await asyncio.to_thread(policy.save, target)
-        load = _retried(from_disk(str(target), version))
+        load = _with_retry(from_disk(str(target), version))
         await _update(self._backend, load, version, f"weights from {target}", self._mode, again=True)
-        await _check(self._backend, version)
+        await _check_versions(self._backend, version)
         await asyncio.to_thread(_remove_others, self._folder, "version-*", {target.name})
 
 
@@ -100,15 +100,15 @@ class TensorSync:
 
         async def load(server: Server, flush: bool) -> None:
             ranks = int((await server.json("GET", "/server_info")).get("tp_size") or 1)
-            await _quietly(_post(server, "/end_weight_update", {}))  # of a push that was broken off
+            await _ignore_failure(_post(server, "/end_weight_update", {}))  # of a push that was broken off
             await _post(server, "/begin_weight_update", {})
             try:
-                shelf = Shelf(max(map(room, pieces)))
+                buffer = SharedBuffer(max(map(buffer_bytes, pieces)))
                 for number, piece in enumerate(pieces):
-                    await asyncio.to_thread(shelf.lay, piece)
+                    await asyncio.to_thread(buffer.write, piece)
                     last = number == len(pieces) - 1
                     body: dict[str, Any] = {
-                        "serialized_named_tensors": [shelf.dump() for _ in range(ranks)],
+                        "serialized_named_tensors": [buffer.serialize() for _ in range(ranks)],
                         "flush_cache": flush and last,
                     }
                     # Its name comes with the last of it: a server with half of it is not taken for one that has it.
@@ -116,12 +116,14 @@ class TensorSync:
                         body["weight_version"] = str(version)
                     await _post(server, "/update_weights_from_tensor", body)
             except BaseException:
-                await _quietly(_post(server, "/end_weight_update", {}))
+                await _ignore_failure(_post(server, "/end_weight_update", {}))
                 raise
             await _post(server, "/end_weight_update", {})
 
-        await _update(self._backend, _retried(load), version, f"tensors of version {version}", self._mode, again=False)
-        await _check(self._backend, version)
+        await _update(
+            self._backend, _with_retry(load), version, f"tensors of version {version}", self._mode, again=False
+        )
+        await _check_versions(self._backend, version)
 
 
 class AdapterSync:
@@ -143,10 +145,10 @@ class AdapterSync:
         target = self._folder / name
         await asyncio.to_thread(_write_adapter, policy, target)
         try:
-            await _once_more(lambda: backend.control.load_adapter(name, str(target)))
+            await _retry_once(lambda: backend.control.load_adapter(name, str(target)))
         except BackendError as error:
-            raise _not_taken(backend, version, error) from error
-        await _check(backend, version, adapter=name)
+            raise _update_failed(backend, version, error) from error
+        await _check_versions(backend, version, adapter=name)
         before = backend.policy
         backend.policy = PolicyAdapter(name, version)
         if before is not None and before.name != name:
@@ -171,10 +173,10 @@ async def _update(
     try:
         await backend.control.update_weights(load, version, source=source, mode=mode, again=again)
     except BackendError as error:
-        raise _not_taken(backend, version, error) from error
+        raise _update_failed(backend, version, error) from error
 
 
-def _not_taken(backend: SGLangBackend, version: int, error: BackendError) -> TrainError:
+def _update_failed(backend: SGLangBackend, version: int, error: BackendError) -> TrainError:
     told = ", ".join(
         f"{server.url} ({'samples with ' + str(server.version) if server.healthy else 'is out'})"
         for server in backend.workers
@@ -182,10 +184,10 @@ def _not_taken(backend: SGLangBackend, version: int, error: BackendError) -> Tra
     return TrainError(f"version {version} did not reach every server: {error}. Now: {told}", kind="weights_not_taken")
 
 
-async def _check(backend: SGLangBackend, version: int, adapter: str | None = None) -> None:
+async def _check_versions(backend: SGLangBackend, version: int, adapter: str | None = None) -> None:
     """Have every server sample a token, and hold the version that it says against the one that it was given."""
     servers = [server for server in backend.workers if server.healthy]
-    outcomes = await asyncio.gather(*(_reported(server, adapter) for server in servers), return_exceptions=True)
+    outcomes = await asyncio.gather(*(_reported_version(server, adapter) for server in servers), return_exceptions=True)
     for server, outcome in zip(servers, outcomes, strict=True):
         if isinstance(outcome, BackendError):
             raise TrainError(
@@ -202,7 +204,7 @@ async def _check(backend: SGLangBackend, version: int, adapter: str | None = Non
             )
 
 
-async def _reported(server: Server, adapter: str | None) -> str:
+async def _reported_version(server: Server, adapter: str | None) -> str:
     body: dict[str, Any] = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
     if adapter is not None:
         body["lora_path"] = adapter
@@ -218,14 +220,14 @@ async def _reported(server: Server, adapter: str | None) -> str:
     return str((await server.json("GET", "/model_info")).get("weight_version"))
 
 
-def _retried(load: Load) -> Load:
+def _with_retry(load: Load) -> Load:
     async def twice(server: Server, flush: bool) -> None:
-        await _once_more(lambda: load(server, flush))
+        await _retry_once(lambda: load(server, flush))
 
     return twice
 
 
-async def _once_more(call: Callable[[], Awaitable[None]]) -> None:
+async def _retry_once(call: Callable[[], Awaitable[None]]) -> None:
     """A second try where a connection failed."""
     try:
         await call()
@@ -242,7 +244,7 @@ async def _post(server: Server, path: str, body: dict[str, Any]) -> None:
         raise BackendError(f"{server.url}{path}: {reply.get('message')}", kind="update_failed")
 
 
-async def _quietly(call: Awaitable[None]) -> None:
+async def _ignore_failure(call: Awaitable[None]) -> None:
     try:
         await call
     except BackendError as error:

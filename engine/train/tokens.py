@@ -14,7 +14,7 @@ class Tokens:
     A micro-batch holds whole rows: what is averaged over a turn or a row is averaged within it. All log-probs are of
     the sampled token, at the sampler's temperature, in nats.
 
-        tokens = Tokens(logprobs, proximal=logprobs.detach(), sampler=sampled, advantages=a, shares=s, rows=r, turns=t)
+        tokens = Tokens(logprobs, proximal=logprobs.detach(), sampler=sampled, advantages=a, loss_weights=s, rows=r, turns=t)
         loss, tally = objective(spec, tokens)
         loss.backward()
     """
@@ -26,8 +26,8 @@ class Tokens:
     sampler: Tensor
     """Those that the token was drawn with (the behaviour policy's)."""
     advantages: Tensor
-    shares: Tensor
-    """Each token's share of the step's loss (`engine.train.shares`)."""
+    loss_weights: Tensor
+    """Each token's share of the step's loss (`engine.train.loss_weights`)."""
     rows: Tensor
     """int64: tokens with the same number are of one row."""
     turns: Tensor

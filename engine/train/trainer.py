@@ -30,13 +30,13 @@ from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.tokens.format import load_format
 from engine.train import folder as folders
-from engine.train.batches import Batch, RowMaker
+from engine.train.batches import Batch, RowBuilder
 from engine.train.checkpoint import Checkpoints, State
-from engine.train.distributed import Alone, Team
+from engine.train.distributed import ProcessGroup, SingleProcessGroup
 from engine.train.learner import Learner
 from engine.train.metrics import MetricsLog
 from engine.train.notify import Notifier, StallWatch
-from engine.train.rollouts import Rollouts, TaskOrder
+from engine.train.rollouts import BatchCollector, TaskOrder
 from engine.train.setup import evaluation_of, learner_of, train_spec_of
 from engine.train.sync import open_sync
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-Tell = Callable[[int, Mapping[str, float]], None]
+StepCallback = Callable[[int, Mapping[str, float]], None]
 """Told of each step that is done: its number from 1, and its metrics."""
 
 
@@ -83,7 +83,7 @@ class Trainer:
         phase: Told what it does from now on: `rollout`, `update`, `sync`, `eval`, `checkpoint`.
         watch: Given the runner once it is there, for a live display.
         keep_going: Do not stop where the first episodes all fail in one way.
-        team: The processes that learn as one; this is the first of them, and the others `follow`.
+        process_group: The processes that learn as one; this is the first of them, and the others `follow`.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Trainer:
         loaded: LoadedSpec,
         folder: Path,
         *,
-        team: Team | None = None,
-        tell: Tell | None = None,
+        process_group: ProcessGroup | None = None,
+        tell: StepCallback | None = None,
         phase: Callable[[str], None] | None = None,
         watch: Callable[[Runner], None] | None = None,
         keep_going: bool = False,
@@ -101,14 +101,14 @@ class Trainer:
         self.spec = loaded.spec
         self.train = train_spec_of(loaded)
         self.folder = folder
-        self._team = team or Alone()
+        self._process_group = process_group or SingleProcessGroup()
         self._tell = tell
         self._phase = phase
         self._watch = watch
         self._keep_going = keep_going
-        self._state = State(step=0, version=0, taken=0)
+        self._state = State(step=0, version=0, next_group=0)
         self._checkpoints = Checkpoints(folder, self.train.checkpoints.keep)
-        self._written: Path | None = None
+        self._newest_checkpoint: Path | None = None
         self._seconds: dict[str, float] = {}
         self._notifier = Notifier(self.train.notify, folder.name, base=loaded.base)
         self._stall = StallWatch(self._notifier, self.train.notify.stall_timeout, lambda: {"step": self._state.step})
@@ -126,9 +126,9 @@ class Trainer:
         """
         try:
             with self._stall:
-                result = await self._prepared(stop)
+                result = await self._run_prepared(stop)
             if not result.interrupted:
-                await self._notifier.tell("finished", step=result.steps, **_numbers(result.last))
+                await self._notifier.tell("finished", step=result.steps, **_notified_metrics(result.last))
             return result
         except asyncio.CancelledError:
             raise
@@ -137,43 +137,43 @@ class Trainer:
             await self._notifier.tell(kind, step=self._state.step, reason=f"{type(error).__name__}: {error}")
             raise
 
-    async def _prepared(self, stop: asyncio.Event | None) -> TrainResult:
+    async def _run_prepared(self, stop: asyncio.Event | None) -> TrainResult:
         tasks = load_tasks(self.loaded)
         self._format = load_format(self.spec.model, self.loaded.base)
         self._backend = open_backend(self.loaded, self._format)
         try:
             await self._backend.start()
-            self._learner = await asyncio.to_thread(learner_of, self.loaded, self._format, self._team)
+            self._learner = await asyncio.to_thread(learner_of, self.loaded, self._format, self._process_group)
             self._sync = open_sync(self.spec, self._backend, self.folder, lora=self.train.lora is not None)
             resumed = self._checkpoints.newest()
             if resumed is not None:
                 self._state = await asyncio.to_thread(self._checkpoints.read, resumed, self._learner)
-                self._written = resumed
+                self._newest_checkpoint = resumed
             if resumed is not None or self.spec.backend.kind == "sglang":
                 # A server may hold any weights: the first token is already of ours.
-                await self._push()
+                await self._push_weights()
             metrics = MetricsLog(
                 self.folder, self.train.report_to, self.folder.name, mask_values(self.spec.model_dump(mode="json"))
             )
             try:
                 metrics.truncate(self._state.step)
-                return await self._with_store(tasks, metrics, stop)
+                return await self._run_with_store(tasks, metrics, stop)
             finally:
                 metrics.close()
         finally:
             await self._backend.close()
 
-    async def _push(self) -> None:
+    async def _push_weights(self) -> None:
         """Have the backend sample with what is learnt."""
         policy = self._learner.policy
         outage: Outage | None = getattr(self._backend, "outage", None)
         if outage is not None:
             await outage.wait()
         with contextlib.ExitStack() as whole:
-            await asyncio.to_thread(whole.enter_context, self._team.whole(policy.model))
+            await asyncio.to_thread(whole.enter_context, self._process_group.full_parameters(policy.model))
             await self._sync.push(policy, self._state.version)
 
-    async def _with_store(self, tasks: list[Task], metrics: MetricsLog, stop: asyncio.Event | None) -> TrainResult:
+    async def _run_with_store(self, tasks: list[Task], metrics: MetricsLog, stop: asyncio.Event | None) -> TrainResult:
         name = folders.next_rollouts(self.folder)
         store = RunStore.create(self.folder, RunHeader.of(self.loaded, run_id=name))
         try:
@@ -182,35 +182,35 @@ class Trainer:
             if self._watch is not None:
                 self._watch(runner)
             async with runner.serving():
-                rollouts = self._rollouts(runner, tasks)
+                collector = self._collector(runner, tasks)
                 try:
-                    return await self._steps(rollouts, metrics, stop)
+                    return await self._steps(collector, metrics, stop)
                 finally:
-                    await rollouts.close()
+                    await collector.close()
         finally:
             store.close()
 
-    def _rollouts(self, runner: Runner, tasks: list[Task]) -> Rollouts:
+    def _collector(self, runner: Runner, tasks: list[Task]) -> BatchCollector:
         rollout = self.spec.rollout
 
         def ended(trajectory: Trajectory) -> None:
             self._stall.tick()
             runner.count(trajectory)
 
-        return Rollouts(
+        return BatchCollector(
             runner,
             TaskOrder(tasks, shuffle=self.train.shuffle, seed=self.train.seed),
-            RowMaker(self.spec, self.train, self.loaded.base),
+            RowBuilder(self.spec, self.train, self.loaded.base),
             self.train,
             samples=rollout.samples_per_task,
-            alive=rollout.live_episodes or 2 * rollout.concurrency,
+            max_live_episodes=rollout.live_episodes or 2 * rollout.concurrency,
             version=self._state.version,
-            begun=self._state.taken,
+            begun=self._state.next_group,
             progress=ended,
         )
 
     @staticmethod
-    async def _unless(stop: asyncio.Event | None, work: Awaitable[T]) -> T | None:
+    async def _unless_stopped(stop: asyncio.Event | None, work: Awaitable[T]) -> T | None:
         """What `work` comes to; None where `stop` is set first, and then it is cancelled."""
         task = asyncio.ensure_future(work)
         stopped = asyncio.ensure_future(stop.wait()) if stop is not None else None
@@ -223,53 +223,53 @@ class Trainer:
                     each.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _steps(self, rollouts: Rollouts, metrics: MetricsLog, stop: asyncio.Event | None) -> TrainResult:
+    async def _steps(self, collector: BatchCollector, metrics: MetricsLog, stop: asyncio.Event | None) -> TrainResult:
         """Steps to the last one. `stop` gives up the batch that is being collected; a step that learns is finished."""
         train, state = self.train, self._state
-        result = TrainResult(state.step, faults=rollouts.faults)
+        result = TrainResult(state.step, faults=collector.faults)
         if train.eval is not None and state.step == 0:
             told = await self._evaluate()
             metrics.write(0, told)
-            self._say(0, told)
+            self._report_step(0, told)
         while state.step < train.steps:
             began = time.perf_counter()
             self._seconds.clear()
             try:
                 with self._timed("rollout"):
-                    batch = await self._unless(stop, rollouts.batch())
+                    batch = await self._unless_stopped(stop, collector.batch())
             except OutageError:
                 await self._checkpoint()
                 raise
             if batch is None:
                 result.interrupted = True
                 break
-            told = await self._step(batch, rollouts)
+            told = await self._step(batch, collector)
             told |= self._times(time.perf_counter() - began, told)
             metrics.write(state.step, told)
             self._stall.tick()
-            self._say(state.step, told)
+            self._report_step(state.step, told)
             result.first, result.last = result.first or told, told
         await self._checkpoint()
-        result.steps, result.checkpoint = state.step, self._written
+        result.steps, result.checkpoint = state.step, self._newest_checkpoint
         result.best, result.best_step = state.best, state.best_step
         return result
 
-    async def _step(self, batch: Batch, rollouts: Rollouts) -> dict[str, float]:
+    async def _step(self, batch: Batch, collector: BatchCollector) -> dict[str, float]:
         """Learn from a batch, and sample with what was learnt."""
         state = self._state
         told = batch.metrics()
         if batch.used:
             told |= await self._learn(batch)
         else:
-            _something_came(batch, rollouts.faults)
+            _require_data(batch, collector.faults)
         state.step += 1
         state.version += bool(batch.used)
-        state.taken = rollouts.taken
+        state.next_group = collector.next_group
         with self._timed("sync"):
             if batch.used:
-                await self._push()
-            rollouts.consumed(state.version)
-        return told | await self._kept(state.step)
+                await self._push_weights()
+            collector.batch_trained(state.version)
+        return told | await self._evaluate_and_checkpoint(state.step)
 
     async def _learn(self, batch: Batch) -> dict[str, float]:
         """One batch's updates, in a thread: rollouts go on meanwhile, where they may."""
@@ -286,7 +286,7 @@ class Trainer:
                     await self._checkpoint()
                 raise
 
-    async def _kept(self, step: int) -> dict[str, float]:
+    async def _evaluate_and_checkpoint(self, step: int) -> dict[str, float]:
         """Evaluation and checkpoint, where it is time for them."""
         train = self.train
         told: dict[str, float] = {}
@@ -302,7 +302,7 @@ class Trainer:
 
     async def _checkpoint(self) -> None:
         with self._timed("checkpoint"):
-            self._written = await asyncio.to_thread(self._checkpoints.write, self._state, self._learner)
+            self._newest_checkpoint = await asyncio.to_thread(self._checkpoints.write, self._state, self._learner)
 
     async def _evaluate(self) -> dict[str, float]:
         """The policy as it is now, on the evaluation's tasks."""
@@ -341,12 +341,12 @@ class Trainer:
         times = {f"time/{phase}": float(seconds) for phase, seconds in self._seconds.items()}
         return times | {"step_seconds": whole, "tokens_per_second": sampled / whole}
 
-    def _say(self, step: int, told: Mapping[str, float]) -> None:
+    def _report_step(self, step: int, told: Mapping[str, float]) -> None:
         if self._tell is not None:
             self._tell(step, told)
 
 
-def _something_came(batch: Batch, faults: Sequence[str]) -> None:
+def _require_data(batch: Batch, faults: Sequence[str]) -> None:
     """A batch without anything to train on is well where all did equally, and an error where none could be used.
 
     Raises:
@@ -364,5 +364,5 @@ def _something_came(batch: Batch, faults: Sequence[str]) -> None:
     )
 
 
-def _numbers(told: Mapping[str, float]) -> dict[str, float]:
+def _notified_metrics(told: Mapping[str, float]) -> dict[str, float]:
     return {name.replace("/", "_"): value for name, value in told.items() if name in ("reward/mean", "eval/reward")}

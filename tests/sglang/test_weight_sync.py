@@ -20,9 +20,9 @@ from engine.schemas.generation import GenerateRequest, Generation, SamplingParam
 from engine.schemas.train import TrainSpec
 from engine.tokens.format import ChatFormat, load_format
 from engine.train.policy import Policy
-from engine.train.shared_tensors import Shelf, room
+from engine.train.shared_tensors import SharedBuffer, buffer_bytes
 from engine.train.sync import open_sync
-from engine.train.sync_sglang import _check
+from engine.train.sync_sglang import _check_versions
 
 Running = Any
 HOT = SamplingParams(temperature=1.0, ignore_eos=True)
@@ -218,7 +218,7 @@ async def test_a_version_that_the_server_does_not_report_is_said(
 ) -> None:
     await open_sync(spec_of(tiny_model_dir), backend, tmp_path, lora=False).push(policy_of(tiny_model_dir), 4)
     with pytest.raises(TrainError, match=r"was given version 5, and reports '4' with its next reply") as caught:
-        await _check(backend, 5)
+        await _check_versions(backend, 5)
     assert caught.value.kind == "weights_not_taken"
 
 
@@ -268,9 +268,9 @@ async def test_a_push_after_one_that_was_broken_off_begins_anew(
     (server,) = backend.workers
     await server.json("POST", "/begin_weight_update", {})
     piece = list(policy.weights().items())[:3]
-    shelf = Shelf(room(piece))
-    shelf.lay(piece)
-    body = {"serialized_named_tensors": [shelf.dump()], "flush_cache": False}
+    buffer = SharedBuffer(buffer_bytes(piece))
+    buffer.write(piece)
+    body = {"serialized_named_tensors": [buffer.serialize()], "flush_cache": False}
     assert (await server.json("POST", "/update_weights_from_tensor", body))["success"]
     nudge(policy)
     await open_sync(spec_of(tiny_model_dir, weight_sync={"method": "tensors"}), backend, tmp_path, lora=False).push(

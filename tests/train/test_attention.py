@@ -11,7 +11,7 @@ from nets_for_tests import build, make_row, plain, widen_norms
 
 from engine.errors import TrainError
 from engine.train import attention
-from engine.train.net import PackedNet
+from engine.train.net import PackedModel
 from engine.train.packing import pack_rows
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -21,13 +21,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def open_net(folder: Path, **more: Any) -> PackedNet:
+def open_net(folder: Path, **more: Any) -> PackedModel:
     settings: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float64} | more
-    return PackedNet(folder, **settings)
+    return PackedModel(folder, **settings)
 
 
 @pytest.fixture(scope="module")
-def nets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PackedNet, Any]]:
+def nets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PackedModel, Any]]:
     """Each family as a packed net, and as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
@@ -40,7 +40,7 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PackedNet,
     return found
 
 
-def open_both(folder: Path) -> tuple[PackedNet, Any]:
+def open_both(folder: Path) -> tuple[PackedModel, Any]:
     """A packed net, and the same model as transformers runs it."""
     net, reference = open_net(folder), open_net(folder).model
     reference.set_attn_implementation("sdpa")
@@ -48,11 +48,11 @@ def open_both(folder: Path) -> tuple[PackedNet, Any]:
 
 
 def same_as_alone(
-    net: PackedNet,
+    net: PackedModel,
     reference: Any,
     rows: list[dict[str, Any]],
     max_tokens_per_microbatch: int = 1000,
-    least: int = 1,
+    min_shared_tokens: int = 1,
     close: float = 1e-9,
     **more: Any,
 ) -> None:
@@ -64,7 +64,7 @@ def same_as_alone(
     found = torch.zeros_like(wanted[0]), torch.zeros_like(wanted[1])
     net.model.zero_grad()
     counts = [int(row["loss_mask"].sum()) for row in rows]
-    for pack in pack_rows(rows, max_tokens_per_microbatch, share_prefixes=True, least=least):
+    for pack in pack_rows(rows, max_tokens_per_microbatch, share_prefixes=True, min_shared_tokens=min_shared_tokens):
         logprobs, entropies = net.logprobs(pack, entropy=True)
         assert entropies is not None
         here = torch.cat([torch.arange(counts[row]) + sum(counts[:row]) for row in pack.rows])
@@ -99,7 +99,7 @@ def test_a_pack_computes_each_row_as_if_it_were_alone(
         monkeypatch.setattr(
             attention._Parts, "apply", lambda q, k, v, segments, scale: attention._paths(q, k, v, pack, None, scale)
         )
-        (pack,) = pack_rows([make_row(ids) for ids in TREE], 1000, share_prefixes=True, least=1)
+        (pack,) = pack_rows([make_row(ids) for ids in TREE], 1000, share_prefixes=True, min_shared_tokens=1)
     same_as_alone(*nets[family], [make_row(ids) for ids in TREE], temperature=0.8, vocab=38)
 
 
@@ -108,9 +108,11 @@ ids_strategy = st.lists(st.lists(st.integers(1, 2), min_size=2, max_size=12), mi
 
 @settings(max_examples=25, deadline=None)
 @given(ids_strategy, st.sampled_from(list(FAMILIES)), st.integers(1, 5), st.sampled_from([5, 20, 1000]))
-def test_random_tries(nets: Any, raw: list[list[int]], family: str, least: int, max_tokens_per_microbatch: int) -> None:
+def test_random_tries(
+    nets: Any, raw: list[list[int]], family: str, min_shared_tokens: int, max_tokens_per_microbatch: int
+) -> None:
     rows = [make_row(ids) for ids in raw]
-    same_as_alone(*nets[family], rows, max_tokens_per_microbatch, least, temperature=0.8, vocab=38)
+    same_as_alone(*nets[family], rows, max_tokens_per_microbatch, min_shared_tokens, temperature=0.8, vocab=38)
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:

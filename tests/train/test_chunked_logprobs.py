@@ -9,7 +9,7 @@ import torch
 from engine.train import logprobs as module
 from engine.train.logprobs import chunked_logprobs
 
-VOCAB, HIDDEN, TOKENS = 37, 6, 11
+VOCAB, HIDDEN, MAX_BLOCK_TOKENS = 37, 6, 11
 
 
 def reference(
@@ -37,10 +37,10 @@ def reference(
 
 def tensors(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     made = torch.Generator().manual_seed(3)
-    hidden = torch.randn(TOKENS, HIDDEN, dtype=dtype, generator=made) * 3
+    hidden = torch.randn(MAX_BLOCK_TOKENS, HIDDEN, dtype=dtype, generator=made) * 3
     weight = torch.randn(VOCAB, HIDDEN, dtype=dtype, generator=made)
     bias = torch.randn(VOCAB, dtype=dtype, generator=made)
-    return hidden, weight, torch.randint(0, 30, (TOKENS,), generator=made), bias
+    return hidden, weight, torch.randint(0, 30, (MAX_BLOCK_TOKENS,), generator=made), bias
 
 
 RULES: list[dict[str, Any]] = [
@@ -50,19 +50,29 @@ RULES: list[dict[str, Any]] = [
     {"vocab": 31},
     {"softcap": 4.0, "temperature": 0.8, "banned": (31,)},
 ]
-CELLS = [1, 7, VOCAB, 100, TOKENS * VOCAB, 1 << 20]
+CHUNK_ELEMENTS = [1, 7, VOCAB, 100, MAX_BLOCK_TOKENS * VOCAB, 1 << 20]
 
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
-@pytest.mark.parametrize(("cells", "biased", "entropy"), list(itertools.product(CELLS, (False, True), (False, True))))
-def test_values_and_gradients_are_autograds(rules: dict[str, Any], cells: int, biased: bool, entropy: bool) -> None:
+@pytest.mark.parametrize(
+    ("chunk_elements", "biased", "entropy"), list(itertools.product(CHUNK_ELEMENTS, (False, True), (False, True)))
+)
+def test_values_and_gradients_are_autograds(
+    rules: dict[str, Any], chunk_elements: int, biased: bool, entropy: bool
+) -> None:
     hidden, weight, labels, bias = tensors()
     inputs = [hidden.requires_grad_(), weight.requires_grad_(), *([bias.requires_grad_()] if biased else [])]
-    weigh = torch.linspace(-1, 2, TOKENS, dtype=torch.float64)
+    weigh = torch.linspace(-1, 2, MAX_BLOCK_TOKENS, dtype=torch.float64)
     wanted = reference(hidden, weight, labels, bias if biased else None, **rules)
     settings = {"temperature": 1.0, "banned": ()} | rules
     got = chunked_logprobs(
-        hidden, weight, labels, cells=cells, bias=bias if biased else None, entropy=entropy, **settings
+        hidden,
+        weight,
+        labels,
+        chunk_elements=chunk_elements,
+        bias=bias if biased else None,
+        entropy=entropy,
+        **settings,
     )
     losses = []
     for logprobs, entropies in (wanted, got):
@@ -80,14 +90,16 @@ def test_values_and_gradients_are_autograds(rules: dict[str, Any], cells: int, b
         torch.testing.assert_close(other, one, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("cells", [7, 1 << 20])
-def test_gradients_of_hidden_alone_are_made_on_the_way_forward(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk_elements", [7, 1 << 20])
+def test_gradients_of_hidden_alone_are_made_on_the_way_forward(
+    chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden, weight, labels, _ = tensors()
     hidden.requires_grad_()
-    weigh = torch.linspace(-1, 2, TOKENS, dtype=torch.float64)
+    weigh = torch.linspace(-1, 2, MAX_BLOCK_TOKENS, dtype=torch.float64)
     rules: dict[str, Any] = {"temperature": 1.3, "banned": (30, 33), "vocab": 35}
     (wanted,) = torch.autograd.grad((reference(hidden, weight, labels, **rules)[0] * weigh).sum(), hidden)
-    logprobs, _ = chunked_logprobs(hidden, weight, labels, cells=cells, entropy=False, **rules)
+    logprobs, _ = chunked_logprobs(hidden, weight, labels, chunk_elements=chunk_elements, entropy=False, **rules)
     monkeypatch.setattr(module, "_Blocks", None)  # no logits are made again
     (got,) = torch.autograd.grad((logprobs * weigh).sum(), hidden)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
@@ -98,17 +110,19 @@ def test_one_of_both_results_may_be_left_out_of_the_loss() -> None:
     hidden.requires_grad_()
     for index in (0, 1):
         (wanted,) = torch.autograd.grad(reference(hidden, weight, labels)[index].sum(), hidden)
-        found = chunked_logprobs(hidden, weight, labels, temperature=1.0, banned=(), cells=50, entropy=True)[index]
+        found = chunked_logprobs(hidden, weight, labels, temperature=1.0, banned=(), chunk_elements=50, entropy=True)[
+            index
+        ]
         assert found is not None
         torch.testing.assert_close(torch.autograd.grad(found.sum(), hidden)[0], wanted, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("cells", [40, 1 << 20])
-def test_a_second_backward_pass_finds_the_same(cells: int) -> None:
+@pytest.mark.parametrize("chunk_elements", [40, 1 << 20])
+def test_a_second_backward_pass_finds_the_same(chunk_elements: int) -> None:
     hidden, weight, labels, _ = tensors()
     weight.requires_grad_()
     logprobs, entropies = chunked_logprobs(
-        hidden, weight, labels, temperature=1.0, banned=(), cells=cells, entropy=True
+        hidden, weight, labels, temperature=1.0, banned=(), chunk_elements=chunk_elements, entropy=True
     )
     assert entropies is not None
     loss = logprobs.sum() + entropies.sum()
@@ -116,14 +130,14 @@ def test_a_second_backward_pass_finds_the_same(cells: int) -> None:
     torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], first, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("cells", [9, 1 << 20])
-def test_logits_of_minus_infinity_leave_no_nan(cells: int) -> None:
+@pytest.mark.parametrize("chunk_elements", [9, 1 << 20])
+def test_logits_of_minus_infinity_leave_no_nan(chunk_elements: int) -> None:
     hidden, weight, labels, bias = tensors()
     bias[[31, 34]] = -torch.inf
     banned = (31, 34)
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
     logprobs, entropies = chunked_logprobs(
-        hidden, weight, labels, temperature=0.5, banned=(), cells=cells, bias=bias, entropy=True
+        hidden, weight, labels, temperature=0.5, banned=(), chunk_elements=chunk_elements, bias=bias, entropy=True
     )
     finite = torch.where(bias.isinf(), 0.0, bias)
     wanted = reference(hidden, weight, labels, finite, temperature=0.5, banned=banned)
@@ -139,23 +153,27 @@ def test_a_label_that_cannot_be_sampled_is_impossible_and_its_row_stays_finite()
     hidden, weight, labels, _ = tensors()
     hidden.requires_grad_()
     labels[2] = 33
-    logprobs, _ = chunked_logprobs(hidden, weight, labels, temperature=1.0, banned=(33,), cells=20, entropy=False)
-    assert torch.isneginf(logprobs).tolist() == [place == 2 for place in range(TOKENS)]
+    logprobs, _ = chunked_logprobs(
+        hidden, weight, labels, temperature=1.0, banned=(33,), chunk_elements=20, entropy=False
+    )
+    assert torch.isneginf(logprobs).tolist() == [place == 2 for place in range(MAX_BLOCK_TOKENS)]
     assert torch.isfinite(torch.autograd.grad(logprobs.sum(), hidden)[0]).all()
 
 
 def test_logits_that_are_no_numbers_stay_seen() -> None:
     hidden, weight, labels, _ = tensors()
     hidden[4] = torch.nan
-    logprobs, _ = chunked_logprobs(hidden, weight, labels, temperature=1.0, banned=(3,), cells=20, entropy=False)
-    assert logprobs.isnan().tolist() == [place == 4 for place in range(TOKENS)]
+    logprobs, _ = chunked_logprobs(
+        hidden, weight, labels, temperature=1.0, banned=(3,), chunk_elements=20, entropy=False
+    )
+    assert logprobs.isnan().tolist() == [place == 4 for place in range(MAX_BLOCK_TOKENS)]
 
 
 def test_large_logits_keep_their_entropy() -> None:
     hidden = torch.tensor([[3e4, 1.0]], requires_grad=True)
     weight = torch.tensor([[1.0, 0.0], [1.0, 0.5], [1.0, 1.0]])
     _, entropies = chunked_logprobs(
-        hidden, weight, torch.tensor([0]), temperature=1.0, banned=(), cells=100, entropy=True
+        hidden, weight, torch.tensor([0]), temperature=1.0, banned=(), chunk_elements=100, entropy=True
     )
     assert entropies is not None
     chances = torch.tensor([0.0, 0.5, 1.0]).softmax(0)
@@ -169,7 +187,7 @@ def test_bfloat16_weights_get_gradients_that_were_summed_in_float32() -> None:
     labels = torch.zeros(3000, dtype=torch.long)
     exact = weight.detach().double().requires_grad_()
     (wanted,) = torch.autograd.grad(reference(hidden.double(), exact, labels)[0].sum(), exact)
-    logprobs, _ = chunked_logprobs(hidden, weight, labels, temperature=1.0, banned=(), cells=64, entropy=False)
+    logprobs, _ = chunked_logprobs(hidden, weight, labels, temperature=1.0, banned=(), chunk_elements=64, entropy=False)
     assert logprobs.dtype == torch.float32
     (got,) = torch.autograd.grad(logprobs.sum(), weight)
     assert got.dtype == torch.bfloat16
@@ -180,7 +198,9 @@ def test_autocast_multiplies_in_bfloat16_and_sums_in_float32() -> None:
     hidden, weight, labels, _ = tensors(torch.float32)
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
     with torch.autocast("cpu", torch.bfloat16):
-        logprobs, _ = chunked_logprobs(hidden, weight, labels, temperature=0.9, banned=(), cells=64, entropy=False)
+        logprobs, _ = chunked_logprobs(
+            hidden, weight, labels, temperature=0.9, banned=(), chunk_elements=64, entropy=False
+        )
     wanted = reference(hidden, weight, labels, temperature=0.9)[0]
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, wanted, rtol=0, atol=0.15)
@@ -202,14 +222,18 @@ def test_no_more_logits_exist_than_cells(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(module._Blocks, "__iter__", spy)
     hidden, weight, labels, _ = tensors()
-    chunked_logprobs(hidden, weight.requires_grad_(), labels, temperature=1.0, banned=(), cells=50, entropy=False)
+    chunked_logprobs(
+        hidden, weight.requires_grad_(), labels, temperature=1.0, banned=(), chunk_elements=50, entropy=False
+    )
     assert max(made) <= 50
-    assert sum(made) == TOKENS * VOCAB
+    assert sum(made) == MAX_BLOCK_TOKENS * VOCAB
 
 
 def test_without_gradients_nothing_is_kept() -> None:
     hidden, weight, labels, _ = tensors()
     weight.requires_grad_()
     with torch.no_grad():
-        logprobs, _ = chunked_logprobs(hidden, weight, labels, temperature=1.0, banned=(), cells=1000, entropy=False)
+        logprobs, _ = chunked_logprobs(
+            hidden, weight, labels, temperature=1.0, banned=(), chunk_elements=1000, entropy=False
+        )
     assert not logprobs.requires_grad

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.schemas.train import PpoLoss, ReinforceLoss, RolloutCorrectionSpec, TrainSpec
-from engine.train.corrections import correct, effective_share, mismatch
+from engine.train.corrections import correction_weights, effective_sample_fraction, proximal_sampler_ratio
 from engine.train.losses import objective
 from engine.train.tokens import Tokens
 
@@ -30,7 +30,7 @@ def tokens_of(
         proximal=proximal,
         sampler=sampler,
         advantages=torch.ones(size, dtype=torch.float64),
-        shares=torch.ones(size, dtype=torch.float64),
+        loss_weights=torch.ones(size, dtype=torch.float64),
         rows=torch.tensor(rows or [0] * size),
         turns=torch.tensor(turns or [0] * size),
     )
@@ -52,41 +52,41 @@ ROOT = math.sqrt(0.5)
     ],
 )
 def test_ratios_at_each_level(level: str, expected: list[float]) -> None:
-    found = mismatch(RolloutCorrectionSpec.model_validate({"level": level}).level, six())
+    found = proximal_sampler_ratio(RolloutCorrectionSpec.model_validate({"level": level}).level, six())
     assert found.tolist() == pytest.approx(expected, rel=1e-14)
 
 
 def test_truncation_holds_the_weight_between_its_bounds() -> None:
-    weights, masked = correct(RolloutCorrectionSpec(kind="truncate", low=0.5, high=3.0), six())
+    weights, masked = correction_weights(RolloutCorrectionSpec(kind="truncate", low=0.5, high=3.0), six())
     assert weights.tolist() == pytest.approx([3.0, 1.0, 0.5, 2.0, 3.0, 1.0], rel=1e-14)
     assert not masked.any()
 
 
 def test_masking_drops_what_is_outside_and_leaves_the_rest() -> None:
-    weights, masked = correct(RolloutCorrectionSpec(kind="mask", low=0.5, high=3.0), six())
+    weights, masked = correction_weights(RolloutCorrectionSpec(kind="mask", low=0.5, high=3.0), six())
     assert weights.tolist() == pytest.approx([0.0, 1.0, 0.0, 2.0, 0.0, 1.0], rel=1e-14)
     assert masked.tolist() == [True, False, True, False, True, False]
 
 
 def test_masking_a_turn_drops_all_its_tokens_and_no_other_turns() -> None:
-    weights, masked = correct(RolloutCorrectionSpec(kind="mask", level="turn", low=0.5, high=2.5), six())
+    weights, masked = correction_weights(RolloutCorrectionSpec(kind="mask", level="turn", low=0.5, high=2.5), six())
     assert weights.tolist() == pytest.approx([2, 2, ROOT, ROOT, 0, 0], rel=1e-14)
     assert masked.tolist() == [False, False, False, False, True, True]
 
 
 def test_none_weighs_all_alike() -> None:
-    assert correct(RolloutCorrectionSpec(kind="none"), six()).weights.tolist() == [1.0] * 6
+    assert correction_weights(RolloutCorrectionSpec(kind="none"), six()).weights.tolist() == [1.0] * 6
 
 
 def test_bounds_themselves_are_inside() -> None:
-    found = correct(RolloutCorrectionSpec(kind="mask", low=1.0, high=2.0), tokens_of([1.0, 1.0]))
+    found = correction_weights(RolloutCorrectionSpec(kind="mask", low=1.0, high=2.0), tokens_of([1.0, 1.0]))
     assert found.weights.tolist() == [1.0, 1.0]
 
 
 def test_weights_have_no_gradient() -> None:
     tokens = tokens_of([2.0, 4.0], requires_grad=True)
     aliased = replace(tokens, proximal=tokens.logprobs)
-    assert not correct(RolloutCorrectionSpec(high=9.0), aliased).weights.requires_grad
+    assert not correction_weights(RolloutCorrectionSpec(high=9.0), aliased).weights.requires_grad
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("truncate", [2.0, 0.0]), ("mask", [0.0, 0.0])])
@@ -95,13 +95,13 @@ def test_log_probs_of_minus_infinity_are_weighed(kind: str, expected: list[float
     tokens = tokens_of([1.0, 1.0])
     tokens.sampler[0] = -math.inf
     tokens.proximal[1] = -math.inf
-    assert correct(spec, tokens).weights.tolist() == expected
+    assert correction_weights(spec, tokens).weights.tolist() == expected
 
 
 def test_two_infinities_are_no_difference() -> None:
     tokens = tokens_of([1.0])
     tokens.sampler[0] = tokens.proximal[0] = -math.inf
-    assert correct(RolloutCorrectionSpec(), tokens).weights.tolist() == [1.0]
+    assert correction_weights(RolloutCorrectionSpec(), tokens).weights.tolist() == [1.0]
 
 
 def test_decoupled_factors_come_to_current_over_sampler() -> None:
@@ -119,18 +119,18 @@ def test_decoupled_factors_come_to_current_over_sampler() -> None:
 def test_only_the_current_ratio_is_clipped() -> None:
     """A token four times as likely as when sampled is not clipped while the trainer has not moved (AReaL)."""
     tokens = tokens_of([4.0], requires_grad=True)
-    loss, tally = objective(TrainSpec(loss=PpoLoss(), rollout_correction=RolloutCorrectionSpec(high=8.0)), tokens)
+    loss, metrics = objective(TrainSpec(loss=PpoLoss(), rollout_correction=RolloutCorrectionSpec(high=8.0)), tokens)
     loss.backward()
     assert loss.item() == pytest.approx(-4.0, rel=1e-14)
     assert tokens.logprobs.grad is not None
     assert tokens.logprobs.grad.tolist() == pytest.approx([-4.0], rel=1e-14)
-    assert tally.result()["policy/clip_high"] == 0
+    assert metrics.result()["policy/clip_high"] == 0
 
 
 def test_a_proximal_policy_that_is_the_samplers_needs_no_correction() -> None:
     tokens = tokens_of([1.0, 1.0])
     moved = replace(tokens, logprobs=tokens.logprobs + 1)
-    assert correct(RolloutCorrectionSpec(), moved).weights.tolist() == [1.0, 1.0]
+    assert correction_weights(RolloutCorrectionSpec(), moved).weights.tolist() == [1.0, 1.0]
 
 
 def test_the_penalties_are_not_corrected() -> None:
@@ -149,7 +149,7 @@ def test_the_penalties_are_not_corrected() -> None:
     ("weights", "share"), [([1, 1, 1, 1], 1.0), ([1, 0, 0, 0], 0.25), ([3, 1], 0.8), ([0, 0], 0.0), ([], 0.0)]
 )
 def test_effective_share(weights: list[float], share: float) -> None:
-    assert effective_share(len(weights), sum(weights), sum(weight * weight for weight in weights)) == share
+    assert effective_sample_fraction(len(weights), sum(weights), sum(weight * weight for weight in weights)) == share
 
 
 @given(
@@ -160,8 +160,8 @@ def test_weights_do_not_depend_on_what_other_rows_are_there(found: list[tuple[fl
     rows = [row for _, row in found]
     ratios = [ratio for ratio, _ in found]
     spec = RolloutCorrectionSpec.model_validate({"level": level, "high": 3.0})
-    whole = correct(spec, tokens_of(ratios, rows=rows, turns=rows)).weights
+    whole = correction_weights(spec, tokens_of(ratios, rows=rows, turns=rows)).weights
     for row in set(rows):
         alone = [ratio for ratio, of in found if of == row]
-        part = correct(spec, tokens_of(alone, rows=[row] * len(alone), turns=[row] * len(alone))).weights
+        part = correction_weights(spec, tokens_of(alone, rows=[row] * len(alone), turns=[row] * len(alone))).weights
         torch.testing.assert_close(part, whole[torch.tensor(rows) == row], rtol=1e-13, atol=0)

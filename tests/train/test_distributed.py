@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from engine.errors import TrainError
-from engine.train.distributed import Alone, Shards, join
+from engine.train.distributed import ShardedProcessGroup, SingleProcessGroup, join_process_group
 
 sys.path.append(str(Path(__file__).parent))
-from team_worker import learner_of, save_model, told_by, weights_of
+from process_group_worker import learner_of, save_model, told_by, weights_of
 
 HERE = Path(__file__).parent
-WORKER = HERE / "team_worker.py"
+WORKER = HERE / "process_group_worker.py"
 
 
 def free_port() -> int:
@@ -61,7 +61,7 @@ def test_two_processes_do_the_steps_of_one(launcher: str, kind: str, tmp_path: P
     told: dict[str, Any] = json.loads((tmp_path / "told.json").read_text())
     tensors = load_file(tmp_path / "told.safetensors")
 
-    learner = learner_of(Alone(), tmp_path / "model", kind)
+    learner = learner_of(SingleProcessGroup(), tmp_path / "model", kind)
     before = weights_of(learner)
     numbers, wanted = told_by(learner, tmp_path / "one")
     assert told["size"] == 2
@@ -88,20 +88,20 @@ def same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 def test_a_process_of_its_own_is_a_team_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    team = join()
-    assert isinstance(team, Alone)
-    assert (team.main, team.size) == (True, 1)
+    process_group = join_process_group()
+    assert isinstance(process_group, SingleProcessGroup)
+    assert (process_group.main, process_group.size) == (True, 1)
     model = nn.Linear(2, 1, bias=False)
-    run = team.shard(model)
+    run = process_group.shard(model)
     run(model, torch.tensor([[3.0, 4.0]])).sum().backward()
-    assert team.clip_norm(list(model.parameters()), 1.0) == 5.0
+    assert process_group.clip_grad_norm(list(model.parameters()), 1.0) == 5.0
     assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [pytest.approx([0.6, 0.8], rel=1e-5)]
-    assert team.deal(["a", "bc"], len) == [("a", True), ("bc", True)]
-    assert team.everyone(3) == [3]
-    with team.whole(model, write=True), torch.no_grad():
+    assert process_group.assign(["a", "bc"], len) == [("a", True), ("bc", True)]
+    assert process_group.all_gather(3) == [3]
+    with process_group.full_parameters(model, write=True), torch.no_grad():
         model.weight.fill_(2.0)
-    assert team.gather({"w": model.weight})["w"].tolist() == [[2.0, 2.0]]
+    assert process_group.gather_full({"w": model.weight})["w"].tolist() == [[2.0, 2.0]]
 
 
 def test_a_team_that_does_not_come_together_says_how_to_launch_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_a_team_that_does_not_come_together_says_how_to_launch_it(monkeypatch: p
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(TrainError, match="accelerate launch") as raised:
-        join()
+        join_process_group()
     assert raised.value.kind == "train_setup"
 
 
@@ -119,9 +119,9 @@ def test_packs_are_dealt_in_equal_numbers_and_count_once(size: int, count: int) 
     packs = [f"{number}" * (number % 3 + 1) for number in range(count)]
     hands = []
     for rank in range(size):
-        process = object.__new__(Shards)  # dealing asks nobody
+        process = object.__new__(ShardedProcessGroup)  # dealing asks nobody
         process.rank, process.size = rank, size
-        hands.append(process.deal(packs, len))
+        hands.append(process.assign(packs, len))
     assert {len(hand) for hand in hands} == {-(-count // size)}
     assert sorted(pack for hand in hands for pack, counts in hand if counts) == sorted(packs)
     for together in zip(*hands, strict=True):

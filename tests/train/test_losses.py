@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from engine.schemas.train import LossSpec, TrainSpec
+from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective, policy_loss
+from engine.train.metric_sums import MetricSums
 from engine.train.ratios import FLOOR, LIMIT
-from engine.train.shares import token_shares
-from engine.train.tally import Tally
 from engine.train.tokens import Tokens
 
 KINDS = ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "reinforce", "ppo"]
@@ -33,7 +33,7 @@ def loss_spec(kind: str, **options: Any) -> LossSpec:
 def tokens_of(
     ratios: Sequence[float], advantages: Sequence[float], *, rows: Sequence[int] | None = None, old: float = -2.0
 ) -> Tokens:
-    """float64, the proximal and the sampler's log-probs `old`, shares 1."""
+    """float64, the proximal and the sampler's log-probs `old`, loss_weights 1."""
     size = len(ratios)
     proximal = torch.full([size], old, dtype=torch.float64)
     groups = torch.tensor(rows if rows is not None else [0] * size, dtype=torch.int64)
@@ -42,7 +42,7 @@ def tokens_of(
         proximal=proximal,
         sampler=proximal.clone(),
         advantages=torch.tensor(advantages, dtype=torch.float64),
-        shares=torch.ones(size, dtype=torch.float64),
+        loss_weights=torch.ones(size, dtype=torch.float64),
         rows=groups,
         turns=groups,
     )
@@ -91,8 +91,8 @@ def test_gspo_is_the_papers_sequence_form() -> None:
     tokens = tokens_of([1.0] * 10, [advantages[row] for row in rows], rows=rows)
     logprobs = (tokens.proximal + moved).requires_grad_()
     loss = loss_spec("gspo", clip_low=0.05, clip_high=0.02)
-    shares = torch.tensor(np.concatenate(token_shares(loss, lengths, ["a", "b", "c"])))
-    found = (shares * policy_loss(loss, replace(tokens, logprobs=logprobs))).sum()
+    loss_weights = torch.tensor(np.concatenate(token_loss_weights(loss, lengths, ["a", "b", "c"])))
+    found = (loss_weights * policy_loss(loss, replace(tokens, logprobs=logprobs))).sum()
     parts = []
     for advantage, new, old in zip(advantages, logprobs.split(lengths), tokens.proximal.split(lengths), strict=True):
         ratio = (new.sum() - old.sum()).div(len(new)).exp()
@@ -169,7 +169,7 @@ def test_gradients_are_those_of_the_values(kind: str) -> None:
 def test_the_objective_by_hand() -> None:
     tokens = replace(
         tokens_of([1.1, 2.0], [1.0, 1.0]),
-        shares=torch.tensor([0.25, 0.5], dtype=torch.float64),
+        loss_weights=torch.tensor([0.25, 0.5], dtype=torch.float64),
         sampler=torch.tensor([-2.0 - math.log(1.5), -2.0 - math.log(4.0)], dtype=torch.float64),
         reference=torch.tensor([-2.0, -2.0], dtype=torch.float64),
         entropy=torch.tensor([1.0, 3.0], dtype=torch.float64),
@@ -184,11 +184,11 @@ def test_the_objective_by_hand() -> None:
     )
     k3 = [1 / 1.1 - 1 + math.log(1.1), 0.5 - 1 + math.log(2)]
     wanted = 0.25 * (-1.1 * 1.5 + 0.1 * k3[0] - 0.01) + 0.5 * (-1.2 * 2.0 + 0.1 * k3[1] - 0.03)
-    found, tally = objective(spec, tokens)
+    found, metrics = objective(spec, tokens)
     assert found.item() == pytest.approx(wanted, rel=1e-14)
     logs, total = [math.log(1.1), math.log(2)], [1.65, 8.0]
     approx = [0.1 - logs[0], 1 - logs[1]]
-    assert tally.result() == pytest.approx(
+    assert metrics.result() == pytest.approx(
         {
             "policy/approx_kl": sum(approx) / 2,
             "policy/token_kl_max": approx[1],
@@ -211,9 +211,9 @@ def test_the_objective_by_hand() -> None:
 def test_the_reference_is_measured_without_a_penalty_too() -> None:
     tokens = tokens_of([1.0], [1.0])
     plain, _ = objective(TrainSpec(), tokens)
-    measured, tally = objective(TrainSpec(), replace(tokens, reference=tokens.proximal - 1))
+    measured, metrics = objective(TrainSpec(), replace(tokens, reference=tokens.proximal - 1))
     assert measured.item() == plain.item()
-    assert tally.result()["policy/kl_ref"] == pytest.approx(math.exp(-1), rel=1e-12)
+    assert metrics.result()["policy/kl_ref"] == pytest.approx(math.exp(-1), rel=1e-12)
 
 
 def test_the_entropy_bonus_has_a_gradient() -> None:
@@ -238,22 +238,22 @@ def test_clips_are_counted_where_they_are_active(kind: str) -> None:
     advantages = [-1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 0.0]
     tokens = tokens_of(ratios, advantages, rows=range(8))
     options = {"clip_low": 0.2, "clip_high": 0.2}
-    _, tally = objective(TrainSpec(loss=loss_spec(kind, **options)), tokens)
-    assert (tally.result()["policy/clip_low"], tally.result()["policy/clip_high"]) == (2 / 8, 1 / 8)
-    _, tally = objective(TrainSpec(loss=loss_spec(kind, delta=4.0, **options)), tokens)
-    assert (tally.result()["policy/clip_low"], tally.result()["policy/clip_high"]) == (2 / 8, 2 / 8)
+    _, metrics = objective(TrainSpec(loss=loss_spec(kind, **options)), tokens)
+    assert (metrics.result()["policy/clip_low"], metrics.result()["policy/clip_high"]) == (2 / 8, 1 / 8)
+    _, metrics = objective(TrainSpec(loss=loss_spec(kind, delta=4.0, **options)), tokens)
+    assert (metrics.result()["policy/clip_low"], metrics.result()["policy/clip_high"]) == (2 / 8, 2 / 8)
 
 
 def test_cispos_bounds_count_whatever_the_sign() -> None:
     tokens = tokens_of([0.5, 0.5, 9.0, 9.0, 9.0], [1.0, -1.0, 1.0, -1.0, 0.0])
-    _, tally = objective(TrainSpec(loss=loss_spec("cispo", clip_low=0.2, clip_high=4.0)), tokens)
-    assert (tally.result()["policy/clip_low"], tally.result()["policy/clip_high"]) == (2 / 5, 2 / 5)
+    _, metrics = objective(TrainSpec(loss=loss_spec("cispo", clip_low=0.2, clip_high=4.0)), tokens)
+    assert (metrics.result()["policy/clip_low"], metrics.result()["policy/clip_high"]) == (2 / 5, 2 / 5)
 
 
 @pytest.mark.parametrize("kind", ["sapo", "reinforce"])
 def test_what_has_no_bounds_counts_no_clips(kind: str) -> None:
-    _, tally = objective(TrainSpec(loss=loss_spec(kind)), tokens_of([9.0], [1.0]))
-    assert not {"policy/clip_low", "policy/clip_high"} & tally.result().keys()
+    _, metrics = objective(TrainSpec(loss=loss_spec(kind)), tokens_of([9.0], [1.0]))
+    assert not {"policy/clip_low", "policy/clip_high"} & metrics.result().keys()
 
 
 def test_the_samplers_log_probs_are_compared_with_the_trainers_own() -> None:
@@ -279,7 +279,7 @@ def random_step(seed: int, lengths: Sequence[int]) -> Tokens:
         proximal=proximal,
         sampler=sampler,
         advantages=drawn(1.0),
-        shares=torch.ones(size, dtype=torch.float64),
+        loss_weights=torch.ones(size, dtype=torch.float64),
         rows=rows,
         turns=rows * 2 + torch.arange(size) % 2,
         reference=proximal + drawn(0.2),
@@ -309,14 +309,14 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_micro_batches(
             "rollout_correction": {"kind": "mask", "level": level, "low": 0.8, "high": 1.2},
         }
     )
-    shares = token_shares(spec.loss, lengths, [f"{row // 2}" for row in range(len(lengths))], length=64)
-    whole = replace(random_step(seed, lengths), shares=torch.tensor(np.concatenate(shares)))
-    loss, tally = objective(spec, whole)
+    loss_weights = token_loss_weights(spec.loss, lengths, [f"{row // 2}" for row in range(len(lengths))], length=64)
+    whole = replace(random_step(seed, lengths), loss_weights=torch.tensor(np.concatenate(loss_weights)))
+    loss, metrics = objective(spec, whole)
     (slope,) = torch.autograd.grad(loss, whole.logprobs)
 
     parts = np.random.default_rng(seed).integers(0, 3, len(lengths))
     logprobs = whole.logprobs.detach().clone().requires_grad_()
-    summed, merged = torch.zeros((), dtype=torch.float64), Tally()
+    summed, merged = torch.zeros((), dtype=torch.float64), MetricSums()
     for part in range(3):  # one may be empty: a part in which nothing trains adds nothing
         kept = torch.isin(whole.rows, torch.tensor(np.flatnonzero(parts == part)))
         found, counted = objective(spec, part_of(replace(whole, logprobs=logprobs), kept))
@@ -326,7 +326,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_micro_batches(
     torch.testing.assert_close(summed, loss.detach(), rtol=1e-12, atol=1e-14)
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, slope, rtol=1e-12, atol=1e-14)
-    assert merged.result() == pytest.approx(tally.result(), rel=1e-12)
+    assert merged.result() == pytest.approx(metrics.result(), rel=1e-12)
 
 
 log_prob = st.one_of(
@@ -356,11 +356,11 @@ def test_extreme_log_probs_give_numbers(
         spec = TrainSpec.model_validate(
             {"loss": {"kind": kind}, "rollout_correction": options, "kl": {"coefficient": 0.1, "estimator": estimator}}
         )
-        loss, tally = objective(spec, tokens)
+        loss, metrics = objective(spec, tokens)
         (slope,) = torch.autograd.grad(loss, logprobs)
         assert math.isfinite(loss.item())
         assert slope.isfinite().all()
-        assert all(math.isfinite(value) for value in tally.result().values())
+        assert all(math.isfinite(value) for value in metrics.result().values())
 
 
 @pytest.mark.parametrize("kind", KINDS)

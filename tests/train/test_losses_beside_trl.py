@@ -12,8 +12,8 @@ import torch
 from pydantic import TypeAdapter
 
 from engine.schemas.train import KlSpec, LossSpec, RolloutCorrectionSpec, TrainSpec
+from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective
-from engine.train.shares import token_shares
 from engine.train.tokens import Tokens
 
 pytestmark = pytest.mark.slow  # importing trl takes seconds
@@ -97,10 +97,10 @@ def ours(
     else:
         options |= {"clip_low": 0.2, "clip_high": 0.28, "delta": delta}
     loss: LossSpec = TypeAdapter(LossSpec).validate_python(options)
-    shares = np.concatenate(token_shares(loss, LENGTHS, list("abcd"), length=16))
+    loss_weights = np.concatenate(token_loss_weights(loss, LENGTHS, list("abcd"), length=16))
     rows = torch.arange(len(LENGTHS))[:, None].expand_as(MASK)[MASK]
     tokens = Tokens(
-        logprobs[MASK], OLD[MASK], OLD[MASK], advantages[MASK], torch.tensor(shares), rows, rows, REFERENCE[MASK]
+        logprobs[MASK], OLD[MASK], OLD[MASK], advantages[MASK], torch.tensor(loss_weights), rows, rows, REFERENCE[MASK]
     )
     spec = TrainSpec(loss=loss, rollout_correction=RolloutCorrectionSpec(kind="none"), kl=KlSpec(coefficient=beta))
     return objective(spec, tokens)[0]

@@ -119,7 +119,7 @@ async def test_a_command_reads_the_event_from_its_standard_input(tmp_path: Path)
 
 
 async def test_a_command_that_fails_is_told_with_what_it_said() -> None:
-    code = "import sys; sys.exit('no such room')"
+    code = "import sys; sys.exit('no such buffer_bytes')"
     notifier = Notifier(NotifySpec(command=[sys.executable, "-c", code]), "run")
     with structlog.testing.capture_logs() as logs:
         await notifier.tell("failed")
@@ -192,18 +192,18 @@ def test_a_stall_is_told_once_until_something_happens(hook: Hook) -> None:
     notifier = Notifier(NotifySpec(webhook_env="HOOK"), "run", environ=hook.environ)
     watch = StallWatch(notifier, 60.0, lambda: {"step": 4}, clock=lambda: now[0])
     now[0] = 45.0
-    assert watch.look() == 15.0
+    assert watch.check() == 15.0
     now[0] = 61.0
-    assert watch.look() == 60.0
+    assert watch.check() == 60.0
     now[0] = 200.0
-    watch.look()
+    watch.check()
     event = hook.next()
     assert (event["kind"], event["step"], event["seconds"]) == ("stalled", 4, 61.0)
     assert event["text"] == "run: training stalls at step 4: no episode and no step for 61 s"
     assert hook.events.empty()
     watch.tick()
     now[0] = 261.0
-    watch.look()
+    watch.check()
     assert hook.next()["seconds"] == 61.0
 
 

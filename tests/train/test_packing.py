@@ -12,8 +12,10 @@ from engine.errors import TrainError
 from engine.train.packing import Pack, PackImage, Segment, pack_rows
 
 
-def only(rows: list[dict[str, Any]], max_tokens_per_microbatch: int = 1000, share: bool = True, least: int = 1) -> Pack:
-    (pack,) = pack_rows(rows, max_tokens_per_microbatch, share_prefixes=share, least=least)
+def only(
+    rows: list[dict[str, Any]], max_tokens_per_microbatch: int = 1000, share: bool = True, min_shared_tokens: int = 1
+) -> Pack:
+    (pack,) = pack_rows(rows, max_tokens_per_microbatch, share_prefixes=share, min_shared_tokens=min_shared_tokens)
     return pack
 
 
@@ -62,8 +64,8 @@ def test_the_same_row_twice_is_computed_once_and_predicted_twice() -> None:
 
 def test_short_beginnings_are_not_worth_a_segment() -> None:
     rows = [make_row([1] * 10 + [tail, 5]) for tail in (2, 3, 4)]
-    assert len(only(rows, least=20).segments) == 4
-    assert [segment.parent for segment in only(rows, least=21).segments] == [-1, -1, -1]
+    assert len(only(rows, min_shared_tokens=20).segments) == 4
+    assert [segment.parent for segment in only(rows, min_shared_tokens=21).segments] == [-1, -1, -1]
 
 
 def test_without_sharing_each_row_is_its_own() -> None:
@@ -75,20 +77,20 @@ def test_without_sharing_each_row_is_its_own() -> None:
 
 def test_a_row_beyond_the_budget_goes_alone() -> None:
     rows = [make_row([1] * 9), make_row([2] * 30), make_row([3] * 5)]
-    packs = pack_rows(rows, 12, share_prefixes=True, least=1)
+    packs = pack_rows(rows, 12, share_prefixes=True, min_shared_tokens=1)
     assert [pack.rows for pack in packs] == [(0,), (1,), (2,)]
     assert [pack.tokens for pack in packs] == [8, 29, 4]
 
 
 def test_a_shared_beginning_counts_once_in_the_budget() -> None:
     rows = [make_row([1] * 20 + [tail, 5, 5]) for tail in range(2, 10)]
-    assert [pack.tokens for pack in pack_rows(rows, 30, share_prefixes=True, least=1)] == [30, 26]
+    assert [pack.tokens for pack in pack_rows(rows, 30, share_prefixes=True, min_shared_tokens=1)] == [30, 26]
     assert len(pack_rows(rows, 30, share_prefixes=False)) == 8
 
 
 def test_budget_holds_where_beginnings_are_too_short_to_share() -> None:
     rows = [make_row([1, 1, 1, tail, 5]) for tail in range(2, 10)]
-    packs = pack_rows(rows, 12, share_prefixes=True, least=50)
+    packs = pack_rows(rows, 12, share_prefixes=True, min_shared_tokens=50)
     assert [pack.tokens for pack in packs] == [12, 12, 8]
 
 
@@ -133,9 +135,11 @@ rows_strategy = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(rows_strategy, st.integers(1, 60), st.booleans(), st.integers(1, 20))
-def test_packs_hold_the_rows(raw: list[Any], max_tokens_per_microbatch: int, share: bool, least: int) -> None:
+def test_packs_hold_the_rows(
+    raw: list[Any], max_tokens_per_microbatch: int, share: bool, min_shared_tokens: int
+) -> None:
     rows = [make_row(ids, [0, *mask[1:]]) for ids, mask in raw]
-    packs = pack_rows(rows, max_tokens_per_microbatch, share_prefixes=share, least=least)
+    packs = pack_rows(rows, max_tokens_per_microbatch, share_prefixes=share, min_shared_tokens=min_shared_tokens)
     seen = {}
     for pack in packs:
         assert pack.tokens <= max_tokens_per_microbatch or len(pack.rows) == 1
@@ -143,7 +147,7 @@ def test_packs_hold_the_rows(raw: list[Any], max_tokens_per_microbatch: int, sha
         for index, segment in enumerate(pack.segments):
             below = [other for place, other in enumerate(pack.segments) if _descends(pack, place, index)]
             assert below == list(pack.segments[index : index + len(below)])
-            assert segment.reach == below[-1].end
+            assert segment.subtree_end == below[-1].end
         for number, row in enumerate(pack.rows):
             places = pack.row_tokens(number)
             ids, mask = rows[row]["input_ids"], rows[row]["loss_mask"]

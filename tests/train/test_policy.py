@@ -30,7 +30,7 @@ def open_policy(folder: Path, temperature: float = 1.0, vocab: int | None = None
 
 
 def one_pack(policy: Policy, rows: list[dict[str, Any]] = ROWS) -> Any:
-    (pack,) = pack_rows(rows, 1000, share_prefixes=policy.shares_prefixes, least=1)
+    (pack,) = pack_rows(rows, 1000, share_prefixes=policy.can_share_prefixes, least=1)
     return pack
 
 
@@ -204,7 +204,7 @@ def test_an_adapter_is_saved_as_peft_reads_it(folder: Path, tmp_path: Path) -> N
 def test_a_dropped_out_adapter_has_a_row_to_itself_and_drops_in_training_alone(folder: Path) -> None:
     policy = open_policy(folder, lora=LORA | {"dropout": 0.5})
     step(policy)
-    assert not policy.shares_prefixes
+    assert not policy.can_share_prefixes
     assert torch.equal(logprobs(policy), logprobs(policy))
     torch.manual_seed(0)
     drawn = [policy.forward(one_pack(policy), entropy=False)[0] for _ in range(2)]
@@ -225,11 +225,11 @@ def test_targets_that_cannot_be_adapted(folder: Path, targets: list[str]) -> Non
 
 
 def test_weights_have_the_names_of_the_files(tiny_model_dir: Path) -> None:
-    from engine.train.files import names_in
+    from engine.train.files import tensor_names
 
     for spec in ({}, {"lora": LORA}):
         policy = open_policy(tiny_model_dir, **spec)
-        assert policy.weights().keys() == names_in(tiny_model_dir)
+        assert policy.weights().keys() == tensor_names(tiny_model_dir)
         assert "lm_head.weight" not in policy.weights()  # tied
         assert policy.weights("model").keys() == policy.weights().keys() | {"lm_head.weight"}
         assert not any(tensor.requires_grad for tensor in policy.weights().values())

@@ -18,8 +18,8 @@ from engine.schemas.episode import EpisodeSpec
 from engine.schemas.reward import Posting
 from engine.schemas.train import TrainSpec
 from engine.schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory, Turn
-from engine.train.batches import Batch, Group, RowMaker, normalised
-from engine.train.rollouts import Rollouts, TaskOrder
+from engine.train.batches import Batch, Group, RowBuilder, whitened_advantages
+from engine.train.rollouts import BatchCollector, TaskOrder
 
 TASKS = [Task(id=f"t{number}", index=number, fields={}) for number in range(5)]
 
@@ -57,7 +57,7 @@ class World:
         self.rewards = rewards
         self.ticks = ticks
         self.version = 0
-        self.alive = 0
+        self.max_live_episodes = 0
         self.most_alive = 0
         self.begun: list[str] = []
         self.cancelled: list[str] = []
@@ -65,8 +65,8 @@ class World:
     async def episode(self, task: Task, sample: int) -> Trajectory:
         self.begun.append(f"{task.id}/{sample}")
         version = self.version
-        self.alive += 1
-        self.most_alive = max(self.most_alive, self.alive)
+        self.max_live_episodes += 1
+        self.most_alive = max(self.most_alive, self.max_live_episodes)
         try:
             for _ in range(self.ticks(task.id, sample)):
                 await asyncio.sleep(0)
@@ -80,7 +80,7 @@ class World:
             self.cancelled.append(f"{task.id}/{sample}")
             raise
         finally:
-            self.alive -= 1
+            self.max_live_episodes -= 1
 
 
 def spec_of(**train: Any) -> tuple[EpisodeSpec, TrainSpec]:
@@ -90,11 +90,21 @@ def spec_of(**train: Any) -> tuple[EpisodeSpec, TrainSpec]:
     ), wanted
 
 
-def rollouts_of(world: World, *, samples: int = 2, alive: int = 100, begun: int = 0, **train: Any) -> Rollouts:
+def collector_of(
+    world: World, *, samples: int = 2, max_live_episodes: int = 100, begun: int = 0, **train: Any
+) -> BatchCollector:
     spec, wanted = spec_of(**train)
     order = TaskOrder(TASKS, shuffle=wanted.shuffle, seed=wanted.seed)
     runner: Any = world
-    return Rollouts(runner, order, RowMaker(spec, wanted, None), wanted, samples=samples, alive=alive, begun=begun)
+    return BatchCollector(
+        runner,
+        order,
+        RowBuilder(spec, wanted, None),
+        wanted,
+        samples=samples,
+        max_live_episodes=max_live_episodes,
+        begun=begun,
+    )
 
 
 def ids(groups: Sequence[Group]) -> list[str]:
@@ -105,37 +115,37 @@ def differing(task: str, sample: int) -> float:
     return float(sample % 2)
 
 
-async def steps(world: World, rollouts: Rollouts, count: int) -> list[Batch]:
+async def steps(world: World, rollouts: BatchCollector, count: int) -> list[Batch]:
     batches = []
     for _ in range(count):
         batch = await rollouts.batch()
         batches.append(batch)
         await asyncio.sleep(0)  # what learning gives others the time for
         world.version += 1
-        rollouts.consumed(world.version)
+        rollouts.batch_trained(world.version)
     await rollouts.close()
     return batches
 
 
 async def test_synchronous_steps_take_the_tasks_in_order_and_sample_nothing_ahead() -> None:
     world = World(differing, lambda task, sample: 1)
-    rollouts = rollouts_of(world)
+    rollouts = collector_of(world)
     first = await rollouts.batch()
     assert ids(first.used) == ["t0", "t1"]
     for _ in range(20):
         await asyncio.sleep(0)
     assert world.begun == ["t0/0", "t0/1", "t1/0", "t1/1"]  # nothing until the weights are new
-    rollouts.consumed(1)
+    rollouts.batch_trained(1)
     second, third = await rollouts.batch(), None
-    rollouts.consumed(2)
+    rollouts.batch_trained(2)
     third = await rollouts.batch()
     assert (ids(second.used), ids(third.used)) == (["t2", "t3"], ["t4", "t0~1"])
-    assert rollouts.taken == 6
+    assert rollouts.next_group == 6
 
 
 async def test_groups_that_teach_nothing_are_left_out_and_others_take_their_place() -> None:
     world = World(lambda task, sample: 1.0 if task in ("t0", "t2") else float(sample), lambda task, sample: 1)
-    batch = await rollouts_of(world).batch()
+    batch = await collector_of(world).batch()
     assert ids(batch.used) == ["t1", "t3"]
     assert ids(batch.left_out) == ["t0", "t2"]
     told = batch.metrics()
@@ -144,20 +154,20 @@ async def test_groups_that_teach_nothing_are_left_out_and_others_take_their_plac
 
 
 async def test_kept_where_the_spec_says_so() -> None:
-    batch = await rollouts_of(World(lambda task, sample: 1.0, lambda *_: 1), dynamic_sampling=False).batch()
+    batch = await collector_of(World(lambda task, sample: 1.0, lambda *_: 1), dynamic_sampling=False).batch()
     assert ids(batch.used) == ["t0", "t1"]
     assert [row["advantages"].tolist() for row in batch.rows] == [[0.0] * 5] * 4
 
 
 async def test_refilling_has_an_end() -> None:
     world = World(lambda task, sample: 1.0, lambda task, sample: 1)
-    batch = await rollouts_of(world, max_sampling_rounds=3).batch()
+    batch = await collector_of(world, max_sampling_rounds=3).batch()
     assert (batch.used, len(batch.left_out)) == ([], 6)
 
 
 async def test_what_is_under_way_when_refilling_ends_does_not_train_a_version_later() -> None:
     world = World(lambda task, sample: float(sample) if task in ("t4", "t0~1", "t1~1") else 1.0, lambda *_: 1)
-    first, second = await steps(world, rollouts_of(world, max_sampling_rounds=2), 2)
+    first, second = await steps(world, collector_of(world, max_sampling_rounds=2), 2)
     assert (ids(first.used), ids(first.left_out), first.cancelled) == ([], ["t0", "t1", "t2", "t3"], 1)
     assert world.cancelled == ["t4/0", "t4/1"]
     assert ids(second.used) == ["t0~1", "t1~1"]
@@ -166,7 +176,7 @@ async def test_what_is_under_way_when_refilling_ends_does_not_train_a_version_la
 async def test_what_is_no_fault_of_the_policys_never_trains() -> None:
     broken = Failure(kind="tool_timeout", blame="tool", message="no")
     world = World(lambda task, sample: broken if sample == 0 else float(sample == 1), lambda *_: 1)
-    batch = await rollouts_of(world, samples=3).batch()
+    batch = await collector_of(world, samples=3).batch()
     assert sorted({row["episode_id"] for row in batch.rows}) == ["t0/1", "t0/2", "t1/1", "t1/2"]
     assert batch.metrics()["episodes/masked"] == 2.0
     # the two others are each other's baseline: the broken one has no part in it
@@ -175,11 +185,11 @@ async def test_what_is_no_fault_of_the_policys_never_trains() -> None:
 
 async def test_the_engines_own_fault_stops_no_other_and_the_stores_stops_all() -> None:
     world = World(lambda task, sample: RuntimeError("boom") if sample == 0 else float(sample == 1), lambda *_: 1)
-    rollouts = rollouts_of(world, samples=3)
+    rollouts = collector_of(world, samples=3)
     batch = await rollouts.batch()
     assert len(batch.rows) == 4
     assert rollouts.faults == ["t0/0: RuntimeError: boom", "t1/0: RuntimeError: boom"]
-    full = rollouts_of(World(lambda *_: StoreError("disk full"), lambda *_: 1))
+    full = collector_of(World(lambda *_: StoreError("disk full"), lambda *_: 1))
     with pytest.raises(StoreError, match="disk full"):
         await full.batch()
     await full.close()
@@ -187,18 +197,18 @@ async def test_the_engines_own_fault_stops_no_other_and_the_stores_stops_all() -
 
 async def test_over_sampling_takes_who_is_ready_and_cancels_stragglers() -> None:
     world = World(differing, lambda task, sample: 1000 if task == "t0" else 1)
-    rollouts = rollouts_of(world, asynchrony={"oversample": 1.5})
+    rollouts = collector_of(world, asynchrony={"oversample": 1.5})
     batch = await rollouts.batch()
     assert ids(batch.used) == ["t1", "t2"]
     assert batch.cancelled == 1
     assert sorted(world.cancelled) == ["t0/0", "t0/1"]
-    assert rollouts.taken == 3
+    assert rollouts.next_group == 3
     await rollouts.close()
 
 
 async def test_no_more_episodes_are_alive_than_may_be() -> None:
     world = World(differing, lambda task, sample: 3 + sample)
-    batches = await steps(world, rollouts_of(world, samples=4, alive=5, tasks_per_step=4), 3)
+    batches = await steps(world, collector_of(world, samples=4, max_live_episodes=5, tasks_per_step=4), 3)
     assert world.most_alive == 5
     assert [len(batch.used) for batch in batches] == [4, 4, 4]
 
@@ -206,10 +216,10 @@ async def test_no_more_episodes_are_alive_than_may_be() -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32), staleness=st.integers(0, 3), wanted=st.integers(1, 4), equal=st.sampled_from([0.0, 0.3]),
-    alive=st.integers(1, 30), over=st.sampled_from([1.0, 1.5]),
+    max_live_episodes=st.integers(1, 30), over=st.sampled_from([1.0, 1.5]),
 )  # fmt: skip
 def test_no_token_that_trains_is_older_than_it_may_be(
-    seed: int, staleness: int, wanted: int, equal: float, alive: int, over: float
+    seed: int, staleness: int, wanted: int, equal: float, max_live_episodes: int, over: float
 ) -> None:
     def ticks(task: str, sample: int) -> int:
         return random.Random(f"{seed}/{task}/{sample}").choice([0, 1, 2, 5, 40])
@@ -218,8 +228,8 @@ def test_no_token_that_trains_is_older_than_it_may_be(
         return 1.0 if random.Random(f"{seed}/{task}").random() < equal else float(sample)
 
     world = World(rewards, ticks)
-    rollouts = rollouts_of(
-        world, alive=alive, tasks_per_step=wanted, max_sampling_rounds=8,
+    rollouts = collector_of(
+        world, max_live_episodes=max_live_episodes, tasks_per_step=wanted, max_sampling_rounds=8,
         asynchrony={"max_staleness": staleness, "oversample": over},
     )  # fmt: skip
     batches = asyncio.run(steps(world, rollouts, 8))
@@ -235,15 +245,15 @@ def test_no_token_that_trains_is_older_than_it_may_be(
 
 async def test_asynchronous_rollouts_go_on_while_the_trainer_steps() -> None:
     world = World(differing, lambda task, sample: 1)
-    rollouts = rollouts_of(world, asynchrony={"max_staleness": 1})
+    rollouts = collector_of(world, asynchrony={"max_staleness": 1})
     await rollouts.batch()
     for _ in range(20):
         await asyncio.sleep(0)
     # (1 + 0 + 1) * 2 groups in all, and no more until the version rises
     assert [name.partition("/")[0] for name in world.begun[::2]] == ["t0", "t1", "t2", "t3"]
-    assert rollouts.taken == 2  # a resumed training begins those again that nobody has trained on
+    assert rollouts.next_group == 2  # a resumed training begins those again that nobody has trained on
     world.version = 1
-    rollouts.consumed(1)
+    rollouts.batch_trained(1)
     for _ in range(20):
         await asyncio.sleep(0)
     assert len(world.begun) == 12
@@ -280,31 +290,31 @@ def test_bonuses_are_added_to_sampled_tokens_alone() -> None:
         advantage_bonuses=[{"use": f"{__name__}:doubled", "with": {"scale": 0.5}, "coefficient": 2.0}]
     )
     group = [make_trajectory(TASKS[0], sample, float(sample)) for sample in range(2)]
-    plain = RowMaker(spec, spec_of()[1], None).rows(group)
-    rows = RowMaker(spec, wanted, None).rows(group)
+    plain = RowBuilder(spec, spec_of()[1], None).rows(group)
+    rows = RowBuilder(spec, wanted, None).rows(group)
     added = [row["advantages"] - before["advantages"] for row, before in zip(rows, plain, strict=True)]
     assert [each.tolist() for each in added] == [[0, 0, 0, 3, 4]] * 2
     with pytest.raises(TrainError, match=r"must be one finite number for each of the row's 5 tokens"):
-        RowMaker(spec, spec_of(advantage_bonuses=[{"use": f"{__name__}:nothing"}])[1], None).rows(group)
+        RowBuilder(spec, spec_of(advantage_bonuses=[{"use": f"{__name__}:nothing"}])[1], None).rows(group)
 
 
 def test_advantages_of_a_batch_to_mean_0_and_deviation_1() -> None:
     def row(mask: list[int], values: list[float]) -> dict[str, Any]:
         return {"loss_mask": np.array(mask), "advantages": np.array(values, np.float32)}
 
-    found = normalised([row([0, 1, 1], [9, 1, 3]), row([1], [5])])
+    found = whitened_advantages([row([0, 1, 1], [9, 1, 3]), row([1], [5])])
     spread = (8 / 3) ** 0.5
     np.testing.assert_allclose(found[0], [0, -2 / spread, 0], atol=1e-6)
     np.testing.assert_allclose(found[1], [2 / spread], atol=1e-6)
-    assert [each.tolist() for each in normalised([row([1, 1], [2, 2])])] == [[0, 0]]
-    assert normalised([row([0], [0])])[0].tolist() == [0.0]
+    assert [each.tolist() for each in whitened_advantages([row([1, 1], [2, 2])])] == [[0, 0]]
+    assert whitened_advantages([row([0], [0])])[0].tolist() == [0.0]
 
 
 def test_staleness_is_counted_by_token() -> None:
     trajectory = make_trajectory(TASKS[0], 0, 1.0, version=3)
     other = make_trajectory(TASKS[0], 1, 0.0, version=4)
     spec, wanted = spec_of()
-    rows = RowMaker(spec, wanted, None).rows([trajectory, other])
+    rows = RowBuilder(spec, wanted, None).rows([trajectory, other])
     rows[1]["weight_versions"][4] = 5
     batch = Batch(5, [Group(0, "t0", 3, [trajectory, other], rows)])
     told = batch.metrics()

@@ -25,7 +25,7 @@ from engine.schemas.generation import GenerateRequest, Generation, SamplingParam
 from engine.schemas.train import TrainSpec
 from engine.tokens.format import load_format
 from engine.train.policy import Policy
-from engine.train.shared_tensors import Shelf, buckets, room
+from engine.train.shared_tensors import SharedBuffer, buckets, buffer_bytes
 from engine.train.sync import open_sync
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -284,7 +284,7 @@ def test_another_process_reads_what_was_shared() -> None:
         ("c", torch.tensor(7)),
     ]
     strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    shelf = Shelf(room(tensors))
+    buffer = SharedBuffer(buffer_bytes(tensors))
     assert torch.multiprocessing.get_sharing_strategy() == strategy  # type: ignore[no-untyped-call]
     read = (
         "import base64, pickle, sys, torch\n"
@@ -298,9 +298,9 @@ def test_another_process_reads_what_was_shared() -> None:
         assert reader.stdin is not None
         assert reader.stdout is not None
         for piece in (tensors, tensors[::-1], tensors[1:]):  # one after the other, in the same place
-            shelf.lay(piece)
+            buffer.write(piece)
             for _ in range(2):  # two readers of each
-                reader.stdin.write(f"{shelf.dump()}\n")
+                reader.stdin.write(f"{buffer.serialize()}\n")
                 wanted = [(name, str(tensor.dtype), tensor.float().tolist()) for name, tensor in piece]
                 assert reader.stdout.readline() == f"{wanted}\n"
     assert reader.returncode == 0
@@ -308,5 +308,5 @@ def test_another_process_reads_what_was_shared() -> None:
 
 def test_more_than_shared_memory_has_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(TrainError, match=r"--shm-size\), or use `train.weight_sync.method: disk`") as caught:
-        Shelf(1 << 50)
+        SharedBuffer(1 << 50)
     assert caught.value.kind == "train_setup"

@@ -182,9 +182,9 @@ async def test_divergence_stops_it_and_the_last_good_weights_are_kept(
     true, calls = learner.objective, []
 
     def spoilt(spec: Any, tokens: Any) -> Any:
-        loss, tally = true(spec, tokens)
+        loss, metrics = true(spec, tokens)
         calls.append(1)
-        return (loss * float("nan") if len(calls) == 3 else loss), tally
+        return (loss * float("nan") if len(calls) == 3 else loss), metrics
 
     monkeypatch.setattr(learner, "objective", spoilt)
     with pytest.raises(TrainError, match=r"the loss is nan .* the update was not made") as caught:

@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import process_group_vision_worker as worker
 import pytest
-import team_vision_worker as worker
 import torch
 from safetensors.torch import load_file
 from test_policy_vision import gallery_rows
 
 from engine.store.export import write_jsonl
 from engine.store.loader import with_image_files
-from engine.train.distributed import Alone
+from engine.train.distributed import SingleProcessGroup
 
 
 @pytest.mark.slow
@@ -40,7 +40,7 @@ async def test_two_processes_train_a_model_that_sees(make_spec: Any, run_spec: A
         timeout=140,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = worker.told_by(Alone(), vlm("qwen2_5_vl"), path)
+    found = worker.told_by(SingleProcessGroup(), vlm("qwen2_5_vl"), path)
     assert found is not None
     told = json.loads((tmp_path / "told.json").read_text())
     assert told.pop("processes") == 2

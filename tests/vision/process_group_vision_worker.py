@@ -14,22 +14,26 @@ from engine.schemas.episode import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.store.loader import beside, read_rows
 from engine.tokens.format import load_format
-from engine.train.distributed import Team, join
+from engine.train.distributed import ProcessGroup, join_process_group
 from engine.train.learner import Learner
 from engine.train.policy import Policy
 
 
-def told_by(team: Team, model: Path, path: Path) -> tuple[dict[str, float], dict[str, torch.Tensor]] | None:
+def told_by(
+    process_group: ProcessGroup, model: Path, path: Path
+) -> tuple[dict[str, float], dict[str, torch.Tensor]] | None:
     """Metrics and weights; None in a process that follows."""
     spec = TrainSpec.model_validate(
         {"device": "cpu", "optimizer": {"lr": 1e-2, "eps": 1e-3}, "memory": {"max_tokens_per_microbatch": 1}}
     )
     vision = load_format(ModelSpec(path=str(model)), path.parent).vision
     assert vision is not None
-    if team.main:
+    if process_group.main:
         vision = beside(vision, path)
-    learner = Learner(Policy.load(model, spec, temperature=1.0, vocab=None, vision=vision), spec, team=team)
-    if not team.main:
+    learner = Learner(
+        Policy.load(model, spec, temperature=1.0, vocab=None, vision=vision), spec, process_group=process_group
+    )
+    if not process_group.main:
         learner.follow()
         return None
     rows: list[dict[str, Any]] = [
@@ -43,19 +47,19 @@ def told_by(team: Team, model: Path, path: Path) -> tuple[dict[str, float], dict
     blind["advantages"] = blind["loss_mask"] * 0.5
     # By cost: two passes that see, then one that sees beside the one that does not.
     told = learner.step([*rows, rows[0] | {"episode_id": "again"}, blind], 0)
-    with team.whole(learner.policy.model):
+    with process_group.full_parameters(learner.policy.model):
         weights = {name: tensor.detach().clone().contiguous() for name, tensor in learner.policy.weights().items()}
     return told, weights
 
 
 def main(model: Path, path: Path, out: Path) -> None:
-    team = join()
-    found = told_by(team, model, path)
+    process_group = join_process_group()
+    found = told_by(process_group, model, path)
     if found is None:
         return
-    team.close()
+    process_group.close()
     save_file(found[1], out / "told.safetensors")
-    (out / "told.json").write_text(json.dumps(found[0] | {"processes": team.size}))
+    (out / "told.json").write_text(json.dumps(found[0] | {"processes": process_group.size}))
 
 
 if __name__ == "__main__":

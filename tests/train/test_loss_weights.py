@@ -23,7 +23,7 @@ from engine.schemas.train import (
     ReinforceLoss,
     SapoLoss,
 )
-from engine.train.shares import token_shares
+from engine.train.loss_weights import token_loss_weights
 
 LENGTHS = [3, 1, 4, 0]
 EPISODES = ["a", "a", "b", "c"]
@@ -31,7 +31,7 @@ EPISODES = ["a", "a", "b", "c"]
 
 
 def by_row(loss: LossSpec, **options: object) -> list[float]:
-    found = token_shares(loss, LENGTHS, EPISODES, **options)  # type: ignore[arg-type]
+    found = token_loss_weights(loss, LENGTHS, EPISODES, **options)  # type: ignore[arg-type]
     assert [len(row) for row in found] == LENGTHS
     assert all(len(set(row.tolist())) <= 1 for row in found)
     return [float(row[0]) for row in found if len(row)]
@@ -40,13 +40,13 @@ def by_row(loss: LossSpec, **options: object) -> list[float]:
 @pytest.mark.parametrize("loss", [GrpoLoss(), GspoLoss(), SapoLoss()])
 def test_episodes_count_alike_and_an_episode_is_all_its_rows(loss: LossSpec) -> None:
     assert by_row(loss) == [1 / 8, 1 / 8, 1 / 8]
-    assert [row.tolist() for row in token_shares(loss, [1, 4], ["a", "b"])] == [[0.5], [0.125] * 4]
+    assert [row.tolist() for row in token_loss_weights(loss, [1, 4], ["a", "b"])] == [[0.5], [0.125] * 4]
 
 
 @pytest.mark.parametrize("loss", [BnpoLoss(), DapoLoss(), CispoLoss(), PpoLoss()])
 def test_tokens_count_alike(loss: LossSpec) -> None:
     assert by_row(loss) == [1 / 8, 1 / 8, 1 / 8]
-    assert [row.tolist() for row in token_shares(loss, [1, 4], ["a", "b"])] == [[0.2], [0.2] * 4]
+    assert [row.tolist() for row in token_loss_weights(loss, [1, 4], ["a", "b"])] == [[0.2], [0.2] * 4]
 
 
 def test_dr_grpo_divides_by_a_constant() -> None:
@@ -76,18 +76,18 @@ def test_in_mini_batches_bnpo_counts_its_own_tokens_and_dapo_all_of_them() -> No
     }
     losses: list[LossSpec] = [BnpoLoss(), DapoLoss(), GrpoLoss(), ReinforceLoss(), DrGrpoLoss(length=10)]
     for loss in losses:
-        found = token_shares(loss, lengths, episodes, minibatches=minibatches)
+        found = token_loss_weights(loss, lengths, episodes, minibatches=minibatches)
         assert [float(row[0]) for row in found] == pytest.approx(expected[loss.kind], rel=1e-15)
 
 
 def test_an_episode_in_two_mini_batches_is_refused() -> None:
     with pytest.raises(TrainError, match="keep an episode together"):
-        token_shares(GrpoLoss(), [1, 1], ["a", "a"], minibatches=[0, 1])
+        token_loss_weights(GrpoLoss(), [1, 1], ["a", "a"], minibatches=[0, 1])
 
 
 def test_nothing_trained_has_no_shares() -> None:
-    assert token_shares(GrpoLoss(), [], []) == []
-    assert [row.tolist() for row in token_shares(DapoLoss(), [0, 0], ["a", "b"])] == [[], []]
+    assert token_loss_weights(GrpoLoss(), [], []) == []
+    assert [row.tolist() for row in token_loss_weights(DapoLoss(), [0, 0], ["a", "b"])] == [[], []]
 
 
 def exact(loss: LossSpec, rows: list[tuple[int, str]], values: list[list[int]]) -> Fraction:
@@ -132,10 +132,12 @@ def test_the_sum_is_the_steps_loss_however_rows_are_parted(
 ) -> None:
     rng = np.random.default_rng(seed)
     values = [rng.integers(-50, 50, length).tolist() for length, _ in rows]
-    shares = token_shares(loss, [length for length, _ in rows], [episode for _, episode in rows], length=100)
+    loss_weights = token_loss_weights(
+        loss, [length for length, _ in rows], [episode for _, episode in rows], length=100
+    )
     parts = rng.integers(0, 3, len(rows))
     total = sum(
-        sum(float(shares[row] @ np.array(values[row], float)) for row in np.flatnonzero(parts == part))
+        sum(float(loss_weights[row] @ np.array(values[row], float)) for row in np.flatnonzero(parts == part))
         for part in range(3)
     )
     assert total == pytest.approx(float(exact(loss, rows, values)), rel=1e-12, abs=1e-12)

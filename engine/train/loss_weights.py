@@ -1,6 +1,6 @@
-"""Each trained token's share of a step's loss: what the losses average over.
+"""Each trained token's loss_weight of a step's loss: what the losses average over.
 
-A step's loss is the sum of share times loss over its tokens, so it can be computed in any parts, on any number of
+A step's loss is the sum of loss_weight times loss over its tokens, so it can be computed in any parts, on any number of
 machines, and added up. What is divided by is counted once over the whole step and counts trained tokens only: nothing
 that is padded, prompted or masked.
 
@@ -33,7 +33,7 @@ Values = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 
-def token_shares(
+def token_loss_weights(
     loss: LossSpec,
     lengths: Sequence[int] | Counts,
     episodes: Sequence[str],
@@ -41,7 +41,7 @@ def token_shares(
     minibatches: Sequence[int] | Counts | None = None,
     length: int | None = None,
 ) -> list[Values]:
-    """The share of each trained token of a step's rows.
+    """The loss_weight of each trained token of a step's rows.
 
     Args:
         loss: Says what is averaged over.
@@ -68,18 +68,20 @@ def token_shares(
     episode = _numbered(episodes)
     of_batch, of_episode = _sums(tokens, batch), _sums(tokens, episode)
     together = _episodes(episode, batch, tokens)[batch]
-    with np.errstate(divide="ignore"):  # rows of which nothing trains have no token that would take their share
+    with np.errstate(divide="ignore"):  # rows of which nothing trains have no token that would take their loss_weight
         if isinstance(loss, GrpoLoss | GspoLoss | SapoLoss):
-            shares = 1.0 / (together * of_episode[episode])
+            loss_weights = 1.0 / (together * of_episode[episode])
         elif isinstance(loss, BnpoLoss):
-            shares = 1.0 / of_batch[batch]
+            loss_weights = 1.0 / of_batch[batch]
         elif isinstance(loss, DrGrpoLoss):
-            shares = 1.0 / (together * float(loss.length or length or 1))
+            loss_weights = 1.0 / (together * float(loss.length or length or 1))
         elif isinstance(loss, ReinforceLoss):
-            shares = 1.0 / together
+            loss_weights = 1.0 / together
         else:
-            shares = np.full(len(tokens), np.count_nonzero(of_batch) / tokens.sum())
-    return [np.full(count, share) for count, share in zip(tokens.tolist(), shares.tolist(), strict=True)]
+            loss_weights = np.full(len(tokens), np.count_nonzero(of_batch) / tokens.sum())
+    return [
+        np.full(count, loss_weight) for count, loss_weight in zip(tokens.tolist(), loss_weights.tolist(), strict=True)
+    ]
 
 
 def _numbered(names: Sequence[str] | Sequence[int] | Counts) -> Counts:

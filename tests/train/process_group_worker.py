@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from engine.schemas.train import TrainSpec
 from engine.train.checkpoint import Checkpoints, State
-from engine.train.distributed import Alone, Team, join
+from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_process_group
 from engine.train.learner import Learner
 from engine.train.policy import Policy
 
@@ -82,13 +82,15 @@ def rows_of() -> list[dict[str, Any]]:
     return rows
 
 
-def learner_of(team: Team, folder: Path, kind: str) -> Learner:
+def learner_of(process_group: ProcessGroup, folder: Path, kind: str) -> Learner:
     spec = spec_of(kind)
-    return Learner(Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None), spec, team=team)
+    return Learner(
+        Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None), spec, process_group=process_group
+    )
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
-    with learner.team.whole(learner.policy.model):
+    with learner.process_group.full_parameters(learner.policy.model):
         return {name: tensor.detach().clone() for name, tensor in learner.policy.weights().items()}
 
 
@@ -107,17 +109,17 @@ def told_by(learner: Learner, folder: Path) -> tuple[dict[str, Any], dict[str, t
 
 
 def main(folder: Path, kind: str) -> None:
-    team = join()
-    assert not isinstance(team, Alone)
-    learner = learner_of(team, folder / "model", kind)
-    if not team.main:
+    process_group = join_process_group()
+    assert not isinstance(process_group, SingleProcessGroup)
+    learner = learner_of(process_group, folder / "model", kind)
+    if not process_group.main:
         learner.follow()
         return
     numbers, tensors = told_by(learner, folder / "several")
     parameters: list[Any] = list(learner.policy.model.parameters())
     numbers["share"] = sum(each.to_local().numel() for each in parameters) / sum(each.numel() for each in parameters)
-    numbers["size"] = team.size
-    team.close()
+    numbers["size"] = process_group.size
+    process_group.close()
     save_file(tensors, folder / "told.safetensors")
     (folder / "told.json").write_text(json.dumps(numbers))
 
