@@ -1,4 +1,4 @@
-"""TrainSpec: the `train:` section of a spec, which `engine train` reads and everything else leaves alone."""
+"""TrainSpec: the `train:` section of a spec. Only `engine train` and `engine validate` read it."""
 
 from __future__ import annotations
 
@@ -9,88 +9,88 @@ from pydantic import Field, model_validator
 from engine.schemas.base import Contract, Seconds
 
 Level = Literal["token", "turn", "sequence"]
-"""What a ratio is taken over: one token, a turn's tokens, or a whole row's."""
+"""Level at which a probability ratio is taken: one token, the tokens of a turn, or the tokens of a row."""
 
 Clip = Annotated[float, Field(ge=0.0)]
 
 
 class ClippedLoss(Contract):
-    """What the losses with a clipped ratio share."""
+    """Base class of the losses that clip the ratio."""
 
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
-    """The ratio is held above 1 - clip_low."""
+    """Lower clip bound: the ratio is clipped to at least 1 - clip_low."""
     clip_high: Clip = 0.2
-    """The ratio is held below 1 + clip_high; DAPO's clip-higher takes 0.28."""
+    """Upper clip bound: the ratio is clipped to at most 1 + clip_high. DAPO (clip-higher) uses 0.28."""
     delta: float | None = Field(default=None, gt=1.0)
-    """Two-sided clipping: with a negative advantage the ratio counts at most this much (dual-clip PPO); left out, no bound."""
+    """Two-sided clipping (dual-clip PPO): upper bound of the ratio for negative advantages. No bound if not set."""
 
 
 class GrpoLoss(ClippedLoss):
-    """GRPO: clipped ratio, each episode's tokens averaged, then the episodes."""
+    """GRPO: clipped ratio; mean over the tokens of each episode, then over episodes."""
 
     kind: Literal["grpo"] = "grpo"
 
 
 class BnpoLoss(ClippedLoss):
-    """BNPO: as GRPO, averaged over the tokens of each mini-batch."""
+    """BNPO: GRPO with the mean over all tokens of each mini-batch."""
 
     kind: Literal["bnpo"] = "bnpo"
 
 
 class DrGrpoLoss(ClippedLoss):
-    """Dr. GRPO: as GRPO, divided by a constant length, so that long replies are not favoured."""
+    """Dr. GRPO: GRPO divided by a constant length, so that the length of a reply does not change the size of its gradient."""
 
     kind: Literal["dr_grpo"] = "dr_grpo"
     length: int | None = Field(default=None, ge=1)
-    """The constant, tokens an episode; `limits.episode_tokens` when left out."""
+    """The constant, in tokens per episode. Default: `limits.episode_tokens`."""
 
 
 class DapoLoss(ClippedLoss):
-    """DAPO: clip-higher, averaged over all tokens of the step."""
+    """DAPO: clip-higher; mean over all tokens of the step."""
 
     kind: Literal["dapo"] = "dapo"
     clip_high: Clip = 0.28
-    """The ratio is held below 1 + clip_high: more room to rise than to fall."""
+    """Upper clip bound: the ratio is clipped to at most 1 + clip_high. It is further from 1 than the lower bound."""
 
 
 class GspoLoss(ClippedLoss):
-    """GSPO: one ratio a row, the geometric mean of its tokens'."""
+    """GSPO: one ratio per row, the geometric mean of the ratios of its tokens."""
 
     kind: Literal["gspo"] = "gspo"
     clip_low: float = Field(default=3e-4, ge=0.0, le=1.0)
-    """The row's ratio is held above 1 - clip_low."""
+    """Lower clip bound: the row's ratio is clipped to at least 1 - clip_low."""
     clip_high: Clip = 4e-4
-    """The row's ratio is held below 1 + clip_high."""
+    """Upper clip bound: the row's ratio is clipped to at most 1 + clip_high."""
 
 
 class CispoLoss(Contract):
-    """CISPO: the clipped ratio is a weight without gradient; no token's gradient is cut off."""
+    """CISPO: the clipped ratio is a weight without gradient, so every token keeps its gradient."""
 
     kind: Literal["cispo"] = "cispo"
     clip_low: float | None = Field(default=None, ge=0.0, le=1.0)
-    """The weight is held above 1 - clip_low; no lower bound when left out."""
+    """Lower bound of the weight: 1 - clip_low. No lower bound if not set."""
     clip_high: Clip = 4.0
-    """The weight is held below 1 + clip_high."""
+    """Upper bound of the weight: 1 + clip_high."""
 
 
 class SapoLoss(Contract):
-    """SAPO: a smooth gate around ratio 1 in place of the clip."""
+    """SAPO: a smooth gate around ratio 1 instead of clipping."""
 
     kind: Literal["sapo"] = "sapo"
     temperature_positive: float = Field(default=1.0, gt=0.0)
-    """Of the gate where the advantage is positive."""
+    """Temperature of the gate for positive advantages."""
     temperature_negative: float = Field(default=1.05, gt=0.0)
-    """Of the gate where it is not."""
+    """Temperature of the gate for all other advantages."""
 
 
 class ReinforceLoss(Contract):
-    """REINFORCE: advantage times log-prob. With the leave-one-out baseline it is RLOO, with a batch's one REINFORCE++."""
+    """REINFORCE: advantage times log-prob. With a leave-one-out baseline it is RLOO; with batch-normalized advantages, REINFORCE++."""
 
     kind: Literal["reinforce"] = "reinforce"
 
 
 class PpoLoss(ClippedLoss):
-    """PPO's clipped surrogate, averaged over all tokens of the step."""
+    """PPO: clipped surrogate; mean over all tokens of the step."""
 
     kind: Literal["ppo"] = "ppo"
 
@@ -102,25 +102,25 @@ LossSpec = Annotated[
 
 
 class KlSpec(Contract):
-    """A penalty for moving away from the reference: the model as it was at the start, or below its adapter."""
+    """KL penalty against the reference model: the model at the start of training, or the base model if LoRA is trained."""
 
     coefficient: float = Field(default=0.0, ge=0.0)
-    """0 takes no reference at all."""
+    """Coefficient of the penalty in the loss. With 0 no reference model is loaded."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators of KL(policy || reference) from the sampled token."""
+    """Schulman's estimator of KL(policy || reference), computed from the sampled token."""
 
 
 class RolloutCorrectionSpec(Contract):
-    """Off-policy correction: weighs tokens by trainer over sampler probability, or masks where it strays too far."""
+    """Importance weights between sampler and trainer: each token is weighted by trainer probability / sampler probability."""
 
     kind: Literal["none", "truncate", "mask"] = "truncate"
-    """`truncate` holds the weight between `low` and `high`; `mask` drops what is outside."""
+    """`truncate` (TIS) clips the weight to [low, high]; `mask` (MIS) sets weights outside of [low, high] to 0."""
     level: Level = "token"
-    """`turn` and `sequence` take the geometric mean of the ratios of that turn's or row's tokens."""
+    """Level of the ratio. `turn` and `sequence` use the geometric mean over the tokens of the turn or row."""
     low: float = Field(default=0.0, ge=0.0)
-    """The least ratio that is let through as it is."""
+    """Lower bound of the ratio."""
     high: float = Field(default=2.0, gt=0.0)
-    """The greatest one."""
+    """Upper bound of the ratio."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -130,182 +130,184 @@ class RolloutCorrectionSpec(Contract):
 
 
 class BonusSpec(Contract):
-    """Something added to each sampled token's advantage."""
+    """A function whose values are added to the advantages of sampled tokens."""
 
     use: str = Field(min_length=1)
     """`package.module:function(row, **with)` -> float array of [tokens]; `row` is an exported training row."""
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
-    """Its keyword arguments."""
+    """Keyword arguments of the function."""
     coefficient: float = 1.0
-    """What it is multiplied by."""
+    """Factor of the function's values."""
 
 
 class OptimizerSpec(Contract):
-    """AdamW and its learning rate."""
+    """AdamW and its learning rate schedule."""
 
     lr: float = Field(default=1e-6, gt=0.0)
     """The learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Of the running means of gradients and of their squares."""
+    """Decay rates of the running means of the gradient and of its square."""
     eps: float = Field(default=1e-8, gt=0.0)
-    """Added to what gradients are divided by."""
+    """Added to the denominator of the update."""
     weight_decay: float = Field(default=0.0, ge=0.0)
-    """Of the weights, apart from their gradients."""
+    """Decoupled weight decay."""
     max_grad_norm: float | None = Field(default=1.0, gt=0.0)
-    """Longer gradients are scaled to this norm."""
+    """Gradients with a larger norm are scaled down to this norm. No clipping if null."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the learning rate rises from 0."""
+    """Steps in which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: as it is, or falling to 0 at the last step."""
+    """Learning rate after the warm-up: constant, or decay to 0 at the last step."""
 
 
 class LoraSpec(Contract):
-    """LoRA: the base model is frozen, low-rank matrices beside it are trained (package `peft`)."""
+    """LoRA: the base model is frozen and low-rank matrices are trained. Needs the package `peft`."""
 
     rank: int = Field(default=16, ge=1)
-    """Rows of the low-rank matrices."""
+    """Rank of the matrices."""
     alpha: float = Field(default=32.0, gt=0.0)
-    """Their product is multiplied by alpha / rank."""
+    """The product of the matrices is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of a layer's inputs that the adapter does not see, while training."""
+    """Dropout probability of the adapter's inputs during training."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the layers that are adapted."""
+    """Names of the layers that get an adapter."""
 
 
 class MemorySpec(Contract):
-    """What the update may take at once."""
+    """Memory limits of an update."""
 
     max_tokens_per_microbatch: int = Field(default=8192, ge=1)
-    """Tokens in one forward pass, padding-free; a longer row goes alone."""
+    """Maximum number of tokens in one forward pass, without padding. A row that is longer is a micro-batch of its own."""
     logits_chunk_elements: int = Field(default=16_777_216, ge=1)
-    """Cells of [tokens, vocabulary] that exist at once where log-probs are computed."""
+    """Maximum size of one block of logits, tokens × vocabulary. The full logits are never in memory."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of storing them."""
     share_prefixes: bool = True
-    """Compute once what rows of one task begin with: the prompt, and what branches share."""
+    """Compute a prefix that several rows share (the prompt, or the common part of branches) once."""
 
 
 class AsynchronySpec(Contract):
-    """How far rollouts may run ahead of the trainer."""
+    """Asynchronous rollouts: how many weight versions the sampler may be behind the trainer."""
 
     max_staleness: int = Field(default=0, ge=0)
-    """Versions that an episode's first token may be behind when it trains; 0 takes turns: sample, then train."""
+    """Maximum age, in weight versions, of an episode's first token when it is trained on. 0: sampling and training alternate."""
     oversample: float = Field(default=1.0, ge=1.0)
-    """Groups begun for each that is wanted; the stragglers are cancelled."""
+    """Groups started for each group of a batch. Groups that are not finished when the batch is full are cancelled."""
 
 
 class WeightSyncSpec(Contract):
-    """How new weights reach the backend."""
+    """How new weights are sent to the backend."""
 
     method: Literal["auto", "disk", "tensors", "adapter"] = "auto"
-    """`disk`: a folder that the server reads. `tensors`: shared memory on one host. `adapter`: only the LoRA adapter,
-    by name. `auto`: `tensors` in this process, `adapter` with LoRA, else `disk`."""
+    """`disk`: a folder that the server reads. `tensors`: shared memory on one host. `adapter`: the LoRA adapter only.
+    `auto`: `tensors` for the local backend, else `adapter` with LoRA and `disk` without."""
     pause_generation: bool = True
-    """SGLang: replies wait while weights change, and go on after their prefix is computed anew; else they go on with
-    what the old weights computed. A reply may have tokens of two versions either way. An adapter pauses nothing."""
+    """SGLang: pause generation during the update and recompute the KV cache of running requests with the new weights. If
+    false, running requests continue with the KV cache of the old weights. Either way a reply can have tokens of two
+    versions. Sending an adapter pauses nothing."""
     folder: str | None = None
-    """For `disk` and `adapter`: where weights are put, a path that the server sees too; the run's own when left out."""
+    """Folder for `disk` and `adapter`; the servers must see it under the same path. Default: a folder of the training."""
 
 
 class CheckpointsSpec(Contract):
-    """What is kept for later."""
+    """When checkpoints are written and which ones are kept."""
 
     every: int = Field(default=10, ge=1)
-    """Steps between checkpoints; the last step always has one."""
+    """Steps between checkpoints. The last step always has one."""
     keep: int = Field(default=2, ge=1)
-    """Newest ones that stay; the best one stays as well."""
+    """Number of newest checkpoints to keep. The best checkpoint is kept as well."""
 
 
 class TrainEvalSpec(Contract):
-    """Evaluation while training, with the same worlds and other tasks where there are some."""
+    """Evaluation during training: the same environment and users, with other tasks if `tasks` is set."""
 
     every: int = Field(default=10, ge=1)
-    """Steps between evaluations; there is one before the first step and one after the last."""
+    """Steps between evaluations. There is also one before the first step and one after the last step."""
     tasks: dict[str, Any] | None = None
-    """As the spec's `tasks`; the training tasks when left out."""
+    """Tasks of the evaluation, in the form of the spec's `tasks`. Default: the training tasks."""
     limit: int | None = Field(default=None, ge=1)
-    """The first so many tasks."""
+    """Use only the first `limit` tasks."""
     samples: int = Field(default=1, ge=1)
-    """Episodes of each task."""
+    """Episodes per task."""
     sampling: dict[str, Any] = Field(default_factory=dict)
-    """What is different from the spec's `sampling`, such as `temperature: 0`."""
+    """Overrides of the spec's `sampling`, such as `temperature: 0`."""
     metric: str = "reward"
-    """What makes a checkpoint the best: a measure of `engine eval`, such as `success`, `reward`, `pass@4`."""
+    """The metric of `engine eval` that selects the best checkpoint, such as `success`, `reward`, `pass@4`."""
 
 
 class NotifySpec(Contract):
-    """Who is told when training fails, stalls, diverges or ends."""
+    """Notifications when training fails, stalls, diverges or finishes."""
 
     webhook_env: str | None = None
-    """Name of the environment variable with a URL; events are POSTed there as JSON (`text` and the event's fields)."""
+    """Name of the environment variable that holds a URL. Events are POSTed to it as JSON (`text` and the event's fields)."""
     command: list[str] | None = None
-    """A command; the event is its standard input, as JSON."""
+    """A command that reads the event as JSON from its standard input."""
     use: str | None = None
-    """`package.module:function(event: dict)`."""
+    """A function, as `package.module:function(event: dict)`."""
     on: list[Literal["failed", "stalled", "diverged", "finished"]] = Field(
         default_factory=lambda: ["failed", "stalled", "diverged", "finished"]  # type: ignore[arg-type]
     )
-    """What is told."""
+    """The events that send a notification."""
     stall_timeout: Seconds = 1800.0
-    """No episode and no step for so long is a stall."""
+    """Training is stalled after this time without a finished episode or step."""
 
 
 class TrainSpec(Contract):
-    """How the model learns from its episodes."""
+    """How the model is trained on its episodes."""
 
     steps: int = Field(default=100, ge=1)
-    """Batches that are collected and trained on."""
+    """Number of training steps. Each step collects one batch of episodes and trains on it."""
     tasks_per_step: int = Field(default=8, ge=1)
-    """Groups in a batch, each of `rollout.samples_per_task` episodes."""
+    """Groups per batch. A group is `rollout.samples_per_task` episodes of one task."""
     shuffle: bool = True
-    """Go through the tasks in a new random order each time round, by `seed`."""
+    """Use the tasks in a new random order in each epoch, derived from `seed`."""
     update_epochs: int = Field(default=1, ge=1)
-    """Times that a batch is gone over."""
+    """Optimization passes over one batch (verl: ppo_epochs)."""
     minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps in one pass over a batch."""
+    """Mini-batches per epoch: optimizer steps in one pass over a batch."""
     seed: int = Field(default=0, ge=0)
-    """Of the order of tasks and of mini-batches."""
+    """Seed of the order of tasks and of the split into mini-batches."""
     loss: LossSpec = Field(default_factory=GrpoLoss)
-    """What is made smaller; `kind` says which."""
+    """The loss; `kind` selects it."""
     proximal_logprobs: Literal["auto", "sampler", "recompute"] = "auto"
-    """What the clipped ratio is against: the sampler's log-probs, or the trainer's own before the batch's first update
-    (decoupled PPO). `auto`: recomputed where a batch takes more than one update; with one, the current ones are
-    those before it, however stale the batch."""
+    """Denominator of the clipped ratio: the sampler's log-probs, or log-probs that the trainer recomputes before the first
+    update of a batch (decoupled PPO). `auto`: recompute if a batch has more than one update. With one update the
+    current log-probs are already those before the update."""
     rollout_correction: RolloutCorrectionSpec = Field(default_factory=RolloutCorrectionSpec)
-    """For what sampler and trainer see differently."""
+    """Importance weights for the difference between sampler and trainer."""
     kl: KlSpec = Field(default_factory=KlSpec)
-    """Penalty for moving away from where it began."""
+    """KL penalty against the reference model."""
     entropy_coefficient: float = 0.0
     """Coefficient of the entropy bonus."""
     advantage_bonuses: list[BonusSpec] = Field(default_factory=list)
-    """Added to the advantages of sampled tokens."""
+    """Functions whose values are added to the advantages of sampled tokens."""
     advantage_norm: Literal["none", "batch"] = "none"
-    """`batch`: advantages of the whole batch to mean 0 and standard deviation 1 over tokens (REINFORCE++)."""
+    """`batch`: whiten the advantages of a batch to mean 0 and standard deviation 1 over its tokens (REINFORCE++)."""
     dynamic_sampling: bool = True
-    """Leave out groups in which no turn has an advantage (all episodes did equally well), and collect others for them."""
+    """Drop groups without signal (every advantage is 0) and sample other groups instead (DAPO)."""
     max_sampling_rounds: int = Field(default=4, ge=1)
-    """Times `tasks_per_step` groups are begun for one batch at most, where groups are left out; then it trains on fewer."""
+    """Limit of dynamic sampling: at most this many times `tasks_per_step` groups are sampled for one batch. Then the batch is
+    trained on with fewer groups."""
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
-    """AdamW."""
+    """Optimizer (AdamW)."""
     precision: Literal["float32", "mixed", "bfloat16"] = "float32"
-    """`mixed`: float32 weights, bfloat16 autocast. `bfloat16`: weights as well."""
+    """`mixed`: float32 weights with bfloat16 autocast. `bfloat16`: weights in bfloat16 as well."""
     device: str = "auto"
-    """The trainer's: `auto`, `cpu`, `cuda`, `cuda:1`."""
+    """Device of the trainer: `auto`, `cpu`, `cuda`, `cuda:1`."""
     freeze: list[str] = Field(default_factory=list)
-    """Regular expressions; parameters whose name one of them finds are not trained."""
+    """Regular expressions. A parameter is not trained if one of them matches a part of its name."""
     lora: LoraSpec | None = None
-    """Train low-rank matrices beside the layers; left out, the weights themselves."""
+    """Train a LoRA adapter. If not set, all weights are trained."""
     memory: MemorySpec = Field(default_factory=MemorySpec)
-    """What an update may take at once."""
+    """Memory limits of an update."""
     asynchrony: AsynchronySpec = Field(default_factory=AsynchronySpec)
-    """How far rollouts may run ahead."""
+    """Asynchronous rollouts."""
     weight_sync: WeightSyncSpec = Field(default_factory=WeightSyncSpec)
-    """The way of new weights to the backend."""
+    """How new weights are sent to the backend."""
     checkpoints: CheckpointsSpec = Field(default_factory=CheckpointsSpec)
-    """How often everything is written down, and how much of it stays."""
+    """Checkpoints."""
     eval: TrainEvalSpec | None = None
-    """Evaluation while training; none when left out."""
+    """Evaluation during training; none if not set."""
     notify: NotifySpec = Field(default_factory=NotifySpec)
-    """Who is told when it fails, stalls, diverges or ends."""
+    """Notifications when training fails, stalls, diverges or finishes."""
     report_to: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
-    """Where metrics go beside the run's own `metrics.jsonl`."""
+    """Trackers that get the metrics in addition to the training's `metrics.jsonl`."""

@@ -1,14 +1,14 @@
-"""Attention over packs: each token attends to its segment's ancestors and to its own segment up to itself.
+"""Attention over packs: each token attends to the ancestors of its segment and to its own segment up to itself.
 
-Two ways, the same numbers:
+There are two implementations with the same result:
 
-- *Parts* (CPU): a segment's keys are read by its own queries, causally, and by the queries of all that descends from
-  it, wholly. Those are one range, so every part is an attention of two slices, without mask and without copies; parts
-  of one query are joined by their log-sum-exps, as in FlashAttention (arXiv 2205.14135, algorithm 1). The backward
-  pass of a part with the joined output and log-sum-exp is the exact gradient by that part.
-- *Paths* (elsewhere, and with sliding windows): for each segment, its queries against its ancestors' keys and its own.
+- *Parts* (CPU): the keys of a segment are used by its own queries (causal attention) and by the queries of all its
+  descendants (full attention). Descendants are one contiguous range, so each part is an attention between two slices,
+  without mask and copies. The parts of a query are combined by their log-sum-exps, as in FlashAttention (arXiv 2205.14135,
+  algorithm 1). The backward pass of a part, given the combined output and log-sum-exp, is the exact gradient of that part.
+- *Paths* (GPU, and sliding windows): for each segment, its queries attend to the keys of its ancestors and its own keys.
 
-Invariant: no mask is larger than one segment's tokens times its row's.
+Invariant: no mask is larger than the tokens of one segment times the tokens of its row.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from engine.errors import TrainError
 from engine.train.packing import Pack, Segment
 
 ATTENTION = "episode_engine_packs"
-"""The name that this attention has in transformers' registry."""
+"""The name of this attention in transformers' registry."""
 
 _part_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _part_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def register() -> None:
-    """Make it known to transformers as `ATTENTION`; models then get no mask made for them."""
+    """Register this attention in transformers as `ATTENTION`. transformers then makes no mask for the models."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
@@ -49,42 +49,42 @@ def attend(
     pack: Pack | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface.
+    """Attention over a pack, with the signature of transformers' attention interface.
 
     Args:
         module: The attention layer.
         query: [1, heads, T, width]; `key` and `value` [1, kv_heads, T, width].
-        attention_mask: None: the pack says who attends to whom.
-        scaling: Of the scores; 1 / sqrt(width) when None.
+        attention_mask: Must be None: the pack defines which tokens attend to which.
+        scaling: Factor of the scores; None: 1 / sqrt(width).
         dropout: Must be 0.
-        sliding_window: Positions that a token sees, itself included; None: all.
-        pack: Handed to the model's forward pass as a keyword, and by it to its layers.
-        kwargs: What else the model gives.
+        sliding_window: Number of positions that a token attends to, including itself. None: all.
+        pack: The pack. The model's forward pass passes this keyword to its layers.
+        kwargs: Other arguments of the model.
 
     Returns:
-        [1, T, heads, value_width], and no weights.
+        [1, T, heads, value_width], and None for the attention weights.
 
     Raises:
-        TrainError: The model wants something else of its attention.
+        TrainError: kind `train_setup`: the model needs an attention feature that is not supported.
     """
     if pack is None:
-        raise TrainError("it does not hand its keyword arguments on to its attention", kind="train_setup")
+        raise TrainError("it does not pass its keyword arguments to its attention", kind="train_setup")
     odd = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     odd += ["dropout"] if dropout else []
     odd += ["an attention mask"] if attention_mask is not None else []
     odd += ["an order that is not causal"] if not kwargs.get("is_causal", getattr(module, "is_causal", True)) else []
     if odd:
-        raise TrainError(f"its attention has {odd[0]}", kind="train_setup")
+        raise TrainError(f"its attention uses {odd[0]}, which is not supported", kind="train_setup")
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if sliding_window is not None and sliding_window >= pack.longest:
         sliding_window = None
     heads, tokens = query.shape[1:3]
-    # The queries that weight a key head are handed over as that head's several queries: nothing is repeated.
+    # Queries that share a key head are grouped by that head, so keys and values are not copied.
     grouped = query[0].view(key.shape[1], heads // key.shape[1], tokens, query.shape[-1])
     if query.device.type == "cpu" and sliding_window is None and query.shape[-1] == value.shape[-1]:
-        # In bfloat16 this kernel's backward pass is several times slower on short segments, and less exact.
+        # In bfloat16 the backward pass of this kernel is several times slower on short segments and less exact.
         wide = torch.promote_types(query.dtype, torch.float32)
         states = (grouped.to(wide), key[0].to(wide), value[0].to(wide))
         out: torch.Tensor = _Parts.apply(*states, pack.segments, scaling).to(query.dtype)  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ def attend(
 
 
 class _Part(NamedTuple):
-    """Queries of one range against keys of one segment."""
+    """Attention between a range of queries and the keys of one segment."""
 
     queries: slice
     keys: slice
@@ -102,7 +102,7 @@ class _Part(NamedTuple):
 
 
 def _parts(segments: tuple[Segment, ...]) -> Iterator[_Part]:
-    """Every query's own part comes first."""
+    """The parts of a pack. The part of each segment with itself comes first."""
     for segment in segments:
         own = slice(segment.start, segment.end)
         yield _Part(own, own, True)
@@ -137,7 +137,7 @@ class _Parts(torch.autograd.Function):
             if causal:
                 view[:, :, here], sums[:, :, here] = part, part_sums
                 continue
-            # Joined: softmax-weighted mean of the parts, by how much weight each has.
+            # Combine the parts: mean weighted by the sums of their exponentials.
             weight = torch.sigmoid(part_sums - sums[:, :, here])[..., None]
             view[:, :, here].lerp_(part, weight)
             sums[:, :, here] = torch.logaddexp(sums[:, :, here], part_sums)
@@ -178,7 +178,7 @@ class _Parts(torch.autograd.Function):
 def _paths(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: Pack, window: int | None, scaling: float | None
 ) -> torch.Tensor:
-    """As `_Parts`, segment by segment with torch's own attention."""
+    """The same result as `_Parts`, computed segment by segment with torch's attention."""
     group, found = query.shape[1], []
     for index, segment in enumerate(pack.segments):
         ranges = _ancestors(pack.segments, index)
@@ -201,7 +201,7 @@ def _paths(
 
 
 def _ancestors(segments: tuple[Segment, ...], index: int) -> list[tuple[int, int]]:
-    """The ranges of a segment's ancestors and its own, in order."""
+    """The ranges (start, end) of a segment's ancestors and of the segment itself, in order."""
     ranges = []
     while index >= 0:
         ranges.append((segments[index].start, segments[index].end))
@@ -210,7 +210,7 @@ def _ancestors(segments: tuple[Segment, ...], index: int) -> list[tuple[int, int
 
 
 def _mask(pack: Pack, index: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Which of its row's tokens each of a segment's sees: bool [own, before and own]; None: all up to itself."""
+    """Mask of a segment: bool [tokens of the segment, tokens of its row up to its end]. None: plain causal attention."""
     segment = pack.segments[index]
     own, reach = segment.end - segment.start, segment.position + segment.end - segment.start
     if window is None and segment.position == 0:

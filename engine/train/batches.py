@@ -1,8 +1,9 @@
-"""What a step trains on: the rows of whole groups, and what may not train left out.
+"""Batches: the groups that a step trains on, their training rows and their metrics.
 
 Invariants:
-- A group is used whole or not at all: its episodes are each other's baseline.
-- A row trains only if every id is known and the episode's end is the policy's own doing (`trainable`).
+- A group is used as a whole or not at all, because its episodes are each other's baseline.
+- A row is trained on only if all of its token ids are known and its episode is `trainable`: no fault of an environment, tool,
+  user or backend ended it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
 
 ZERO_ADVANTAGE = 1e-9
-"""An advantage below this is rounding noise of equal rewards."""
+"""Advantages below this value count as 0: they are rounding errors of equal rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,40 +35,40 @@ class Group:
     """The finished episodes of one task."""
 
     number: int
-    """When it was begun: groups are counted from 0."""
+    """Number of the group in the order of starts, from 0."""
     task_id: str
     version: int
-    """The newest weights when it was begun."""
+    """Version of the weights when the group started."""
     trajectories: Sequence[Trajectory]
     rows: Sequence[Row]
-    """Those that may train."""
+    """The training rows of the group."""
 
     @property
     def without_signal(self) -> bool:
-        """No turn has an advantage: there is nothing to learn from it."""
+        """Whether every advantage is 0, so that the group has no gradient."""
         return not any(np.abs(row["advantages"]).max(initial=0.0) > ZERO_ADVANTAGE for row in self.rows)
 
 
 @dataclass(slots=True)
 class Batch:
-    """What one step has collected."""
+    """The groups collected for one step."""
 
     version: int
-    """Of the weights that learn from it."""
+    """Version of the weights that are trained on the batch."""
     used: list[Group] = field(default_factory=list)
-    """To be trained on, in the order in which they were begun."""
+    """Groups to train on, in the order in which they started."""
     left_out: list[Group] = field(default_factory=list)
-    """Nothing to learn from."""
+    """Groups without training rows, or dropped by dynamic sampling."""
     cancelled: int = 0
-    """Groups that were given up: stragglers, or too stale."""
+    """Number of cancelled groups: stragglers, or too stale."""
 
     @property
     def rows(self) -> list[Row]:
-        """Every row to be trained on."""
+        """All rows to train on."""
         return [row for group in self.used for row in group.rows]
 
     def metrics(self) -> dict[str, float]:
-        """What the episodes show, those left out of training included."""
+        """Metrics of all episodes of the batch, including those that are not trained on."""
         groups = [*self.used, *self.left_out]
         summary = Summary()
         for group in groups:
@@ -107,10 +108,10 @@ class Batch:
 
 
 class RowBuilder:
-    """Trajectories of one group -> its rows, with the spec's credit and its bonuses.
+    """Builds the training rows of a group, with the credit and the advantage bonuses of the spec.
 
     Raises:
-        EntryError: a bonus cannot be had.
+        EntryError: a bonus function cannot be imported.
     """
 
     def __init__(self, spec: EpisodeSpec, train: TrainSpec, base: Path | None) -> None:
@@ -118,11 +119,11 @@ class RowBuilder:
         self._bonuses = [(bonus, _entry(bonus, base)) for bonus in train.advantage_bonuses]
 
     def rows(self, trajectories: Sequence[Trajectory]) -> list[Row]:
-        """The rows that may train, advantages and bonuses on their sampled tokens.
+        """Build the training rows of a group; bonuses are added to the advantages of sampled tokens.
 
         Raises:
-            LedgerError: the credit method cannot be carried out.
-            TrainError: a bonus answers something that is no number for each token.
+            LedgerError: the credit method cannot be computed.
+            TrainError: kind `train_setup`: a bonus function did not return one finite number per token.
         """
         rows = list(group_rows(trajectories, self._plan, trainable_only=True))
         for bonus, function in self._bonuses:
@@ -143,20 +144,20 @@ def _bonus(bonus: BonusSpec, function: Callable[..., Any], row: Row) -> np.ndarr
     given = np.asarray(function(row, **bonus.with_), np.float32)
     if given.shape != row["input_ids"].shape or not np.isfinite(given).all():
         raise TrainError(
-            f"the bonus {bonus.use} answered shape {given.shape} for {row['episode_id']}; "
-            f"it must be one finite number for each of the row's {len(row['input_ids'])} tokens",
+            f"the bonus {bonus.use} returned shape {given.shape} for {row['episode_id']}; "
+            f"it must return one finite number for each of the row's {len(row['input_ids'])} tokens",
             kind="train_setup",
         )
     return np.where(row["loss_mask"] == 1, bonus.coefficient * given, 0.0).astype(np.float32)
 
 
 def whitened_advantages(rows: Sequence[Row]) -> list[np.ndarray]:
-    """Advantages brought to mean 0 and standard deviation 1 over a batch's sampled tokens.
+    """Whiten advantages to mean 0 and standard deviation 1 over the sampled tokens of a batch.
 
-    REINFORCE++ (arXiv 2501.03262, section 3.2). Where all are alike, only the mean is taken off.
+    REINFORCE++ (arXiv 2501.03262, section 3.2). If all advantages are equal, only the mean is subtracted.
 
     Returns:
-        For each row, float32 [tokens]; 0.0 where nothing was sampled.
+        For each row, float32 [tokens]; 0.0 for tokens that were not sampled.
     """
     masks = [row["loss_mask"] == 1 for row in rows]
     if not any(mask.any() for mask in masks):
@@ -171,7 +172,7 @@ def whitened_advantages(rows: Sequence[Row]) -> list[np.ndarray]:
 
 
 def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over those that have it; the greatest of those that are named `…max`."""
+    """Combine metrics of several updates: the maximum for names that end in `max`, else the mean over the updates that have it."""
     names = dict.fromkeys(name for each in metrics for name in each)
     found = {name: [each[name] for each in metrics if name in each] for name in names}
     return {name: max(values) if name.endswith("max") else sum(values) / len(values) for name, values in found.items()}

@@ -1,15 +1,15 @@
-"""Checkpoints: what a training needs to go on as if it had never stopped.
+"""Checkpoints: all state that a resumed training needs to continue as if it had not stopped.
 
     checkpoints/step-000010/
-        state.json              step, version, where the tasks stand, the best evaluation so far
-        policy.safetensors      what is trained, in the trainer's own precision
+        state.json              step, version, number of the next group, the best evaluation so far
+        policy.safetensors      trained parameters, in the trainer's precision
         optimizer.safetensors   AdamW's moments, and torch's random state
-        model/                  a whole model that `model.path` and `engine eval --model` can name; with LoRA:
-        adapter/                the adapter, as `peft` reads it
+        model/                  a full model for `model.path` and `engine eval --model`; with LoRA instead:
+        adapter/                the adapter in peft's format
 
 Invariants:
-- A checkpoint is under its name only when all of it is written.
-- The newest `keep` stay, and the best one by evaluation.
+- A checkpoint gets its name only after all of its files are written.
+- The newest `keep` checkpoints and the best one by evaluation are kept.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ _STEP = "step-"
 
 @dataclass(slots=True)
 class State:
-    """Where a training stands."""
+    """Progress of a training."""
 
     step: int
-    """Batches that are trained on."""
+    """Number of finished steps."""
     version: int
-    """Of the weights: batches that changed them."""
+    """Version of the weights: number of batches that changed them."""
     next_group: int
-    """Groups that are not collected again."""
+    """Number of the group at which a resumed training starts."""
     best: float | None = None
-    """The best evaluation so far."""
+    """Value of the best evaluation so far."""
     best_step: int | None = None
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """Complete checkpoints of a training's folder, oldest first."""
+    """The complete checkpoints in a training's folder, oldest first."""
     return sorted(path for path in (folder / "checkpoints").glob(f"{_STEP}*") if (path / "state.json").is_file())
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step of a checkpoint, by its name."""
+    """The step of a checkpoint, read from its name."""
     return int(checkpoint.name.removeprefix(_STEP))
 
 
@@ -62,8 +62,8 @@ class Checkpoints:
     """Writes and reads the checkpoints of one training.
 
     Args:
-        folder: The training's.
-        keep: Newest ones that stay.
+        folder: The folder of the training.
+        keep: Number of newest checkpoints to keep.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -71,10 +71,13 @@ class Checkpoints:
         self._keep = keep
 
     def write(self, state: State, learner: Learner) -> Path:
-        """Write a checkpoint, and remove those that are no longer kept. One that is there already stays as it is.
+        """Write a checkpoint and remove old ones. A complete checkpoint of the same step is not written again.
+
+        Returns:
+            The folder of the checkpoint.
 
         Raises:
-            TrainError: kind `checkpoint`: it cannot be written.
+            TrainError: kind `checkpoint`: the checkpoint cannot be written.
         """
         final = self._folder / "checkpoints" / f"{_STEP}{state.step:06d}"
         try:
@@ -106,15 +109,15 @@ class Checkpoints:
                 shutil.rmtree(path)
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint; None where there is none."""
+        """The newest complete checkpoint; None if there is none."""
         return max(checkpoints_of(self._folder), key=step_of, default=None)
 
     @staticmethod
     def read(checkpoint: Path, learner: Learner) -> State:
-        """Bring a learner to where a checkpoint left it.
+        """Load a checkpoint into a learner. Returns the progress of its training.
 
         Raises:
-            TrainError: kind `checkpoint`: it cannot be read, or is of another model or other settings.
+            TrainError: kind `checkpoint`: it cannot be read, or belongs to another model or other settings.
         """
         try:
             told: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
@@ -123,11 +126,11 @@ class Checkpoints:
             torch.set_rng_state(learner.read_optimizer_state(checkpoint / "optimizer.safetensors"))
             return State(**told)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-            raise TrainError(f"cannot go on from {checkpoint}: {error}", kind="checkpoint") from error
+            raise TrainError(f"cannot resume from {checkpoint}: {error}", kind="checkpoint") from error
 
 
 def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As safetensors takes them: on the CPU, in one piece, no two of one memory."""
+    """The tensors in the form that safetensors needs: on the CPU, contiguous, without shared memory."""
     seen: set[int] = set()
     whole = {}
     for name, tensor in tensors.items():

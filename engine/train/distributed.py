@@ -1,20 +1,23 @@
-"""Several processes that learn as one: weights, gradients and optimizer state are sharded (FSDP2, arXiv 2304.11277).
+"""Process groups: one training job in several processes, with sharded weights, gradients and optimizer state (FSDP2).
 
-    accelerate launch --num_processes 8 -m engine.cli.main train SPEC        # or torchrun; one process is `SingleProcessGroup`
+FSDP is described in arXiv 2304.11277.
 
-    process_group = join_process_group()                                   # before the model is loaded: it says which device is whose
-    forward = process_group.shard(policy.model)              # before the optimizer is made: its parameters are new ones
+    accelerate launch --num_processes 8 -m engine.cli.main train SPEC    # or torchrun; one process is a `SingleProcessGroup`
+
+    process_group = join_process_group()               # before the model is loaded: sets the device of this process
+    forward = process_group.shard(policy.model)        # before the optimizer is made: sharding replaces the parameters
     if not process_group.main:
-        process_group.serve_calls({"step": learner.step})         # does what process 0 does, until that calls `close`
+        process_group.serve_calls({"step": learner.step})   # runs the calls of process 0 until process 0 calls `close`
 
-Process 0 alone collects episodes and talks to the backend; a method that every process must go through begins with
-`process_group.tell`, which hands its arguments to the others.
+Only process 0 collects episodes and talks to the backend. A method that every process must run begins with
+`process_group.call_others`, which sends its name and arguments to the other processes.
 
 Invariants:
-- Gradients are summed over processes (in float32), never averaged: a token's share is already of the whole step's loss,
-  so a step is the same however many processes it is spread over.
-- Every process makes the same number of passes: where one has fewer packs it makes one more, in which shares are 0.
-- Outside of passes no process holds whole weights, but within `whole`, where process 0 has them on the CPU.
+- Gradients are summed over processes (in float32), never averaged: a token's loss weight is already relative to the whole
+  step, so a step has the same result with any number of processes.
+- Every process runs the same number of forward passes. A process with fewer packs runs one again with loss weights 0.
+- No process holds full weights outside of a forward or backward pass, except in `full_parameters`: there process 0 has
+  them on the CPU.
 """
 
 from __future__ import annotations
@@ -34,17 +37,17 @@ from engine.errors import TrainError
 
 T = TypeVar("T")
 RunForward = Callable[..., Any]
-"""run(function, *args, **kwargs) -> what the function answers: a pass, in which the weights are there."""
+"""run(function, *args, **kwargs) -> the function's result. The function runs as a forward pass with gathered weights."""
 
 _CONTROL_TIMEOUT = timedelta(days=7)
-"""How long the others wait to be told something: as long as episodes take. Within a step, torch's own limit holds."""
+"""How long the other processes wait for the next call: episodes may take long. Within a step, torch's own limit holds."""
 _STOP = "close"
 _FULL_PARAMETERS = "whole"
 _WRITE_PARAMETERS = "write"
 
 
 class ProcessGroup(Protocol):
-    """What a learner asks of the processes that it runs on."""
+    """The processes of one training job, as one process of them sees it."""
 
     rank: int
     size: int
@@ -54,38 +57,38 @@ class ProcessGroup(Protocol):
         """Whether this is process 0."""
 
     def shard(self, model: nn.Module) -> RunForward:
-        """Spread a model's weights; through what is returned, everything that needs them is to be called."""
+        """Shard a model's weights. Everything that needs the weights must be called through the returned function."""
 
     def call_others(self, method: str, *args: Any) -> None:
-        """From process 0: have the others call that method of theirs. From another: nothing."""
+        """In process 0: have the other processes call that method of theirs. In the others: nothing."""
 
     def serve_calls(self, methods: Mapping[str, Callable[..., Any]]) -> None:
-        """In the others: do what is told until process 0 closes."""
+        """In the other processes: run the calls of process 0 until it calls `close`."""
 
     def assign(self, packs: Sequence[T], cost: Callable[[T], int]) -> list[tuple[T, bool]]:
-        """This process's packs, and whether each counts: one that does not is only there for the pass."""
+        """This process's packs, each with True if its loss counts. A pack with False is run only to keep processes in step."""
 
     def all_gather(self, value: T) -> list[T]:
-        """Every process's value, by rank, on all of them."""
+        """The values of all processes by rank, in every process."""
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
-        """Scale gradients to a norm of at most `limit`; the norm over all shards, before."""
+        """Scale the gradients to a norm of at most `limit`. Returns the norm over all shards before scaling."""
 
     def full_parameters(self, model: nn.Module, *, write: bool = False) -> Any:
-        """A context in which process 0's model has whole weights; with `write`, what it sets in them is kept."""
+        """A context in which process 0's model has full weights. With `write`, changes to them are kept in all shards."""
 
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors of sharded ones: on process 0, and nothing on the others. SingleProcessGroup, the tensors themselves."""
+        """Full tensors of sharded tensors in process 0, and {} in the others. One process: the tensors themselves."""
 
     def shard_like(self, value: Tensor, like: Tensor) -> Tensor:
-        """Process 0's whole value (elsewhere it does not matter which), sharded and placed as `like` is."""
+        """The full value of process 0, sharded and placed like `like`. The other processes' values are ignored."""
 
     def close(self) -> None:
-        """From process 0: let the others go. After an error that they did not have, exit instead: the launcher ends them."""
+        """In process 0: end `serve_calls` in the others. After an error in process 0 alone, exit instead: the launcher ends them."""
 
 
 class SingleProcessGroup:
-    """A process_group of one: everything is here."""
+    """A process group of one process: nothing is sharded."""
 
     rank = 0
     size = 1
@@ -124,10 +127,10 @@ class SingleProcessGroup:
 
 
 def join_process_group() -> ProcessGroup:
-    """The process_group that this process was launched in (`WORLD_SIZE`, `RANK`, `LOCAL_RANK`, `MASTER_ADDR`); sets its device.
+    """Join the process group of the launcher (`WORLD_SIZE`, `RANK`, `LOCAL_RANK`, `MASTER_ADDR`) and set the CUDA device.
 
     Raises:
-        TrainError: kind `train_setup`: the processes do not find each other, or torch is too old.
+        TrainError: kind `train_setup`: the processes cannot connect to each other, or torch is too old.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return SingleProcessGroup()
@@ -140,14 +143,14 @@ def join_process_group() -> ProcessGroup:
         return ShardedProcessGroup("cpu" if cpu else "cuda")
     except (KeyError, ValueError, RuntimeError) as error:
         raise TrainError(
-            f"the {os.environ['WORLD_SIZE']} processes of this training do not come together ({error}); launch them with "
+            f"the {os.environ['WORLD_SIZE']} processes of this training cannot connect to each other ({error}); launch them with "
             "`accelerate launch` or `torchrun`, or unset WORLD_SIZE",
             kind="train_setup",
         ) from error
 
 
 class ShardedProcessGroup:
-    """One of several processes of a training; made by `join`."""
+    """A process group of several processes. Made by `join_process_group`."""
 
     def __init__(self, kind: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -164,14 +167,14 @@ class ShardedProcessGroup:
         return self.rank == 0
 
     def shard(self, model: nn.Module) -> RunForward:
-        """Shard each of the text model's blocks (`_no_split_modules`), and what is outside of them as one.
+        """Shard each block of the text model (`_no_split_modules`) by itself, and all other parameters as one unit.
 
-        A block is gathered when it is called, and every process has to call it as often: so what sees images, which not
-        every pass does, is not sharded by block. A parameter that a pass does not use has a gradient of 0.
+        A block is gathered when it is called, and every process must call it equally often. The vision tower does not
+        run in every pass, so its blocks are not sharded by themselves. A parameter that a pass does not use has gradient 0.
 
-        Every process has loaded the same weights. Parameters are new objects from here on, each with its share of the
-        rows; those that are tied stay so. What the model computes outside of its own `forward` (a head whose weight is
-        used by itself) is covered: the pass is whatever is called through the function returned.
+        Every process must have loaded the same weights. Sharding replaces the parameters: each process holds a part of
+        the rows, and tied parameters stay tied. Weights that are used outside of the model's own `forward` (the output
+        layer) are gathered as well, because the pass is the function that is called through the result.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -183,7 +186,7 @@ class ShardedProcessGroup:
         for part in _sharded_modules(root):
             if not hasattr(part, "set_reduce_scatter_unused_params"):
                 raise TrainError(
-                    f"torch {torch.__version__} cannot sum gradients over processes; take a newer one",
+                    f"torch {torch.__version__} cannot sum gradients over processes; install torch 2.13 or newer",
                     kind="train_setup",
                 )
             part.set_gradient_divide_factor(1.0)
@@ -198,7 +201,7 @@ class ShardedProcessGroup:
             dist.broadcast_object_list([(method, args)], src=0, group=self._control)
 
     def serve_calls(self, methods: Mapping[str, Callable[..., Any]]) -> None:
-        """Does what is told. A TrainError is raised in every process alike: it is process 0's to decide what then."""
+        """Run the calls of process 0. A TrainError occurs in every process alike, and process 0 handles it: ignored here."""
         while True:
             told: list[Any] = [None]
             dist.broadcast_object_list(told, src=0, group=self._control)
@@ -218,9 +221,9 @@ class ShardedProcessGroup:
                 continue
 
     def assign(self, packs: Sequence[T], cost: Callable[[T], int]) -> list[tuple[T, bool]]:
-        """Packs that are computed at the same time are of about the same cost: processes wait for each other's layers.
+        """Assign packs by cost: processes wait for each other at each layer, so concurrent packs should cost the same.
 
-        With no packs at all there are no passes.
+        Returns an empty list if there are no packs.
         """
         order = sorted(range(len(packs)), key=lambda number: (-cost(packs[number]), number))
         dealt = []
@@ -242,7 +245,7 @@ class ShardedProcessGroup:
 
     @contextmanager
     def full_parameters(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:
-        """One parameter is gathered at a time; on process 0 they are all put in the model, on the CPU."""
+        """Gather one parameter at a time. In process 0 the model then holds all of them on the CPU."""
         number = next(number for number, each in enumerate(self._models) if each is model)
         self.call_others(_FULL_PARAMETERS, number)
         for part in _sharded_modules(self._roots[number]):
@@ -269,7 +272,7 @@ class ShardedProcessGroup:
 
     @torch.no_grad()
     def _write_parameters(self, model: nn.Module, values: Sequence[Tensor]) -> None:
-        """Give every process its share of process 0's values, which are those of the model's parameters in order."""
+        """Copy process 0's values, in the order of the model's parameters, into the shards of all processes."""
         parameters = list(dict.fromkeys(parameter for _, _, parameter in _parameter_slots(model)))
         for number, parameter in enumerate(parameters):
             parameter.copy_(self.shard_like(values[number] if values else parameter, parameter))
@@ -296,7 +299,7 @@ class ShardedProcessGroup:
 
 
 class _ShardedRoot(nn.Module):
-    """A model, and whatever is computed with it, as one module: sharding hooks into a module's `forward`."""
+    """A module whose `forward` runs any function of the model, because FSDP gathers weights at a module's `forward`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -306,7 +309,7 @@ class _ShardedRoot(nn.Module):
         return function(*args, **kwargs)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A pass. One without gradients leaves no whole weights behind; after one with them, `backward` sees to it."""
+        """Run a forward pass. Without gradients the weights are resharded here; with gradients `backward` reshards them."""
         found = self(function, *args, **kwargs)
         if not torch.is_grad_enabled():
             for part in _sharded_modules(self):
@@ -315,21 +318,21 @@ class _ShardedRoot(nn.Module):
 
 
 def _decoder_blocks(model: Any) -> list[nn.Module]:
-    """The layers that every pass goes through once."""
+    """The layers of the decoder, which every pass runs once."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     text = model.get_decoder() if hasattr(model, "get_decoder") else model
     return [module for module in text.modules() if type(module).__name__ in kinds]
 
 
 def _sharded_modules(root: nn.Module) -> list[Any]:
-    """The modules that are sharded as one each."""
+    """The modules that FSDP shards as one unit each."""
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def _parameter_slots(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Where the model holds each parameter; one that is tied is held in several places."""
+    """(module, name, parameter) for each place that holds a parameter. A tied parameter is held in several places."""
     return [
         (module, name, parameter)
         for module in model.modules()
@@ -339,7 +342,7 @@ def _parameter_slots(model: nn.Module) -> list[tuple[nn.Module, str, nn.Paramete
 
 
 def _full_tensor_on_cpu(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, on the CPU, without its graph, in memory of its own: files are written of it."""
+    """A copy of the full tensor on the CPU, without its graph, in memory of its own, ready to be written to a file."""
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()

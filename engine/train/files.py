@@ -1,6 +1,6 @@
-"""A model's folder: under which names its files have the weights, and a new one with weights of ours.
+"""Model folders: the names of weights in a folder's files, and writing a folder with new weights.
 
-Invariant: what is not weights is copied from the folder that the model was loaded from, byte for byte.
+Invariant: all files except weights are copied byte for byte from the folder that the model was loaded from.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHARD = "5GB"
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """Names of the tensors in a folder's safetensors files; empty where there are none."""
+    """The names of the tensors in a folder's safetensors files; empty if there are none."""
     from safetensors import safe_open
 
     found: set[str] = set()
@@ -32,15 +32,15 @@ def tensor_names(folder: Path) -> set[str]:
 
 
 def under_file_names(model: Any, state: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
-    """A model's weights under the names of its folder's files.
+    """A model's weights under the names that its files use.
 
     Args:
-        model: The model of transformers, as it was loaded from `folder`.
-        state: Its weights under its own names.
-        folder: Where the files are.
+        model: The transformers model, loaded from `folder`.
+        state: The weights under the model's own names.
+        folder: Folder of the model's files.
 
     Raises:
-        TrainError: The files have names that transformers does not give back.
+        TrainError: kind `train_setup`: the files have names that transformers cannot map back to.
     """
     wanted = tensor_names(folder)
     if wanted and wanted <= state.keys():
@@ -51,23 +51,23 @@ def under_file_names(model: Any, state: Mapping[str, torch.Tensor], folder: Path
     missing = sorted(wanted - found.keys())
     if missing:
         raise TrainError(
-            f"{folder} names {missing[0]!r} and {len(missing) - 1} other weights that {type(model).__name__} has no "
-            "counterpart for: save the model anew with transformers, and name that folder",
+            f"{folder} names {missing[0]!r} and {len(missing) - 1} other weights that {type(model).__name__} does not "
+            "have: save the model again with transformers, and use that folder as `model.path`",
             kind="train_setup",
         )
     return {name: found[name] for name in sorted(wanted)} if wanted else found
 
 
 def write_model(state: Mapping[str, torch.Tensor], source: Path, folder: Path) -> None:
-    """Write weights, and beside them all that `source` has but weights.
+    """Write a model folder: new weights, and copies of all other files of `source`.
 
     Args:
-        state: Weights under their names in the files.
-        source: A model's folder.
-        folder: The new one; an older one in its place is exchanged for it.
+        state: Weights by their names in the files.
+        source: Folder of the model that was loaded.
+        folder: The folder to write. An older one is replaced.
 
     Raises:
-        TrainError: Kind `checkpoint`: it cannot be written.
+        TrainError: kind `checkpoint`: it cannot be written.
     """
     from huggingface_hub import save_torch_state_dict
 

@@ -1,12 +1,12 @@
-"""A training's folder: what it was begun with, and where its parts lie.
+"""The folder of a training and its files.
 
 <name>-train-<time>/
-    train.json          the spec as it was loaded, overrides, versions of packages
-    metrics.jsonl       a line a step
+    train.json          the loaded spec, overrides, versions of packages
+    metrics.jsonl       one line per step
     checkpoints/        see `checkpoint.py`
-    rollouts-0/         the run store of its episodes; each resume begins another
+    rollouts-0/         the run store of its episodes; each resume starts another one
     evals/step-000010/  the run store of an evaluation
-    plots/              pictures of the metrics
+    plots/              plots of the metrics
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _HEADER = "train.json"
 
 
 def begin(out: Path, header: RunHeader) -> Path:
-    """Make the folder of a new training.
+    """Make the folder of a new training and write its header.
 
     Raises:
-        TrainError: kind `train_setup`: it exists, or cannot be written.
+        TrainError: kind `train_setup`: the folder exists, or cannot be written.
     """
     folder = out / header.run_id
     try:
@@ -41,7 +41,7 @@ def begin(out: Path, header: RunHeader) -> Path:
 
 
 def discard(folder: Path) -> bool:
-    """Remove a training's folder where it holds nothing but what it was begun with; whether it was removed."""
+    """Remove a training's folder if it holds only the header. Returns whether it was removed."""
     if [entry.name for entry in os.scandir(folder)] != [_HEADER]:
         return False
     (folder / _HEADER).unlink()
@@ -50,7 +50,7 @@ def discard(folder: Path) -> bool:
 
 
 def trainings(out: Path) -> list[Path]:
-    """Folders of the trainings under `out`, by name."""
+    """The folders of all trainings under `out`, sorted by name."""
     try:
         return sorted(entry for entry in out.iterdir() if (entry / _HEADER).is_file())
     except OSError:
@@ -58,10 +58,10 @@ def trainings(out: Path) -> list[Path]:
 
 
 def find_training(word: str, out: Path) -> Path:
-    """The training that is meant: a folder, an id or the beginning of one, or `latest`.
+    """Find a training by its folder, its id, the start of its id, or `latest`.
 
     Raises:
-        TrainError: kind `train_setup`: none is meant, or several are.
+        TrainError: kind `train_setup`: no training matches, or several do.
     """
     path = Path(word)
     if (path / _HEADER).is_file():
@@ -75,15 +75,17 @@ def find_training(word: str, out: Path) -> Path:
         return (exact or meant)[0]
     if meant:
         shown = ", ".join(folder.name for folder in meant[:5])
-        raise TrainError(f"`{word}` is the beginning of {len(meant)} trainings: {shown}", kind="train_setup")
+        raise TrainError(
+            f"{len(meant)} trainings begin with `{word}`: {shown}; give more of the id", kind="train_setup"
+        )
     raise TrainError(
-        f"no training `{word}` in {out}; give its folder, its id, or `latest` (`engine train SPEC` begins one)",
+        f"no training `{word}` in {out}; give its folder, its id, or `latest` (`engine train SPEC` starts one)",
         kind="train_setup",
     )
 
 
 def read_header(folder: Path) -> RunHeader:
-    """What a training was begun with.
+    """Read the header of a training: its spec, overrides and package versions.
 
     Raises:
         TrainError: kind `train_setup`: it cannot be read.
@@ -95,6 +97,6 @@ def read_header(folder: Path) -> RunHeader:
 
 
 def next_rollouts(folder: Path) -> str:
-    """The name of the next store of episodes in a training's folder."""
+    """The name of the next run store in a training's folder."""
     taken = [entry.name.rpartition("-")[2] for entry in os.scandir(folder) if entry.name.startswith("rollouts-")]
     return f"rollouts-{max((int(number) for number in taken if number.isdigit()), default=-1) + 1}"

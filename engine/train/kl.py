@@ -1,4 +1,4 @@
-"""The penalty for moving away from the reference: Schulman's estimators of KL(policy || reference).
+"""The KL penalty against the reference model: Schulman's estimators of KL(policy || reference).
 
 From one sampled token x, with d = log ref(x) - log policy(x) ("Approximating KL divergence", 2020,
 joschu.net/blog/kl-approx.html):
@@ -7,9 +7,10 @@ joschu.net/blog/kl-approx.html):
     k2 = d^2 / 2             biased, never negative
     k3 = exp(d) - 1 - d      unbiased, never negative; GRPO's (arXiv 2402.03300, equation 4)
 
-How good a value is says little about its gradient, which is what a loss takes. For tokens that the policy itself drew:
+A good estimate of the value does not imply a good estimate of the gradient, which a loss uses. For tokens that the policy
+itself drew:
 
-    k1:  grad log policy(x)                    of mean 0: an estimate of nothing, only noise
+    k1:  grad log policy(x)                    mean 0: noise that estimates nothing
     k2:  -d * grad log policy(x)               an unbiased estimate of the gradient of KL(policy || reference)
     k3:  (1 - exp(d)) * grad log policy(x)     an unbiased estimate of the gradient of KL(reference || policy), which
                                                near the reference is k2's to first order in d
@@ -25,15 +26,15 @@ from engine.train.ratios import bounded_k3, log_ratio
 
 
 def token_kl(estimator: Literal["k1", "k2", "k3"], logprobs: Tensor, reference: Tensor) -> Tensor:
-    """The estimate at each token.
+    """Estimate the KL divergence at each token.
 
     Args:
-        estimator: One of the three.
-        logprobs: The policy's, [n], with their graph.
-        reference: The reference's, [n].
+        estimator: `k1`, `k2` or `k3`.
+        logprobs: Log-probs of the policy, [n], with their graph.
+        reference: Log-probs of the reference model, [n].
 
     Returns:
-        [n], in nats. Finite for -inf log-probs too: `engine.train.ratios` says what counts as what.
+        [n], in nats. Finite for log-probs of -inf as well (see `engine.train.ratios`).
     """
     exponent = log_ratio(reference.detach(), logprobs)
     if estimator == "k1":

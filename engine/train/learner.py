@@ -1,9 +1,9 @@
-"""One batch of rows -> better weights: mini-batches, micro-batches, one optimizer.
+"""The learner: trains a policy on batches of rows, split into mini-batches and micro-batches.
 
 Invariants:
-- A step's gradient is the same however its rows fall into micro-batches: every token's share of the loss is known before
-  the first of them is computed.
-- An update whose loss or gradient is no finite number is not made.
+- The gradient of a step does not depend on how its rows are split into micro-batches: the loss weight of every token is
+  computed before the first micro-batch.
+- An update whose loss or gradient norm is not finite is not applied.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 RANDOM = "torch_rng"
-"""torch's random state, beside the optimizer's in a checkpoint."""
+"""Name of torch's random state in the optimizer's file of a checkpoint."""
 
 
 class Learner:
     """A policy and its optimizer.
 
     Args:
-        policy: What learns.
-        spec: How.
-        episode_tokens: Tokens that an episode may have, for `dr_grpo` without a length of its own.
-        process_group: The processes that learn as one; every one of them has a learner, and process 0's is told what to do.
+        policy: The model to train.
+        spec: The `train:` section.
+        episode_tokens: Maximum number of tokens of an episode, for `dr_grpo` without `length`.
+        process_group: The processes of the training. Each has a learner; process 0's learner calls the others.
     """
 
     def __init__(
@@ -59,34 +59,37 @@ class Learner:
         self.process_group: ProcessGroup = process_group or SingleProcessGroup()
         self._run = self.process_group.shard(
             policy.model
-        )  # before the optimizer: its parameters are those that are sharded
+        )  # before the optimizer is made: sharding replaces the parameters
         self._spec = spec
         self._length = episode_tokens
         self._names = [name for name, _ in policy.named_parameters()]
         self._parameters = [parameter for _, parameter in policy.named_parameters()]
         if not self._parameters:
-            raise TrainError("no parameter is trained: `train.freeze` finds all of them", kind="train_setup")
+            raise TrainError(
+                "no parameter is trained: the patterns of `train.freeze` match all of them; remove one",
+                kind="train_setup",
+            )
         wanted = spec.optimizer
         self.optimizer = torch.optim.AdamW(
             self._parameters, lr=wanted.lr, betas=wanted.betas, eps=wanted.eps, weight_decay=wanted.weight_decay
         )
         self.lora = spec.lora is not None
         self.dirty = False
-        """The batch under way, or the last one, has changed the weights."""
+        """Whether the current batch (or the last one) has changed the weights."""
 
     def step(self, rows: Sequence[Row], step: int, images: Mapping[str, Tensors] | None = None) -> dict[str, float]:
-        """Learn from one batch.
+        """Train on one batch.
 
         Args:
-            rows: Those that may train.
-            step: The batch's number, from 0: sets the learning rate and the order of mini-batches.
-            images: Tensors of the rows' images, given to the processes that did not sample them.
+            rows: The training rows of the batch.
+            step: The batch's number, from 0. It sets the learning rate and the order of mini-batches.
+            images: Tensors of the rows' images by digest, for processes that did not sample the rows.
 
         Returns:
-            Means over the updates (greatest values for names that end in `max`).
+            Metrics: means over the updates; maxima for names that end in `max`.
 
         Raises:
-            TrainError: kind `diverged`: a loss or gradient is no finite number.
+            TrainError: kind `diverged`: the loss or the gradient norm is not finite.
         """
         self.process_group.call_others("step", rows, step, self._images(rows))
         vision = self.policy.net.vision
@@ -114,7 +117,7 @@ class Learner:
         return mean_metrics(told) | {"lr": rate, "updates": float(len(told))}
 
     def _images(self, rows: Sequence[Row]) -> dict[str, Tensors]:
-        """What process 0 sends along with rows."""
+        """Tensors of the rows' images by digest, which process 0 sends to the others."""
         vision = self.policy.net.vision
         if vision is None or self.process_group.size == 1 or not self.process_group.main:
             return {}
@@ -123,7 +126,7 @@ class Learner:
 
     @property
     def _recompute(self) -> bool:
-        """Whether log-probs before the first update are needed apart from the current ones."""
+        """Whether the log-probs before the first update must be computed separately from the current ones."""
         spec = self._spec
         if spec.proximal_logprobs == "auto":
             return spec.update_epochs * spec.minibatches > 1
@@ -131,7 +134,7 @@ class Learner:
 
     @torch.no_grad()
     def _with_proximal(self, rows: Sequence[Row]) -> list[Row]:
-        """Rows with `proximal`, [trained tokens]: the policy's log-probs as they are now."""
+        """Rows with `proximal`: the policy's current log-probs, float32 [trained tokens]."""
         found = [np.zeros(len(_places(row)), np.float32) for row in rows]
         mine: dict[int, np.ndarray] = {}
         for pack, _ in self.process_group.assign(self._packs(rows), _cost):
@@ -149,7 +152,7 @@ class Learner:
         return pack_rows(rows, memory.max_tokens_per_microbatch, share_prefixes=share)
 
     def _update(self, rows: Sequence[Row], loss_weights: Sequence[np.ndarray]) -> dict[str, float]:
-        """One optimizer step. `loss_weights`: each row's tokens' loss_weights of its loss."""
+        """Make one optimizer step. `loss_weights`: for each row, float64 [trained tokens]."""
         loss, metrics = 0.0, MetricSums()
         for pack, counts in self.process_group.assign(self._packs(rows), _cost):
             tokens = self._tokens(pack, rows, loss_weights)
@@ -168,7 +171,7 @@ class Learner:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             raise TrainError(
-                f"the loss is {loss} and its gradient's norm {norm}: the update was not made. Lower `train.optimizer.lr`, "
+                f"the loss is {loss} and its gradient's norm {norm}: the update was not applied. Lower `train.optimizer.lr`, "
                 "or look at policy/ratio_max and sampler/diff_max in metrics.jsonl",
                 kind="diverged",
             )
@@ -178,13 +181,13 @@ class Learner:
         return metrics.result() | {"loss": loss, "grad_norm": norm}
 
     def _loss_weights(self, rows: Sequence[Row], parts: Sequence[int]) -> list[np.ndarray]:
-        """Each trained token's share of the loss of its update; `parts`: which update each row falls into."""
+        """Loss weights of each row, [trained tokens]. `parts`: number of the mini-batch of each row."""
         lengths = [len(_places(row)) for row in rows]
         episodes = [row["episode_id"] for row in rows]
         return list(token_loss_weights(self._spec.loss, lengths, episodes, minibatches=parts, length=self._length))
 
     def _tokens(self, pack: Pack, rows: Sequence[Row], loss_weights: Sequence[np.ndarray]) -> Tokens:
-        """The forward pass of one pack, and what its tokens are judged by."""
+        """Run the forward pass of a pack and gather the tensors that the loss of its tokens needs."""
         spec = self._spec
         logprobs, entropy = self._run(self.policy.forward, pack, entropy=True)
         reference = self._run(self.policy.reference, pack) if spec.kl.coefficient else None
@@ -232,7 +235,7 @@ class Learner:
         return wanted.lr * 0.5 * (1.0 + math.cos(math.pi * over))
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """AdamW's moments and step count by parameter: `<parameter>::exp_avg` and so on; whole, on process 0."""
+        """AdamW's moments and step counts by `<parameter>::exp_avg` and so on: full tensors in process 0, {} in the others."""
         self.process_group.call_others("optimizer_state")
         told: dict[str, torch.Tensor] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
@@ -241,13 +244,13 @@ class Learner:
         return self.process_group.gather_full(told)
 
     def read_optimizer_state(self, file: Path) -> torch.Tensor:
-        """Take back what `optimizer_state` gave, from a safetensors file that every process can read.
+        """Load what `optimizer_state` returned, from a safetensors file that every process can read.
 
         Returns:
-            The random state that lies beside it.
+            torch's random state from the same file.
 
         Raises:
-            ValueError: it is of other parameters.
+            ValueError: the file belongs to other parameters.
         """
         from safetensors.torch import load_file
 
@@ -259,15 +262,13 @@ class Learner:
             name, _, moment = key.rpartition("::")
             parameter = by_name.get(name)
             if parameter is None or (moment in _MOMENTS and value.shape != parameter.shape):
-                raise ValueError(
-                    f"the optimizer's state `{key}` {tuple(value.shape)} is of no parameter that is trained"
-                )
+                raise ValueError(f"the optimizer's state `{key}` {tuple(value.shape)} belongs to no trained parameter")
             kept = self.process_group.shard_like(value, parameter) if moment in _MOMENTS else value
             self.optimizer.state[parameter][moment] = kept
         return random
 
     def follow(self) -> None:
-        """In every process but the first: do what process 0 does, until it closes."""
+        """In every process except process 0: run the calls of process 0 until it closes."""
         self.process_group.serve_calls(
             {
                 "step": self.step,
@@ -282,17 +283,17 @@ def _cost(pack: Pack) -> int:
 
 
 def _with_zero_loss_weights(tokens: Tokens) -> Tokens:
-    """Tokens of a pass that is only made because the other processes make one."""
+    """Tokens of a pass that does not count: it runs only because the other processes run one."""
     return replace(tokens, loss_weights=torch.zeros_like(tokens.loss_weights))
 
 
 def _places(row: Row) -> np.ndarray:
-    """Where a row was sampled, by place in its tokens."""
+    """Indices of the sampled tokens of a row, int64 [trained tokens]."""
     return np.flatnonzero(row["loss_mask"] == 1)
 
 
 def _minibatches(rows: Sequence[Row], count: int, seed: tuple[int, int, int]) -> list[list[Row]]:
-    """Rows in `count` parts of about as many tasks each, an episode's rows and a task's episodes together."""
+    """Split rows into `count` parts with about equally many tasks. Rows of one task stay together."""
     if count == 1:
         return [list(rows)]
     by_task: dict[str, list[Row]] = {}

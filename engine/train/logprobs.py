@@ -1,18 +1,18 @@
-"""Log-probs and entropies of labels from hidden states, without the logits of all tokens ever being there.
+"""Log-probs and entropies of labels from hidden states, computed without the full logits in memory.
 
-    z = (hidden @ weight.T + bias) / temperature        over the ids that may be sampled
+    z = (hidden @ weight.T + bias) / temperature        over the ids that can be sampled
     logprob = z[label] - lse(z)                         d/dz_j = [j = label] - p_j
     entropy = lse(z) - sum_j p_j z_j                    d/dz_j = -p_j (z_j - lse(z) + entropy)
 
-The logits are made block by block, some tokens by some of the vocabulary, with a running maximum and sum, as in
-FlashAttention (arXiv 2205.14135, algorithm 1). The backward pass makes them again, but for two cases: all of them fit
-`chunk_elements`, and are kept; or the weights learn nothing (LoRA), and sum_j p_j weight_j, which the gradient of `hidden`
-needs, is summed up on the way forward.
+The logits are computed in blocks (tokens × vocabulary) with a running maximum and sum, as in FlashAttention (arXiv
+2205.14135, algorithm 1). The backward pass recomputes them, with two exceptions. If all logits fit in `chunk_elements`, they
+are kept. If the output layer is not trained (LoRA), the forward pass also sums up sum_j p_j weight_j, which is all that the
+gradient of `hidden` needs.
 
 Invariants:
-- At most `chunk_elements` logits exist at once.
-- Ids that may not be sampled have probability 0 and gradient 0, whatever their logits: no 0 * inf arises.
-- Sums are float32 or wider; gradients of the weights are summed over all tokens before they are rounded.
+- At most `chunk_elements` logits are in memory at the same time.
+- Ids that cannot be sampled have probability 0 and gradient 0 for any logits, so 0 * inf does not occur.
+- Sums are float32 or float64. Gradients of the weights are summed over all tokens before they are rounded.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from typing import Any, NamedTuple
 import torch
 
 MASKED_LOGIT = -1e30
-"""The logit of an id that may not be sampled: finite, and its exponential is 0."""
+"""The logit of an id that cannot be sampled: finite, with exponential 0."""
 CPU_BLOCK_ELEMENTS = 1 << 21
-"""Logits in a block on a CPU: they stay in its cache."""
+"""Maximum logits in a block on a CPU, so that a block fits in the cache."""
 MAX_BLOCK_TOKENS = 4096
-"""Tokens in a block, at most."""
+"""Maximum tokens in a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LogitSettings:
-    """How hidden states become log-probs."""
+    """How log-probs are computed from hidden states."""
 
     temperature: float
     banned: tuple[int, ...]
@@ -43,15 +43,15 @@ class _LogitSettings:
     softcap: float | None
     entropy: bool
     learns: bool
-    """Whether gradients are asked for at all."""
+    """Whether gradients are enabled."""
     dtype: torch.dtype
-    """Of the matrix products."""
+    """Dtype of the matrix products."""
     total: torch.dtype
-    """Of the sums."""
+    """Dtype of the sums."""
 
     @property
     def scales_hidden(self) -> bool:
-        """Whether hidden states are divided by the temperature, in place of logits."""
+        """Whether the hidden states are divided by the temperature instead of the logits."""
         return self.softcap is None and self.dtype == self.total
 
 
@@ -68,23 +68,23 @@ def chunked_logprobs(
     vocab: int | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs of `labels`, and the entropies of the distributions that they are from.
+    """Compute log-probs of `labels` and the entropies of their distributions.
 
     Args:
-        hidden: [n, H], what the output layer takes.
-        weight: [V, H], the output layer's.
+        hidden: [n, H], hidden states before the output layer.
+        weight: [V, H], weights of the output layer.
         labels: int64 [n].
-        temperature: Divides the logits; above 0.
+        temperature: Divides the logits; greater than 0.
         banned: Ids that are never sampled.
-        chunk_elements: Logits that may exist at once.
-        bias: [V], the output layer's.
-        entropy: Whether entropies are asked for; they have a gradient too.
-        vocab: Ids from here on are never sampled; None: all may be.
-        softcap: Logits are softcap * tanh(logits / softcap) before the temperature; None: as they are.
+        chunk_elements: Maximum logits in memory at the same time.
+        bias: [V], bias of the output layer.
+        entropy: Whether to compute entropies. They have a gradient as well.
+        vocab: Ids from this one on are never sampled. None: all ids can be sampled.
+        softcap: Replaces logits by softcap * tanh(logits / softcap) before the temperature. None: no cap.
 
     Returns:
-        logprobs [n] and entropies [n] or None, in nats, float32 (float64 for float64 hidden states). A label that may
-        not be sampled has log-prob -inf.
+        Log-probs [n] and entropies [n] or None, in nats, float32 (float64 for float64 hidden states). The log-prob of a
+        label that cannot be sampled is -inf.
     """
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
@@ -107,20 +107,20 @@ def chunked_logprobs(
 
 @dataclass(slots=True)
 class _Block:
-    """Logits of some tokens over some of the vocabulary."""
+    """One block of logits: a range of tokens × a range of ids."""
 
     tokens: slice
     ids: slice
     weight: torch.Tensor
-    """[ids, H], in the products' dtype."""
+    """[ids, H], in the dtype of the matrix products."""
     logits: torch.Tensor
-    """[tokens, ids], over the temperature, `MASKED_LOGIT` where banned."""
+    """[tokens, ids], divided by the temperature; `MASKED_LOGIT` for banned ids."""
     slope: torch.Tensor | None
-    """d capped / d uncapped logits, where there is a cap."""
+    """Derivative of capped by uncapped logits; None without softcap."""
 
 
 class _Blocks:
-    """Goes over all logits, each block of the vocabulary with all tokens before the next."""
+    """Iterates over all blocks of logits: for each range of ids, all ranges of tokens."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _Blocks:
         settings: _LogitSettings,
         fresh: bool,
     ) -> None:
-        """`fresh`: each block has memory of its own, to be kept; else the next one takes it over."""
+        """`fresh`: allocate memory for each block, so that blocks can be kept. Else all blocks use the same memory."""
         self.settings, self.weight, self.bias, self._fresh = settings, weight, bias, fresh
         self.hidden = hidden.to(settings.dtype)
         if settings.scales_hidden and settings.temperature != 1.0:
@@ -144,7 +144,7 @@ class _Blocks:
         self._banned = torch.tensor(settings.banned, dtype=torch.long)
 
     def spans(self) -> Iterator[tuple[slice, list[slice]]]:
-        """Blocks of the vocabulary, and of the tokens for each."""
+        """The ranges of ids, each with all ranges of tokens."""
         count = self.hidden.shape[0]
         tokens = [slice(at, min(at + self._tokens, count)) for at in range(0, count, self._tokens)]
         for low in range(0, self.settings.vocab, self._ids):
@@ -215,7 +215,7 @@ class _LogProbs(torch.autograd.Function):
         hidden, weight, bias, labels, logprobs, sums, entropies, means = ctx.saved_tensors
         settings: _LogitSettings = ctx.settings
         grad = torch.zeros_like(logprobs) if grad is None else grad.to(settings.total)
-        # A label that may not be sampled is -inf and stays so.
+        # The log-prob of a label that cannot be sampled is -inf and has no gradient.
         picked = grad.masked_fill(torch.isneginf(logprobs), 0.0) / settings.temperature
         if means is not None and grad_entropy is None:
             by_hidden = weight[labels].to(settings.total).mul_(picked[:, None])
@@ -224,7 +224,7 @@ class _LogProbs(torch.autograd.Function):
         if settings.softcap is not None:
             capped = (logprobs + sums) * (settings.temperature / settings.softcap)
             picked *= torch.where(torch.isneginf(logprobs), 0.0, 1.0 - capped * capped)
-        kept, ctx.blocks = ctx.blocks, None  # used up: another backward pass makes them again
+        kept, ctx.blocks = ctx.blocks, None  # overwritten below: a second backward pass recomputes them
         blocks = _Blocks(hidden, weight, bias, settings, fresh=False)
         given = _BackwardInputs(sums, entropies, grad, grad_entropy if settings.entropy else None)
         by_hidden, by_weight, by_bias = _backward(kept or blocks, blocks, given, ctx.needs_input_grad[:3])
@@ -240,14 +240,14 @@ class _LogProbs(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _TokenSums:
-    """What the forward pass finds of each token."""
+    """Results of the forward pass, by token."""
 
     logprobs: torch.Tensor
     sums: torch.Tensor
     """Log-sum-exps [n]."""
     entropies: torch.Tensor
     means: torch.Tensor | None
-    """sum_j p_j weight_j [n, H], where it is made sum_weights."""
+    """sum_j p_j weight_j, [n, H], if the forward pass computes it."""
     blocks: list[_Block] | None
 
 
@@ -304,7 +304,7 @@ def _add_product(into: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> 
 
 
 class _BackwardInputs(NamedTuple):
-    """What the backward pass knows of each token, [n] each."""
+    """Inputs of the backward pass by token, [n] each."""
 
     sums: torch.Tensor
     entropies: torch.Tensor
@@ -315,13 +315,13 @@ class _BackwardInputs(NamedTuple):
 def _backward(
     made: Iterable[_Block], blocks: _Blocks, given: _BackwardInputs, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients but for the labels' own share: of hidden states (in the sums' dtype), weights and bias.
+    """Gradients of hidden states (in the dtype of the sums), weights and bias, without the terms of the labels themselves.
 
-    Without entropy the gradient of z is -grad p: the tokens' `grad` then stands outside of the products.
+    Without entropy the gradient of z is -grad p, so `grad` is factored out of the matrix products.
     """
     settings, hidden, even = blocks.settings, blocks.hidden, given.grad_entropy is None
     outside = (given.grad if even else torch.ones_like(given.grad)) / settings.temperature
-    # Hidden states that were divided by the temperature already have it once.
+    # Hidden states that are already divided by the temperature contain that factor once.
     right = hidden * (outside * settings.temperature if settings.scales_hidden else outside)[:, None].to(hidden.dtype)
     by_hidden = torch.zeros(hidden.shape, dtype=settings.total, device=hidden.device) if wanted[0] else None
     by_weight = torch.empty_like(blocks.weight) if wanted[1] else None

@@ -1,4 +1,4 @@
-"""LoRA by peft: low-rank matrices beside frozen linear layers."""
+"""LoRA adapters by peft: trained low-rank matrices next to frozen linear layers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from engine.schemas.train import LoraSpec
 
 
 class Adapter:
-    """The adapter of a model, which is changed in place: `base_layer`s inside its wrapped linear layers."""
+    """The adapter of a model. It changes the model in place: linear layers become wrappers with a `base_layer`."""
 
     def __init__(self, model: Any, spec: LoraSpec, seed: int) -> None:
-        """Put it in; its first output is zero.
+        """Add the adapter to the model. Its output is zero at first.
 
         Args:
-            model: A model of transformers.
-            spec: Rank, scale, dropout, and which layers.
-            seed: Seeds the first of the two matrices.
+            model: A transformers model.
+            spec: Rank, scale, dropout and target layers.
+            seed: Seed of the first of the two matrices; the second is zero.
 
         Raises:
-            TrainError: peft is not installed, or the model has no such layers.
+            TrainError: kind `train_setup`: peft is not installed, or the model has no such layers.
         """
         try:
             from peft import LoraConfig, get_peft_model
@@ -45,7 +45,7 @@ class Adapter:
         head = model.get_output_embeddings()
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # peft's, of transformers' newer names
+                warnings.simplefilter("ignore", FutureWarning)  # peft uses deprecated names of transformers
                 torch.manual_seed(seed)
                 self._peft: Any = get_peft_model(model, config)
         except ValueError as error:
@@ -66,17 +66,17 @@ class Adapter:
 
     @property
     def has_dropout(self) -> bool:
-        """Whether it has dropout."""
+        """Whether the adapter has dropout."""
         return bool(self._dropouts)
 
     def dropout(self, on: bool) -> None:
-        """Its dropout, on or off."""
+        """Turn the adapter's dropout on or off."""
         for dropout in self._dropouts:
             dropout.training = on
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model without it. peft's own way would thaw what `freeze` names when it puts the adapter back."""
+        """A context in which the model runs without the adapter. peft's own context would unfreeze parameters of `freeze`."""
         for layer in self._layers:
             layer._disable_adapters = True
         try:
@@ -86,7 +86,7 @@ class Adapter:
                 layer._disable_adapters = False
 
     def merged(self) -> dict[str, torch.Tensor]:
-        """The model's weights with the adapter added, under the names they had without it; the model stays as it is."""
+        """The model's weights with the adapter merged in, under their names without adapter. The model is not changed."""
         state: dict[str, torch.Tensor] = {}
         for name, tensor in self._model.state_dict().items():
             if ".lora_" not in name:
@@ -100,5 +100,5 @@ class Adapter:
         return state
 
     def save(self, folder: Path) -> None:
-        """As peft writes it: adapter_config.json, adapter_model.safetensors."""
+        """Write adapter_config.json and adapter_model.safetensors in peft's format."""
         self._peft.save_pretrained(folder, save_embedding_layers=False)

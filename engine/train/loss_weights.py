@@ -1,22 +1,22 @@
-"""Each trained token's loss_weight of a step's loss: what the losses average over.
+"""Loss weights: the factor of each trained token in the loss of a step. They define what a loss averages over.
 
-A step's loss is the sum of loss_weight times loss over its tokens, so it can be computed in any parts, on any number of
-machines, and added up. What is divided by is counted once over the whole step and counts trained tokens only: nothing
-that is padded, prompted or masked.
+The loss of a step is the sum over its tokens of loss weight times token loss, so it can be computed in any number of
+parts and processes and added up. Denominators are counted over the whole step and count trained tokens only: no padding,
+no prompt tokens, no masked tokens.
 
-    one of the E episodes, of T trained tokens in all its rows (t over all episodes)
+With E episodes, T trained tokens in the token's episode (all rows), and t trained tokens of an episode, summed over episodes:
 
-    grpo, gspo, sapo   1 / (E * T)             the mean over an episode's tokens, then over episodes: GRPO (arXiv
+    grpo, gspo, sapo   1 / (E * T)             mean over the tokens of an episode, then over episodes: GRPO (arXiv
                                                2402.03300, equation 3), GSPO (2507.18071, 5), SAPO (2511.20347)
-    bnpo               1 / sum of t            the mean over the mini-batch's tokens
-    dapo, ppo, cispo   M / sum of t            the mean over the step's tokens, over all M mini-batches alike: DAPO
+    bnpo               1 / sum of t            mean over the tokens of the mini-batch
+    dapo, ppo, cispo   M / sum of t            mean over the tokens of the step, for all M mini-batches alike: DAPO
                                                (2503.14476, 8), CISPO (MiniMax-M1, 2506.13585, 4)
-    dr_grpo            1 / (E * length)        a constant in place of T: Dr. GRPO (2503.20783)
-    reinforce          1 / E                   the sum over an episode's tokens, which is the gradient of the expected
+    dr_grpo            1 / (E * length)        a constant instead of T: Dr. GRPO (2503.20783)
+    reinforce          1 / E                   sum over the tokens of an episode; its gradient is that of the expected
                                                reward: RLOO (2402.14740)
 
-With several mini-batches E and sum of t are a mini-batch's own, but for `dapo`, `ppo` and `cispo`, where a token counts
-the same whichever mini-batch it fell into.
+With several mini-batches, E and the sum of t are counted per mini-batch. Exceptions are `dapo`, `ppo` and `cispo`: a token has
+the same weight in every mini-batch.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def token_loss_weights(
     minibatches: Sequence[int] | Counts | None = None,
     length: int | None = None,
 ) -> list[Values]:
-    """The loss_weight of each trained token of a step's rows.
+    """Compute the loss weight of each trained token of the rows of a step.
 
     Args:
-        loss: Says what is averaged over.
-        lengths: Each row's trained tokens, [rows].
-        episodes: Each row's episode, [rows]. One of which nothing trains is not counted.
-        minibatches: The mini-batch (optimizer step) that each row falls into, [rows]; one for all when left out.
-        length: Tokens that an episode may have, for `dr_grpo` without a `length` of its own.
+        loss: The loss, which defines the average.
+        lengths: Number of trained tokens of each row, int64 [rows].
+        episodes: Episode id of each row, [rows]. An episode without trained tokens is not counted.
+        minibatches: Number of the mini-batch (optimizer step) of each row, [rows]. Default: one mini-batch.
+        length: Maximum tokens of an episode, for `dr_grpo` without `length`.
 
     Returns:
-        For each row, float64 of [trained tokens].
+        For each row, float64 [trained tokens].
 
     Raises:
-        TrainError: `dr_grpo` without a length, or an episode in two mini-batches.
+        TrainError: kind `train_setup`: `dr_grpo` without a length, or an episode in two mini-batches.
     """
     if isinstance(loss, DrGrpoLoss) and (loss.length or length) is None:
         raise TrainError(
@@ -68,7 +68,7 @@ def token_loss_weights(
     episode = _numbered(episodes)
     of_batch, of_episode = _sums(tokens, batch), _sums(tokens, episode)
     together = _episodes(episode, batch, tokens)[batch]
-    with np.errstate(divide="ignore"):  # rows of which nothing trains have no token that would take their loss_weight
+    with np.errstate(divide="ignore"):  # rows without trained tokens: the weight is not used
         if isinstance(loss, GrpoLoss | GspoLoss | SapoLoss):
             loss_weights = 1.0 / (together * of_episode[episode])
         elif isinstance(loss, BnpoLoss):
@@ -85,17 +85,17 @@ def token_loss_weights(
 
 
 def _numbered(names: Sequence[str] | Sequence[int] | Counts) -> Counts:
-    """Equal names as equal numbers from 0 on."""
+    """Number the distinct names from 0; equal names get equal numbers. int64 [names]."""
     return np.unique(np.asarray(names), return_inverse=True)[1].astype(np.int64)
 
 
 def _sums(tokens: Counts, group: Counts) -> Values:
-    """Tokens by group."""
+    """Number of tokens by group. float64 [groups]."""
     return np.bincount(group, weights=tokens).astype(np.float64)
 
 
 def _episodes(episode: Counts, batch: Counts, tokens: Counts) -> Values:
-    """Episodes with trained tokens by mini-batch."""
+    """Number of episodes with trained tokens by mini-batch. float64 [mini-batches]."""
     pairs = np.unique(np.stack([episode, batch])[:, tokens > 0], axis=1)
     if pairs.shape[1] != len(np.unique(pairs[0])):
         raise TrainError(

@@ -1,24 +1,24 @@
-"""The losses, each token's at a time, and the objective that they are part of.
+"""The policy losses per token, and the objective: policy loss, KL penalty and entropy bonus.
 
 With r = current / proximal, the ratio of the sampled token's probabilities, and A its advantage:
 
     grpo, bnpo, dr_grpo, dapo, ppo
-        -min(r A, clip(r, 1 - low, 1 + high) A): PPO's clipped surrogate (arXiv 1707.06347, equation 7); they differ in
+        -min(r A, clip(r, 1 - low, 1 + high) A): PPO's clipped surrogate (arXiv 1707.06347, equation 7). They differ in
         what they average over (`engine.train.loss_weights`). clip_high above clip_low is DAPO's clip-higher (2503.14476,
-        section 3.1). With `delta`, r A counts as no less than delta A where A < 0: dual-clip PPO (1912.09729).
+        section 3.1). With `delta`, r is at most delta where A < 0: dual-clip PPO (1912.09729).
     gspo
-        the same of s, the geometric mean of the row's r: GSPO (2507.18071, 5 and 7), in its token form (13 and 14),
-        s_t = sg[s] * current_t / sg[current_t]. Value and gradient are those of the sequence form wherever a row's
-        advantages are equal, and where they are not, each token's gradient goes by its own advantage.
+        the same with s, the geometric mean of r over the row: GSPO (2507.18071, 5 and 7) in its token form (13 and 14),
+        s_t = sg[s] * current_t / sg[current_t]. If all advantages of a row are equal, value and gradient are those of the
+        sequence form. Otherwise each token's gradient uses its own advantage.
     cispo
-        -sg[clip(r, 1 - low, 1 + high)] A log current: MiniMax-M1 (2506.13585, 4 and 5). The gradient reaches every token.
+        -sg[clip(r, 1 - low, 1 + high)] A log current: MiniMax-M1 (2506.13585, 4 and 5). Every token has a gradient.
     sapo
-        -f(r) A, f(r) = 4 / tau * sigmoid(tau (r - 1)), tau by A's sign: SAPO (2511.20347). Its slope is 1 at r = 1,
-        and falls off smoothly to both sides.
+        -f(r) A, f(r) = 4 / tau * sigmoid(tau (r - 1)), tau chosen by the sign of A: SAPO (2511.20347). The slope of f is
+        1 at r = 1 and decreases smoothly on both sides.
     reinforce
-        -A log current (Williams 1992; RLOO, 2402.14740). It has no ratio: take one pass, or few.
+        -A log current (Williams 1992; RLOO, 2402.14740). It has no ratio, so use `update_epochs: 1`.
 
-Log-probs of -inf and ratios beyond measure give finite losses and gradients (`engine.train.ratios`).
+Log-probs of -inf and very large ratios give finite losses and gradients (`engine.train.ratios`).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from engine.train.tokens import Tokens
 
 
 def objective(spec: TrainSpec, tokens: Tokens) -> tuple[Tensor, MetricSums]:
-    """What a micro-batch adds to the step's loss, and its metrics.
+    """Compute the contribution of a micro-batch to the loss of the step, and its metrics.
 
-        sum of share * (correction weight * policy loss + kl.coefficient * KL - entropy coefficient * entropy)
+        sum of loss weight * (correction weight * policy loss + kl.coefficient * KL - entropy coefficient * entropy)
 
     Args:
-        spec: Loss, correction, KL and entropy.
+        spec: Loss, rollout correction, KL and entropy.
         tokens: The micro-batch; n may be 0.
 
     Returns:
-        The scalar, with its graph, and the metrics of the metrics, without.
+        The loss as a scalar with its graph, and the metrics, detached.
 
     Raises:
         ValueError: `kl` without reference log-probs, or `entropy` without entropies.
@@ -74,7 +74,7 @@ def objective(spec: TrainSpec, tokens: Tokens) -> tuple[Tensor, MetricSums]:
 
 
 def policy_loss(loss: LossSpec, tokens: Tokens) -> Tensor:
-    """Each token's loss, [n], with its graph: neither weighed by its share nor corrected."""
+    """Each token's policy loss, [n], with its graph, without loss weight and without rollout correction."""
     advantages = tokens.advantages
     if isinstance(loss, ReinforceLoss):
         return -advantages * floored(tokens.logprobs)
@@ -89,7 +89,7 @@ def policy_loss(loss: LossSpec, tokens: Tokens) -> Tensor:
 
 
 def loss_ratio(loss: LossSpec, tokens: Tokens) -> Tensor:
-    """current / proximal of [n], with its graph: a token's own, or with GSPO its row's geometric mean."""
+    """current / proximal, [n], with its graph: the token's ratio, or for GSPO the geometric mean over its row."""
     logs = log_ratio(tokens.logprobs, tokens.proximal)
     if isinstance(loss, GspoLoss):
         logs = group_mean(logs.detach(), tokens.rows) + (logs - logs.detach())
@@ -97,9 +97,9 @@ def loss_ratio(loss: LossSpec, tokens: Tokens) -> Tensor:
 
 
 def ratio_bounds(loss: ClippedLoss | CispoLoss, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """What the ratio is held between, both [n]: only where that bounds the objective, so not by advantages of 0.
+    """Lower and upper bound of the ratio, [n] each. A bound that cannot change the objective is 0 or infinite.
 
-    min(r A, clip(r) A) is A times r held below 1 + high where A > 0, and above 1 - low (and below delta) where A < 0.
+    min(r A, clip(r) A) equals A times r, with r at most 1 + high if A > 0, and at least 1 - low (and at most delta) if A < 0.
     """
     nothing, everything = torch.zeros_like(advantages), torch.full_like(advantages, math.inf)
     if isinstance(loss, CispoLoss):
@@ -114,7 +114,7 @@ def ratio_bounds(loss: ClippedLoss | CispoLoss, advantages: Tensor) -> tuple[Ten
 
 
 def sapo_gate(loss: SapoLoss, ratio: Tensor, advantages: Tensor) -> Tensor:
-    """SAPO's f(r), [n]."""
+    """The gate f(r) of SAPO, [n]."""
     positive = torch.full_like(advantages, loss.temperature_positive)
     tau = torch.where(advantages > 0, positive, loss.temperature_negative)
     return torch.sigmoid(tau * (ratio - 1)) * 4 / tau
@@ -122,11 +122,11 @@ def sapo_gate(loss: SapoLoss, ratio: Tensor, advantages: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _metric_sums(spec: TrainSpec, tokens: Tokens) -> MetricSums:
-    """The metrics that need neither correction, reference nor entropy.
+    """Metrics that need neither correction weights, reference log-probs nor entropies.
 
-    approx_kl is k3 of KL(proximal || current), clip_low and clip_high the loss_weights of tokens whose ratio a bound that
-    counts holds, ess the effective sample size of current / sampler. The sampler's log-probs are compared with the
-    proximal ones, which no update of this batch has changed, unless those are its own.
+    approx_kl is the k3 estimate of KL(proximal || current). clip_low and clip_high are the fractions of tokens whose ratio is
+    outside of a bound. ess is the effective sample size of current / sampler. sampler/diff compares the sampler's
+    log-probs with the proximal ones, which this batch's updates do not change; if those are the sampler's, with the current ones.
     """
     metrics = MetricSums()
     logs = log_ratio(tokens.logprobs, tokens.proximal)

@@ -1,6 +1,6 @@
-"""From what a training leaves behind to a model that can be evaluated: a checkpoint, an adapter, a whole training.
+"""Finds the model that a training produced: in a checkpoint, an adapter or a training's folder.
 
-Only `merged` needs torch and peft.
+Only `merged` imports torch and peft.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def trained_model(given: Path, base: Callable[[], Path]) -> Path:
-    """The folder of the whole model that is meant by what a training left.
+    """The folder of the full model that `given` names.
 
     Args:
-        given: A model's folder; a checkpoint (its `model`, or its `adapter`, is taken); a LoRA adapter as peft writes
-            it, which is merged into a copy of the base model; a training, whose best checkpoint is taken, else its
-            newest.
-        base: Finds the model that adapters are for; called where there is one.
+        given: A model's folder; a checkpoint (its `model` or `adapter` is used); a LoRA adapter in peft's format, which is
+            merged into a copy of the base model; or a training's folder, whose best checkpoint is used, or its newest
+            if none was evaluated.
+        base: Returns the folder of the base model. Called only for an adapter.
 
     Raises:
-        TrainError: Kind `checkpoint`: there is no model in it; the message says what it may be.
+        TrainError: kind `checkpoint`: `given` holds no model; the message lists what it can be.
     """
     folder = _checkpoint(given) if (given / "checkpoints").is_dir() else given
     if (folder / "config.json").is_file():
@@ -45,7 +45,7 @@ def trained_model(given: Path, base: Callable[[], Path]) -> Path:
 
 
 def _checkpoint(training: Path) -> Path:
-    """A training's best checkpoint, else its newest."""
+    """The best checkpoint of a training, or the newest if none was evaluated."""
     found = sorted(path for path in (training / "checkpoints").glob("step-*") if (path / "state.json").is_file())
     if not found:
         raise TrainError(f"{training} has no checkpoint yet", kind="checkpoint")
@@ -57,16 +57,16 @@ def _checkpoint(training: Path) -> Path:
 
 
 def merged(adapter: Path, base: Path) -> Path:
-    """A float32 copy of the base model with an adapter merged into its weights, in the cache; made once.
+    """The folder of a float32 copy of the base model with the adapter merged in. It is made once and kept in the cache.
 
     W' = W + (alpha / rank) B A for each adapted layer (Hu et al., arXiv 2106.09685, section 4.1), by peft.
 
     Args:
-        adapter: Folder as peft writes it.
-        base: The folder of the model that it is for.
+        adapter: Folder of the adapter, in peft's format.
+        base: Folder of the base model.
 
     Raises:
-        TrainError: Kind `train_setup`: peft is not installed; kind `checkpoint`: the adapter is not this model's.
+        TrainError: kind `train_setup`: peft is not installed; kind `checkpoint`: the adapter belongs to another model.
     """
     from filelock import FileLock
 
@@ -91,7 +91,7 @@ def _merge(adapter: Path, base: Path, target: Path) -> None:
         from peft import PeftModel
     except ImportError as error:
         raise TrainError(
-            f"{adapter} is a LoRA adapter, and merging it needs peft ({error}): pip install 'episode-engine[train]'",
+            f"{adapter} is a LoRA adapter; merging it needs peft ({error}): pip install 'episode-engine[train]'",
             kind="train_setup",
         ) from error
     import torch
@@ -121,7 +121,11 @@ def _merge(adapter: Path, base: Path, target: Path) -> None:
 
 
 def _check_adapter_fits(wrapped: object, adapter: Path) -> None:
-    """An adapter of another model is loaded without a word where no name of it is this model's."""
+    """Check that all tensors of the adapter were loaded: peft ignores names that the model does not have.
+
+    Raises:
+        TrainError: kind `checkpoint`: the adapter belongs to another model.
+    """
     from peft import get_peft_model_state_dict
     from safetensors import safe_open
 
@@ -130,17 +134,17 @@ def _check_adapter_fits(wrapped: object, adapter: Path) -> None:
         return
     own = set(get_peft_model_state_dict(wrapped))
     with safe_open(file, framework="pt") as tensors:
-        strange = [name for name in tensors.keys() if name not in own]  # noqa: SIM118  it is no mapping
+        strange = [name for name in tensors.keys() if name not in own]  # noqa: SIM118  not a mapping
     if strange:
         raise TrainError(
-            f"the adapter {adapter} is of another model: {len(strange)} of its tensors have no place in the spec's, "
-            f"such as {strange[0]!r}",
+            f"the adapter {adapter} belongs to another model: {len(strange)} of its tensors are not in the spec's model, "
+            f"for example {strange[0]!r}",
             kind="checkpoint",
         )
 
 
 def _digest(adapter: Path, base: Path) -> str:
-    """Of the adapter's bytes, and of the base's files by name, size and time."""
+    """Digest of the adapter's bytes and of name, size and time of the base model's files."""
     digest = hashlib.sha256()
     for file in sorted(adapter.glob("adapter_*")):
         digest.update(f"{file.name}:{file.stat().st_size}\n".encode())

@@ -1,4 +1,4 @@
-"""Metrics of an update that add up over micro-batches, and over machines.
+"""Metrics of an update as sums that can be added over micro-batches and processes.
 
     metrics = MetricSums()
     for part in parts:
@@ -6,8 +6,8 @@
         metrics.merge(counted)
     metrics.result()                  # {"policy/approx_kl": 0.0021, …}: the one transfer off the device
 
-A metric is a weighted mean (kept as sum and weight), a maximum, or the effective sample size (kept as count, sum and
-sum of squares); all of them come out the same however the tokens were parted.
+A metric is a mean (stored as sum and count), a maximum, or an effective sample size (stored as count, sum and sum of
+squares). The result does not depend on how the tokens were split.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from engine.train.corrections import effective_sample_fraction
 
 @dataclass(eq=False, slots=True)
 class MetricSums:
-    """Sums and maxima by name, float64 tensors on whatever device they were made on."""
+    """Sums and maxima by metric name: float64 tensors on the device of the values."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     """[2]: sum of values, number of values."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    """[1]."""
+    """[1]: maximum of the values."""
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """[3]: number, sum and sum of squares of weights, for the effective sample size."""
+    """[3]: count, sum and sum of squares of weights, for the effective sample size."""
 
     def mean(self, name: str, values: Tensor) -> None:
-        """Count [n] values (or bool) in the mean of that name."""
+        """Add [n] values (numbers or bool) to the mean `name`."""
         total = values.detach().sum(dtype=torch.float64)
         _add(self.sums, name, torch.stack([total, torch.full_like(total, values.numel())]))
 
     def maximum(self, name: str, values: Tensor) -> None:
-        """Count [n] values in the maximum of that name; no values, no maximum."""
+        """Add [n] values to the maximum `name`. Without values nothing is recorded."""
         if values.numel():
             _raise(self.maxima, name, values.detach().max().double().reshape(1))
 
     def effective_sample_size(self, name: str, weights: Tensor) -> None:
-        """Count [n] weights in the effective sample size of that name."""
+        """Add [n] weights to the effective sample size `name`."""
         found = weights.detach().double()
         total = found.sum()
         _add(self.weights, name, torch.stack([torch.full_like(total, found.numel()), total, found.square().sum()]))
 
     def merge(self, other: MetricSums) -> None:
-        """Take in what another counted."""
+        """Add the sums of another."""
         for name, pair in other.sums.items():
             _add(self.sums, name, pair)
         for name, peak in other.maxima.items():
@@ -58,7 +58,7 @@ class MetricSums:
             _add(self.weights, name, triple)
 
     def cpu(self) -> MetricSums:
-        """The same off the device, in one transfer: to be sent to another process."""
+        """A copy on the CPU, made in one transfer, to be sent to another process."""
         kinds = (self.sums, self.maxima, self.weights)
         held = [tensor for kind in kinds for tensor in kind.values()]
         if not held:
@@ -67,7 +67,7 @@ class MetricSums:
         return MetricSums(*({name: next(moved).clone() for name in kind} for kind in kinds))
 
     def result(self) -> dict[str, float]:
-        """Each metric that something was counted for. Of the effective sample size, the share of the tokens."""
+        """Values of all metrics with data. The effective sample size is given as a fraction of the number of tokens."""
         kept = self.cpu()
         means = {name: total / count for name, (total, count) in _numbers(kept.sums) if count}
         peaks = {name: peak for name, (peak,) in _numbers(kept.maxima)}

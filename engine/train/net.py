@@ -1,4 +1,4 @@
-"""A causal model of transformers as one that takes packs, proved to give what its own forward pass gives."""
+"""A transformers causal model that computes log-probs of packs, checked against the model's own forward pass."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from engine.tokens.vision import Vision
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-"""Mean absolute difference of log-probs between the packed pass and the model's own, at most."""
+"""Maximum mean absolute difference of log-probs between the packed forward pass and the model's own."""
 _SCALES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
-"""Settings of configurations that scale logits."""
+"""Keys of model configurations that scale logits."""
 
 
 class PackedModel:
-    """Packs -> log-probs. Belongs to one thread.
+    """Computes log-probs of packs. Not thread-safe.
 
-    The model stays in evaluation mode: the sampler has no dropout, and neither has what is compared with it.
+    The model stays in evaluation mode: the sampler has no dropout, so the log-probs compared with it must have none.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class PackedModel:
         vision: Vision | None = None,
         chunk_elements: int = 1 << 24,
     ) -> None:
-        """Load and prove.
+        """Load the model and check its packed forward pass.
 
         Args:
-            folder: The model's files.
-            device: Where it runs.
-            dtype: Of its weights.
-            autocast: Of its products, where that is another.
+            folder: Folder of the model's files.
+            device: Device of the model.
+            dtype: Dtype of the weights.
+            autocast: Dtype of matrix products, if different.
             temperature: Divides the logits; 0 counts as 1, as in the sampler.
-            vocab: Ids from here on are never sampled; None: all of the model's may be.
-            vision: The model's images; None where it sees none.
-            chunk_elements: Logits that may exist at once.
+            vocab: Ids from this one on are never sampled. None: all ids can be sampled.
+            vision: Image processing of the model; None for a text model.
+            chunk_elements: Maximum size of a block of logits, tokens × vocabulary.
 
         Raises:
-            TrainError: Kind `train_setup`: no causal model, or its packed pass is not its own.
+            TrainError: kind `train_setup`: not a causal model, or the packed pass differs from the model's own.
         """
         self.folder, self.device, self.dtype = folder, device, dtype
         self.temperature = temperature or 1.0
@@ -79,11 +79,11 @@ class PackedModel:
         return self.model.base_model
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Products in the dtype asked for."""
+        """A context in which matrix products use the autocast dtype."""
         return torch.autocast(self.device.type, self._autocast) if self._autocast is not None else nullcontext()
 
     def logprobs(self, pack: Pack, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs [n] of the pack's trained tokens and their entropies [n] or None; a graph where gradients are on."""
+        """Log-probs [n] of the pack's trained tokens, and entropies [n] or None. With a graph if gradients are enabled."""
         sources, labels, back = self._unique_labels(pack)
         with self.autocast():
             states = self._states(pack)[sources]
@@ -106,7 +106,7 @@ class PackedModel:
         return found[back], None if entropies is None else entropies[back]
 
     def _unique_labels(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Sources and labels, each pair once, and where each of the pack's is; None where they are all different."""
+        """The distinct pairs of source and label, and the index of each label's pair; None if all pairs are distinct."""
         if "once" not in pack.cache:
             pairs = pack.sources * self._head.weight.shape[0] + pack.labels
             single, back = torch.unique(pairs, return_inverse=True)
@@ -120,29 +120,29 @@ class PackedModel:
         return found
 
     def _states(self, pack: Pack) -> torch.Tensor:
-        """What the output layer takes, [T, H]."""
+        """The hidden states that the output layer gets, [T, H]."""
         inputs: dict[str, Any] = {"position_ids": pack.position_ids.to(self.device)[None]}
         if self.vision is not None:
             from engine.train.policy_vision import vision_inputs
 
             inputs |= vision_inputs(self.model, self.vision, pack, self.device, self.dtype)
         elif pack.images:
-            raise TrainError("rows have images: hand over the model's vision", kind="train_setup")
+            raise TrainError("rows have images: pass the model's `vision`", kind="train_setup")
         out = self.backbone(input_ids=pack.input_ids.to(self.device)[None], use_cache=False, pack=pack, **inputs)
         states: torch.Tensor = out.last_hidden_state[0]
         return states
 
-    # --- proof ----------------------------------------------------------------------------------------------
+    # --- check ----------------------------------------------------------------------------------------------
 
     def _refusal(self, why: str) -> TrainError:
         return TrainError(
-            f"{type(self.model).__name__} ({self.folder}) cannot be trained here: {why}; train a causal decoder with "
-            "ordinary attention",
+            f"{type(self.model).__name__} ({self.folder}) cannot be trained: {why}; use a causal decoder with "
+            "standard attention",
             kind="train_setup",
         )
 
     def _check_packed_forward(self) -> None:
-        """Compare a pack of rows with one beginning with the model's own pass over each of them."""
+        """Compare the packed pass over rows with a common prefix with the model's own pass over each row."""
         rows = self._probe()
         (pack,) = pack_rows(rows, 1 << 20, share_prefixes=True)
         with torch.no_grad():
@@ -160,11 +160,11 @@ class PackedModel:
         most = _TOLERANCE[self._autocast or self.dtype]
         if not layer <= most:
             raise self._refusal(
-                f"its logits are {layer:.3g} off its output layer's (something is done to them after it)"
+                f"its logits differ by {layer:.3g} from those of its output layer (the model changes them afterwards)"
             )
         if not apart <= most:
             raise self._refusal(
-                f"its packed log-probs are {apart:.3g} off its own (its layers mix tokens other than by attention)"
+                f"its packed log-probs differ by {apart:.3g} from its own (its layers mix tokens in other ways than attention)"
             )
 
     def _probe(self) -> list[dict[str, Any]]:
@@ -175,7 +175,7 @@ class PackedModel:
         return [{"input_ids": row, "loss_mask": np.arange(len(row)) > 0, "images": []} for row in rows]
 
     def _unpacked_logprobs(self, rows: list[dict[str, Any]], pack: Pack) -> tuple[torch.Tensor, float]:
-        """Log-probs and entropies [2, n] by the model's own pass; how far its logits are off its output layer's."""
+        """Log-probs and entropies [2, n] of the model's own pass, and how much its logits differ from its output layer's."""
         found, off = [], 0.0
         allowed = torch.ones(self._head.weight.shape[0], dtype=torch.bool, device=self.device)
         allowed[self.vocab :] = False
@@ -193,7 +193,7 @@ class PackedModel:
         return torch.cat(found, 1), off
 
     def _find_scale(self, states: torch.Tensor, logits: torch.Tensor) -> float:
-        """What the model multiplies its logits by, of what its configuration names; how far they are off all the same."""
+        """Find the factor of the logits among those of the configuration. Returns the remaining mean absolute difference."""
         text = self.model.config.get_text_config()
         given = {name: float(getattr(text, name, None) or 1.0) for name in _SCALES}
         # Granite divides by `logits_scaling`, HyperCLOVA X multiplies by it.
@@ -213,7 +213,7 @@ class PackedModel:
         seeing = config.get_text_config() is not config
         self.model.set_attn_implementation({"text_config": name} if seeing else name)
         if config.get_text_config()._attn_implementation != name:
-            raise TrainError("it has no choice of attention (transformers' AttentionInterface)", kind="train_setup")
+            raise TrainError("its attention cannot be replaced (transformers' AttentionInterface)", kind="train_setup")
 
 
 def _load(folder: Path, dtype: torch.dtype, vision: Vision | None) -> Any:
@@ -226,6 +226,6 @@ def _load(folder: Path, dtype: torch.dtype, vision: Vision | None) -> Any:
     except (OSError, ValueError) as error:
         why = str(error).partition("\n")[0].partition(". ")[0]
         raise TrainError(
-            f"{folder} holds no causal model with ordinary attention: {why}. Name another one in `model.path`.",
+            f"{folder} holds no causal model with standard attention: {why}; use another one as `model.path`",
             kind="train_setup",
         ) from error

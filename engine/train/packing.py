@@ -1,11 +1,11 @@
-"""Training rows -> packs: one sequence of tokens each, without padding, in which common beginnings stand once.
+"""Packs training rows into sequences without padding, in which a prefix that several rows share is stored once.
 
     for pack in pack_rows(rows, 8192, share_prefixes=True):
-        logprobs, _ = policy.forward(pack, entropy=False)      # [n]: pack.row and pack.token say whose each is
+        logprobs, _ = policy.forward(pack, entropy=False)      # [n]: pack.row and pack.token name the row and token of each
 
-A pack is a forest. A *segment* is a run of tokens that the same rows share; its parent is what stands before it. A
-token attends to its own segment up to itself and to all of the segment's ancestors, and its position is its place in
-its row, so that each row is computed as if it were alone.
+A pack is a forest of segments. A *segment* is a run of tokens that the same rows share; its parent is the segment before it
+in those rows. A token attends to its own segment up to itself and to all ancestors of the segment. Its position is its index
+in its row, so each row gets the same result as in a forward pass of its own.
 
     rows                 segments                       input_ids
     P P P a a            0: P P P   (no parent)         P P P a a b b b
@@ -13,9 +13,9 @@ its row, so that each row is computed as if it were alone.
                          2: b b b   (parent 0)
 
 Invariants:
-- Segments stand in depth-first order: what descends from a segment follows it in one range.
-- What follows a row's last trained token predicts nothing, and that token itself is only predicted: neither is here.
-- An image stands in one segment as a whole: rows with other pixels at the same placeholders part before them.
+- Segments are in depth-first order: the descendants of a segment follow it in one contiguous range.
+- A row ends before its last trained token: later tokens predict nothing that is trained.
+- All placeholder tokens of an image are in one segment: rows with different pixels at them split before the image.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ import torch
 from engine.errors import TrainError
 
 MIN_SHARED_TOKENS = 16
-"""Tokens that sharing a beginning must save: a shorter one is computed again in each row."""
+"""Minimum number of tokens that sharing a prefix must save. A shorter prefix is computed again for each row."""
 
 Row = Mapping[str, Any]
-"""What `engine.store.export` yields; read here: `input_ids`, `loss_mask`, `images`."""
+"""A row of `engine.store.export`. This module reads `input_ids`, `loss_mask` and `images`."""
 
 
 class Segment(NamedTuple):
@@ -43,15 +43,15 @@ class Segment(NamedTuple):
     start: int
     end: int
     parent: int
-    """Index of the segment that stands before it; -1 where it begins its rows."""
+    """Index of the segment before it; -1 for a segment at the start of its rows."""
     position: int
-    """Of its first token in its rows."""
+    """Index of its first token in its rows."""
     subtree_end: int
-    """End of the last segment that descends from it; `end` where none does."""
+    """End of its last descendant; `end` if it has none."""
 
 
 class PackImage(NamedTuple):
-    """An image of a pack; `start` is where its tokens begin."""
+    """An image of a pack: its digest, and the index of its first token in the pack."""
 
     image: str
     start: int
@@ -64,24 +64,24 @@ class Pack:
     input_ids: torch.Tensor
     """int64 [T]."""
     position_ids: torch.Tensor
-    """int64 [T]: each token's place in its rows."""
+    """int64 [T]: index of each token in its rows."""
     segments: tuple[Segment, ...]
     rows: tuple[int, ...]
-    """The rows of this pack, as indices of the list given, ascending."""
+    """Indices of this pack's rows in the list given to `pack_rows`, ascending."""
     paths: tuple[tuple[int, ...], ...]
-    """Of each of `rows`: its segments in order."""
+    """For each of `rows`: indices of its segments, in order."""
     sources: torch.Tensor
-    """int64 [n]: the place in the pack whose hidden state predicts the token; one place may serve several rows."""
+    """int64 [n]: index in the pack of the token whose hidden state predicts the label. Several rows may use the same."""
     labels: torch.Tensor
-    """int64 [n]: the trained tokens' ids, rows in order, tokens in order."""
+    """int64 [n]: ids of the trained tokens, ordered by row and then by token."""
     row: torch.Tensor
-    """int64 [n]: index of the row in the list given."""
+    """int64 [n]: index of the label's row in the list given to `pack_rows`."""
     token: torch.Tensor
-    """int64 [n]: index of the token in its row."""
+    """int64 [n]: index of the label in its row."""
     images: tuple[PackImage, ...] = ()
-    """In the order of their places; one that rows share is here once."""
+    """The images, ordered by `start`. An image that rows share is listed once."""
     cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What is made of the pack once for several passes: masks, position ids of a model that sees."""
+    """Values computed once per pack and used in several passes: attention masks, position ids of a vision model."""
 
     @property
     def tokens(self) -> int:
@@ -95,24 +95,24 @@ class Pack:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens of the longest row."""
         return max(segment.position + segment.end - segment.start for segment in self.segments)
 
     def row_tokens(self, number: int) -> torch.Tensor:
-        """Places in the pack of the tokens of `rows[number]`, in the row's order. int64 [tokens]."""
+        """Indices in the pack of the tokens of `rows[number]`, in the row's order. int64 [tokens]."""
         parts = [torch.arange(self.segments[index].start, self.segments[index].end) for index in self.paths[number]]
         return torch.cat(parts)
 
 
 class _RowTokens(NamedTuple):
-    """A row as far as it is computed."""
+    """The tokens of a row that a forward pass needs."""
 
     row: int
     ids: np.ndarray
     keys: np.ndarray
-    """uint64 [tokens]: the id, and in the upper half which image it belongs to."""
+    """uint64 [tokens]: the id in the lower 32 bits, the number of its image (0: none) in the upper 32 bits."""
     trained: np.ndarray
-    """Places of the trained tokens."""
+    """Indices of the trained tokens."""
     images: list[tuple[str, int]]
 
 
@@ -123,23 +123,26 @@ def pack_rows(
     share_prefixes: bool,
     min_shared_tokens: int = MIN_SHARED_TOKENS,
 ) -> list[Pack]:
-    """Rows -> packs of at most `max_tokens_per_microbatch` tokens; a longer row goes alone.
+    """Pack rows into packs of at most `max_tokens_per_microbatch` tokens. A longer row is a pack of its own.
 
-    Rows that begin alike come into the same pack where they can. A row in which nothing is trained is left out. A
-    token that several rows share and that is trained in several of them is predicted once for each of them.
+    Rows with a common prefix are put in the same pack if they fit. A row without trained tokens is dropped. A token that is
+    trained in several rows has one label for each of them.
 
     Args:
-        rows: As `export_rows` gives them.
-        max_tokens_per_microbatch: The budget, counting what is shared once.
-        share_prefixes: Compute common beginnings once; else each row is a segment of its own.
-        min_shared_tokens: Tokens that a shared beginning must save, over all the rows that have it.
+        rows: Rows as `export_rows` returns them.
+        max_tokens_per_microbatch: Maximum tokens of a pack; shared tokens count once.
+        share_prefixes: Store common prefixes once. If false, each row is a segment of its own.
+        min_shared_tokens: Minimum number of tokens that a shared prefix must save, over all rows that share it.
+
+    Returns:
+        The packs. Each row with trained tokens is in exactly one of them.
 
     Raises:
-        TrainError: A row's first token is trained: nothing predicts it.
+        TrainError: kind `train_setup`: the first token of a row is trained; no token predicts it.
     """
     numbers: dict[str, int] = {}
     lines = [line for index, row in enumerate(rows) if (line := _row_tokens(index, row, numbers)) is not None]
-    # In the order of their tokens, rows with the longest common beginnings are neighbours.
+    # Sorted by tokens, rows with long common prefixes are neighbours.
     lines.sort(key=lambda line: (line.keys.astype(">u8").tobytes(), line.row))
     common = [0] + [_common_prefix(one.keys, other.keys) for one, other in pairwise(lines)]
     packs, begin = [], 0
@@ -152,7 +155,7 @@ def pack_rows(
                 break
             end += 1
         pack = _build_pack(lines[begin:end], common[begin:end], share_prefixes, min_shared_tokens)
-        while pack.tokens > max_tokens_per_microbatch and end - begin > 1:  # beginnings too short to be shared
+        while pack.tokens > max_tokens_per_microbatch and end - begin > 1:  # prefixes that are too short to be shared
             end -= 1
             pack = _build_pack(lines[begin:end], common[begin:end], share_prefixes, min_shared_tokens)
         packs.append(pack)
@@ -165,7 +168,9 @@ def _row_tokens(index: int, row: Row, numbers: dict[str, int]) -> _RowTokens | N
     if not len(trained):
         return None
     if trained[0] == 0:
-        raise TrainError(f"row {index}: its first token is trained, and nothing predicts it", kind="train_setup")
+        raise TrainError(
+            f"row {index}: its first token is trained, but no token comes before it to predict it", kind="train_setup"
+        )
     end = int(trained[-1])
     ids = np.asarray(row["input_ids"], np.int64)
     keys = ids[:end].astype(np.uint64)
@@ -179,14 +184,14 @@ def _row_tokens(index: int, row: Row, numbers: dict[str, int]) -> _RowTokens | N
 
 
 def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     length = min(len(one), len(other))
     apart = np.flatnonzero(one[:length] != other[:length])
     return int(apart[0]) if len(apart) else length
 
 
 class _PendingRows(NamedTuple):
-    """Lines [low, high), which have their first `depth` tokens on `path`; the rest is still to be placed."""
+    """Rows [low, high) whose first `depth` tokens are in the segments `path`. Their other tokens have no segment yet."""
 
     low: int
     high: int
@@ -197,7 +202,7 @@ class _PendingRows(NamedTuple):
 def _build_segments(
     lines: list[_RowTokens], common: list[int], share: bool, min_shared_tokens: int
 ) -> tuple[list[Segment], list[Any]]:
-    """The segments in depth-first order (`subtree_end` still to be found), and each line's path."""
+    """The segments in depth-first order (without `subtree_end`), and the segments of each row."""
     segments: list[Segment] = []
     paths: list[tuple[int, ...]] = [()] * len(lines)
     at = 0

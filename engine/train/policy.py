@@ -1,4 +1,4 @@
-"""The model that learns: log-probs of packs with their graph, its weights, its files."""
+"""The policy: the model that is trained. It computes log-probs of packs and gives its weights for syncs and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """A causal model of transformers that learns. Made by `load`; belongs to one thread.
+    """A transformers causal model in training. Made by `load`. Not thread-safe.
 
         policy = Policy.load(folder, spec, temperature=1.0, vocab=format.vocab_size, vision=format.vision)
         logprobs, entropy = policy.forward(pack, entropy=True)
 
-    Log-probs are the sampler's: of softmax(logits / temperature) over the vocabulary without banned ids. There is no
-    dropout but the adapter's, and that only where gradients are on.
+    Log-probs are those of the sampler's distribution: softmax(logits / temperature) over the vocabulary without banned ids.
+    The only dropout is the adapter's, and only if gradients are enabled.
     """
 
     def __init__(self, net: PackedModel, adapter: Adapter | None, reference_model: PackedModel | None) -> None:
@@ -40,17 +40,17 @@ class Policy:
     def load(
         cls, folder: Path, spec: TrainSpec, *, temperature: float, vocab: int | None, vision: Vision | None
     ) -> Policy:
-        """Load a model and prove that its packed pass gives what its own gives.
+        """Load a model and check that its packed forward pass gives the same log-probs as its own forward pass.
 
         Args:
-            folder: The model's files: `resolve_model` finds them.
-            spec: Precision, device, what is reference_model, LoRA, memory.
-            temperature: The sampler's; 0 counts as 1, as in the sampler.
-            vocab: Ids from here on (a padded embedding's) are never sampled; None: all are.
-            vision: The model's images; None where it sees none.
+            folder: Folder of the model's files (see `resolve_model`).
+            spec: Precision, device, frozen parameters, LoRA, memory limits.
+            temperature: The sampler's temperature; 0 counts as 1, as in the sampler.
+            vocab: Ids from this one on (padding of the embedding) are never sampled. None: all ids can be sampled.
+            vision: Image processing of the model; None for a text model.
 
         Raises:
-            TrainError: Kind `train_setup`: no such device, no model that can be trained here, or nothing left to train.
+            TrainError: kind `train_setup`: there is no such device, the model cannot be trained, or all of it is frozen.
         """
 
         def open_net() -> PackedModel:
@@ -85,7 +85,7 @@ class Policy:
             named = [parameter for name, parameter in self.net.model.named_parameters() if found.search(name)]
             if not named:
                 raise TrainError(
-                    f"`train.freeze`: no parameter's name has {pattern!r} in it; names look like "
+                    f"`train.freeze`: {pattern!r} matches no parameter's name; an example of a name is "
                     f"{next(self.net.model.named_parameters())[0]!r}",
                     kind="train_setup",
                 )
@@ -95,36 +95,36 @@ class Policy:
             raise TrainError("`train.freeze` leaves nothing to train", kind="train_setup")
 
     def _enable_gradient_checkpointing(self) -> None:
-        """Layers compute their activations again. They do so in training mode alone, which they alone are put into."""
+        """Make layers recompute activations. transformers does this only in training mode, so only these layers are put in it."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         model = self.net.model
         if not model.supports_gradient_checkpointing:
             raise TrainError(
-                f"{type(model).__name__} has no gradient checkpointing: `train.memory.gradient_checkpointing: false`",
+                f"{type(model).__name__} has no gradient checkpointing: set `train.memory.gradient_checkpointing: false`",
                 kind="train_setup",
             )
-        # Older versions of transformers have the second name alone.
+        # Older versions of transformers have only the second name.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                module.training = True  # of the layer itself: what is inside stays in evaluation mode
+                module.training = True  # only the layer itself: its submodules stay in evaluation mode
 
-    # --- what is learnt -------------------------------------------------------------------------------------
+    # --- parameters -----------------------------------------------------------------------------------------
 
     @property
     def model(self) -> Any:
-        """The model of transformers (its linear layers wrapped, with LoRA)."""
+        """The transformers model. With LoRA its linear layers are wrapped."""
         return self.net.model
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device of the model."""
         return self.net.device
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The trained parameters."""
+        """The trained parameters with their names."""
         for name, parameter in self.net.model.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter
@@ -136,86 +136,86 @@ class Policy:
 
     @property
     def can_share_prefixes(self) -> bool:
-        """Whether what rows share may be computed once: not where each row has dropout of its own."""
+        """Whether shared prefixes may be computed once. Not with dropout, which differs for each row."""
         return self._adapter is None or not self._adapter.has_dropout
 
     # --- log-probs ------------------------------------------------------------------------------------------
 
     def forward(self, pack: Pack, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs of a pack's trained tokens, with their graph unless gradients are off.
+        """Compute the log-probs of a pack's trained tokens, with their graph if gradients are enabled.
 
         Returns:
-            logprobs float32 [n], in the order of `pack.labels`; entropy of the distributions they are from, [n], or None.
+            Log-probs, float32 [n], in the order of `pack.labels`, and entropies of their distributions, [n], or None.
         """
         if self._adapter is not None:
             self._adapter.dropout(torch.is_grad_enabled())
         return self.net.logprobs(pack, entropy=entropy)
 
     def reference(self, pack: Pack) -> torch.Tensor:
-        """Log-probs [n] under the reference, without a graph: the adapter left out with LoRA, else the model as loaded.
+        """Compute log-probs [n] of the reference model, without graph: the base model with LoRA, else the model as loaded.
 
         Raises:
-            TrainError: There is none: `kl.coefficient` is 0 and there is no adapter.
+            TrainError: kind `train_setup`: there is no reference, because `kl.coefficient` is 0 and no adapter is trained.
         """
         with torch.no_grad():
             if self._adapter is not None:
                 with self._adapter.disabled():
                     return self.net.logprobs(pack, entropy=False)[0]
             if self._reference_model is None:
-                raise TrainError("no reference was kept: `train.kl.coefficient` is 0", kind="train_setup")
+                raise TrainError("there is no reference model: `train.kl.coefficient` is 0", kind="train_setup")
             return self._reference_model.logprobs(pack, entropy=False)[0]
 
     # --- weights --------------------------------------------------------------------------------------------
 
     def weights(self, names: Literal["files", "model"] = "files") -> dict[str, torch.Tensor]:
-        """All weights, detached, adapters merged; the model stays as it is.
+        """All weights, detached, with the adapter merged in. The model is not changed.
 
-        Without LoRA these are the parameters themselves, which the next step changes: copy what has to last.
+        Without LoRA these are the parameters themselves, which the next step changes. Copy them to keep them.
 
         Args:
-            names: `files`: as the model's folder has them, which servers read. `model`: as transformers' model in
-                memory has them, tied ones under each of their names; most models have the same.
+            names: `files`: the names in the model's files, which servers use. `model`: the names in the transformers model,
+                with tied weights under each of their names. For most models both are the same.
         """
         state = self._adapter.merged() if self._adapter is not None else self.net.model.state_dict()
         return state if names == "model" else files.under_file_names(self.net.model, state, self.net.folder)
 
     def save(self, folder: Path) -> None:
-        """A complete folder that `model.path` can name: weights, configuration, tokenizer, processor.
+        """Write a complete model folder: weights, configuration, tokenizer, processor.
 
-        It appears under its name when it is complete, in the place of an older one.
+        The folder gets its name when it is complete, and then replaces an older one.
 
         Raises:
-            TrainError: Kind `checkpoint`: it cannot be written.
+            TrainError: kind `checkpoint`: it cannot be written.
         """
         files.write_model(self.weights(), self.net.folder, folder)
 
     def save_adapter(self, folder: Path) -> None:
-        """The LoRA adapter alone, as peft writes it.
+        """Write the LoRA adapter in peft's format.
 
         Raises:
-            TrainError: There is no adapter.
+            TrainError: kind `train_setup`: no adapter is trained.
         """
         if self._adapter is None:
             raise TrainError("there is no adapter to save: the spec has no `train.lora`", kind="train_setup")
         self._adapter.save(folder)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The trained parameters by name, detached, for a checkpoint: not copied."""
+        """The trained parameters by name, detached but not copied, for a checkpoint."""
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take back what `state` gave.
+        """Load what `state` returned.
 
         Raises:
-            TrainError: Kind `checkpoint`: names or shapes are not this model's.
+            TrainError: kind `checkpoint`: names or shapes differ from those of this model.
         """
         own = dict(self.named_parameters())
         odd = sorted(own.keys() ^ state.keys())
         odd += [name for name in own if name in state and own[name].shape != state[name].shape]
         if odd:
             raise TrainError(
-                f"the checkpoint is of another model, or of another `lora` or `freeze`: {len(odd)} parameters differ, "
-                f"such as {odd[0]!r}",
+                f"the checkpoint belongs to another model, or to other settings of `lora` or `freeze`: {len(odd)} parameters "
+                f"differ, for example {odd[0]!r}",
                 kind="checkpoint",
             )
         with torch.no_grad():
@@ -224,10 +224,10 @@ class Policy:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one, else the CPU.
+    """The device of that name. `auto` is the first CUDA device, or the CPU if there is none.
 
     Raises:
-        TrainError: There is no such device.
+        TrainError: kind `train_setup`: there is no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -235,7 +235,7 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise TrainError(
-            f"`train.device: {name}` is no device: write auto, cpu, cuda or cuda:1", kind="train_setup"
+            f"not a device: `train.device: {name}`; write auto, cpu, cuda or cuda:1", kind="train_setup"
         ) from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise TrainError(

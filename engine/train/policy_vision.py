@@ -1,9 +1,9 @@
-"""Packs with images: what a model that sees takes of them beside tokens.
+"""Inputs of vision models for packs with images: position ids and image features.
 
 Invariants:
-- An image goes through the vision tower once in a pass, however many rows show it, and wherever. (Where transformers
-  is too old to be handed features, once for each place that rows do not share.)
-- Position ids are the model's own: its `get_rope_index` over each row as it stands alone.
+- The vision tower encodes an image once per pass, for any number of rows and positions. (Versions of transformers that do
+  not accept features encode it once for each position in the pack.)
+- Position ids are those of the model's own `get_rope_index`, applied to each row by itself.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _FEATURES = "mm_encoder_outputs"
 
 
 def vision_inputs(model: Any, vision: Vision, pack: Pack, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Position ids ([3, 1, T] where the model has three of them), and the images: as features, or as their tensors.
+    """Position ids ([1, T], or [3, 1, T] for models with three), and the images, as features or as tensors.
 
     Args:
-        model: A model of transformers with a vision tower.
-        vision: Makes tensors of images; it has to know the pack's.
-        pack: Its `cache` keeps the position ids.
-        device: Where the tensors are to be.
-        dtype: Of those that are no integers.
+        model: A transformers model with a vision tower.
+        vision: Makes tensors of images. It must have the images of the pack.
+        pack: The pack. Its `cache` stores the position ids.
+        device: Device of the tensors.
+        dtype: Dtype of the floating-point tensors.
     """
     inner = model.base_model
     digests = [image.image for image in pack.images]
@@ -49,13 +49,13 @@ def vision_inputs(model: Any, vision: Vision, pack: Pack, device: torch.device, 
 def _tensors(
     vision: Vision, rows: Sequence[Sequence[str]], device: torch.device, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The images of sequences under their family's names."""
+    """The tensors of the images of several sequences, by the names that the model's family uses."""
     found = {name: torch.from_numpy(array.copy()) for name, array in vision.tensors(rows).items()}
     return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in found.items()}
 
 
 def _features(inner: Any, vision: Vision, digests: Sequence[str], device: torch.device, dtype: torch.dtype) -> Any:
-    """What the tower makes of each place's image, as the model's own `get_image_features` gives it."""
+    """The features of the image at each position, in the form of the model's `get_image_features`."""
     single = list(dict.fromkeys(digests))
     found = inner.get_image_features(
         **_tensors(vision, [[digest] for digest in single], device, dtype), return_dict=True
@@ -68,7 +68,7 @@ def _features(inner: Any, vision: Vision, digests: Sequence[str], device: torch.
 
 
 def _positions(find: Any, vision: Vision, pack: Pack, device: torch.device) -> torch.Tensor:
-    """[3, T]. What stands before a token settles its position, so rows that share it agree."""
+    """Position ids, int64 [3, T]. They depend on earlier tokens only, so rows that share a token agree on its position."""
     positions = torch.zeros((3, pack.tokens), dtype=torch.long)
     starts = torch.tensor([image.start for image in pack.images], dtype=torch.long)
     grids = [torch.from_numpy(vision.bank.tensors(image.image)["image_grid_thw"].copy()) for image in pack.images]

@@ -1,19 +1,19 @@
-"""Groups of episodes for a trainer: begun as far ahead as staleness admits, handed on whole.
+"""The batch collector: runs groups of episodes for the trainer, as many at a time as the staleness limit allows.
 
-A group may begin while
+A group may start while
 
     running + ready + used  <  (max_staleness + 1) * tasks_per_step
 
-where `used` are those of the batch that is being collected: with `version` batches trained, this is AReaL's
-(max_staleness + version + 1) * B - accepted - running (arXiv 2505.24298, section 5.1), also bounded by the episodes
-that may be max_live_episodes. Groups that have nothing to teach do not count, so others take their place.
+where `used` are the groups of the batch that is being collected. With `version` batches trained, this is AReaL's
+(max_staleness + version + 1) * B - accepted - running (arXiv 2505.24298, section 5.1). The limit of live episodes applies as
+well. Groups that dynamic sampling drops do not count, so other groups are sampled instead.
 
 Invariants:
-- Without over-sampling, batches take groups in the order in which they were begun. Together with the bound, no token
-  that trains is more than `max_staleness` versions old, and nobody is favoured for being quick.
-- With over-sampling, a batch takes whoever is ready; stragglers are cancelled.
-- What would be too old for the next batch is cancelled: where `max_sampling_rounds` ends a batch early, groups are still under way.
-- `max_staleness` 0: nothing is sampled between the last episode of a batch and the weights that it makes.
+- Without oversampling, batches take groups in the order in which they started. With the limit above, no trained token is
+  more than `max_staleness` versions old, and short episodes are not favoured.
+- With oversampling, a batch takes the groups that finish first. The other groups are cancelled.
+- Running groups that would be too old for the next batch are cancelled. They exist if `max_sampling_rounds` ends a batch early.
+- With `max_staleness` 0 nothing is sampled between the last episode of a batch and the weight update.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ log = structlog.get_logger(__name__)
 
 
 class TaskOrder:
-    """Every task once, then every task again: in file order, or shuffled anew each time round.
+    """The order of tasks over epochs: in file order, or in a new random order in each epoch.
 
     >>> order = TaskOrder(tasks, shuffle=True, seed=0)
-    >>> order[0], order[len(tasks)]                        # any group's task, without those before it
+    >>> order[0], order[len(tasks)]                        # the task of any group, without reading the ones before
     """
 
     def __init__(self, tasks: Sequence[Task], *, shuffle: bool, seed: int) -> None:
         if not tasks:
-            raise TrainError("there are no tasks to train on: look at `tasks` in the spec", kind="no_data")
+            raise TrainError("there are no tasks to train on: check `tasks` in the spec", kind="no_data")
         self._tasks = tasks
         self._shuffle = shuffle
         self._seed = seed
@@ -62,7 +62,7 @@ class TaskOrder:
                 random.Random(f"{self._seed}/{round_}").shuffle(self._order)
             self._round = round_
         task = self._tasks[self._order[place]]
-        # Another time round it is another task to the store, and its episodes have other seeds.
+        # In a later epoch the task has another id, so the store keeps its episodes apart and their seeds differ.
         return task.model_copy(update={"id": f"{task.id}~{round_}"}) if round_ else task
 
 
@@ -74,18 +74,18 @@ class _RunningGroup:
 
 
 class BatchCollector:
-    """Collects batches. Used inside `runner.serving()`; `close` it.
+    """Collects batches of groups. Use it inside `runner.serving()`, and close it.
 
     Args:
-        runner: Drives single episodes.
-        order: Which task each group has.
-        rows: Makes a group's rows.
-        train: Sizes, staleness, what is left out.
-        samples: Episodes of each group.
-        max_live_episodes: Most episodes max_live_episodes at once.
-        version: Of the weights that are sampled with.
-        begun: Groups that were begun before: where a resumed training goes on.
-        progress: Called as each episode ends; what it raises ends the collecting.
+        runner: Runs single episodes.
+        order: The task of each group.
+        rows: Builds the training rows of a group.
+        train: Batch size, staleness limit, dynamic sampling.
+        samples: Episodes per group.
+        max_live_episodes: Maximum number of episodes that run at the same time.
+        version: Version of the weights that the backend samples with.
+        begun: Number of groups started before this launch of the training.
+        progress: Called at the end of each episode. An error that it raises ends the collection.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class BatchCollector:
         self._oversampled_groups = round((train.asynchrony.oversample - 1.0) * self._groups_per_batch)
         self.version = version
         self.begun = begun
-        """Groups begun so far."""
+        """Number of groups started so far."""
         self.next_group = begun
-        """Groups before this one are trained on, left out or cancelled: where a resumed training begins."""
+        """Number of the group at which a resumed training starts: all groups before it were used, dropped or cancelled."""
         self._running: list[_RunningGroup] = []
         self._batch: Batch | None = None
         self._collected = 0
@@ -127,7 +127,7 @@ class BatchCollector:
         return self._oversampled_groups == 0
 
     def _start_groups(self) -> None:
-        """Begin what may begin."""
+        """Start as many groups as the limits allow."""
         most = (self._max_staleness + 1) * self._groups_per_batch + self._oversampled_groups
         while len(self._running) + self._collected < most:
             running = sum(not each.work.done() for each in self._running)
@@ -140,7 +140,7 @@ class BatchCollector:
             work.add_done_callback(self._group_done)
 
     def _group_done(self, _: object) -> None:
-        """A group is over: where its episodes were the bound, another may begin."""
+        """Start other groups after a group is done: the limit of live episodes may allow them now."""
         if self._max_staleness or self._batch is not None:
             self._start_groups()
 
@@ -158,7 +158,7 @@ class BatchCollector:
         return Group(number, task.id, version, trajectories, self._row_builder.rows(trajectories))
 
     async def _run_episode(self, task: Task, sample: int) -> Trajectory | None:
-        """One episode; None where the engine itself failed at it, which stops no other."""
+        """Run an episode. Returns None if the engine itself failed; the other episodes continue."""
         async with self._live_episodes:
             try:
                 trajectory = await self._runner.episode(task, sample)
@@ -175,14 +175,14 @@ class BatchCollector:
         return trajectory
 
     async def batch(self) -> Batch:
-        """The next batch: `tasks_per_step` groups that teach something, or fewer where `max_sampling_rounds` times as many did not.
+        """Collect the next batch: `tasks_per_step` groups, or fewer if dynamic sampling reached `max_sampling_rounds`.
 
         Raises:
-            LedgerError: the credit method cannot be carried out.
-            StoreError: what happens can no longer be written down.
+            LedgerError: the credit method cannot be computed.
+            StoreError: the run store cannot be written.
             OutageError: no server replied for `backend.wait`.
-            FailingError: the first episodes all failed in one way.
-            TrainError: a bonus answers nonsense.
+            FailingError: the first episodes all failed with one cause.
+            TrainError: kind `train_setup`: a bonus function returned an invalid value.
         """
         batch = self._batch = Batch(self.version)
         self._collected = 0
@@ -210,7 +210,7 @@ class BatchCollector:
         return len(batch.used) + len(batch.left_out)
 
     async def _next_group(self) -> Group:
-        """The oldest group, once it is done; with over-sampling, whichever is done first."""
+        """Wait for the oldest group; with oversampling, for the group that finishes first."""
         if self._ordered:
             await asyncio.wait([self._running[0].work])
             return self._running.pop(0).work.result()
@@ -219,7 +219,7 @@ class BatchCollector:
         return self._running.pop(place).work.result()
 
     async def _cancel_stragglers(self, batch: Batch) -> None:
-        """Give up what the next batch could not take any more."""
+        """Cancel running groups that are too old for the next batch."""
         oldest = self.version + 1 - self._max_staleness
         late = [each for each in self._running if each.version < oldest]
         self._running = [each for each in self._running if each.version >= oldest]
@@ -227,14 +227,14 @@ class BatchCollector:
         await _cancel(late)
 
     def batch_trained(self, version: int) -> None:
-        """A batch is trained on and its weights are being sampled with: `version` from now on."""
+        """Continue after an update: the backend samples with weights of `version` from now on."""
         self.version = version
         self._collected = 0
         if self._max_staleness:
             self._start_groups()
 
     async def close(self) -> None:
-        """Cancel what is under way; the store keeps what had ended."""
+        """Cancel all running groups. Finished episodes stay in the store."""
         self._max_staleness, self._batch = 0, None
         running, self._running = self._running, []
         await _cancel(running)

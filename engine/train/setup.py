@@ -1,4 +1,4 @@
-"""What a training is made of: its section of the spec, its learner, its evaluation."""
+"""Makes the parts of a training from its spec: the `train:` section, the learner, the spec of the evaluation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
     """The spec's `train:` section.
 
     Raises:
-        TrainError: kind `train_setup`: there is none, or its backend gives no tokens.
+        TrainError: kind `train_setup`: the spec has no `train:` section, or its backend cannot be trained with.
     """
     spec = loaded.spec
     if spec.train is None:
@@ -40,11 +40,11 @@ def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
 
 
 def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGroup) -> Learner:
-    """The model that learns, as the sampler knows it (the same temperature and the same ids), and its optimizer.
+    """Make the learner: the policy with the sampler's temperature and vocabulary, and its optimizer.
 
     Raises:
-        TrainError: kind `train_setup`: it cannot be trained here.
-        ModelError: its files cannot be had.
+        TrainError: kind `train_setup`: the model cannot be trained here.
+        ModelError: the model's files cannot be found or loaded.
     """
     spec, train = loaded.spec, train_spec_of(loaded)
     policy = Policy.load(
@@ -58,7 +58,7 @@ def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGro
 
 
 def follow(loaded: LoadedSpec, process_group: ProcessGroup) -> None:
-    """In every process but the first: learn as process 0 does, until it is done.
+    """In every process except process 0: run the calls of process 0 until it closes.
 
     Raises:
         EngineError: as `learner_of`.
@@ -67,10 +67,10 @@ def follow(loaded: LoadedSpec, process_group: ProcessGroup) -> None:
 
 
 def evaluation_of(loaded: LoadedSpec) -> LoadedSpec:
-    """The spec of a training's evaluation: its tasks, samples and sampling in place of the training's.
+    """The spec of the training's evaluation, with the tasks, samples and sampling of `train.eval`.
 
     Raises:
-        TrainError: kind `train_setup`: what `train.eval` says cannot be read as `tasks` or `sampling`.
+        TrainError: kind `train_setup`: `train.eval.tasks` or `train.eval.sampling` is invalid.
     """
     spec = loaded.spec
     wanted = spec.train.eval if spec.train is not None else None

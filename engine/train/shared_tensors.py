@@ -1,7 +1,8 @@
-"""Tensors for another process on this host, as SGLang's `MultiprocessingSerializer` reads them.
+"""Sends tensors to another process on this host through shared memory, in the format of SGLang's
+`MultiprocessingSerializer`.
 
-What is sent is a pickle of `[(name, tensor), …]` in which a tensor is the name of its shared memory. It is written with
-torch's own reductions, so SGLang need not be installed here; its unpickler knows no other globals than theirs.
+The message is a pickle of `[(name, tensor), …]`; a tensor is pickled as the name of its shared memory. torch's own reductions
+write it, so SGLang need not be installed here, and SGLang's unpickler allows only the globals that they use.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ import torch
 from engine.errors import TrainError
 
 BUCKET_BYTES = 256 << 20
-"""Bytes of tensors that are in shared memory at once, but for a larger tensor, which goes alone."""
+"""Maximum bytes of tensors in shared memory at the same time. A larger tensor is sent by itself."""
 _SHARED_MEMORY = Path("/dev/shm")
 _ALIGN = 64
-"""Tensors begin at multiples of so many bytes."""
+"""Alignment of tensors, in bytes."""
 _SHARING_STRATEGY_LOCK = threading.Lock()
 
 
 def buckets(weights: Mapping[str, torch.Tensor], most: int = BUCKET_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The weights in pieces of at most `most` bytes, in their order; a larger tensor is a piece of its own."""
+    """Split weights, in order, into buckets of at most `most` bytes. A larger tensor is a bucket of its own."""
     piece: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in weights.items():
@@ -43,24 +44,24 @@ def buckets(weights: Mapping[str, torch.Tensor], most: int = BUCKET_BYTES) -> It
 
 
 class SharedBuffer:
-    """A piece of shared memory that buckets are laid into, one after the other. It is given back when it is dropped.
+    """A block of shared memory that holds one bucket at a time. It is freed when the object is deleted.
 
-    A reader must be done with a bucket before the next one is laid.
+    All readers must be done with a bucket before the next one is written.
     """
 
     def __init__(self, size: int) -> None:
         """
         Args:
-            size: Bytes of the largest bucket, as `room` counts them.
+            size: Bytes of the largest bucket, as `buffer_bytes` counts them.
 
         Raises:
-            TrainError: Kind `train_setup`: there is not so much shared memory.
+            TrainError: kind `train_setup`: there is not enough free shared memory.
         """
         free = free_bytes()
         if free is not None and size > free:
             raise TrainError(
-                f"{size >> 20} MiB of weights do not fit the {free >> 20} MiB that {_SHARED_MEMORY} has left: give it more "
-                "(of a container: --shm-size), or use `train.weight_sync.method: disk`",
+                f"{size >> 20} MiB of weights do not fit in the {free >> 20} MiB that are free in {_SHARED_MEMORY}: increase it "
+                "(for a container: --shm-size), or use `train.weight_sync.method: disk`",
                 kind="train_setup",
             )
         with _file_system_sharing():
@@ -69,7 +70,7 @@ class SharedBuffer:
         self._views: list[tuple[str, torch.Tensor]] = []
 
     def write(self, piece: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy a bucket into it."""
+        """Copy a bucket into the buffer."""
         at = 0
         self._views = []
         for name, tensor in piece:
@@ -79,7 +80,7 @@ class SharedBuffer:
             at += _padded(tensor.nbytes)
 
     def serialize(self) -> str:
-        """What one reader of the bucket gets: base64 of a pickle. Readers are counted, so each needs one of its own."""
+        """The message for one reader: base64 of a pickle. torch counts readers, so make one message for each reader."""
         buffer = io.BytesIO()
         with _file_system_sharing():
             ForkingPickler(buffer).dump(self._views)
@@ -87,7 +88,7 @@ class SharedBuffer:
 
 
 def buffer_bytes(piece: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Bytes that a bucket takes on a buffer."""
+    """Bytes that a bucket needs in a buffer, with alignment."""
     return sum(_padded(tensor.nbytes) for _, tensor in piece)
 
 
@@ -97,7 +98,7 @@ def _padded(size: int) -> int:
 
 @contextmanager
 def _file_system_sharing() -> Iterator[None]:
-    """Shared memory goes by file name: a descriptor can only be handed to a process that knows this one's key."""
+    """Share memory by file name. A file descriptor could only be sent to a process that knows this process's auth key."""
     sharing: Any = torch.multiprocessing
     with _SHARING_STRATEGY_LOCK:
         before = sharing.get_sharing_strategy()
@@ -109,7 +110,7 @@ def _file_system_sharing() -> Iterator[None]:
 
 
 def free_bytes() -> int | None:
-    """Shared memory that is left; None where the system does not say."""
+    """Free shared memory in bytes; None if the system does not report it."""
     try:
         about = os.statvfs(_SHARED_MEMORY)
     except OSError:

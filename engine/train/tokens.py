@@ -1,4 +1,4 @@
-"""The trained tokens of one micro-batch, laid out flat: what losses, KL and corrections are computed from."""
+"""The trained tokens of a micro-batch as flat tensors: the input of losses, KL penalty and rollout correction."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tokens:
-    """Tensors of [n] for n trained tokens, rows one after another, on one device.
+    """Tensors [n] for n trained tokens, ordered by row, on one device.
 
-    A micro-batch holds whole rows: what is averaged over a turn or a row is averaged within it. All log-probs are of
-    the sampled token, at the sampler's temperature, in nats.
+    A micro-batch holds whole rows, so means over a turn or a row can be computed within it. All log-probs are those of
+    the sampled token at the sampler's temperature, in nats.
 
-        tokens = Tokens(logprobs, proximal=logprobs.detach(), sampler=sampled, advantages=a, loss_weights=s, rows=r, turns=t)
+        tokens = Tokens(logprobs, proximal=logprobs.detach(), sampler=sampled, advantages=a, loss_weights=w, rows=r, turns=t)
         loss, tally = objective(spec, tokens)
         loss.backward()
     """
 
     logprobs: Tensor
-    """The current policy's, with their graph."""
+    """Log-probs of the current policy, with their graph."""
     proximal: Tensor
-    """Those that the clipped ratio is against: the trainer's before the batch's first update, or the sampler's."""
+    """Log-probs in the denominator of the clipped ratio: the trainer's before the batch's first update, or the sampler's."""
     sampler: Tensor
-    """Those that the token was drawn with (the behaviour policy's)."""
+    """Log-probs of the sampler (the behaviour policy)."""
     advantages: Tensor
     loss_weights: Tensor
-    """Each token's share of the step's loss (`engine.train.loss_weights`)."""
+    """Factor of each token in the loss of the step (`engine.train.loss_weights`)."""
     rows: Tensor
-    """int64: tokens with the same number are of one row."""
+    """int64: number of the token's row."""
     turns: Tensor
-    """int64: tokens with the same number are of one turn of one row."""
+    """int64: number of the token's turn; turns of different rows have different numbers."""
     reference: Tensor | None = None
-    """The reference model's; needed for `kl`."""
+    """Log-probs of the reference model; needed for `kl`."""
     entropy: Tensor | None = None
-    """Of the current policy's whole distribution at the token, in nats, with its graph; needed for `entropy`."""
+    """Entropy of the current policy's distribution at the token, in nats, with its graph; needed for `entropy_coefficient`."""

@@ -1,9 +1,9 @@
-"""The loop: collect a batch, learn from it, hand the new weights to the backend, and go on.
+"""The training loop: collect a batch, train on it, send the new weights to the backend, repeat.
 
 Invariants:
-- Whatever ends it, the last good weights are in a checkpoint: the update that would have spoilt them was not made.
-- A step's metrics are written after its weights are being sampled with, so a line in `metrics.jsonl` is a step done.
-- `asynchrony.max_staleness` 0 is synchronous: sampling and learning take turns.
+- However the training ends, a checkpoint has the last good weights: an update with a loss that is not finite is not applied.
+- The metrics of a step are written after the backend has its weights, so each line of `metrics.jsonl` is a finished step.
+- With `asynchrony.max_staleness: 0` sampling and training alternate.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 StepCallback = Callable[[int, Mapping[str, float]], None]
-"""Told of each step that is done: its number from 1, and its metrics."""
+"""Called after each finished step with its number, from 1 (0: evaluation before the first step), and its metrics."""
 
 
 @dataclass(slots=True)
 class TrainResult:
-    """What came of a training."""
+    """The result of a training."""
 
     steps: int
-    """That are done in all."""
+    """Number of finished steps, including those of earlier launches."""
     first: dict[str, float] = field(default_factory=dict)
     """Metrics of the first step of this launch."""
     last: dict[str, float] = field(default_factory=dict)
-    """And of the last."""
+    """Metrics of the last step."""
     checkpoint: Path | None = None
     best: float | None = None
     best_step: int | None = None
@@ -74,16 +74,16 @@ class TrainResult:
 
 
 class Trainer:
-    """One training, begun or resumed.
+    """One training, new or resumed.
 
     Args:
         loaded: The spec.
-        folder: The training's, made by `folder.begin`.
-        tell: Told of each step.
-        phase: Told what it does from now on: `rollout`, `update`, `sync`, `eval`, `checkpoint`.
-        watch: Given the runner once it is there, for a live display.
-        keep_going: Do not stop where the first episodes all fail in one way.
-        process_group: The processes that learn as one; this is the first of them, and the others `follow`.
+        folder: The folder of the training, made by `folder.begin`.
+        tell: Called after each step.
+        phase: Called at the start of each phase: `rollout`, `update`, `sync`, `eval`, `checkpoint`.
+        watch: Called with the runner when it exists, for a live display.
+        keep_going: Do not stop if the first episodes all fail with one cause.
+        process_group: The processes of the training. This is process 0; the others run `setup.follow`.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class Trainer:
         self._sync: WeightSync
 
     async def run(self, *, stop: asyncio.Event | None = None) -> TrainResult:
-        """Train to the last step, or until `stop` is set: then the batch under way is given up and what is done is kept.
+        """Train to the last step, or until `stop` is set. Then the current batch is dropped and a checkpoint is written.
 
         Raises:
-            TrainError: it cannot begin, or diverged, or has nothing to learn from.
-            EngineError: a part of it failed for good.
+            TrainError: kind `train_setup`: the training cannot start; `diverged`; `no_data`: no episode can be trained on.
+            EngineError: the backend, the store or the evaluation failed.
         """
         try:
             with self._stall:
@@ -150,7 +150,7 @@ class Trainer:
                 self._state = await asyncio.to_thread(self._checkpoints.read, resumed, self._learner)
                 self._newest_checkpoint = resumed
             if resumed is not None or self.spec.backend.kind == "sglang":
-                # A server may hold any weights: the first token is already of ours.
+                # A server may hold any weights: send ours before the first token is sampled.
                 await self._push_weights()
             metrics = MetricsLog(
                 self.folder, self.train.report_to, self.folder.name, mask_values(self.spec.model_dump(mode="json"))
@@ -164,7 +164,7 @@ class Trainer:
             await self._backend.close()
 
     async def _push_weights(self) -> None:
-        """Have the backend sample with what is learnt."""
+        """Send the current weights to the backend."""
         policy = self._learner.policy
         outage: Outage | None = getattr(self._backend, "outage", None)
         if outage is not None:
@@ -211,7 +211,7 @@ class Trainer:
 
     @staticmethod
     async def _unless_stopped(stop: asyncio.Event | None, work: Awaitable[T]) -> T | None:
-        """What `work` comes to; None where `stop` is set first, and then it is cancelled."""
+        """The result of `work`; None if `stop` is set first. Then `work` is cancelled."""
         task = asyncio.ensure_future(work)
         stopped = asyncio.ensure_future(stop.wait()) if stop is not None else None
         try:
@@ -224,7 +224,7 @@ class Trainer:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _steps(self, collector: BatchCollector, metrics: MetricsLog, stop: asyncio.Event | None) -> TrainResult:
-        """Steps to the last one. `stop` gives up the batch that is being collected; a step that learns is finished."""
+        """Run steps up to the last one. `stop` drops the batch that is being collected, but a running update is finished."""
         train, state = self.train, self._state
         result = TrainResult(state.step, faults=collector.faults)
         if train.eval is not None and state.step == 0:
@@ -255,7 +255,7 @@ class Trainer:
         return result
 
     async def _step(self, batch: Batch, collector: BatchCollector) -> dict[str, float]:
-        """Learn from a batch, and sample with what was learnt."""
+        """Train on a batch and send the new weights to the backend."""
         state = self._state
         told = batch.metrics()
         if batch.used:
@@ -272,13 +272,13 @@ class Trainer:
         return told | await self._evaluate_and_checkpoint(state.step)
 
     async def _learn(self, batch: Batch) -> dict[str, float]:
-        """One batch's updates, in a thread: rollouts go on meanwhile, where they may."""
+        """Run the updates of a batch in a thread, so that rollouts can continue meanwhile."""
         with self._timed("update"):
             work = asyncio.ensure_future(asyncio.to_thread(self._learner.step, batch.rows, self._state.step))
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
-                with contextlib.suppress(Exception):  # a thread is not stopped half-way through an update
+                with contextlib.suppress(Exception):  # a thread cannot be stopped in the middle of an update
                     await work
                 raise
             except TrainError:
@@ -287,7 +287,7 @@ class Trainer:
                 raise
 
     async def _evaluate_and_checkpoint(self, step: int) -> dict[str, float]:
-        """Evaluation and checkpoint, where it is time for them."""
+        """Evaluate and write a checkpoint if they are due at this step. Returns the metrics of the evaluation."""
         train = self.train
         told: dict[str, float] = {}
         better = False
@@ -305,7 +305,7 @@ class Trainer:
             self._newest_checkpoint = await asyncio.to_thread(self._checkpoints.write, self._state, self._learner)
 
     async def _evaluate(self) -> dict[str, float]:
-        """The policy as it is now, on the evaluation's tasks."""
+        """Evaluate the current policy on the evaluation's tasks. Returns its metrics."""
         with self._timed("eval"):
             loaded = evaluation_of(self.loaded)
             name = f"step-{self._state.step:06d}"
@@ -347,19 +347,19 @@ class Trainer:
 
 
 def _require_data(batch: Batch, faults: Sequence[str]) -> None:
-    """A batch without anything to train on is well where all did equally, and an error where none could be used.
+    """Check a batch without used groups: groups without signal are fine, but some episode must be trainable.
 
     Raises:
-        TrainError: kind `no_data`.
+        TrainError: kind `no_data`: no group of the batch has a training row.
     """
     if any(group.rows for group in batch.left_out):
         return
     ends = Counter(label(each.outcome) for group in batch.left_out for each in group.trajectories)
     listed = ", ".join(f"{name} {count}" for name, count in ends.most_common(4))
     if faults:
-        listed = f"{listed}{'; ' if listed else ''}{len(faults)} could not be finished, such as {faults[0]}"
+        listed = f"{listed}{'; ' if listed else ''}{len(faults)} could not be finished, for example {faults[0]}"
     raise TrainError(
-        f"no episode of {len(batch.left_out)} groups can be trained on: {listed or 'none came to an end'}",
+        f"no episode of {len(batch.left_out)} groups can be trained on: {listed or 'none was finished'}",
         kind="no_data",
     )
 

@@ -1,4 +1,4 @@
-"""Whether the trainer and the sampler agree: log-probs of rows, recomputed."""
+"""Compares the sampler's log-probs with log-probs that the trainer recomputes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from engine.train.policy import Policy
 
 
 class LogprobDifference(NamedTuple):
-    """Between the trainer's log-probs and the sampler's, in nats."""
+    """Absolute difference between the trainer's and the sampler's log-probs, in nats."""
 
     largest: float
     mean: float
     tokens: int
-    """How many were compared: all that are trained."""
+    """Number of tokens compared: all trained tokens."""
 
 
 def recompute(policy: Policy, rows: Sequence[Row], max_tokens_per_microbatch: int = 8192) -> LogprobDifference:
-    """Compute the rows' log-probs again, and compare.
+    """Recompute the log-probs of rows and compare them with those of the sampler.
 
-    Zero but for rounding where the policy's weights are those that the rows were sampled with.
+    If the policy has the weights that the rows were sampled with, the difference is rounding only.
 
     Args:
-        policy: Made with the sampler's temperature and vocabulary.
-        rows: As `export_rows` gives them.
-        max_tokens_per_microbatch: Tokens in one pass.
+        policy: A policy with the sampler's temperature and vocabulary.
+        rows: Rows as `export_rows` returns them.
+        max_tokens_per_microbatch: Maximum tokens in one forward pass.
     """
     apart: list[np.ndarray] = []
     with torch.no_grad():

@@ -88,7 +88,7 @@ def test_an_adapter_of_another_model_is_refused(tiny_model_dir: Path, tiny_token
         tmp_path / "gpt"
     )
     save_adapter(tmp_path / "gpt", tmp_path / "adapter", ("c_attn",))
-    with pytest.raises(TrainError, match=r"does not fit the spec's model|is of another model") as caught:
+    with pytest.raises(TrainError, match=r"does not fit the spec's model|belongs to another model") as caught:
         merged(tmp_path / "adapter", tiny_model_dir)
     assert caught.value.kind == "checkpoint"
     assert not list((tmp_path / "cache" / "merged").glob("*/config.json"))

@@ -119,7 +119,7 @@ async def test_a_command_reads_the_event_from_its_standard_input(tmp_path: Path)
 
 
 async def test_a_command_that_fails_is_told_with_what_it_said() -> None:
-    code = "import sys; sys.exit('no such buffer_bytes')"
+    code = "import sys; sys.exit('no such room')"
     notifier = Notifier(NotifySpec(command=[sys.executable, "-c", code]), "run")
     with structlog.testing.capture_logs() as logs:
         await notifier.tell("failed")

@@ -30,7 +30,7 @@ def open_policy(folder: Path, temperature: float = 1.0, vocab: int | None = None
 
 
 def one_pack(policy: Policy, rows: list[dict[str, Any]] = ROWS) -> Any:
-    (pack,) = pack_rows(rows, 1000, share_prefixes=policy.can_share_prefixes, least=1)
+    (pack,) = pack_rows(rows, 1000, share_prefixes=policy.can_share_prefixes, min_shared_tokens=1)
     return pack
 
 
@@ -100,7 +100,7 @@ def test_frozen_parameters_stay(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("freeze", "why"), [(["."], "nothing to train"), (["visual"], "no parameter's name has 'visual'")]
+    ("freeze", "why"), [(["."], "nothing to train"), (["visual"], "'visual' matches no parameter's name")]
 )
 def test_what_freezes_all_or_nothing_is_refused(folder: Path, freeze: list[str], why: str) -> None:
     with pytest.raises(TrainError, match=why):
@@ -143,7 +143,7 @@ def test_the_reference_stays_where_the_policy_began(folder: Path, spec: dict[str
 
 def test_a_reference_that_nobody_asked_for(folder: Path) -> None:
     policy = open_policy(folder)
-    with pytest.raises(TrainError, match="no reference was kept"):
+    with pytest.raises(TrainError, match="there is no reference model"):
         policy.reference(one_pack(policy))
 
 
@@ -275,7 +275,7 @@ def test_a_state_is_taken_back(folder: Path, spec: dict[str, Any]) -> None:
 
 def test_a_state_of_another_model_is_refused(folder: Path) -> None:
     policy = open_policy(folder)
-    with pytest.raises(TrainError, match="parameters differ, such as") as caught:
+    with pytest.raises(TrainError, match="parameters differ, for example") as caught:
         policy.load_state(open_policy(folder, lora=LORA).state())
     assert caught.value.kind == "checkpoint"
 

@@ -294,7 +294,7 @@ def test_bonuses_are_added_to_sampled_tokens_alone() -> None:
     rows = RowBuilder(spec, wanted, None).rows(group)
     added = [row["advantages"] - before["advantages"] for row, before in zip(rows, plain, strict=True)]
     assert [each.tolist() for each in added] == [[0, 0, 0, 3, 4]] * 2
-    with pytest.raises(TrainError, match=r"must be one finite number for each of the row's 5 tokens"):
+    with pytest.raises(TrainError, match=r"must return one finite number for each of the row's 5 tokens"):
         RowBuilder(spec, spec_of(advantage_bonuses=[{"use": f"{__name__}:nothing"}])[1], None).rows(group)
 
 

@@ -187,7 +187,7 @@ async def test_divergence_stops_it_and_the_last_good_weights_are_kept(
         return (loss * float("nan") if len(calls) == 3 else loss), metrics
 
     monkeypatch.setattr(learner, "objective", spoilt)
-    with pytest.raises(TrainError, match=r"the loss is nan .* the update was not made") as caught:
+    with pytest.raises(TrainError, match=r"the loss is nan .* the update was not applied") as caught:
         await trainer.run()
     assert caught.value.kind == "diverged"
     (kept,) = checkpoints_of(trainer.folder)

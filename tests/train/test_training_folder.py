@@ -30,7 +30,7 @@ def test_a_word_finds_a_training(train_spec: Any, tmp_path: Path) -> None:
     assert folders.find_training("a-train-1", out) == one
     assert folders.find_training(str(two), tmp_path) == two
     assert folders.find_training("latest", out) in (one, two)
-    with pytest.raises(TrainError, match=r"beginning of 2 trainings: a-train-1, a-train-2"):
+    with pytest.raises(TrainError, match=r"2 trainings begin with `a-train`: a-train-1, a-train-2"):
         folders.find_training("a-train", out)
     with pytest.raises(TrainError, match="no training `b`"):
         folders.find_training("b", out)

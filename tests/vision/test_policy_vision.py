@@ -90,7 +90,7 @@ async def test_files_without_a_vision_and_in_mixed_precision(
     (pack,) = pack_rows(loaded, 10_000, share_prefixes=True)
     policy.forward(pack, entropy=False)[0].sum().backward()
     assert all(parameter.grad is not None for parameter in policy.parameters())
-    with pytest.raises(TrainError, match="rows have images: hand over the model's vision"):
+    with pytest.raises(TrainError, match="rows have images: pass the model's `vision`"):
         open_policy(tiny_model_dir, None).forward(pack, entropy=False)
 
 
