@@ -335,6 +335,8 @@ class SGLangBackend:
                 tries = tries or Tries(self._spec.retries, self.outage)
                 if not tries.another(error):
                     raise
+                if error.kind == "stale_weights" and not any(other.usable for other in self.pool.servers):
+                    raise  # waiting brings no other weights: only the next push does
                 refused = error.refused
                 self._counts["retries"] += 1
                 log.info(
