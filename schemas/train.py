@@ -298,16 +298,16 @@ class TrainSpec(Contract):
     lora: LoraSpec | None = None
     """Train a LoRA adapter. If not set, all weights are trained."""
     memory: MemorySpec = Field(default_factory=MemorySpec)
-    """Memory limits of an update."""
+    """How much memory one update may take."""
     asynchrony: AsynchronySpec = Field(default_factory=AsynchronySpec)
     """Asynchronous rollouts."""
     weight_sync: WeightSyncSpec = Field(default_factory=WeightSyncSpec)
-    """How new weights are sent to the backend."""
+    """How the backend gets the new weights after an update."""
     checkpoints: CheckpointsSpec = Field(default_factory=CheckpointsSpec)
     """Checkpoints."""
     eval: TrainEvalSpec | None = None
     """Evaluation during training; none if not set."""
     notify: NotifySpec = Field(default_factory=NotifySpec)
-    """Notifications when training fails, stalls, diverges or finishes."""
+    """Who is told when training fails, stalls, diverges or finishes."""
     report_to: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
     """Trackers that get the metrics in addition to the training's `metrics.jsonl`."""
