@@ -80,6 +80,7 @@ async def test_replies_are_the_same_bits_whatever_runs_beside_them(tiny_model_di
                 assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
+@pytest.mark.slow
 async def test_without_it_they_are_the_same_up_to_rounding(tiny_model_dir: Path) -> None:
     alone = await play(tiny_model_dir, max_batch=1, together=False, deterministic=False)
     among = await play(tiny_model_dir, max_batch=8, together=True, deterministic=False)

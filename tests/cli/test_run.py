@@ -180,6 +180,7 @@ def test_help_teaches(tmp_path: Path) -> None:
         assert f" {command} " in out
 
 
+@pytest.mark.slow
 def test_a_fork_keeps_what_came_before_its_turn(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks=3)
     code, _, err = finish(engine("run", spec, "--quiet", cwd=tmp_path))

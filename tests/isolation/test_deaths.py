@@ -198,6 +198,7 @@ async def test_a_limit_that_cannot_bind_is_refused(
         await run_here(write([{"id": "healthy"}], isolation={"mode": "process", **limits}))
 
 
+@pytest.mark.slow
 async def test_limits_of_processes_and_cpu_time_bind(write: Callable[..., Path], run_here: Callable[..., Any]) -> None:
     limits: dict[str, Any] = {"mode": "process", "cpu": "1s"}
     if os.getuid() == 0:

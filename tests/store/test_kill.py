@@ -128,6 +128,7 @@ def kill_many(victim: Victim, folder: Path, maker: Any, *, times: int, seed: int
         assert total >= sum(seen.values()) > 0
 
 
+@pytest.mark.slow
 def test_kill_at_random_moments_loses_nothing_acknowledged(victim: Victim, tmp_path: Path, maker: Any) -> None:
     kill_many(victim, tmp_path, maker, times=24, seed=1, runs=8)
 
@@ -150,6 +151,7 @@ def test_a_killed_writer_leaves_no_lock_and_is_seen_as_stopped(victim: Victim, t
     RunStore.open(run).close()
 
 
+@pytest.mark.slow
 def test_a_reader_in_another_process_sees_whole_episodes_while_the_run_is_written(
     victim: Victim, tmp_path: Path, maker: Any
 ) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "demo_report.py"
 
 
@@ -15,6 +17,7 @@ def report(*arguments: Path | str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_what_matters_is_kept_and_drawn(tmp_path: Path) -> None:
     training = tmp_path / "runs" / "arithmetic-0" / "a-training"
     training.mkdir(parents=True)

@@ -51,6 +51,7 @@ def test_what_was_never_measured_has_no_picture() -> None:
     assert list(panels([{"step": 1, "staleness/mean": 1.0, "eval/reward": 0.5}])) == ["eval", "staleness"]
 
 
+@pytest.mark.slow
 def test_a_runs_pictures_are_png_files(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     log = MetricsLog(tmp_path)

@@ -213,6 +213,7 @@ async def test_no_more_episodes_are_alive_than_may_be() -> None:
     assert [len(batch.used) for batch in batches] == [4, 4, 4]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32), staleness=st.integers(0, 3), wanted=st.integers(1, 4), equal=st.sampled_from([0.0, 0.3]),

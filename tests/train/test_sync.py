@@ -127,6 +127,7 @@ async def test_weights_are_cast_to_the_samplers_precision(
         assert own[name].data_ptr() != tensor.data_ptr()
 
 
+@pytest.mark.slow
 async def test_a_push_in_the_middle_of_a_reply_gives_it_two_versions(
     open_backend: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -277,6 +278,7 @@ def test_buckets_keep_every_tensor_in_order_and_hold_no_more_than_they_may(sizes
         assert sum(tensor.nbytes for _, tensor in piece) <= most or len(piece) == 1
 
 
+@pytest.mark.slow
 def test_another_process_reads_what_was_shared() -> None:
     tensors = [
         ("a", torch.arange(12.0).reshape(3, 4).t()),

@@ -56,6 +56,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return set(one) == set(other) and all(bool((one[name] == other[name]).all()) for name in one)
 
 
+@pytest.mark.slow
 async def test_the_model_gets_better(train_spec: Any, tmp_path: Path) -> None:
     train = {"steps": 10, "tasks_per_step": 4, "optimizer": {"lr": 0.01}, "dynamic_sampling": False}
     trainer = begin(train_spec(train=train, rollout={"samples_per_task": 8}), tmp_path / "runs")
@@ -131,6 +132,7 @@ async def test_asynchronous_training_stays_within_its_staleness(train_spec: Any,
     assert {0, 1, 2, 3} <= versions
 
 
+@pytest.mark.slow
 async def test_the_best_checkpoint_by_evaluation_stays(train_spec: Any, tmp_path: Path) -> None:
     train = {
         "steps": 4, "checkpoints": {"every": 1, "keep": 1},
