@@ -184,7 +184,7 @@ BRIDGED, BRANCHED, NONE = "=", "/", "."
 FOUND = {
     "gemma3": "=/..",
     "gemma4": "=/.=",
-    "glm4moe": "....",
+    "glm4moe": "//=/",
     "idefics3": "=/.=",
     "llama3": "=/.=",
     "llama3_1": "=//=",
@@ -194,7 +194,7 @@ FOUND = {
     "qwen3": "=/==",
     "qwen3_5_think": "//=/",
     "qwen3_6": "//=/",
-    "qwen3_8": "====",
+    "qwen3_8": "/==/",  # its prompt opens <think>: an answer without thoughts is shown with empty ones
     "qwen3_instruct_2507": "=//=",
     "qwen3_vl": "=//=",
     "smolvlm": "=/.=",
