@@ -177,6 +177,7 @@ async def test_what_no_call_is_known_for_is_blamed_on_nobody_else(
     assert (caught.value.culprit, caught.value.blame) == (None, "user")
 
 
+@pytest.mark.slow
 async def test_the_time_for_which_others_block_the_loop_does_not_count(
     workers: Workers, release: threading.Event
 ) -> None:

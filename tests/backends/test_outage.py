@@ -97,6 +97,7 @@ async def test_requests_wait_for_a_server_that_is_away(chat_format: ChatFormat, 
         assert outage.told() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_refusal_uses_up_no_try_and_a_pause_is_kept(chat_format: ChatFormat, kind: str, status: int) -> None:
@@ -112,6 +113,7 @@ async def test_a_refusal_uses_up_no_try_and_a_pause_is_kept(chat_format: ChatFor
         assert not heeded or it.server.refused <= 8  # nobody asked a second time before the pause was over
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_pause_until_a_date_is_kept(chat_format: ChatFormat, kind: str) -> None:
     async with one(kind, chat_format, retries=0) as it:

@@ -353,6 +353,7 @@ async def test_a_server_that_dies_loses_nothing_and_nothing_is_counted_twice(cha
         assert [server["in_flight"] for server in it.counts["servers"]] == [0, 0]
 
 
+@pytest.mark.slow
 async def test_a_server_that_hangs_is_found_out_while_others_go_on(chat_format: ChatFormat) -> None:
     async with cluster(chat_format, 2, health_timeout=0.3) as it:
         await it.backend.generate(request(episode="a"))

@@ -137,6 +137,7 @@ def told(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "backend.json").read_text()))
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_twice_costs_no_episode(
     tmp_path: Path, tiny_tokenizer_dir: Path, servers: Servers
 ) -> None:

@@ -163,6 +163,7 @@ def _kill_and_finish(tmp_path: Path, tokenizer: Path, kills: int, rng: random.Ra
     assert "24 the same to the byte" in out
 
 
+@pytest.mark.slow
 def test_kill_9_loses_no_finished_turn(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     _kill_and_finish(tmp_path, tiny_tokenizer_dir, kills=2, rng=random.Random(1))
 

@@ -229,6 +229,7 @@ def test_nothing_can_be_forged_in_other_formats(
 # ---- what ends
 
 
+@pytest.mark.slow
 def test_templates_that_never_end_are_stopped(place: Place) -> None:
     found = outcome(place, {**HANGING, "plain": Case(WHOLE)}, "--timeout", "2")
     assert found.done.returncode == 1
@@ -273,6 +274,7 @@ def beside(text: str) -> Case:
     return Case(WHOLE + "environment: {use: 'beside:World'}\n", (), {"beside.py": text})
 
 
+@pytest.mark.slow
 def test_imported_code_cannot_look_like_success(place: Place) -> None:
     cases = {name: beside(text) for name, text in ENDINGS.items()}
     fine = "class World:\n    def reset(self, task, seed): ...\n"

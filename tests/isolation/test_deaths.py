@@ -92,6 +92,7 @@ def check(episode: Trajectory) -> None:
 HANGS = ("hang", "busy", "hang_async")
 
 
+@pytest.mark.slow
 async def test_every_death_in_every_part_is_one_episode_s_failure(
     write: Callable[..., Path], run_here: Callable[..., Any]
 ) -> None:

@@ -164,6 +164,7 @@ async def read_everything(folder: Path) -> dict[str, Any]:
 TELL = '<tool_call>{"name": "tell", "arguments": {}}</tool_call>'
 
 
+@pytest.mark.slow
 @settings(max_examples=3, phases=NO_SHRINKING, suppress_health_check=list(HealthCheck))
 @given(answers=st.lists(recipes, min_size=10, max_size=10, unique=True))
 async def test_a_world_may_answer_anything(make_run: Any, answers: list[Any]) -> None:

@@ -83,6 +83,7 @@ def test_a_conversation_has_the_ids_of_apply_chat_template(tiny_tokenizer_dir: P
     assert form.render(CHAT) == wanted
 
 
+@pytest.mark.slow
 def test_neither_transformers_nor_torch_is_imported(tiny_tokenizer_dir: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from engine.tokens.format import load_format;"
