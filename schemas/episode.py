@@ -122,7 +122,7 @@ class LocalBackend(Contract):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: float32 on a CPU, bfloat16 on a GPU. In 16 bits log-probs differ from a recomputation, by up to 0.5."""
     deterministic: bool = False
-    """A reply's ids and log-probs are the same bits whatever is sampled beside it, and after a kill. About half as fast
+    """A reply's ids and log-probs are bit-identical in any batch, and after a restart. About half as fast
     in full batches; proved for the model and machine at the start, or refused."""
     max_batch: int = Field(default=32, ge=1)
     """Most sequences in one forward pass."""

@@ -308,6 +308,6 @@ class TrainSpec(Contract):
     eval: TrainEvalSpec | None = None
     """Evaluation during training; none if not set."""
     notify: NotifySpec = Field(default_factory=NotifySpec)
-    """Who is told when training fails, stalls, diverges or finishes."""
+    """Where notifications go when training fails, stalls, diverges or finishes."""
     report_to: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
     """Trackers that get the metrics in addition to the training's `metrics.jsonl`."""

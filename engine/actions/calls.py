@@ -129,7 +129,7 @@ class Call:
             await self._waiter
 
     def settle(self, *, lost: bool = False) -> None:
-        """Wake whoever waits for the result; on the main loop's thread."""
+        """Give the result to the waiting caller. Runs on the main loop's thread."""
         self.settled, self.lost = not lost, lost
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

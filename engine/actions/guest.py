@@ -186,7 +186,7 @@ class GuestLoop:
         call.blocked = self.blocked
         try:
             call.result = (await call.function(*call.args), None)
-        except BaseException as error:  # noqa: BLE001  (handed to the caller, whatever it is)
+        except BaseException as error:  # noqa: BLE001  (any exception is handed to the caller)
             call.result = (None, error)
         call.task = None
         if not call.take():

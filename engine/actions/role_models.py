@@ -151,7 +151,7 @@ class RoleModel:
         )
 
     def _timeout(self) -> AbstractAsyncContextManager[Any]:
-        """The deadline of one answer. It stands still while its servers cannot be asked."""
+        """The deadline of one answer. Time in which its servers cannot be reached does not count."""
         outage: Outage | None = getattr(self._served.backend, "outage", None)
         return asyncio.timeout(self._spec.seconds) if outage is None else outage.clocks.timeout(self._spec.seconds)
 

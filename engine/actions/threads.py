@@ -95,7 +95,7 @@ class Threads:
             try:
                 try:
                     call.result = (call.context.run(call.function, *call.args), None)
-                except BaseException as error:  # noqa: BLE001  (handed to the caller, whatever it is)
+                except BaseException as error:  # noqa: BLE001  (any exception is handed to the caller)
                     call.result = (None, error)
                 given_up = not call.take()
             except Interrupted:  # pending when the function returned; only calls that were given up are interrupted
