@@ -47,8 +47,7 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
     Raises:
         TemplateError: a field is not there; the nearest one that is there is named.
     """
-    end = _end(template)
-    return _FIELD.sub(lambda match: _value(match, fields), template[:end]) + template[end:]
+    return fill_spans(template, fields)[0]
 
 
 def fill_spans(template: str, fields: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:

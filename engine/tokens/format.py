@@ -208,9 +208,8 @@ class ChatFormat(ABC):
         if known is None:
             known = np.array(self.render(messages, tools), np.int32)
             known.flags.writeable = False
-        self._openings[key] = (
-            known  # the newest now; long texts are rendered in another thread, so no step may expect the last
-        )
+        # Long texts are rendered in another thread: the entry may be gone by now, so it is put in anew rather than moved.
+        self._openings[key] = known
         if len(self._openings) > _MOST_OPENINGS:
             self._openings.popitem(last=False)
         return known
