@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.backends.local import LocalBackend
-from engine.schemas.episode import LocalBackend as LocalSpec
+from engine.schemas.episode import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.tokens.catalogue import resolve_model
 
@@ -139,7 +139,9 @@ async def main() -> None:
     given = parser.parse_args()
     folder = resolve_model(given.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    backend = LocalBackend(lambda: folder, tokenizer.decode, LocalSpec(dtype=given.dtype, max_batch=given.episodes))
+    backend = LocalBackend(
+        lambda: folder, tokenizer.decode, LocalBackendSpec(dtype=given.dtype, max_batch=given.episodes)
+    )
     await backend.start()
     stats = backend.stats()
     model = (

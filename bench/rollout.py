@@ -82,11 +82,11 @@ async def _engine(
 
 async def _client(url: str, workload: Workload, turns: int, episodes: int, concurrency: int) -> int:
     from engine.backends.sglang.client import SGLangBackend
-    from engine.schemas.episode import SGLangBackend as Spec
+    from engine.schemas.episode import SGLangBackendSpec
     from engine.schemas.generation import GenerateRequest, SamplingParams
 
     sampling = SamplingParams(temperature=1.0)
-    backend = SGLangBackend(Spec(urls=[url]), _Format(workload), sampling=sampling, model="fake")  # type: ignore[arg-type]
+    backend = SGLangBackend(SGLangBackendSpec(urls=[url]), _Format(workload), sampling=sampling, model="fake")  # type: ignore[arg-type]
     await backend.start()
     left = iter(range(episodes))
     observation = np.array(workload.observation, np.int32)

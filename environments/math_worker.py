@@ -24,7 +24,7 @@ MOST_MEMORY = 4 * 2**30
 """Bytes of address space: what SymPy needs, many times over."""
 
 
-class OutOfTime(BaseException):
+class MathTimeout(BaseException):
     """The question has used up its CPU time. No `Exception`: the libraries catch those and go on."""
 
 
@@ -85,7 +85,7 @@ _TASKS: dict[str, Callable[..., dict[str, Any]]] = {"compare": compare, "read": 
 
 
 def _strike(*_: object) -> None:
-    raise OutOfTime
+    raise MathTimeout
 
 
 def _within(seconds: float, task: Callable[..., dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _within(seconds: float, task: Callable[..., dict[str, Any]], arguments: dict
             return task(**arguments)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-    except OutOfTime:
+    except MathTimeout:
         return {"late": True}
     except MemoryError:
         return {"answer": None, "value": None, "right": False, "error": "it needs too much memory"}

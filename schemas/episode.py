@@ -113,7 +113,7 @@ class ModelSpec(Contract):
     """Most pixels of one image as it comes; a larger one fails the episode. The model's processor scales those below it."""
 
 
-class LocalBackend(Contract):
+class LocalBackendSpec(Contract):
     """transformers in this process, with batching of concurrent requests."""
 
     kind: Literal["local"] = "local"
@@ -130,7 +130,7 @@ class LocalBackend(Contract):
     """CPU threads for torch; its own choice when left out."""
 
 
-class SGLangBackend(Contract):
+class SGLangBackendSpec(Contract):
     """SGLang servers, over their native HTTP API."""
 
     kind: Literal["sglang"] = "sglang"
@@ -160,7 +160,7 @@ class SGLangBackend(Contract):
     each server's."""
 
 
-class OpenAIBackend(Contract):
+class OpenAIBackendSpec(Contract):
     """Any OpenAI-compatible chat endpoint: text alone, so its rows do not train."""
 
     kind: Literal["openai"] = "openai"
@@ -180,7 +180,7 @@ class OpenAIBackend(Contract):
     outage."""
 
 
-class ScriptedBackend(Contract):
+class ScriptedBackendSpec(Contract):
     """Replies from a YAML file, tokenised by the real tokenizer: a dry run without a model."""
 
     kind: Literal["scripted"] = "scripted"
@@ -190,7 +190,9 @@ class ScriptedBackend(Contract):
     """Seconds before each reply."""
 
 
-BackendSpec = Annotated[LocalBackend | SGLangBackend | OpenAIBackend | ScriptedBackend, Field(discriminator="kind")]
+BackendSpec = Annotated[
+    LocalBackendSpec | SGLangBackendSpec | OpenAIBackendSpec | ScriptedBackendSpec, Field(discriminator="kind")
+]
 
 
 class PromptMessage(Contract):
@@ -723,7 +725,7 @@ class EpisodeSpec(Contract):
     """Names the run's folder."""
     description: str = ""
     model: ModelSpec
-    backend: BackendSpec = Field(default_factory=LocalBackend)
+    backend: BackendSpec = Field(default_factory=LocalBackendSpec)
     sampling: SamplingParams = Field(default_factory=SamplingParams)
     tasks: TasksSpec
     prompt: list[PromptMessage] = Field(default_factory=list)

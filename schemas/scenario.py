@@ -77,7 +77,7 @@ class ScriptedScore(ScriptedFault):
     rewards: list[RewardEvent] = Field(default_factory=list)
 
 
-class ScriptedEnvironment(Contract):
+class EnvironmentScript(Contract):
     """What the environment answers; what is left out, the real one answers."""
 
     reset: ScriptedReset | None = None
@@ -219,7 +219,7 @@ class Scenario(Contract):
     """Answers of tools; the first that fits a call serves it. Other calls go to the real tools."""
     user: list[ScriptedUserTurn | None] = Field(default_factory=list)
     """Answers of the user, in order; where `null` stands, and after the last, the real user answers."""
-    environment: ScriptedEnvironment = Field(default_factory=ScriptedEnvironment)
+    environment: EnvironmentScript = Field(default_factory=EnvironmentScript)
     steps: dict[str, list[ScriptedStep | None]] = Field(default_factory=dict)
     """By state: what `step`, or an action of the spec's own, answers there, visit by visit; `null` as for users."""
     out_of_time: OutOfTime | None = None
@@ -246,6 +246,7 @@ class ScenarioFile(Contract):
 __all__ = [
     "ANYTHING",
     "ContentPart",
+    "EnvironmentScript",
     "Expectation",
     "ExpectedCall",
     "ExpectedFailure",
@@ -254,7 +255,6 @@ __all__ = [
     "OutOfTime",
     "Scenario",
     "ScenarioFile",
-    "ScriptedEnvironment",
     "ScriptedFault",
     "ScriptedReset",
     "ScriptedResult",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from engine.schemas.episode import LocalBackend, ScriptedBackend
+from engine.schemas.episode import LocalBackendSpec, ScriptedBackendSpec
 
 if TYPE_CHECKING:
     from engine.episode import Episode
@@ -86,9 +86,9 @@ def _environment(spec: EpisodeSpec, state: StateSpec) -> float:
 
 def _generation(spec: EpisodeSpec, state: StateSpec) -> float:
     backend = spec.backend
-    if isinstance(backend, ScriptedBackend):
+    if isinstance(backend, ScriptedBackendSpec):
         return backend.latency
-    if isinstance(backend, LocalBackend):
+    if isinstance(backend, LocalBackendSpec):
         return inf
     return backend.timeout * (backend.retries + 1)
 

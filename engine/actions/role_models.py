@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from engine.actions.slots import Slots
 from engine.backends.base import open_backend
 from engine.errors import ContextOverflow, EngineError, WorldError
-from engine.schemas.episode import EpisodeSpec, LocalBackend, PlayedSpec
+from engine.schemas.episode import EpisodeSpec, LocalBackendSpec, PlayedSpec
 from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import Message
 from engine.spec.load import LoadedSpec
@@ -311,7 +311,7 @@ def section_of(loaded: LoadedSpec, path: DataPath) -> LoadedSpec:
     spec = loaded.spec.model_copy(
         update={
             "model": part.model or loaded.spec.model,
-            "backend": part.backend or LocalBackend(),
+            "backend": part.backend or LocalBackendSpec(),
             "sampling": part.sampling,
         }
     )

@@ -33,7 +33,7 @@ from engine.schemas.message import Message, TextPart
 from engine.tokens.images import DIGEST
 
 if TYPE_CHECKING:
-    from engine.schemas.episode import OpenAIBackend as OpenAISpec
+    from engine.schemas.episode import OpenAIBackendSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
 
@@ -99,7 +99,7 @@ class _Completion(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Completion)
 
 
-def open_openai(spec: OpenAISpec, format: ChatFormat, loaded: LoadedSpec) -> OpenAIBackend:
+def open_openai(spec: OpenAIBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> OpenAIBackend:
     """The backend for this endpoint, not yet started.
 
     Raises:
@@ -120,7 +120,7 @@ class OpenAIBackend:
     wants_messages = True
     """Each request carries `messages` and `tools`; its ids are not read."""
 
-    def __init__(self, spec: OpenAISpec, format: ChatFormat, *, api_key: str | None = None) -> None:
+    def __init__(self, spec: OpenAIBackendSpec, format: ChatFormat, *, api_key: str | None = None) -> None:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._spec = spec
         self._format = format

@@ -23,7 +23,7 @@ from engine.schemas.script import Script, ScriptedReply
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.schemas.episode import ScriptedBackend as ScriptedSpec
+    from engine.schemas.episode import ScriptedBackendSpec
     from engine.spec.load import Document, LoadedSpec
     from engine.tokens.format import ChatFormat
 
@@ -187,7 +187,7 @@ class ScriptedBackend:
         return len(ids), FinishReason(type=reply.finish, message=message)
 
 
-def open_scripted(spec: ScriptedSpec, format: ChatFormat, loaded: LoadedSpec) -> ScriptedBackend:
+def open_scripted(spec: ScriptedBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> ScriptedBackend:
     """Read the script that a spec names or holds.
 
     Raises:

@@ -57,7 +57,7 @@ class Place(NamedTuple):
         return self.turns, self.user, self.calls
 
 
-class Step(NamedTuple):
+class WalkStep(NamedTuple):
     """One step from a place."""
 
     event: str

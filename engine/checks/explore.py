@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from engine.checks.chart import Chart, Edge, Limits, Place, Step
+from engine.checks.chart import Chart, Edge, Limits, Place, WalkStep
 from engine.checks.logic import Formula, Ranges
 from engine.checks.walk import Walk
 from engine.checks.work import TooMuch, Work
@@ -32,7 +32,7 @@ class Graph:
     exact: bool
     walked: bool = True
     """False if even the approximate graph takes too much work: then it is empty."""
-    steps: dict[Place, list[Step]] = field(default_factory=dict)
+    steps: dict[Place, list[WalkStep]] = field(default_factory=dict)
     most: tuple[float, float, float] | None = None
     """The maximum of each counter on any path; computed by `most_counts`."""
     _components: tuple[dict[Place, int], int] | None = None
@@ -56,7 +56,7 @@ class Graph:
             self._components = components(self)
         return self._components
 
-    def again(self, place: Place) -> list[Step]:
+    def again(self, place: Place) -> list[WalkStep]:
         """The steps that may be taken any number of times: in an approximate graph, those that no limit counts."""
         steps = self.steps[place]
         if self.exact:
@@ -188,4 +188,4 @@ def components(graph: Graph) -> tuple[dict[Place, int], int]:
     return component, found
 
 
-__all__ = ["Chart", "Edge", "Graph", "Place", "Step", "components", "explore"]
+__all__ = ["Chart", "Edge", "Graph", "Place", "WalkStep", "components", "explore"]

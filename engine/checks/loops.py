@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from engine.actions.facts import COUNT_LIMIT_OF, COUNT_LIMITS
-from engine.checks.chart import Place, Step
+from engine.checks.chart import Place, WalkStep
 from engine.checks.explore import Graph
 from engine.checks.work import TooMuch, Work
 
@@ -54,12 +54,12 @@ def cycles_of(graph: Graph, work: Work | None = None) -> Cycles:
 
 def _each_cycle(graph: Graph, work: Work) -> Iterator[Cycle]:
     component, _ = graph.components
-    seen: set[tuple[str, bool, Step]] = set()
+    seen: set[tuple[str, bool, WalkStep]] = set()
     for place, number in component.items():
         for step in graph.again(place):
             if component[step.dest] != number:
                 continue
-            alike = (place.state, place.late, Step(step.event, Place(step.dest.state, 0, 0, 0), step.used))
+            alike = (place.state, place.late, WalkStep(step.event, Place(step.dest.state, 0, 0, 0), step.used))
             if alike not in seen:
                 seen.add(alike)
                 yield _cycle(graph, place, _shortest(graph, place, step, component, work))
@@ -73,10 +73,10 @@ def _merged(alike: list[Cycle]) -> Cycle:
 
 
 def _shortest(
-    graph: Graph, start: Place, first: Step, component: dict[Place, int], work: Work
-) -> list[tuple[Place, Step]]:
+    graph: Graph, start: Place, first: WalkStep, component: dict[Place, int], work: Work
+) -> list[tuple[Place, WalkStep]]:
     """The shortest path from a place back to itself that begins with the given step."""
-    came: dict[Place, tuple[Place, Step]] = {first.dest: (start, first)}
+    came: dict[Place, tuple[Place, WalkStep]] = {first.dest: (start, first)}
     waiting = [first.dest] if first.dest != start else []
     for place in waiting:
         steps = graph.again(place)
@@ -93,7 +93,7 @@ def _shortest(
     return way[::-1]
 
 
-def _cycle(graph: Graph, start: Place, way: list[tuple[Place, Step]]) -> Cycle:
+def _cycle(graph: Graph, start: Place, way: list[tuple[Place, WalkStep]]) -> Cycle:
     actions = dict(graph.chart.actions)
     names = [limit.name for limit in COUNT_LIMITS]
     used = {names.index(COUNT_LIMIT_OF[actions[place.state]].name) for place, step in way if step.used is not None}

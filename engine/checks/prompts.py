@@ -10,7 +10,7 @@ from typing import Any
 from engine.checks.context import CheckContext, nearest
 from engine.checks.registry import Finding, rule
 from engine.errors import SpecError
-from engine.schemas.episode import ScriptedBackend, Words
+from engine.schemas.episode import ScriptedBackendSpec, Words
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import short
@@ -184,7 +184,7 @@ def _named_files(ctx: CheckContext) -> list[tuple[DataPath, str]]:
     named: list[tuple[DataPath, str]] = []
     if ctx.spec.model.chat_template is not None:
         named.append((("model", "chat_template"), ctx.spec.model.chat_template))
-    if isinstance(ctx.spec.backend, ScriptedBackend) and isinstance(ctx.spec.backend.replies, str):
+    if isinstance(ctx.spec.backend, ScriptedBackendSpec) and isinstance(ctx.spec.backend.replies, str):
         named.append((("backend", "replies"), ctx.spec.backend.replies))
     said: list[tuple[DataPath, Words]] = [(("recover", key), words) for key, words in _recover(ctx)]
     said += [(("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.prompt)]

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
-from engine.schemas.episode import LocalBackend, SGLangBackend
+from engine.schemas.episode import LocalBackendSpec, SGLangBackendSpec
 from engine.schemas.train import DrGrpoLoss, TrainSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import near_or_known, short
@@ -58,7 +58,7 @@ def adapter(ctx: CheckContext) -> Iterator[Finding]:
     """`backend.adapter` names one that is loaded in the servers."""
     for train in _train(ctx):
         backend = ctx.spec.backend
-        if isinstance(backend, SGLangBackend) and backend.adapter is not None:
+        if isinstance(backend, SGLangBackendSpec) and backend.adapter is not None:
             fix = "remove it" + (": `train.lora` trains one of its own" if train.lora else "; `train.lora` trains one")
             message = (
                 f"replies would be sampled with the adapter `{backend.adapter}`, and the trainer learns without it"
@@ -146,7 +146,7 @@ def half_precision(ctx: CheckContext) -> Iterator[Finding]:
     for train in _train(ctx):
         backend = ctx.spec.backend
         if (
-            isinstance(backend, LocalBackend)
+            isinstance(backend, LocalBackendSpec)
             and backend.dtype in ("bfloat16", "float16")
             and train.rollout_correction.kind == "none"
         ):
@@ -184,9 +184,9 @@ def weight_sync_method(ctx: CheckContext) -> Iterator[Finding]:
     """The local backend has the trainer's memory; shared memory ends at the host."""
     for train in _train(ctx):
         method, backend, path = train.weight_sync.method, ctx.spec.backend, ("train", "weight_sync", "method")
-        if isinstance(backend, LocalBackend) and method in ("disk", "adapter"):
+        if isinstance(backend, LocalBackendSpec) and method in ("disk", "adapter"):
             yield Finding(f"`{method}` has no effect: the local backend takes weights in memory", path, "remove it")
-        if isinstance(backend, SGLangBackend) and method == "tensors":
+        if isinstance(backend, SGLangBackendSpec) and method == "tensors":
             far = [url for url in backend.urls if _host(url) not in _HERE]
             if far:
                 message = f"`tensors` is memory of this host, and `{far[0]}` may be another"

@@ -14,7 +14,7 @@ from math import inf
 from typing import NamedTuple
 
 from engine.actions.facts import ACTIONS, COUNT_LIMIT_OF, COUNT_LIMITS, MOST_STEPS
-from engine.checks.chart import MAYBE_CALLS, NO_CALLS, SURE_CALLS, Chart, Edge, Limits, Place, Step
+from engine.checks.chart import MAYBE_CALLS, NO_CALLS, SURE_CALLS, Chart, Edge, Limits, Place, WalkStep
 from engine.checks.logic import ALWAYS, UNKNOWN, Formula, Ranges
 from engine.checks.work import Work
 
@@ -59,12 +59,12 @@ class Walk:
         self._ranges: dict[Counts, Ranges] = {}
         self._guards: dict[int, _Guard] = {}
 
-    def steps(self, place: Place) -> list[Step]:
+    def steps(self, place: Place) -> list[WalkStep]:
         """Return every step from a place, each once."""
         action = self.actions.get(place.state)
         if action is None:
             return []  # a final state, or one that does not exist
-        found: list[Step] = []
+        found: list[WalkStep] = []
         if place.late or self.used_up(place, action):
             self.lead(found, place, "limit", None)
         else:
@@ -138,17 +138,17 @@ class Walk:
             found = known.truths[key] = guard.truth(self.ranges(counts))
             return found
 
-    def lead(self, found: list[Step], place: Place, event: str, used: int | None) -> None:
+    def lead(self, found: list[WalkStep], place: Place, event: str, used: int | None) -> None:
         """Add the transitions that an event may take, in the order in which they are tried."""
         settled = self.settled.get((place.state, event))
         if settled is not None:
-            found.append(Step(event, Place(settled, *place[1:]), used))
+            found.append(WalkStep(event, Place(settled, *place[1:]), used))
             return
         unsure = False
         for edge in self.edges.get((place.state, event), ()):
             truth = True if edge.guard is ALWAYS else self.truth(edge.guard, place.counts)
             if truth is not False:
-                found.append(Step(event, Place(edge.dest, *place[1:]), used))
+                found.append(WalkStep(event, Place(edge.dest, *place[1:]), used))
             if truth is True and not unsure:
                 return
             if truth is True:

@@ -71,7 +71,7 @@ def episode_schema() -> Schema:
     definitions: Schema = schema["$defs"]
     for name, definition in definitions.items():
         for key, value in definition.get("properties", {}).items():
-            decides = (key == "kind" and name.endswith("Backend")) or (key == "method" and name.endswith("Credit"))
+            decides = (key == "kind" and name.endswith("BackendSpec")) or (key == "method" and name.endswith("Credit"))
             definition["properties"][key] = value if decides else _with_variable(value)
     properties: Schema = schema["properties"]
     for key, value in properties.items():
@@ -248,7 +248,7 @@ def _user_rules() -> list[Schema]:
 def _backend_needs(definitions: Schema) -> Schema:
     """Each kind of backend's own required keys, by `kind`."""
     rules: list[Schema] = []
-    for name in sorted(name for name in definitions if name.endswith("Backend")):
+    for name in sorted(name for name in definitions if name.endswith("BackendSpec")):
         definition = definitions[name]
         kind = definition["properties"]["kind"]["const"]
         required = [key for key in definition.pop("required", []) if key != "kind"]

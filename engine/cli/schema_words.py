@@ -43,10 +43,10 @@ WORDS: dict[str, dict[str, str]] = {
     "RewardEvent": {"op": "Add to what is there, set it, or move it."},
     "TextPart": {"type": "A run of text.", "text": "The text."},
     "ImagePart": {"type": "An image, by reference."},
-    "LocalBackend": {"kind": "transformers in this process."},
-    "SGLangBackend": {"kind": "SGLang servers, over their native HTTP API."},
-    "ScriptedBackend": {"kind": "Replies from a file: a dry run without a model."},
-    "OpenAIBackend": {
+    "LocalBackendSpec": {"kind": "transformers in this process."},
+    "SGLangBackendSpec": {"kind": "SGLang servers, over their native HTTP API."},
+    "ScriptedBackendSpec": {"kind": "Replies from a file: a dry run without a model."},
+    "OpenAIBackendSpec": {
         "kind": "Any OpenAI-compatible chat endpoint; its rows do not train.",
         "model": "The model's name at the endpoint.",
         "api_key_env": "Name of the environment variable that holds the API key.",

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ValidationError
 
-from engine.schemas.episode import SGLangBackend
+from engine.schemas.episode import SGLangBackendSpec
 from engine.schemas.train import LoraSpec, MemorySpec, NotifySpec, TrainSpec, WeightSyncSpec
 from engine.spec.diagnostic import show_path
 from engine.spec.places import locate
 
 RENAMED: Mapping[type[BaseModel], Mapping[str, str]] = {
-    SGLangBackend: {"patience": "health_timeout"},
+    SGLangBackendSpec: {"patience": "health_timeout"},
     TrainSpec: {
         "passes": "update_epochs",
         "normalise": "advantage_norm",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.backends.sglang.client import SGLangBackend
-from engine.schemas.episode import SGLangBackend as Spec
+from engine.schemas.episode import SGLangBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.tokens.format import ChatFormat
 
@@ -52,7 +52,7 @@ async def cluster(
             stack.push_async_callback(fake.stop)
             fakes.append(fake)
         backend = SGLangBackend(
-            Spec.model_validate({"urls": urls, "timeout": 20, **spec}),
+            SGLangBackendSpec.model_validate({"urls": urls, "timeout": 20, **spec}),
             format,
             sampling=sampling or SamplingParams(),
             model="fake",

@@ -14,7 +14,7 @@ import torch
 from engine.backends.base import Backend
 from engine.backends.local import LocalBackend
 from engine.errors import BackendError, ContextOverflow
-from engine.schemas.episode import LocalBackend as LocalSpec
+from engine.schemas.episode import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import ImagePart
 
@@ -47,7 +47,7 @@ async def opened(tiny_model_dir: Path, tokenizer: Any) -> AsyncIterator[Opener]:
 
     def make(max_batch: int = 4, folder: Path = tiny_model_dir, **kwargs: Any) -> LocalBackend:
         kwargs.setdefault("shelf_bytes", 1 << 24)
-        spec = LocalSpec(max_batch=max_batch, dtype="float32", device="cpu")
+        spec = LocalBackendSpec(max_batch=max_batch, dtype="float32", device="cpu")
         made.append(LocalBackend(lambda: folder, tokenizer.decode, spec, **kwargs))
         return made[-1]
 
@@ -456,12 +456,12 @@ async def test_a_device_that_is_not_there_is_named(
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA devices")
     with pytest.raises(BackendError, match=why):
-        await LocalBackend(lambda: tiny_model_dir, tokenizer.decode, LocalSpec(**changes)).start()
+        await LocalBackend(lambda: tiny_model_dir, tokenizer.decode, LocalBackendSpec(**changes)).start()
 
 
 async def test_a_folder_without_a_model_is_refused(tiny_tokenizer_dir: Path, tokenizer: Any) -> None:
     with pytest.raises(BackendError, match="holds no causal model with ordinary attention") as caught:
-        await LocalBackend(lambda: tiny_tokenizer_dir, tokenizer.decode, LocalSpec()).start()
+        await LocalBackend(lambda: tiny_tokenizer_dir, tokenizer.decode, LocalBackendSpec()).start()
     assert caught.value.kind == "unsupported_model"
 
 
@@ -554,7 +554,9 @@ async def test_the_real_model_replies_as_transformers_generate_does(smollm_dir: 
 
     tokenizer = AutoTokenizer.from_pretrained(smollm_dir)
     model = AutoModelForCausalLM.from_pretrained(smollm_dir, dtype=torch.float32).eval()
-    backend = LocalBackend(lambda: smollm_dir, tokenizer.decode, LocalSpec(dtype="float32", device="cpu", max_batch=4))
+    backend = LocalBackend(
+        lambda: smollm_dir, tokenizer.decode, LocalBackendSpec(dtype="float32", device="cpu", max_batch=4)
+    )
     await backend.start()
     questions = [
         "What is 17 plus 25?",
@@ -587,7 +589,9 @@ async def test_in_bfloat16_the_real_model_stays_close_to_float32(smollm_dir: Pat
 
     tokenizer = AutoTokenizer.from_pretrained(smollm_dir)
     model = AutoModelForCausalLM.from_pretrained(smollm_dir, dtype=torch.float32).eval()
-    backend = LocalBackend(lambda: smollm_dir, tokenizer.decode, LocalSpec(dtype="bfloat16", device="cpu", max_batch=4))
+    backend = LocalBackend(
+        lambda: smollm_dir, tokenizer.decode, LocalBackendSpec(dtype="bfloat16", device="cpu", max_batch=4)
+    )
     await backend.start()
     prompt = np.asarray(tokenizer.encode("The quick brown fox jumps over the lazy dog, and then"), dtype=np.int32)
     replies = await asyncio.gather(*(backend.generate(ask(prompt, f"e{i}", seed=i, most=24)) for i in range(6)))

@@ -13,7 +13,7 @@ from engine.backends.local import LocalBackend
 from engine.backends.local.load import PackedModel
 from engine.backends.local.tiles import Tile
 from engine.errors import BackendError
-from engine.schemas.episode import LocalBackend as LocalSpec
+from engine.schemas.episode import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 EPISODES = 9
@@ -42,7 +42,7 @@ async def play(
     folder: Path, *, max_batch: int, together: bool, restart: bool = False, deterministic: bool = True
 ) -> list[list[Generation]]:
     """Two turns of every episode, the second one after an observation."""
-    spec = LocalSpec(max_batch=max_batch, dtype="float32", device="cpu", deterministic=deterministic)
+    spec = LocalBackendSpec(max_batch=max_batch, dtype="float32", device="cpu", deterministic=deterministic)
 
     async def turn(backend: LocalBackend, number: int, before: list[list[Generation]]) -> list[Generation]:
         def ids(episode: int) -> np.ndarray:

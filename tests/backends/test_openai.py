@@ -14,8 +14,7 @@ import pytest
 
 from engine.backends.openai import OpenAIBackend, open_openai
 from engine.errors import BackendError, ContextOverflow
-from engine.schemas.episode import ModelSpec
-from engine.schemas.episode import OpenAIBackend as Spec
+from engine.schemas.episode import ModelSpec, OpenAIBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
 from engine.tokens.format import ChatFormat, load_format
@@ -68,7 +67,9 @@ async def endpoint(
     made = Endpoint()
     server = await asyncio.start_server(made.handle, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    backend = OpenAIBackend(Spec.model_validate({"url": url, "model": "m", "timeout": 10, **spec}), format, api_key=key)
+    backend = OpenAIBackend(
+        OpenAIBackendSpec.model_validate({"url": url, "model": "m", "timeout": 10, **spec}), format, api_key=key
+    )
     try:
         yield made, backend
     finally:
@@ -226,7 +227,7 @@ async def test_a_deadline_ends_a_request(chat_format: ChatFormat) -> None:
 
     server = await asyncio.start_server(never, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    backend = OpenAIBackend(Spec(url=url, model="m", timeout=0.2), chat_format)
+    backend = OpenAIBackend(OpenAIBackendSpec(url=url, model="m", timeout=0.2), chat_format)
     with pytest.raises(BackendError, match=r"no reply within 0\.2 s") as caught:
         await backend.generate(request())
     assert caught.value.kind == "timeout"
@@ -235,7 +236,7 @@ async def test_a_deadline_ends_a_request(chat_format: ChatFormat) -> None:
 
 
 async def test_nobody_listening_is_found_at_the_start(chat_format: ChatFormat) -> None:
-    backend = OpenAIBackend(Spec(url="http://127.0.0.1:9/v1", model="m"), chat_format)
+    backend = OpenAIBackend(OpenAIBackendSpec(url="http://127.0.0.1:9/v1", model="m"), chat_format)
     with pytest.raises(BackendError, match="cannot be reached"):
         await backend.start()
 
@@ -243,11 +244,11 @@ async def test_nobody_listening_is_found_at_the_start(chat_format: ChatFormat) -
 def test_parameters_that_the_protocol_lacks_are_refused_by_name(chat_format: ChatFormat) -> None:
     loaded: Any = SimpleNamespace(spec=SimpleNamespace(sampling=SamplingParams(top_k=5, regex="a")))
     with pytest.raises(BackendError, match=r"`sampling\.top_k`, `sampling\.regex`"):
-        open_openai(Spec(url="http://h/v1", model="m"), chat_format, loaded)
+        open_openai(OpenAIBackendSpec(url="http://h/v1", model="m"), chat_format, loaded)
 
 
 def test_a_key_that_is_not_set_is_named(chat_format: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     loaded: Any = SimpleNamespace(spec=SimpleNamespace(sampling=SamplingParams()))
     with pytest.raises(BackendError, match="NO_SUCH_KEY"):
-        open_openai(Spec(url="http://h/v1", model="m", api_key_env="NO_SUCH_KEY"), chat_format, loaded)
+        open_openai(OpenAIBackendSpec(url="http://h/v1", model="m", api_key_env="NO_SUCH_KEY"), chat_format, loaded)

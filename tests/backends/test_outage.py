@@ -19,9 +19,7 @@ from engine.backends.outage import Outage
 from engine.backends.sglang.client import SGLangBackend
 from engine.deadline import Standstill
 from engine.errors import BackendError, OutageError
-from engine.schemas.episode import ModelSpec
-from engine.schemas.episode import OpenAIBackend as OpenAISpec
-from engine.schemas.episode import SGLangBackend as SGLangSpec
+from engine.schemas.episode import ModelSpec, OpenAIBackendSpec, SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import Message
 from engine.tokens.format import ChatFormat, load_format
@@ -55,10 +53,10 @@ class One:
     async def open(self) -> None:
         url = f"http://127.0.0.1:{self.port}"
         if self.kind == "openai":
-            spec = OpenAISpec.model_validate({"url": f"{url}/v1", "model": "m", "timeout": 20, **self._spec})
+            spec = OpenAIBackendSpec.model_validate({"url": f"{url}/v1", "model": "m", "timeout": 20, **self._spec})
             self.backend = OpenAIBackend(spec, self._format)
         else:
-            sglang = SGLangSpec.model_validate({"urls": [url], "timeout": 20, **self._spec})
+            sglang = SGLangBackendSpec.model_validate({"urls": [url], "timeout": 20, **self._spec})
             self.backend = SGLangBackend(sglang, self._format, sampling=SamplingParams(), model="fake")
         await self.backend.start()
 

@@ -13,8 +13,7 @@ from sglang_cluster import OUTPUT, Call, answers, changed, cluster, request
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, ContextOverflow
-from engine.schemas.episode import ModelSpec
-from engine.schemas.episode import SGLangBackend as Spec
+from engine.schemas.episode import ModelSpec, SGLangBackendSpec
 from engine.schemas.generation import FinishReason, SamplingParams, VersionSpan
 from engine.tokens.format import ChatFormat, load_format
 
@@ -511,7 +510,7 @@ async def test_something_else_that_listens_there_is_refused(chat_format: ChatFor
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    backend = SGLangBackend(Spec(urls=[url]), chat_format, sampling=SamplingParams(), model="fake")
+    backend = SGLangBackend(SGLangBackendSpec(urls=[url]), chat_format, sampling=SamplingParams(), model="fake")
     with pytest.raises(BackendError, match="is no sglang server"):
         await backend.start()
     await backend.close()

@@ -13,10 +13,7 @@ import pytest
 from engine.backends.openai import OpenAIBackend
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
-from engine.schemas.episode import LocalBackend as LocalSpec
-from engine.schemas.episode import ModelSpec
-from engine.schemas.episode import OpenAIBackend as OpenAISpec
-from engine.schemas.episode import SGLangBackend as Spec
+from engine.schemas.episode import LocalBackendSpec, ModelSpec, OpenAIBackendSpec, SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message
 from engine.tokens.format import ChatFormat, load_format
@@ -48,8 +45,10 @@ async def test_greedy_sampling_gives_the_same_tokens_here_and_there(
         base=tiny_model_dir,
         path=tiny_model_dir,
     )
-    local = open_local(LocalSpec(device="cpu", dtype="float32"), chat_format, loaded)
-    remote = SGLangBackend(Spec(urls=[sglang_server.url]), chat_format, sampling=GREEDY, model=str(tiny_model_dir))
+    local = open_local(LocalBackendSpec(device="cpu", dtype="float32"), chat_format, loaded)
+    remote = SGLangBackend(
+        SGLangBackendSpec(urls=[sglang_server.url]), chat_format, sampling=GREEDY, model=str(tiny_model_dir)
+    )
     await local.start()
     await remote.start()
     try:
@@ -72,8 +71,10 @@ async def test_the_chat_endpoint_answers_what_the_ids_say(
 ) -> None:
     messages = [Message(role="system", content="Be brief."), Message(role="user", content="What is 17 plus 25?")]
     prompt = chat_format.render(messages, None)
-    native = SGLangBackend(Spec(urls=[sglang_server.url]), chat_format, sampling=GREEDY, model=str(tiny_model_dir))
-    chat = OpenAIBackend(OpenAISpec(url=f"{sglang_server.url}/v1", model="tiny"), chat_format)
+    native = SGLangBackend(
+        SGLangBackendSpec(urls=[sglang_server.url]), chat_format, sampling=GREEDY, model=str(tiny_model_dir)
+    )
+    chat = OpenAIBackend(OpenAIBackendSpec(url=f"{sglang_server.url}/v1", model="tiny"), chat_format)
     await native.start()
     await chat.start()
     try:
@@ -94,7 +95,7 @@ async def test_the_chat_endpoint_answers_what_the_ids_say(
 async def test_too_long_a_conversation_is_a_limit_at_the_chat_endpoint(
     sglang_server: Running, chat_format: ChatFormat
 ) -> None:
-    chat = OpenAIBackend(OpenAISpec(url=f"{sglang_server.url}/v1", model="tiny"), chat_format)
+    chat = OpenAIBackend(OpenAIBackendSpec(url=f"{sglang_server.url}/v1", model="tiny"), chat_format)
     await chat.start()
     try:
         with pytest.raises(BackendError) as caught:

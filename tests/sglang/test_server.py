@@ -14,8 +14,7 @@ import pytest
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, ContextOverflow
-from engine.schemas.episode import ModelSpec
-from engine.schemas.episode import SGLangBackend as Spec
+from engine.schemas.episode import ModelSpec, SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
 from engine.tokens.format import ChatFormat, load_format
 
@@ -33,7 +32,7 @@ async def opened(
     server: Running, format: ChatFormat, model: Path, sampling: SamplingParams | None = None, **spec: Any
 ) -> AsyncIterator[SGLangBackend]:
     backend = SGLangBackend(
-        Spec.model_validate({"urls": [server.url], **spec}),
+        SGLangBackendSpec.model_validate({"urls": [server.url], **spec}),
         format,
         sampling=sampling or SamplingParams(),
         model=str(model),

@@ -16,8 +16,7 @@ import pytest
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
-from engine.schemas.episode import ModelSpec
-from engine.schemas.episode import SGLangBackend as Spec
+from engine.schemas.episode import ModelSpec, SGLangBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.tokens.format import ChatFormat, load_format
 
@@ -42,12 +41,14 @@ def request(number: int, **changes: Any) -> GenerateRequest:
 async def test_a_server_killed_in_the_middle_loses_no_reply_and_none_is_counted_twice(
     sglang_server: Running, second_server: Running, chat_format: ChatFormat, tiny_model_dir: Path
 ) -> None:
-    alone = SGLangBackend(Spec(urls=[sglang_server.url]), chat_format, sampling=HOT, model=str(tiny_model_dir))
+    alone = SGLangBackend(
+        SGLangBackendSpec(urls=[sglang_server.url]), chat_format, sampling=HOT, model=str(tiny_model_dir)
+    )
     await alone.start()
     expected = [(await alone.generate(request(number))).output_ids.tolist() for number in range(4)]
     await alone.close()
 
-    spec = Spec(urls=[second_server.url, sglang_server.url])
+    spec = SGLangBackendSpec(urls=[second_server.url, sglang_server.url])
     backend = SGLangBackend(spec, chat_format, sampling=HOT, model=str(tiny_model_dir))
     await backend.start()
     tasks = [asyncio.create_task(backend.generate(request(number))) for number in range(4)]
@@ -103,7 +104,7 @@ async def test_what_a_router_drops_is_found_and_told(
     sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path, router_python: Path, tmp_path: Path
 ) -> None:
     with router_before(sglang_server.url, router_python, tmp_path) as url:
-        spec = Spec(urls=[url], router=True)
+        spec = SGLangBackendSpec(urls=[url], router=True)
         backend = SGLangBackend(spec, chat_format, sampling=HOT, model=str(tiny_model_dir))
         await routed(backend)
         assert backend.dropped == ["custom_params", "logit_bias", "return_prompt_token_ids", "stop_regex"]

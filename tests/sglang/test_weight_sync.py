@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, TrainError
-from engine.schemas.episode import EpisodeSpec, ModelSpec
-from engine.schemas.episode import SGLangBackend as Spec
+from engine.schemas.episode import EpisodeSpec, ModelSpec, SGLangBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.train import TrainSpec
 from engine.tokens.format import ChatFormat, load_format
@@ -37,7 +36,7 @@ def chat_format(tiny_model_dir: Path) -> ChatFormat:
 
 async def started(format: ChatFormat, model: Path, *servers: Running, **more: Any) -> SGLangBackend:
     backend = SGLangBackend(
-        Spec.model_validate({"urls": [server.url for server in servers], **more}),
+        SGLangBackendSpec.model_validate({"urls": [server.url for server in servers], **more}),
         format,
         sampling=SamplingParams(),
         model=str(model),

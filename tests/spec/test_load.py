@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import SpecError
-from engine.schemas.episode import LimitsSpec, LocalBackend, ScriptedBackend
+from engine.schemas.episode import LimitsSpec, LocalBackendSpec, ScriptedBackendSpec
 from engine.spec.diagnostic import Origin
 from engine.spec.load import LoadedSpec, load_document, load_spec, read_spec
 from engine.spec.resolve import MAX_EXTENDS
@@ -51,7 +51,7 @@ def load(text: str, *overrides: str) -> LoadedSpec:
 def test_a_good_spec_loads_with_defaults_and_positions() -> None:
     loaded = load(GOOD)
     assert loaded.spec.name == "demo"
-    assert isinstance(loaded.spec.backend, LocalBackend)
+    assert isinstance(loaded.spec.backend, LocalBackendSpec)
     assert loaded.spec.machine.preset == "tools_and_user"
     assert loaded.origin(("model", "path")) == Origin("s.yaml", 3, 15)
     assert loaded.origin(("model", "path"), key=True) == Origin("s.yaml", 3, 9)
@@ -296,9 +296,9 @@ def test_a_chain_that_is_too_long_is_refused() -> None:
 def test_another_kind_of_backend_replaces_the_bases_whole() -> None:
     write("base.yaml", GOOD + "backend: {kind: local, max_batch: 8}\n")
     loaded = load("extends: base.yaml\nbackend: {kind: scripted, replies: [a]}\n")
-    assert loaded.spec.backend == ScriptedBackend(replies=["a"])
+    assert loaded.spec.backend == ScriptedBackendSpec(replies=["a"])
     same = load("extends: base.yaml\nbackend: {kind: local, device: cpu}\n")
-    assert same.spec.backend == LocalBackend(device="cpu", max_batch=8)
+    assert same.spec.backend == LocalBackendSpec(device="cpu", max_batch=8)
 
 
 def test_a_preset_by_name_is_extended_and_replaces() -> None:
@@ -413,7 +413,7 @@ def test_an_override_can_take_a_value_away() -> None:
 
 def test_another_kind_by_override_drops_what_belonged_to_the_old() -> None:
     loaded = load(GOOD + "backend: {kind: local, max_batch: 8}\n", "backend.kind=scripted", "backend.replies=[a]")
-    assert loaded.spec.backend == ScriptedBackend(replies=["a"])
+    assert loaded.spec.backend == ScriptedBackendSpec(replies=["a"])
 
 
 def test_another_source_of_tasks_keeps_what_every_source_has() -> None:

@@ -18,9 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.backends.local import LocalBackend
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
-from engine.schemas.episode import EpisodeSpec, ModelSpec
-from engine.schemas.episode import LocalBackend as LocalSpec
-from engine.schemas.episode import SGLangBackend as SGLangSpec
+from engine.schemas.episode import EpisodeSpec, LocalBackendSpec, ModelSpec, SGLangBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.train import TrainSpec
 from engine.tokens.format import load_format
@@ -85,7 +83,7 @@ async def open_backend(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any]
     made: list[LocalBackend] = []
 
     async def start(dtype: str = "float32") -> LocalBackend:
-        spec = LocalSpec.model_validate({"dtype": dtype, "threads": 1, "device": "cpu"})
+        spec = LocalBackendSpec.model_validate({"dtype": dtype, "threads": 1, "device": "cpu"})
         made.append(LocalBackend(lambda: tiny_model_dir, str, spec))
         await made[-1].start()
         return made[-1]
@@ -167,7 +165,11 @@ async def test_a_model_that_sees_takes_weights_too(tmp_path: Path) -> None:
     policy = Policy.load(folder, TrainSpec(device="cpu"), temperature=1.0, vocab=chat.vocab_size, vision=chat.vision)
     nudge(policy, 0.01)
     backend = VisionBackend(
-        lambda: folder, chat.decode, LocalSpec(device="cpu", dtype="float32"), vocab=chat.vocab_size, vision=chat.vision
+        lambda: folder,
+        chat.decode,
+        LocalBackendSpec(device="cpu", dtype="float32"),
+        vocab=chat.vocab_size,
+        vision=chat.vision,
     )
     await backend.start()
     try:
@@ -194,7 +196,7 @@ async def test_a_way_for_servers_is_not_for_the_local_backend(
 
 def serving(model: Path, url: str) -> SGLangBackend:
     return SGLangBackend(
-        SGLangSpec(urls=[url]),
+        SGLangBackendSpec(urls=[url]),
         load_format(ModelSpec(path=str(model)), model),
         sampling=SamplingParams(),
         model=str(model),

@@ -13,7 +13,7 @@ from vision_worlds import FIRST, SECOND
 
 from engine.backends.local.vision import SeeingModel
 from engine.backends.stops import StopStrings
-from engine.schemas.episode import LocalBackend, ModelSpec
+from engine.schemas.episode import LocalBackendSpec, ModelSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import ImagePart
 from engine.tokens.format import load_format
@@ -29,7 +29,7 @@ def test_a_second_turn_is_the_same_after_a_kill(vlm: Callable[[str], Path], fami
         vision.bank.put(digest_of(data), data, "image/png")
 
     def opened() -> SeeingModel:
-        return SeeingModel(vlm(family), LocalBackend(device="cpu", dtype="float32", deterministic=True), vision)
+        return SeeingModel(vlm(family), LocalBackendSpec(device="cpu", dtype="float32", deterministic=True), vision)
 
     def reply(model: SeeingModel, turn: int, ids: list[int], *images: bytes) -> Generation:
         digests = [digest_of(data) for data in images]

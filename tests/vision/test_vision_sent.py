@@ -21,8 +21,7 @@ from engine.backends.sglang.connection import HttpReply
 from engine.backends.sglang.images import check_images
 from engine.backends.sglang.pool import Server
 from engine.errors import BackendError, ImageError
-from engine.schemas.episode import ModelSpec
-from engine.schemas.episode import SGLangBackend as Spec
+from engine.schemas.episode import ModelSpec, SGLangBackendSpec
 from engine.tokens.format import ChatFormat, load_format
 from engine.tokens.images import digest_of
 
@@ -101,7 +100,7 @@ def test_an_image_that_would_be_scaled_twice_is_refused(vlm: Callable[[str], Pat
 @pytest.mark.parametrize("family", ["smolvlm", "idefics3"])
 def test_a_model_that_cuts_images_into_tiles_is_refused_on_a_server(vlm: Callable[[str], Path], family: str) -> None:
     with pytest.raises(BackendError, match="images are cut into tiles, which no one size gives") as raised:
-        open_sglang(Spec(urls=["http://127.0.0.1:1"]), form_of(vlm(family)), None)  # type: ignore[arg-type]
+        open_sglang(SGLangBackendSpec(urls=["http://127.0.0.1:1"]), form_of(vlm(family)), None)  # type: ignore[arg-type]
     assert raised.value.kind == "unsupported_model"
 
 

@@ -82,12 +82,12 @@ def test_an_openai_endpoint_is_shown_images_of_the_run_store_as_urls(
     vlm: Callable[[str], Path], vision: Vision
 ) -> None:
     from engine.backends.openai import OpenAIBackend
-    from engine.schemas.episode import OpenAIBackend as OpenAISpec
+    from engine.schemas.episode import OpenAIBackendSpec
     from engine.schemas.message import Message, TextPart
 
     form = load_format(ModelSpec(path=str(vlm("qwen2_5_vl"))), Path())
     form.vision = vision
-    backend = OpenAIBackend(OpenAISpec(url="http://127.0.0.1:1/v1", model="m"), form)
+    backend = OpenAIBackend(OpenAIBackendSpec(url="http://127.0.0.1:1/v1", model="m"), form)
     said = Message(role="user", content=[ImagePart(image=digest_of(FIRST)), TextPart(text="What is it?")])
     asked = request(vision, [5]).model_copy(update={"messages": [said]})
     assert backend._body(asked)["messages"] == [

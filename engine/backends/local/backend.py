@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.backends.local.load import PackedModel
     from engine.backends.local.rows import RowTable
     from engine.backends.local.worker import Worker
-    from engine.schemas.episode import LocalBackend as LocalSpec
+    from engine.schemas.episode import LocalBackendSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
 
@@ -36,7 +36,7 @@ UNSUPPORTED = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "
 class LocalBackend:
     """A model in this process.
 
-    >>> backend = LocalBackend(lambda: folder, tokenizer.decode, LocalSpec(max_batch=8))
+    >>> backend = LocalBackend(lambda: folder, tokenizer.decode, LocalBackendSpec(max_batch=8))
     >>> await backend.start()
     >>> generation = await backend.generate(request)
     >>> await backend.close()
@@ -49,7 +49,7 @@ class LocalBackend:
         self,
         folder: Callable[[], Path],
         decode: Callable[[Sequence[int]], str],
-        spec: LocalSpec,
+        spec: LocalBackendSpec,
         *,
         vocab: int | None = None,
         context: int | None = None,
@@ -276,7 +276,7 @@ def _let_idle_threads_sleep() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def open_local(spec: LocalSpec, format: ChatFormat, loaded: LoadedSpec) -> LocalBackend:
+def open_local(spec: LocalBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> LocalBackend:
     """The backend of a spec, not yet started.
 
     Raises:

@@ -28,7 +28,7 @@ from engine.schemas.generation import FinishReason, GenerateRequest, Generation,
 if TYPE_CHECKING:
     import torch
 
-    from engine.schemas.episode import LocalBackend as LocalSpec
+    from engine.schemas.episode import LocalBackendSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
     from engine.tokens.vision import Vision
@@ -145,7 +145,7 @@ class _Kept:
 class SeeingModel:
     """A model of transformers with a vision tower. Belongs to one thread, but for `forget`."""
 
-    def __init__(self, folder: Path, spec: LocalSpec, vision: Vision) -> None:
+    def __init__(self, folder: Path, spec: LocalBackendSpec, vision: Vision) -> None:
         """Load.
 
         Raises:
@@ -342,7 +342,7 @@ def _finish(request: GenerateRequest, ids: list[int], most: int, stops: StopStri
     return FinishReason(type="length") if len(ids) >= most else None
 
 
-def open_vision(spec: LocalSpec, format: ChatFormat, loaded: LoadedSpec) -> VisionBackend:
+def open_vision(spec: LocalBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> VisionBackend:
     """The backend of a spec whose model sees, not yet started.
 
     Raises:

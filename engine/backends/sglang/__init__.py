@@ -21,14 +21,14 @@ from engine.masking import remember
 
 if TYPE_CHECKING:
     from engine.backends.sglang.client import SGLangBackend
-    from engine.schemas.episode import SGLangBackend as SGLangSpec
+    from engine.schemas.episode import SGLangBackendSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
 
 __all__ = ["open_sglang", "read_key"]
 
 
-def open_sglang(spec: SGLangSpec, format: ChatFormat, loaded: LoadedSpec) -> SGLangBackend:
+def open_sglang(spec: SGLangBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> SGLangBackend:
     """The backend for these servers, not yet started.
 
     Raises:

@@ -25,7 +25,7 @@ from engine.schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from engine.backends.sglang.client import SGLangBackend
-    from engine.schemas.episode import SGLangBackend as SGLangSpec
+    from engine.schemas.episode import SGLangBackendSpec
     from engine.tokens.format import ChatFormat
 
 log = structlog.get_logger(__name__)
@@ -72,7 +72,7 @@ class Found(NamedTuple):
 
 async def check_servers(
     backend: SGLangBackend,
-    spec: SGLangSpec,
+    spec: SGLangBackendSpec,
     format: ChatFormat,
     sampling: SamplingParams,
     model: str,
@@ -113,7 +113,7 @@ async def check_servers(
 
 
 async def check_server(
-    server: Server, spec: SGLangSpec, format: ChatFormat, sampling: SamplingParams, model: str
+    server: Server, spec: SGLangBackendSpec, format: ChatFormat, sampling: SamplingParams, model: str
 ) -> Found:
     """Check one server; also when it comes back after it was away, since it may serve something else by then.
 
@@ -177,7 +177,7 @@ async def _vocab_size(server: Server) -> int | None:
 
 
 async def _trial(
-    server: Server, spec: SGLangSpec, format: ChatFormat, sampling: SamplingParams, vocab_size: int
+    server: Server, spec: SGLangBackendSpec, format: ChatFormat, sampling: SamplingParams, vocab_size: int
 ) -> None:
     """One token with this spec's own sampling."""
     request = GenerateRequest(
@@ -244,7 +244,7 @@ async def _workers(routers: list[Server], headers: dict[str, str]) -> list[Serve
     return [Server(url, headers) for url in dict.fromkeys(urls)]
 
 
-async def _dropped(routers: list[Server], sampling: SamplingParams, spec: SGLangSpec) -> list[str]:
+async def _dropped(routers: list[Server], sampling: SamplingParams, spec: SGLangBackendSpec) -> list[str]:
     """Parameters that do not come through. Fails where the spec needs one of them."""
     dropped: set[str] = set()
     for router in routers:
