@@ -2,103 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from engine.schemas.base import Contract, Seconds
+from engine.schemas.loss import GrpoLoss, LossSpec
 
 Level = Literal["token", "turn", "sequence"]
 """Level at which a probability ratio is taken: one token, the tokens of a turn, or the tokens of a row."""
-
-Clip = Annotated[float, Field(ge=0.0)]
-
-
-class ClippedLoss(Contract):
-    """Base class of the losses that clip the ratio."""
-
-    clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
-    """Lower clip bound: the ratio is clipped to at least 1 - clip_low."""
-    clip_high: Clip = 0.2
-    """Upper clip bound: the ratio is clipped to at most 1 + clip_high. DAPO (clip-higher) uses 0.28."""
-    delta: float | None = Field(default=None, gt=1.0)
-    """Two-sided clipping (dual-clip PPO): upper bound of the ratio for negative advantages. No bound if not set."""
-
-
-class GrpoLoss(ClippedLoss):
-    """GRPO: clipped ratio; mean over the tokens of each episode, then over episodes."""
-
-    kind: Literal["grpo"] = "grpo"
-
-
-class BnpoLoss(ClippedLoss):
-    """BNPO: GRPO with the mean over all tokens of each mini-batch."""
-
-    kind: Literal["bnpo"] = "bnpo"
-
-
-class DrGrpoLoss(ClippedLoss):
-    """Dr. GRPO: GRPO divided by a constant length, so that the length of a reply does not change the size of its gradient."""
-
-    kind: Literal["dr_grpo"] = "dr_grpo"
-    length: int | None = Field(default=None, ge=1)
-    """The constant, in tokens per episode. Default: `limits.episode_tokens`."""
-
-
-class DapoLoss(ClippedLoss):
-    """DAPO: clip-higher; mean over all tokens of the step."""
-
-    kind: Literal["dapo"] = "dapo"
-    clip_high: Clip = 0.28
-    """Upper clip bound: the ratio is clipped to at most 1 + clip_high. It is further from 1 than the lower bound."""
-
-
-class GspoLoss(ClippedLoss):
-    """GSPO: one ratio per row, the geometric mean of the ratios of its tokens."""
-
-    kind: Literal["gspo"] = "gspo"
-    clip_low: float = Field(default=3e-4, ge=0.0, le=1.0)
-    """Lower clip bound: the row's ratio is clipped to at least 1 - clip_low."""
-    clip_high: Clip = 4e-4
-    """Upper clip bound: the row's ratio is clipped to at most 1 + clip_high."""
-
-
-class CispoLoss(Contract):
-    """CISPO: the clipped ratio is a weight without gradient, so every token keeps its gradient."""
-
-    kind: Literal["cispo"] = "cispo"
-    clip_low: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Lower bound of the weight: 1 - clip_low. No lower bound if not set."""
-    clip_high: Clip = 4.0
-    """Upper bound of the weight: 1 + clip_high."""
-
-
-class SapoLoss(Contract):
-    """SAPO: a smooth gate around ratio 1 instead of clipping."""
-
-    kind: Literal["sapo"] = "sapo"
-    temperature_positive: float = Field(default=1.0, gt=0.0)
-    """Temperature of the gate for positive advantages."""
-    temperature_negative: float = Field(default=1.05, gt=0.0)
-    """Temperature of the gate for all other advantages."""
-
-
-class ReinforceLoss(Contract):
-    """REINFORCE: advantage times log-prob. With a leave-one-out baseline it is RLOO; with batch-normalized advantages, REINFORCE++."""
-
-    kind: Literal["reinforce"] = "reinforce"
-
-
-class PpoLoss(ClippedLoss):
-    """PPO: clipped surrogate; mean over all tokens of the step."""
-
-    kind: Literal["ppo"] = "ppo"
-
-
-LossSpec = Annotated[
-    GrpoLoss | BnpoLoss | DrGrpoLoss | DapoLoss | GspoLoss | CispoLoss | SapoLoss | ReinforceLoss | PpoLoss,
-    Field(discriminator="kind"),
-]
 
 
 class KlSpec(Contract):

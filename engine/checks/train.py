@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
 from engine.schemas.episode import LocalBackendSpec, SGLangBackendSpec
-from engine.schemas.train import DrGrpoLoss, TrainSpec
+from engine.schemas.train import TrainSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import near_or_known, short
 
@@ -132,11 +132,12 @@ def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("train.length", "error", "the loss divides by a length that is nowhere given")
 def length(ctx: CheckContext) -> Iterator[Finding]:
-    """`dr_grpo` without `length`, where `limits.episode_tokens` is not set."""
+    """A loss with a constant length as denominator, without `length` and without `limits.episode_tokens`."""
     for train in _train(ctx):
         loss = train.loss
-        if isinstance(loss, DrGrpoLoss) and loss.length is None and ctx.spec.limits.episode_tokens is None:
-            message = "`dr_grpo` divides by a constant length: neither `length` nor `limits.episode_tokens` is set"
+        constant = loss.constant_length or ctx.spec.limits.episode_tokens
+        if loss.denominator == "constant_length" and constant is None:
+            message = f"`{loss.kind}` divides by a constant length: neither `length` nor `limits.episode_tokens` is set"
             yield Finding(message, ("train", "loss", "kind"), "add `length: 1024`, or set `limits.episode_tokens`")
 
 

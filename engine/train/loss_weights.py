@@ -4,37 +4,67 @@ The loss of a step is the sum over its tokens of loss weight times token loss, s
 parts and processes and added up. Denominators are counted over the whole step and count trained tokens only: no padding,
 no prompt tokens, no masked tokens.
 
-With E episodes, T trained tokens in the token's episode (all rows), and t trained tokens of an episode, summed over episodes:
+A loss declares its denominator (`engine.schemas.loss`). With E episodes, T trained tokens in the token's episode (all rows), and t
+trained tokens of an episode, summed over episodes, the weight of a token is:
 
-    grpo, gspo, sapo   1 / (E * T)             mean over the tokens of an episode, then over episodes: GRPO (arXiv
+    episode_tokens     1 / (E * T)             mean over the tokens of an episode, then over episodes: GRPO (arXiv
                                                2402.03300, equation 3), GSPO (2507.18071, 5), SAPO (2511.20347)
-    bnpo               1 / sum of t            mean over the tokens of the mini-batch
-    dapo, ppo, cispo   M / sum of t            mean over the tokens of the step, for all M mini-batches alike: DAPO
-                                               (2503.14476, 8), CISPO (MiniMax-M1, 2506.13585, 4)
-    dr_grpo            1 / (E * length)        a constant instead of T: Dr. GRPO (2503.20783)
-    reinforce          1 / E                   sum over the tokens of an episode; its gradient is that of the expected
-                                               reward: RLOO (2402.14740)
+    minibatch_tokens   1 / sum of t            mean over the tokens of the mini-batch: BNPO
+    step_tokens        M / sum of t            mean over the tokens of the step, for all M mini-batches alike: DAPO
+                                               (2503.14476, 8), CISPO (MiniMax-M1, 2506.13585, 4), PPO
+    constant_length    1 / (E * length)        a constant instead of T: Dr. GRPO (2503.20783)
+    episodes           1 / E                   sum over the tokens of an episode; its gradient is that of the expected
+                                               reward: REINFORCE, RLOO (2402.14740)
 
-With several mini-batches, E and the sum of t are counted per mini-batch. Exceptions are `dapo`, `ppo` and `cispo`: a token has
-the same weight in every mini-batch.
+With several mini-batches, E and the sum of t are counted per mini-batch. The exception is `step_tokens`: a token has the same
+weight in every mini-batch, and the sum of t is that of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.errors import TrainError
-from engine.schemas.train import BnpoLoss, DrGrpoLoss, GrpoLoss, GspoLoss, LossSpec, ReinforceLoss, SapoLoss
+from engine.schemas.loss import Denominator, Loss
 
 Values = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _StepCounts:
+    """What the denominators are counted from. Arrays of [rows]; rows without trained tokens give weights that are not used."""
+
+    episodes: Values
+    """Episodes with trained tokens in the row's mini-batch."""
+    episode_tokens: Values
+    """Trained tokens of the row's episode."""
+    minibatch_tokens: Values
+    """Trained tokens of the row's mini-batch."""
+    minibatches: int
+    """Mini-batches with trained tokens."""
+    step_tokens: int
+    """Trained tokens of the step."""
+    length: float
+    """Tokens per episode of `constant_length`."""
+
+
+_WEIGHTS: Mapping[Denominator, Callable[[_StepCounts], Values]] = {
+    "episode_tokens": lambda step: 1.0 / (step.episodes * step.episode_tokens),
+    "minibatch_tokens": lambda step: 1.0 / step.minibatch_tokens,
+    "step_tokens": lambda step: np.full(len(step.episodes), step.minibatches / step.step_tokens),
+    "constant_length": lambda step: 1.0 / (step.episodes * step.length),
+    "episodes": lambda step: 1.0 / step.episodes,
+}
+"""The loss weight of the tokens of each row, [rows], by denominator."""
+
+
 def token_loss_weights(
-    loss: LossSpec,
+    loss: Loss,
     lengths: Sequence[int] | Counts,
     episodes: Sequence[str],
     *,
@@ -48,17 +78,18 @@ def token_loss_weights(
         lengths: Number of trained tokens of each row, int64 [rows].
         episodes: Episode id of each row, [rows]. An episode without trained tokens is not counted.
         minibatches: Number of the mini-batch (optimizer step) of each row, [rows]. Default: one mini-batch.
-        length: Maximum tokens of an episode, for `dr_grpo` without `length`.
+        length: Maximum tokens of an episode: the constant of `constant_length` if the loss gives none.
 
     Returns:
         For each row, float64 [trained tokens].
 
     Raises:
-        TrainError: kind `train_setup`: `dr_grpo` without a length, or an episode in two mini-batches.
+        TrainError: kind `train_setup`: `constant_length` without a length, or an episode in two mini-batches.
     """
-    if isinstance(loss, DrGrpoLoss) and (loss.length or length) is None:
+    constant = loss.constant_length or length
+    if loss.denominator == "constant_length" and constant is None:
         raise TrainError(
-            "`train.loss.kind: dr_grpo` divides by a constant length; set `train.loss.length`, or `limits.episode_tokens`",
+            "`train.loss` divides by a constant length; set `train.loss.length`, or `limits.episode_tokens`",
             kind="train_setup",
         )
     tokens = np.asarray(lengths, np.int64)
@@ -68,17 +99,16 @@ def token_loss_weights(
     episode = _numbered(episodes)
     of_batch, of_episode = _sums(tokens, batch), _sums(tokens, episode)
     together = _episodes(episode, batch, tokens)[batch]
+    step = _StepCounts(
+        episodes=together,
+        episode_tokens=of_episode[episode],
+        minibatch_tokens=of_batch[batch],
+        minibatches=int(np.count_nonzero(of_batch)),
+        step_tokens=int(tokens.sum()),
+        length=float(constant or 1),
+    )
     with np.errstate(divide="ignore"):  # rows without trained tokens: the weight is not used
-        if isinstance(loss, GrpoLoss | GspoLoss | SapoLoss):
-            loss_weights = 1.0 / (together * of_episode[episode])
-        elif isinstance(loss, BnpoLoss):
-            loss_weights = 1.0 / of_batch[batch]
-        elif isinstance(loss, DrGrpoLoss):
-            loss_weights = 1.0 / (together * float(loss.length or length or 1))
-        elif isinstance(loss, ReinforceLoss):
-            loss_weights = 1.0 / together
-        else:
-            loss_weights = np.full(len(tokens), np.count_nonzero(of_batch) / tokens.sum())
+        loss_weights = _WEIGHTS[loss.denominator](step)
     return [
         np.full(count, loss_weight) for count, loss_weight in zip(tokens.tolist(), loss_weights.tolist(), strict=True)
     ]

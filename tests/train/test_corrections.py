@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schemas.train import PpoLoss, ReinforceLoss, RolloutCorrectionSpec, TrainSpec
+from engine.schemas.loss import PpoLoss, ReinforceLoss
+from engine.schemas.train import RolloutCorrectionSpec, TrainSpec
 from engine.train.corrections import correction_weights, effective_sample_fraction, proximal_sampler_ratio
 from engine.train.losses import objective
 from engine.train.tokens import Tokens

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import TrainError
-from engine.schemas.train import (
+from engine.schemas.loss import (
     BnpoLoss,
     CispoLoss,
     DapoLoss,

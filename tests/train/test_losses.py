@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from engine.schemas.train import LossSpec, TrainSpec
+from engine.schemas.loss import LossSpec
+from engine.schemas.train import TrainSpec
 from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective, policy_loss
 from engine.train.metric_sums import MetricSums

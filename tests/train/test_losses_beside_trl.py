@@ -11,7 +11,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from engine.schemas.train import KlSpec, LossSpec, RolloutCorrectionSpec, TrainSpec
+from engine.schemas.loss import LossSpec
+from engine.schemas.train import KlSpec, RolloutCorrectionSpec, TrainSpec
 from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective
 from engine.train.tokens import Tokens

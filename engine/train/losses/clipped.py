@@ -1,0 +1,37 @@
+"""PPO's clipped surrogate: `grpo`, `bnpo`, `dr_grpo`, `dapo`, `ppo`, and with one ratio per row `gspo`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.schemas.loss import ClippedLoss
+from engine.train.losses.base import PolicyLoss
+from engine.train.tokens import Tokens
+
+
+class ClippedSurrogate(PolicyLoss[ClippedLoss]):
+    """-min(r A, clip(r, 1 - low, 1 + high) A): PPO (arXiv 1707.06347, equation 7).
+
+    clip_high above clip_low is DAPO's clip-higher (2503.14476, section 3.1). With `delta`, r is at most delta where A < 0:
+    dual-clip PPO (1912.09729). With the ratio of the sequence it is GSPO in its token form (2507.18071, equations 5, 7, 13 and
+    14): if all advantages of a row are equal, value and gradient are those of the sequence form; otherwise each token's
+    gradient uses its own advantage.
+    """
+
+    def token_losses(self, tokens: Tokens, ratio: Tensor) -> Tensor:
+        low, high = self.ratio_bounds(tokens.advantages)
+        return -ratio.clamp(low, high) * tokens.advantages
+
+    def ratio_bounds(self, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """Lower and upper bound of the ratio, [n] each.
+
+        min(r A, clip(r) A) equals A times r, with r at most 1 + high if A > 0, and at least 1 - low (and at most delta) if
+        A < 0.
+        """
+        nothing, everything = super().ratio_bounds(advantages)
+        good, bad = advantages > 0, advantages < 0
+        high = torch.where(good, 1 + self.spec.clip_high, everything)
+        if self.spec.delta is not None:
+            high = torch.where(bad, self.spec.delta, high)
+        return torch.where(bad, 1 - self.spec.clip_low, nothing), high
