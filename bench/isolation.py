@@ -20,7 +20,7 @@ from engine.environments.tools.calculator import calculate
 from engine.isolation.pool import FunctionTool, Isolation, RemoteFunction
 from engine.isolation.remote import Origin
 from engine.isolation.worker import Worker
-from engine.schemas.episode import IsolationSpec
+from engine.schemas.entry import IsolationSpec
 
 USE = "engine.environments.tools.calculator:calculate"
 ARGUMENTS = {"expression": "3 * (4 + 5)"}

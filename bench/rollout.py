@@ -82,7 +82,7 @@ async def _engine(
 
 async def _client(url: str, workload: Workload, turns: int, episodes: int, concurrency: int) -> int:
     from engine.backends.sglang.client import SGLangBackend
-    from engine.schemas.episode import SGLangBackendSpec
+    from engine.schemas.backend import SGLangBackendSpec
     from engine.schemas.generation import GenerateRequest, SamplingParams
 
     sampling = SamplingParams(temperature=1.0)

@@ -109,7 +109,7 @@ def main() -> None:
     options = parser.parse_args()
 
     from engine.actions.images import ImageStorer, MemoryImages
-    from engine.schemas.episode import ModelSpec
+    from engine.schemas.model import ModelSpec
     from engine.tokens.format import load_format
 
     with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,7 @@ from engine.store.store import episode_id_of
 from engine.tokens.tape import as_seen
 
 if TYPE_CHECKING:
-    from engine.schemas.episode import LimitsSpec
+    from engine.schemas.limits import LimitsSpec
     from engine.tokens.conversation import Conversation
 
 _make_turns = row_maker(Turn)

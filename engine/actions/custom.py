@@ -19,7 +19,8 @@ from engine.schemas.journal import StepRecord
 from engine.spec.entry import load_entry
 
 if TYPE_CHECKING:
-    from engine.schemas.episode import Effects, StateSpec
+    from engine.schemas.entry import Effects
+    from engine.schemas.machine import StateSpec
     from engine.schemas.trajectory import Blame
 
 

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from engine.schemas.episode import LocalBackendSpec, ScriptedBackendSpec
+from engine.schemas.backend import LocalBackendSpec, ScriptedBackendSpec
 
 if TYPE_CHECKING:
     from engine.episode import Episode
-    from engine.schemas.episode import EpisodeSpec, LimitsSpec, StateSpec
+    from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.limits import LimitsSpec
+    from engine.schemas.machine import StateSpec
 
 Seconds = Callable[["EpisodeSpec", "StateSpec"], float]
 """The most seconds that one visit of a state may take; infinite where nothing bounds it."""

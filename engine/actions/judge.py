@@ -21,7 +21,7 @@ from engine.spec.template import fill, own_spans
 
 if TYPE_CHECKING:
     from engine.actions.role_models import RoleModel
-    from engine.schemas.episode import ScorerSpec
+    from engine.schemas.role import ScorerSpec
 
 JUDGE_FIELDS = ("task", "reply", "replies", "turn")
 """What a judge's prompt may name: the task's fields, the reply that is judged, all replies up to it, and its turn."""

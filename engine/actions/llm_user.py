@@ -24,7 +24,7 @@ from engine.spec.template import fields_of, fill, own_spans
 if TYPE_CHECKING:
     from engine.actions.role_models import RoleModel
     from engine.actions.workers import Workers
-    from engine.schemas.episode import Mark, UserSpec
+    from engine.schemas.role import Mark, UserSpec
 
 USER_FIELDS = ("task", "reply", "dialogue", "verdict", "turn")
 """What a user's prompt may name: the task's fields, the policy's newest reply, the dialogue as text, the grader's

@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.actions.base import Action, Services
 from engine.actions.custom import OwnAction
 from engine.actions.facts import ACTIONS
-from engine.schemas.episode import StateSpec
+from engine.schemas.machine import StateSpec
 
 
 def build_actions(states: Mapping[str, StateSpec], services: Services, base: Path) -> dict[str, Action]:

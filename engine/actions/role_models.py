@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 from engine.actions.slots import Slots
 from engine.backends.base import open_backend
 from engine.errors import ContextOverflow, EngineError, WorldError
-from engine.schemas.episode import EpisodeSpec, LocalBackendSpec, PlayedSpec
+from engine.schemas.backend import LocalBackendSpec
+from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import Message
+from engine.schemas.role import PlayedSpec
 from engine.spec.load import LoadedSpec
 from engine.tokens.format import load_format
 

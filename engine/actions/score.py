@@ -22,7 +22,7 @@ from engine.schemas.reward import RewardEvent
 from engine.spec.entry import load_entry
 
 if TYPE_CHECKING:
-    from engine.schemas.episode import Effects
+    from engine.schemas.entry import Effects
 
 
 class ScoreAction(BuiltInAction):

@@ -26,8 +26,8 @@ from engine.spec.signature import ToolShape, explain, reply_of, shape_of
 from engine.storable import message_of
 
 if TYPE_CHECKING:
+    from engine.schemas.entry import Effects
     from engine.schemas.environment import EpisodeView
-    from engine.schemas.episode import Effects
 
 _make_result = maker(ToolResult)
 

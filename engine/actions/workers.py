@@ -37,7 +37,7 @@ from engine.schemas.trajectory import Blame
 from engine.storable import words_of
 
 if TYPE_CHECKING:
-    from engine.schemas.episode import Effects
+    from engine.schemas.entry import Effects
 
 MOST_THREADS = 1024
 """Most plain calls that run at once; further ones wait for a thread, and their deadlines have not begun."""

@@ -17,7 +17,7 @@ from engine.actions.workers import call_world
 from engine.errors import EngineError, WorldError
 from engine.isolation.pool import FunctionTool, HeldObject, Pool, RemoteFunction
 from engine.isolation.remote import Cell, Origin, RemoteObject, RemoteTool
-from engine.schemas.episode import IsolationSpec
+from engine.schemas.entry import IsolationSpec
 from engine.spec.entry import load_entry
 from engine.spec.signature import waits
 from engine.storable import words_of
@@ -25,9 +25,11 @@ from engine.storable import words_of
 if TYPE_CHECKING:
     from engine.actions.role_models import RoleModel
     from engine.actions.workers import Workers
+    from engine.schemas.entry import Effects, Entry
     from engine.schemas.environment import Task
-    from engine.schemas.episode import Effects, Entry, ToolSpec, UserSpec
+    from engine.schemas.role import UserSpec
     from engine.schemas.trajectory import Blame
+    from engine.schemas.world import ToolSpec
     from engine.spec.signature import ToolShape
 
 log = structlog.get_logger(__name__)

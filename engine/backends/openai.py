@@ -33,7 +33,7 @@ from engine.schemas.message import Message, TextPart
 from engine.tokens.images import DIGEST
 
 if TYPE_CHECKING:
-    from engine.schemas.episode import OpenAIBackendSpec
+    from engine.schemas.backend import OpenAIBackendSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
 

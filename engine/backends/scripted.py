@@ -23,7 +23,7 @@ from engine.schemas.script import Script, ScriptedReply
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.schemas.episode import ScriptedBackendSpec
+    from engine.schemas.backend import ScriptedBackendSpec
     from engine.spec.load import Document, LoadedSpec
     from engine.tokens.format import ChatFormat
 

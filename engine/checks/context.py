@@ -18,7 +18,11 @@ from engine.checks.loops import Cycles, cycles_of
 from engine.checks.work import TooMuch, Work
 from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, resolve_machine
 from engine.machine.variables import UNBOUNDED
-from engine.schemas.episode import Entry, EpisodeSpec, LimitsSpec, StateSpec, UserSpec
+from engine.schemas.entry import Entry
+from engine.schemas.episode import EpisodeSpec
+from engine.schemas.limits import LimitsSpec
+from engine.schemas.machine import StateSpec
+from engine.schemas.role import UserSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError, load_entry
 from engine.spec.load import LoadedSpec

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
-from engine.schemas.episode import IsolationSpec
+from engine.schemas.entry import IsolationSpec
 from engine.spec.diagnostic import DataPath
 
 _PROCESS = "write `mode: process`"

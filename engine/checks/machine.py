@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from engine.actions.facts import ACTIONS, ALWAYS
 from engine.checks.context import MOST_TRANSITIONS, CheckContext, nearest
 from engine.checks.registry import Finding, rule
-from engine.schemas.episode import TransitionSpec
+from engine.schemas.machine import TransitionSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import listed
 

@@ -18,7 +18,8 @@ from engine.checks.templates import Shown, rendered, shown
 from engine.checks.worst_case import context_bound, count_bound
 from engine.errors import EngineError, SpecError
 from engine.machine.variables import UNBOUNDED
-from engine.schemas.episode import ModelSpec, OpenAIBackendSpec
+from engine.schemas.backend import OpenAIBackendSpec
+from engine.schemas.model import ModelSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.tasks import rows_of, task_of
 from engine.spec.template import fill, texts_of

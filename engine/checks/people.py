@@ -8,7 +8,7 @@ from typing import Any
 from engine.checks.context import CheckContext, nearest
 from engine.checks.prompts import is_file, known_fields, offset_of
 from engine.checks.registry import Finding, rule
-from engine.schemas.episode import ScriptedBackendSpec
+from engine.schemas.backend import ScriptedBackendSpec
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import short

@@ -10,7 +10,8 @@ from typing import Any
 from engine.checks.context import CheckContext, nearest
 from engine.checks.registry import Finding, rule
 from engine.errors import SpecError
-from engine.schemas.episode import ScriptedBackendSpec, Words
+from engine.schemas.backend import ScriptedBackendSpec
+from engine.schemas.prompt import Words
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import short

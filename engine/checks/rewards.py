@@ -12,8 +12,8 @@ from typing import Any
 from engine.checks.chart import Place
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
-from engine.schemas.episode import ReassignRule
 from engine.schemas.reward import TurnAddress
+from engine.schemas.reward_spec import ReassignRule
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
 from engine.spec.source import NotImported

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
-from engine.schemas.episode import LocalBackendSpec, SGLangBackendSpec
+from engine.schemas.backend import LocalBackendSpec, SGLangBackendSpec
 from engine.schemas.train import TrainSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import near_or_known, short

@@ -10,8 +10,8 @@ from engine.checks.prompts import prompt_field, tasks_unreadable
 from engine.checks.registry import Finding, rule
 from engine.checks.tasks import task_rows
 from engine.schemas.base import Contract
-from engine.schemas.episode import TasksSpec
 from engine.schemas.generation import SamplingParams
+from engine.schemas.tasks import TasksSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
 from engine.spec.load import Document, validate

@@ -14,7 +14,7 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from engine.schemas.episode import CreditSpec
+    from engine.schemas.credit import CreditSpec
     from engine.store.export import Row
     from engine.store.store import RunStore
 
@@ -112,7 +112,7 @@ def _credit(store: RunStore, score: str | None, changes: list[str]) -> CreditSpe
     from pydantic import ValidationError
 
     from engine.errors import StoreError
-    from engine.schemas.episode import CreditSpec, read_credit
+    from engine.schemas.credit import CreditSpec, read_credit
     from engine.spec.places import fields_by_key, tagged
     from engine.store.export import credit_of
 

@@ -13,7 +13,9 @@ from pydantic_core import PydanticUndefined
 from engine.actions.facts import ACTIONS, ALWAYS
 from engine.machine.variables import VARIABLES
 from engine.schemas.base import Bytes, Seconds
-from engine.schemas.episode import EpisodeSpec, IsolationSpec, MachineSpec
+from engine.schemas.entry import IsolationSpec
+from engine.schemas.episode import EpisodeSpec
+from engine.schemas.machine import MachineSpec
 from engine.spec.places import bare, branches, fields_by_key, is_model, literals
 from engine.spec.problems import describe
 

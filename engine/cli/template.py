@@ -22,7 +22,7 @@ def template(
     from pathlib import Path
 
     from engine.errors import EngineError
-    from engine.schemas.episode import ModelSpec
+    from engine.schemas.model import ModelSpec
     from engine.terminal import echo
     from engine.tokens.format import load_format
 

@@ -34,8 +34,8 @@ from engine.spec.entry import EntryError
 from engine.spec.signature import ToolShape
 
 if TYPE_CHECKING:
+    from engine.schemas.entry import Effects, IsolationSpec
     from engine.schemas.environment import EpisodeView
-    from engine.schemas.episode import Effects, IsolationSpec
     from engine.schemas.trajectory import Blame
 
 log = structlog.get_logger(__name__)

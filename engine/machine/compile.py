@@ -16,7 +16,7 @@ from transitions import Machine
 from engine.errors import EngineError, GuardError, SpecError
 from engine.machine.guards import Guard
 from engine.machine.presets import ResolvedMachine, ResolvedTransition, resolve_machine
-from engine.schemas.episode import MachineSpec
+from engine.schemas.machine import MachineSpec
 from engine.spec.diagnostic import DataPath, Diagnostic
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.machine.presets import ResolvedMachine, ResolvedTransition, resolve_machine
-from engine.schemas.episode import MachineSpec
+from engine.schemas.machine import MachineSpec
 
 Counts = Mapping[tuple[str, str, str], int]
 """How often each (source, event, dest) was taken."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.schemas.episode import MachineSpec, Preset, StateSpec, TransitionSpec
+from engine.schemas.machine import MachineSpec, Preset, StateSpec, TransitionSpec
 
 ANY = "*"
 """As a transition's source: every state that is not final."""

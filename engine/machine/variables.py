@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-from engine.schemas.episode import LimitsSpec
+from engine.schemas.limits import LimitsSpec
 
 UNBOUNDED = 2**53 - 1
 """What a guard reads for a limit that is not set: the largest integer that a double holds exactly."""

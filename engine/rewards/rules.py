@@ -13,8 +13,8 @@ from typing import Any
 from engine.errors import GuardError, LedgerError
 from engine.machine.guards import Guard
 from engine.rewards.ledger import Ledger
-from engine.schemas.episode import ReassignRule
 from engine.schemas.reward import Posting, RewardEvent
+from engine.schemas.reward_spec import ReassignRule
 
 ReadContext = Callable[[frozenset[str]], Mapping[str, Any]]
 """Builds the guard variables that are asked for, from the episode and the ledger as they are now."""

@@ -14,7 +14,7 @@ from pydantic_core import to_json
 
 from engine.errors import GuardError
 from engine.machine.guards import Guard
-from engine.schemas.episode import CreditSpec, EntryCredit, GigpoCredit, RedistributeCredit
+from engine.schemas.credit import CreditSpec, EntryCredit, GigpoCredit, RedistributeCredit
 from engine.schemas.message import Message
 
 LONGEST = 120

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.scenarios.load import ScenarioSet
-    from engine.schemas.episode import ModelSpec
+    from engine.schemas.model import ModelSpec
     from engine.schemas.trajectory import Failure
     from engine.spec.diagnostic import Origin
     from engine.tokens.format import ChatFormat

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from engine.errors import SpecError
-from engine.schemas.episode import EpisodeSpec, TasksSpec
+from engine.schemas.episode import EpisodeSpec
+from engine.schemas.tasks import TasksSpec
 from engine.spec.access import Access
 from engine.spec.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
 from engine.spec.masking import mask_all

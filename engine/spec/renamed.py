@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ValidationError
 
-from engine.schemas.episode import SGLangBackendSpec
+from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.train import LoraSpec, MemorySpec, NotifySpec, TrainSpec, WeightSyncSpec
 from engine.spec.diagnostic import show_path
 from engine.spec.places import locate

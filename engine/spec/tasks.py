@@ -21,7 +21,7 @@ from pydantic_core import to_jsonable_python
 
 from engine.errors import SpecError
 from engine.schemas.environment import Task
-from engine.schemas.episode import TasksSpec
+from engine.schemas.tasks import TasksSpec
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath, Diagnostic, Origin
 from engine.spec.entry import EntryError, load_entry

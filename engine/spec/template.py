@@ -18,7 +18,7 @@ from engine.schemas.message import ContentPart, TextPart
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.schemas.episode import Words
+    from engine.schemas.prompt import Words
 
 _FIELD = re.compile(r"(\\?)\{\{(.*?)\}\}", re.DOTALL)
 _REFERENCES = ("sha256:", "data:", "file:", "http:", "https:")

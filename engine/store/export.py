@@ -30,7 +30,8 @@ from engine.errors import LedgerError, StoreError
 from engine.masking import mask
 from engine.rewards.credit import Member, Values, Where, credit_tokens, place
 from engine.rewards.ledger import SealedLedger
-from engine.schemas.episode import CreditSpec, RewardsSpec
+from engine.schemas.credit import CreditSpec
+from engine.schemas.reward_spec import RewardsSpec
 from engine.store.columns import json_text, message_row, outcome_row, task_row
 from engine.store.private import private_file
 

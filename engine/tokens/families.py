@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import RenderError
-from engine.schemas.episode import ModelSpec
+from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
 from engine.tokens.proof import Extension, View
 from engine.tokens.readers import FamilyReader

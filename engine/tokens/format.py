@@ -22,8 +22,8 @@ import structlog
 from pydantic_core import to_json
 
 from engine.errors import RenderError
-from engine.schemas.episode import ModelSpec
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
+from engine.schemas.model import ModelSpec
 from engine.tokens.literal import MARK, Span, unquote
 from engine.tokens.proof import (
     ASSISTANT,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import RenderError
-from engine.schemas.episode import ModelSpec
+from engine.schemas.model import ModelSpec
 from engine.tokens.families import family_format
 from engine.tokens.format import ChatFormat
 from engine.tokens.plain import read_plain

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from engine.errors import RenderError
-from engine.schemas.episode import ModelSpec
 from engine.schemas.message import MalformedCall, ToolCall
+from engine.schemas.model import ModelSpec
 from engine.tokens.catalogue import cache_root
 from engine.tokens.families import MARKS, make_renderer
 from engine.tokens.format import ChatFormat, Parsed

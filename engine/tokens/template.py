@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.errors import RenderError
-from engine.schemas.episode import ModelSpec
+from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat, log
 from engine.tokens.jinja import looked_for
 from engine.tokens.literal import MARK

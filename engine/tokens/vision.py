@@ -23,7 +23,7 @@ from engine.errors import ImageError, RenderError
 from engine.tokens.images import ImageBank, Picture, Tensors, open_pixels
 
 if TYPE_CHECKING:
-    from engine.schemas.episode import ModelSpec
+    from engine.schemas.model import ModelSpec
     from engine.schemas.trajectory import Blame
     from engine.tokens.tape import IntVector
     from engine.tokens.tokenizer import FastTokenizer

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.errors import TrainError
-from engine.schemas.episode import TasksSpec
 from engine.schemas.generation import SamplingParams
+from engine.schemas.tasks import TasksSpec
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.format import load_format
 from engine.train.learner import Learner

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.actions.generate import GenerateAction
-from engine.schemas.episode import LimitsSpec, ModelSpec
 from engine.schemas.generation import FinishReason, Generation
+from engine.schemas.limits import LimitsSpec
 from engine.schemas.message import Message
+from engine.schemas.model import ModelSpec
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat, load_format
 

@@ -14,7 +14,7 @@ import engine
 from engine.actions.base import BuiltInAction
 from engine.actions.facts import ACTIONS, COUNT_LIMIT_OF, COUNT_LIMITS, CountLimit
 from engine.machine.variables import VARIABLES
-from engine.schemas.episode import LimitsSpec
+from engine.schemas.limits import LimitsSpec
 
 ROOT = Path(engine.__file__).parent
 

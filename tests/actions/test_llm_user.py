@@ -11,9 +11,9 @@ from engine.actions.role_models import spoken
 from engine.actions.workers import Workers
 from engine.errors import WorldError
 from engine.schemas.environment import EpisodeView, Task
-from engine.schemas.episode import Mark, UserSpec
 from engine.schemas.message import Message, ToolCall
 from engine.schemas.reward import RewardEvent
+from engine.schemas.role import Mark, UserSpec
 
 SAID = [
     Message(role="system", content="You are the policy."),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.backends.sglang.client import SGLangBackend
-from engine.schemas.episode import SGLangBackendSpec
+from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.tokens.format import ChatFormat
 

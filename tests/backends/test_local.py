@@ -14,7 +14,7 @@ import torch
 from engine.backends.base import Backend
 from engine.backends.local import LocalBackend
 from engine.errors import BackendError, ContextOverflow
-from engine.schemas.episode import LocalBackendSpec
+from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import ImagePart
 

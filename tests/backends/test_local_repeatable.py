@@ -13,7 +13,7 @@ from engine.backends.local import LocalBackend
 from engine.backends.local.load import PackedModel
 from engine.backends.local.tiles import Tile
 from engine.errors import BackendError
-from engine.schemas.episode import LocalBackendSpec
+from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 EPISODES = 9

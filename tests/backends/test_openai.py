@@ -14,9 +14,10 @@ import pytest
 
 from engine.backends.openai import OpenAIBackend, open_openai
 from engine.errors import BackendError, ContextOverflow
-from engine.schemas.episode import ModelSpec, OpenAIBackendSpec
+from engine.schemas.backend import OpenAIBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
+from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat, load_format
 
 TOOL = {

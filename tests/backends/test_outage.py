@@ -19,9 +19,10 @@ from engine.backends.outage import Outage
 from engine.backends.sglang.client import SGLangBackend
 from engine.deadline import Standstill
 from engine.errors import BackendError, OutageError
-from engine.schemas.episode import ModelSpec, OpenAIBackendSpec, SGLangBackendSpec
+from engine.schemas.backend import OpenAIBackendSpec, SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import Message
+from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat, load_format
 
 KINDS = ["sglang", "openai"]

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from engine.backends.base import Backend, open_backend
 from engine.backends.scripted import ScriptedBackend
 from engine.errors import BackendError, ContextOverflow, SpecError
-from engine.schemas.episode import ModelSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.message import ToolCall
+from engine.schemas.model import ModelSpec
 from engine.schemas.script import Script
 from engine.spec.load import load_spec
 from engine.tokens.format import ChatFormat, load_format

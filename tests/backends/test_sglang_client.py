@@ -13,8 +13,9 @@ from sglang_cluster import OUTPUT, Call, answers, changed, cluster, request
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, ContextOverflow
-from engine.schemas.episode import ModelSpec, SGLangBackendSpec
+from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, SamplingParams, VersionSpan
+from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat, load_format
 
 

@@ -18,7 +18,7 @@ from engine.backends.sglang import connection
 from engine.backends.sglang.connection import HELD, MAX_INTERIM, HttpFailure, MalformedReply, retry_seconds
 from engine.backends.sglang.http import HttpClient
 from engine.errors import BackendError
-from engine.schemas.episode import ModelSpec
+from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat, load_format
 
 

@@ -16,7 +16,7 @@ from engine.checks.context import CheckContext
 from engine.checks.loops import cycles_of
 from engine.checks.worst_case import Bound, most_counts, worst_case
 from engine.machine.compile import EpisodeMachine
-from engine.schemas.episode import LimitsSpec
+from engine.schemas.limits import LimitsSpec
 from engine.spec.load import load_spec
 
 HEAD = """\

@@ -16,7 +16,7 @@ from engine.environments.color_square import COLORS, square
 from engine.environments.geo3k_data import SHIPPED
 from engine.rewards.credit import credit
 from engine.rewards.ledger import Ledger
-from engine.schemas.episode import TurnDiscountCredit
+from engine.schemas.credit import TurnDiscountCredit
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.reward import RewardEvent
 from engine.schemas.trajectory import Branch, Trajectory

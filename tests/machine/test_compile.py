@@ -15,7 +15,7 @@ from engine.errors import GuardError, SpecError
 from engine.machine.compile import EpisodeMachine, UnhandledEvent
 from engine.machine.guards import Guard
 from engine.machine.presets import PRESETS, resolve_machine
-from engine.schemas.episode import MachineSpec, StateSpec, TransitionSpec
+from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
 
 
 def user_turns(taken: int, most: int = 3) -> Any:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.errors import GuardError
 from engine.machine.guards import Guard, guard_problems
 from engine.machine.variables import VARIABLES
-from engine.schemas.episode import LimitsSpec
+from engine.schemas.limits import LimitsSpec
 
 
 def context(**changes: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.machine.graph import ANY_STATE, Edge, Line, mermaid, picture, svg
 from engine.machine.presets import PRESETS
-from engine.schemas.episode import MachineSpec, StateSpec, TransitionSpec
+from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
 
 SVG = "{http://www.w3.org/2000/svg}"
 ALWAYS = {"limit", "failed"}

@@ -7,7 +7,7 @@ import pytest
 from engine.actions.facts import ACTIONS, ALWAYS
 from engine.machine.guards import guard_problems
 from engine.machine.presets import PRESETS, ResolvedTransition, resolve_machine
-from engine.schemas.episode import MachineSpec, StateSpec, TransitionSpec
+from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
 
 
 @pytest.mark.parametrize("name", PRESETS)

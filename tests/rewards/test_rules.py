@@ -10,8 +10,8 @@ import pytest
 from engine.errors import GuardError, LedgerError
 from engine.rewards.ledger import Ledger
 from engine.rewards.rules import Rules, compile_rules
-from engine.schemas.episode import ReassignRule
 from engine.schemas.reward import RewardEvent
+from engine.schemas.reward_spec import ReassignRule
 
 USER = "AWAITING_USER_FEEDBACK"
 

@@ -9,7 +9,7 @@ import pytest
 
 from engine.errors import GuardError
 from engine.rewards.state_key import StateKey, compile_state_key
-from engine.schemas.episode import read_credit
+from engine.schemas.credit import read_credit
 from engine.schemas.message import Message
 
 FACTS = {"room": {"name": "hall", "doors": [1, 2]}, "long": "x" * 200}

@@ -11,8 +11,8 @@ from PIL import Image
 from pydantic import ValidationError
 
 from engine.schemas.environment import Reset, Step, ToolReply, UserTurn
-from engine.schemas.episode import PromptMessage, RecoverSpec
 from engine.schemas.message import ImagePart, Message, image_part
+from engine.schemas.prompt import PromptMessage, RecoverSpec
 
 
 def encoded(kind: str) -> bytes:

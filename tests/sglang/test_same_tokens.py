@@ -13,9 +13,10 @@ import pytest
 from engine.backends.openai import OpenAIBackend
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
-from engine.schemas.episode import LocalBackendSpec, ModelSpec, OpenAIBackendSpec, SGLangBackendSpec
+from engine.schemas.backend import LocalBackendSpec, OpenAIBackendSpec, SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message
+from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat, load_format
 
 GREEDY = SamplingParams(temperature=0.0)

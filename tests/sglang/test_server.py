@@ -14,8 +14,9 @@ import pytest
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, ContextOverflow
-from engine.schemas.episode import ModelSpec, SGLangBackendSpec
+from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
+from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat, load_format
 
 Running = Any

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, TrainError
-from engine.schemas.episode import EpisodeSpec, ModelSpec, SGLangBackendSpec
+from engine.schemas.backend import SGLangBackendSpec
+from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
+from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.tokens.format import ChatFormat, load_format
 from engine.train.policy import Policy

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import SpecError
-from engine.schemas.episode import LimitsSpec, LocalBackendSpec, ScriptedBackendSpec
+from engine.schemas.backend import LocalBackendSpec, ScriptedBackendSpec
+from engine.schemas.limits import LimitsSpec
 from engine.spec.diagnostic import Origin
 from engine.spec.load import LoadedSpec, load_document, load_spec, read_spec
 from engine.spec.resolve import MAX_EXTENDS

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from engine.errors import StoreError
-from engine.schemas.episode import SGLangBackendSpec
+from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.train import LoraSpec, MemorySpec, NotifySpec, TrainSpec, WeightSyncSpec
 from engine.spec.load import load_spec, read_spec
 from engine.spec.places import fields_by_key

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from engine.errors import StoreError
-from engine.schemas.episode import OutcomeCredit, TurnReturnCredit
+from engine.schemas.credit import OutcomeCredit, TurnReturnCredit
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.reward import Posting
 from engine.schemas.trajectory import Failure, Outcome

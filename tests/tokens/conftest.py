@@ -18,7 +18,7 @@ def tokenizer_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def formats(tokenizer_dirs: dict[str, Path]) -> Any:
     """`formats(template, **model)`: the chat format of one of TEMPLATES; made once for each combination."""
-    from engine.schemas.episode import ModelSpec
+    from engine.schemas.model import ModelSpec
     from engine.tokens.format import ChatFormat, load_format
 
     made: dict[str, ChatFormat] = {}

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError, RenderError
-from engine.schemas.episode import ModelSpec
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import Message, ToolCall
+from engine.schemas.model import ModelSpec
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat, load_format
 from engine.tokens.reading import ARGUMENTS, AWKWARD, TOOL, written

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RenderError
-from engine.schemas.episode import ModelSpec
+from engine.schemas.model import ModelSpec
 from engine.tokens.format import load_format
 from engine.tokens.proof import (
     ASSISTANT,

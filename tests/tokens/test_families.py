@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RenderError
-from engine.schemas.episode import ModelSpec
 from engine.schemas.message import MalformedCall, ToolCall
+from engine.schemas.model import ModelSpec
 from engine.tokens.conversation import Conversation
 from engine.tokens.families import FamilyFormat
 from engine.tokens.format import ChatFormat, load_format

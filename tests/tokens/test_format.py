@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import RenderError
-from engine.schemas.episode import ModelSpec
 from engine.schemas.message import ImagePart, Message, TextPart
+from engine.schemas.model import ModelSpec
 from engine.tokens.format import load_format
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from shipped_tokenizers import unpack
 
-from engine.schemas.episode import ModelSpec
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import Message, ToolCall
+from engine.schemas.model import ModelSpec
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat, load_format
 

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.schemas.episode import ModelSpec
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import Message, ToolCall
+from engine.schemas.model import ModelSpec
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat, load_format
 from engine.tokens.proof import ASSISTANT, CALLS, REASONS, SYSTEM, TOOL, USER, prove

@@ -12,7 +12,7 @@ from nets_for_tests import build, make_row, plain
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.errors import TrainError
-from engine.schemas.episode import ModelSpec
+from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.tokens.loading import load as load_format
 from engine.train.packing import pack_rows

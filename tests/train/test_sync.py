@@ -18,8 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.backends.local import LocalBackend
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
-from engine.schemas.episode import EpisodeSpec, LocalBackendSpec, ModelSpec, SGLangBackendSpec
+from engine.schemas.backend import LocalBackendSpec, SGLangBackendSpec
+from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
+from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.tokens.format import load_format
 from engine.train.policy import Policy

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from engine.schemas.episode import ModelSpec
+from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.store.loader import beside, read_rows
 from engine.tokens.format import load_format

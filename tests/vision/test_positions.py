@@ -11,7 +11,7 @@ from test_policy_vision import gallery_rows, open_policy
 from transformers import AutoModelForImageTextToText
 
 from engine.backends.local.vision import SeeingModel
-from engine.schemas.episode import LocalBackendSpec
+from engine.schemas.backend import LocalBackendSpec
 from engine.store.loader import collate, forward_inputs
 from engine.train.packing import pack_rows
 from engine.train.policy_vision import vision_inputs

@@ -338,7 +338,7 @@ async def test_placeholders_are_never_sampled(make_spec: Any, run_spec: Any, vlm
 
 
 def _banned(folder: Path) -> list[int]:
-    from engine.schemas.episode import ModelSpec
+    from engine.schemas.model import ModelSpec
     from engine.tokens.format import load_format
 
     vision = load_format(ModelSpec(path=str(folder)), folder).vision
@@ -351,7 +351,7 @@ async def test_a_reply_that_spells_a_placeholder_stays_what_was_sampled(
     make_spec: Any, run_spec: Any, tmp_path: Path, vlm: Any, thinking: bool
 ) -> None:
     """Ordinary tokens that read like one are exact on the tape, and plain text where they have to be read again."""
-    from engine.schemas.episode import ModelSpec
+    from engine.schemas.model import ModelSpec
     from engine.tokens.format import load_format
 
     form = load_format(ModelSpec(path=str(vlm("qwen3_vl"))), tmp_path)

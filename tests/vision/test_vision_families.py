@@ -13,9 +13,9 @@ from vision_kit import BUILDERS, square
 from vision_worlds import FIRST, SECOND, THIRD, pil
 
 from engine.errors import ImageError, RenderError
-from engine.schemas.episode import ModelSpec
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import ImagePart, Message, TextPart
+from engine.schemas.model import ModelSpec
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat, load_format
 from engine.tokens.images import digest_of

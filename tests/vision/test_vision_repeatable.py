@@ -13,9 +13,10 @@ from vision_worlds import FIRST, SECOND
 
 from engine.backends.local.vision import SeeingModel
 from engine.backends.stops import StopStrings
-from engine.schemas.episode import LocalBackendSpec, ModelSpec
+from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import ImagePart
+from engine.schemas.model import ModelSpec
 from engine.tokens.format import load_format
 from engine.tokens.images import digest_of
 

@@ -21,7 +21,8 @@ from engine.backends.sglang.connection import HttpReply
 from engine.backends.sglang.images import check_images
 from engine.backends.sglang.pool import Server
 from engine.errors import BackendError, ImageError
-from engine.schemas.episode import ModelSpec, SGLangBackendSpec
+from engine.schemas.backend import SGLangBackendSpec
+from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat, load_format
 from engine.tokens.images import digest_of
 

@@ -18,7 +18,7 @@ from engine.backends.sglang.connection import HttpReply
 from engine.backends.sglang.pool import Server
 from engine.backends.sglang.verify import verify_servers
 from engine.errors import BackendError
-from engine.schemas.episode import ModelSpec
+from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat, load_format
 
 

@@ -13,9 +13,9 @@ from vision_worlds import FIRST, SECOND, pil
 
 from engine.backends.sglang.wire import Encoder
 from engine.errors import BackendError
-from engine.schemas.episode import ModelSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart
+from engine.schemas.model import ModelSpec
 from engine.tokens.format import load_format
 from engine.tokens.images import digest_of
 from engine.tokens.vision import Vision
@@ -82,7 +82,7 @@ def test_an_openai_endpoint_is_shown_images_of_the_run_store_as_urls(
     vlm: Callable[[str], Path], vision: Vision
 ) -> None:
     from engine.backends.openai import OpenAIBackend
-    from engine.schemas.episode import OpenAIBackendSpec
+    from engine.schemas.backend import OpenAIBackendSpec
     from engine.schemas.message import Message, TextPart
 
     form = load_format(ModelSpec(path=str(vlm("qwen2_5_vl"))), Path())

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.backends.local.load import PackedModel
     from engine.backends.local.rows import RowTable
     from engine.backends.local.worker import Worker
-    from engine.schemas.episode import LocalBackendSpec
+    from engine.schemas.backend import LocalBackendSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
 

@@ -28,7 +28,7 @@ from engine.schemas.generation import FinishReason, GenerateRequest, Generation,
 if TYPE_CHECKING:
     import torch
 
-    from engine.schemas.episode import LocalBackendSpec
+    from engine.schemas.backend import LocalBackendSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
     from engine.tokens.vision import Vision

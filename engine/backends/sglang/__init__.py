@@ -21,7 +21,7 @@ from engine.masking import remember
 
 if TYPE_CHECKING:
     from engine.backends.sglang.client import SGLangBackend
-    from engine.schemas.episode import SGLangBackendSpec
+    from engine.schemas.backend import SGLangBackendSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
 

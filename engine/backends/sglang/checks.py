@@ -25,7 +25,7 @@ from engine.schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from engine.backends.sglang.client import SGLangBackend
-    from engine.schemas.episode import SGLangBackendSpec
+    from engine.schemas.backend import SGLangBackendSpec
     from engine.tokens.format import ChatFormat
 
 log = structlog.get_logger(__name__)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from engine.backends.sglang.control import Control
     from engine.backends.sglang.verify import Difference
-    from engine.schemas.episode import SGLangBackendSpec
+    from engine.schemas.backend import SGLangBackendSpec
     from engine.tokens.format import ChatFormat
 
 log = structlog.get_logger(__name__)

@@ -28,7 +28,7 @@ from engine.rewards.credit.turn_discount import turn_discount
 from engine.rewards.credit.turn_ppo import turn_ppo
 from engine.rewards.credit.turn_return import turn_return
 from engine.rewards.ledger import SealedLedger
-from engine.schemas.episode import BilevelGaeCredit, CreditSpec, EntryCredit
+from engine.schemas.credit import BilevelGaeCredit, CreditSpec, EntryCredit
 
 __all__ = [
     "EPSILON",

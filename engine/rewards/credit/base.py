@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from engine.errors import LedgerError
 from engine.rewards.ledger import SealedLedger
-from engine.schemas.episode import ComparedCredit
+from engine.schemas.credit import ComparedCredit
 
 Values = npt.NDArray[np.float64]
 

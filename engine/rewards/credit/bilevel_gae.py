@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.rewards.credit.base import Member, Values
 from engine.rewards.credit.turn_ppo import gae
-from engine.schemas.episode import BilevelGaeCredit
+from engine.schemas.credit import BilevelGaeCredit
 
 
 def bilevel_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[Values]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.errors import LedgerError
 from engine.rewards.credit.base import Member, Values
-from engine.schemas.episode import EntryCredit
+from engine.schemas.credit import EntryCredit
 from engine.spec.entry import load_entry
 
 

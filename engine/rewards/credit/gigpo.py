@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.errors import LedgerError
 from engine.rewards.credit.base import Member, Values, compare_episodes, returns_to_go
-from engine.schemas.episode import GigpoCredit
+from engine.schemas.credit import GigpoCredit
 
 
 def gigpo(spec: GigpoCredit, group: Sequence[Member]) -> list[Values]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.rewards.credit.base import Member, Values, compare_episodes, compare_turns
-from engine.schemas.episode import MtGrpoCredit
+from engine.schemas.credit import MtGrpoCredit
 
 
 def mt_grpo(spec: MtGrpoCredit, group: Sequence[Member]) -> list[Values]:

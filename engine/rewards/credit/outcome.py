@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.rewards.credit.base import Member, Values, compare_episodes
-from engine.schemas.episode import OutcomeCredit
+from engine.schemas.credit import OutcomeCredit
 
 
 def outcome(spec: OutcomeCredit, group: Sequence[Member]) -> list[Values]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.rewards.credit.base import Member, Values, compare_turns, returns_to_go, shaped
 from engine.rewards.ledger import SealedLedger
-from engine.schemas.episode import ProgressCredit
+from engine.schemas.credit import ProgressCredit
 
 
 def progress(spec: ProgressCredit, group: Sequence[Member]) -> list[Values]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.rewards.credit.base import Member, Values, compare_turns
 from engine.rewards.credit.gigpo import keys_of
-from engine.schemas.episode import RedistributeCredit
+from engine.schemas.credit import RedistributeCredit
 
 State = tuple[str | int | float, ...]
 

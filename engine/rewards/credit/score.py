@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.rewards.credit.base import Member, Values, compare_turns, returns_to_go, shaped
-from engine.schemas.episode import ScoreCredit
+from engine.schemas.credit import ScoreCredit
 
 
 def score(spec: ScoreCredit, group: Sequence[Member]) -> list[Values]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.rewards.credit.base import Member, Values, compare_episodes, compare_turns, returns_to_go
-from engine.schemas.episode import TurnDiscountCredit
+from engine.schemas.credit import TurnDiscountCredit
 
 
 def turn_discount(spec: TurnDiscountCredit, group: Sequence[Member]) -> list[Values]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.rewards.credit.base import Member, Values
-from engine.schemas.episode import TurnPpoCredit
+from engine.schemas.credit import TurnPpoCredit
 
 
 def turn_ppo(spec: TurnPpoCredit, group: Sequence[Member]) -> list[Values]:

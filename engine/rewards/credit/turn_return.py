@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.rewards.credit.base import Member, Values, compare_turns, returns_to_go
-from engine.schemas.episode import TurnReturnCredit
+from engine.schemas.credit import TurnReturnCredit
 
 
 def turn_return(spec: TurnReturnCredit, group: Sequence[Member]) -> list[Values]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.rewards.credit import Member, credit
 from engine.rewards.ledger import Ledger, SealedLedger
-from engine.schemas.episode import read_credit
+from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.trajectory import Branch
 

@@ -9,7 +9,7 @@ from credit_kit import sealed
 
 from engine.errors import LedgerError
 from engine.rewards.credit import credit
-from engine.schemas.episode import EntryCredit
+from engine.schemas.credit import EntryCredit
 from engine.spec.entry import EntryError
 
 HERE = Path(__file__).parent

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.errors import LedgerError
 from engine.rewards.credit import METHODS, NEEDS_VALUES, Member, credit_tokens, returns_to_go
 from engine.rewards.credit.bilevel_gae import bilevel_token_gae
-from engine.schemas.episode import BilevelGaeCredit, OutcomeCredit, TurnPpoCredit
+from engine.schemas.credit import BilevelGaeCredit, OutcomeCredit, TurnPpoCredit
 
 VALUES = np.array([0.5, 1.0, 2.0, 4.0, 1.5, 3.0])
 ENDS = [2, 3, 6]

@@ -12,7 +12,7 @@ from credit_kit import sealed
 
 from engine.rewards.credit import credit, returns_to_go
 from engine.rewards.ledger import SealedLedger
-from engine.schemas.episode import TurnReturnCredit
+from engine.schemas.credit import TurnReturnCredit
 
 PATHS = [((0.0,), 0.5, (0.5,)), ((0.0, 2.0), 0.25, (-0.5, 0.5)), ((0.0, 1.0), 0.25, (-0.5, -0.5))]
 """A policy that stops after its first turn in half of all episodes, and else chooses between 2 and 1 in the second:

@@ -1,0 +1,70 @@
+"""Code that a spec names: its entry point, what a crash may do with its calls, and where it runs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from engine.schemas.base import Bytes, Contract, Seconds
+
+Effects = Literal["pure", "replayable", "external"]
+"""What a crash may do with a call that was made already.
+
+`pure`: nothing; its recorded answer is enough. `replayable`: it is called again to rebuild its state,
+and must answer the same. `external`: it cannot be called again, so the episode starts anew.
+"""
+
+
+class Entry(Contract):
+    """Something of the user's own, by entry point."""
+
+    use: str = Field(min_length=1)
+    """`package.module:Name`."""
+    with_: dict[str, Any] = Field(default_factory=dict, alias="with")
+    """Keyword arguments for its constructor."""
+
+
+class IsolationSpec(Contract):
+    """Where code of the spec runs, and what it may use there. A key that is left out is the spec's `isolation`'s."""
+
+    mode: Literal["thread", "process"] | None = None
+    """`thread`: in the engine's process. `process`: each object in a worker process, which is killed at a deadline."""
+    memory: Bytes | None = None
+    """Most memory of one worker process; 4GB when left out."""
+    cpu: Seconds | None = None
+    """Most CPU time of one call; its deadline alone when left out."""
+    output: Bytes | None = None
+    """Most bytes that one call may print, and most bytes of its answer; 16MB when left out."""
+    processes: int | None = Field(default=None, ge=1)
+    """Most processes and threads of one worker, itself included; 256 where the engine runs as root, no limit elsewhere."""
+    workers: int | None = Field(default=None, ge=1)
+    """Most worker processes at once: others wait. Left out: 64 for functions, one for each object of a live episode."""
+    user: str | None = Field(default=None, min_length=1)
+    """The system user of the workers, where the engine runs as root; `engine` is the engine's own. Left out: an
+    unprivileged uid for each worker."""
+
+    @property
+    def limits(self) -> dict[str, int | float | str]:
+        """What is set beside `mode`."""
+        values = {name: getattr(self, name) for name in type(self).model_fields if name != "mode"}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def over(self, default: IsolationSpec | None) -> IsolationSpec:
+        """This one, with what it leaves out taken from `default`."""
+        if default is None or self.mode == "thread":
+            return self
+        missing = [name for name in type(self).model_fields if getattr(self, name) is None]
+        return self.model_copy(update={name: getattr(default, name) for name in missing})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_mode(cls, value: Any) -> Any:
+        return {"mode": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _limits_bind(self) -> IsolationSpec:
+        if self.mode == "thread" and self.limits:
+            named = " and ".join(f"`{name}`" for name in self.limits)
+            raise ValueError(f"{named} cannot limit code in a thread of the engine's process; write `mode: process`")
+        return self

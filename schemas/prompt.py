@@ -1,0 +1,35 @@
+"""What the spec says to the model: the prompt, and the answers to replies that cannot be used."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from engine.schemas.base import Contract
+from engine.schemas.message import ContentPart
+
+DEFAULT_MALFORMED = "Your tool call could not be read: {{problem}} No tool was called. Write the call again in the format that you were given."
+
+Words = str | list[ContentPart]
+"""What is said to the model: a text, or text and image parts. `{{field}}` is filled in, in texts and image references."""
+
+
+class PromptMessage(Contract):
+    """One message of every episode's beginning. `{{field}}` is the task's field."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Words
+    """Text, or a list of text and image parts; an image's path is relative to the spec."""
+
+
+class RecoverSpec(Contract):
+    """What the model is told when its reply cannot be used: text, or a list of text and image parts.
+
+    `{{task.question}}` is a field of the task, in all of them. An image's path is relative to the spec.
+    """
+
+    malformed: Words = DEFAULT_MALFORMED
+    """For a tool call that could not be read. `{{problem}}` is what was wrong, `{{raw}}` the attempt."""
+    wrong: Words | None = None
+    """For an answer that the user finds wrong, with the fields that the user gives; its own words when left out."""
+    no_answer: Words | None = None
+    """For a reply in which the user finds no answer, likewise."""

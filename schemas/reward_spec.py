@@ -1,0 +1,63 @@
+"""How rewards arise from what environments, tools, users and scorers wrote."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from engine.schemas.base import Contract
+from engine.schemas.credit import CreditSpec, OutcomeCredit
+from engine.schemas.reward import TurnAddress
+from engine.schemas.role import ScorerSpec
+
+
+class ReassignRule(Contract):
+    """A rule that moves or writes rewards when a state has done its work."""
+
+    at: str = Field(min_length=1)
+    """The state after whose action the rule is tried."""
+    when: str | None = None
+    """One CEL expression; left out, the rule always applies."""
+    op: Literal["add", "set", "transfer"] = "transfer"
+    name: str | None = None
+    """Which reward; see `RewardEvent.name`."""
+    from_: TurnAddress | None = Field(default=None, alias="from")
+    """For a transfer: the turn that pays."""
+    to: TurnAddress = "last"
+    """The turn that receives, or that is written."""
+    share: float | None = Field(default=None, ge=0.0, le=1.0)
+    """For a transfer: the part of what `from` holds that moves."""
+    value: float | None = None
+    """For add and set, the amount; for a transfer, instead of `share`."""
+    discount: float = Field(default=1.0, ge=0.0)
+    """For `each`: the factor per turn of distance from the last turn."""
+    cause: str = ""
+    """Shown beside the reward; the rule's position when left out."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> ReassignRule:
+        if self.op == "transfer":
+            if self.from_ is None:
+                raise ValueError("a transfer needs `from`: the turn that pays")
+            if (self.value is None) == (self.share is None):
+                raise ValueError("a transfer needs exactly one of `share` and `value`")
+        else:
+            if self.value is None:
+                raise ValueError(f"`op: {self.op}` needs a `value`")
+            if self.from_ is not None or self.share is not None:
+                raise ValueError(f"`from` and `share` belong to `op: transfer`, not to `{self.op}`")
+        return self
+
+
+class RewardsSpec(Contract):
+    """How rewards arise from what the worlds wrote."""
+
+    reassign: list[ReassignRule] = Field(default_factory=list)
+    """Tried in order after the state's own rewards are written."""
+    credit: CreditSpec = Field(default_factory=OutcomeCredit)
+    """How turn rewards become advantages; `method` says which way."""
+    placement: Literal["last", "spread"] = "last"
+    """Where a turn's reward lies in `token_rewards`: on its last sampled token, or in equal parts on all of them."""
+    scorer: ScorerSpec | None = None
+    """Asked once at the end, beside the environment's own `score`: `math-verify`, a function, or a model as judge."""
