@@ -1,133 +1,236 @@
-"""How turn rewards become advantages: one class for each method."""
+"""The credit methods of `rewards.credit`: one config class each, with the facts that checks, docs and the engine read.
+
+To add a method: its formula in a new file of `engine/rewards/credit/`, and its config class here and in `CreditSpec`. Checks,
+exports, JSON Schema and docs/spec.md read the class attributes and ask for no `method`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
 
 from engine.schemas.base import Contract
-from engine.schemas.entry import Entry
 
 
-class ComparedCredit(Contract):
-    """What methods share that compare an episode with its group."""
+class CreditMethod(Contract):
+    """Base class of the credit methods."""
+
+    formula: ClassVar[str]
+    """`module:function` with the arguments (spec, group: list[Member]); returns for each episode float64 [turns]."""
+    token_formula: ClassVar[str | None] = None
+    """`module:function` with the same arguments; returns for each episode and turn float64 [sampled tokens]. None: each token
+    has its turn's advantage."""
+    takes_folder: ClassVar[bool] = False
+    """`formula` has a third argument, the folder of the spec, to find a function of the user's own."""
+    needs_values: ClassVar[bool] = False
+    """The method needs a critic's value before each sampled token (`Member.values`)."""
+    needs_state_key: ClassVar[bool] = False
+    """The method needs the state in which each turn began (`Member.state_keys`), with or without a `state_key` in the spec."""
+    default_state: ClassVar[str | None] = None
+    """For a method that groups turns by state: when two states are the same if `state_key` is not set."""
+    reward_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys that hold names of rewards."""
+
+    @property
+    def uses_turn_rewards(self) -> bool:
+        """Moving rewards between the turns of an episode, with the same sum, can change the advantages."""
+        return True
+
+    @property
+    def zero_without_group(self) -> bool:
+        """In a group of one episode every advantage is 0."""
+        return False
+
+    @property
+    def declared_state_key(self) -> str | None:
+        """The key `state_key`; None if the spec does not set it or the method does not have it."""
+        key: str | None = getattr(self, "state_key", None)
+        return key
+
+
+class ComparedCredit(CreditMethod):
+    """Base class of the methods that compare an episode with its group."""
 
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
-    """What is taken off: the group's mean, the mean of the others, or nothing."""
+    """What is subtracted: the mean of the group, the mean of the group's other episodes, or nothing."""
     scale: Literal["std", "none"] = "std"
-    """Whether to divide by the group's standard deviation."""
+    """`std`: divide by the group's standard deviation. `none`: do not divide."""
+
+    @property
+    def zero_without_group(self) -> bool:
+        return self.baseline == "mean"
 
 
 class DiscountedCredit(ComparedCredit):
-    """What methods share that look ahead."""
+    """Base class of the methods that discount the rewards of later turns."""
 
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount per turn."""
 
 
 class OutcomeCredit(ComparedCredit):
-    """GRPO: one number an episode, against its group, for all its turns."""
+    """GRPO: the episode's reward relative to its group; the same advantage for all turns."""
+
+    formula: ClassVar[str] = "engine.rewards.credit.outcome:outcome"
 
     method: Literal["outcome"] = "outcome"
 
+    @property
+    def uses_turn_rewards(self) -> bool:
+        return False
+
 
 class TurnReturnCredit(DiscountedCredit):
-    """The discounted return from each turn on, against the group's at the same turn."""
+    """The discounted return from each turn on, relative to the group's at the same turn."""
+
+    formula: ClassVar[str] = "engine.rewards.credit.turn_return:turn_return"
 
     method: Literal["turn_return"] = "turn_return"
 
 
 class TurnDiscountCredit(DiscountedCredit):
-    """AReaL's discount by turns: what came late is worth less to the turns before it."""
+    """Discounting by turns, as in AReaL: the later a reward, the less it is worth to the turns before it."""
+
+    formula: ClassVar[str] = "engine.rewards.credit.turn_discount:turn_discount"
 
     method: Literal["turn_discount"] = "turn_discount"
     form: Literal["sum", "max", "attempts"] = "sum"
-    """`sum`: a turn's own reward and the discounted ones of the turns after it. `max`: the best of them.
-    `attempts`: one number for all turns, the episode's reward times gamma for each turn after the first."""
+    """`sum`: the turn's own reward plus the discounted rewards of later turns. `max`: the largest of them. `attempts`: one
+    number for all turns, the episode's reward times gamma for each turn after the first."""
+
+    @property
+    def uses_turn_rewards(self) -> bool:
+        return self.form != "attempts"
 
 
 class MtGrpoCredit(ComparedCredit):
-    """MT-GRPO: the outcome against the group's, and each turn's own reward against the group's at that turn."""
+    """MT-GRPO: the outcome relative to the group's, plus each turn's own reward relative to the group's at that turn."""
+
+    formula: ClassVar[str] = "engine.rewards.credit.mt_grpo:mt_grpo"
+    reward_keys: ClassVar[tuple[str, ...]] = ("outcome",)
 
     method: Literal["mt_grpo"] = "mt_grpo"
     weight: float = Field(default=1.0, ge=0.0)
-    """Of the turn's own advantage, beside the outcome's."""
+    """Factor of the advantage of the turn's own reward."""
     outcome: list[str] | None = None
-    """Names of the rewards that judge the outcome; left out, whatever the last turn holds."""
+    """Names of the rewards that make up the outcome. Default: all rewards of the last turn."""
+
+    @property
+    def uses_turn_rewards(self) -> bool:
+        return self.weight > 0 or self.outcome is None
 
 
 class GigpoCredit(ComparedCredit):
-    """GiGPO: the episode against its group, and each turn against the group's turns from the same state."""
+    """GiGPO: the episode relative to its group, plus each turn relative to the group's turns that began in the same state."""
+
+    formula: ClassVar[str] = "engine.rewards.credit.gigpo:gigpo"
+    needs_state_key: ClassVar[bool] = True
+    default_state: ClassVar[str | None] = "the model was shown the same messages since its previous turn"
 
     method: Literal["gigpo"] = "gigpo"
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Discount per turn, in the return that turns of one state are compared by."""
+    """Discount per turn in the returns that are compared within a state."""
     weight: float = Field(default=1.0, ge=0.0)
-    """Of the turn's advantage, beside the episode's."""
+    """Factor of the turn's advantage within its state."""
     state_key: str | None = None
-    """A CEL expression, or the name of a fact, told when a turn begins: turns of the same value are of the same state.
-    Left out: what the model was shown since its last turn, word for word."""
+    """A CEL expression or the name of a fact, evaluated when a turn begins: turns with equal values began in the same state.
+    Default: the messages that the model was shown since its previous turn."""
+
+    @property
+    def uses_turn_rewards(self) -> bool:
+        return self.weight > 0
+
+    @property
+    def zero_without_group(self) -> bool:
+        return self.baseline == "mean" and self.weight == 0  # an episode can be in one state twice
 
 
 class ScoreCredit(DiscountedCredit):
-    """SCoRe's shaping: an attempt earns extra for being better than the one before, and loses for being worse."""
+    """SCoRe: `turn_return` with a bonus for an attempt that is better than the previous one, and a penalty for a worse one."""
+
+    formula: ClassVar[str] = "engine.rewards.credit.score:score"
+    reward_keys: ClassVar[tuple[str, ...]] = ("reward",)
 
     method: Literal["score"] = "score"
     alpha: float = Field(default=1.0, ge=0.0)
-    """Of the bonus: alpha times the difference from the attempt before."""
+    """The bonus is alpha times the difference from the previous attempt."""
     reward: str | None = None
-    """The reward that scores an attempt; left out, all that a turn holds."""
+    """Name of the reward that scores an attempt. Default: the sum of the turn's rewards."""
 
 
 class ProgressCredit(DiscountedCredit):
-    """A score's rise pays the turns that led to it: differences of successive scores, spread backwards."""
+    """`turn_return` of the increases of a score, each spread over the turns since the previous score."""
+
+    formula: ClassVar[str] = "engine.rewards.credit.progress:progress"
+    reward_keys: ClassVar[tuple[str, ...]] = ("reward",)
 
     method: Literal["progress"] = "progress"
     reward: str | None = None
-    """The reward that is the score so far; left out, all that a turn holds."""
+    """Name of the reward that holds the score so far. Default: the sum of the turn's rewards."""
     decay: float = Field(default=1.0, ge=0.0, le=1.0)
-    """How much less each turn further back is paid: 1 pays all alike, 0 pays only the turn that was scored."""
+    """Factor per turn of distance from the scored turn: 1 spreads an increase equally, 0 gives all of it to the scored turn."""
 
 
 class RedistributeCredit(ComparedCredit):
-    """RUDDER-like: a turn earns by how much it changed the return that was to be expected."""
+    """RUDDER-like: how much the turn changed the expected return of the group's episodes."""
+
+    formula: ClassVar[str] = "engine.rewards.credit.redistribute:redistribute"
+    default_state: ClassVar[str | None] = "the same number of turns has passed and they earned the same sum"
 
     method: Literal["redistribute"] = "redistribute"
     state_key: str | None = None
-    """As in `gigpo`. Left out: a state is how many turns have passed and what they have earned."""
+    """As in `gigpo`. Default: the number of turns so far and the sum of their rewards."""
+
+    @property
+    def uses_turn_rewards(self) -> bool:
+        return self.state_key is None or "rewards" in self.state_key  # the returns are sums over all turns
 
 
-class BilevelGaeCredit(Contract):
-    """VAGEN's bi-level GAE: over turns first, then over the tokens inside each. Needs a critic's values."""
+class BilevelGaeCredit(CreditMethod):
+    """VAGEN's bi-level GAE: over turns first, then over the tokens of each turn. Needs a critic's values."""
+
+    formula: ClassVar[str] = "engine.rewards.credit.bilevel_gae:bilevel_gae"
+    token_formula: ClassVar[str | None] = "engine.rewards.credit.bilevel_gae:bilevel_token_gae"
+    needs_values: ClassVar[bool] = True
 
     method: Literal["bilevel_gae"] = "bilevel_gae"
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount per turn."""
     lam: float = Field(default=1.0, ge=0.0, le=1.0)
-    """GAE's lambda over turns."""
+    """Lambda of the GAE over turns."""
     token_gamma: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Discount per token inside a turn."""
+    """Discount per token within a turn."""
     token_lam: float = Field(default=1.0, ge=0.0, le=1.0)
-    """GAE's lambda over tokens."""
+    """Lambda of the GAE over tokens."""
 
 
-class TurnPpoCredit(Contract):
-    """Turn-PPO: GAE in which a turn is one action. Needs a critic's values."""
+class TurnPpoCredit(CreditMethod):
+    """Turn-PPO: GAE with one turn as one action. Needs a critic's values."""
+
+    formula: ClassVar[str] = "engine.rewards.credit.turn_ppo:turn_ppo"
+    needs_values: ClassVar[bool] = True
 
     method: Literal["turn_ppo"] = "turn_ppo"
     gamma: float = Field(default=0.99, ge=0.0, le=1.0)
     """Discount per turn."""
     lam: float = Field(default=0.9, ge=0.0, le=1.0)
-    """GAE's lambda."""
+    """Lambda of the GAE."""
 
 
-class EntryCredit(Entry):
-    """A method of one's own: `function(group: list[Member], **with)` gives an array of [turns] for each episode."""
+class EntryCredit(CreditMethod):
+    """A method of your own: `function(group: list[Member], **with)` returns an array of [turns] for each episode."""
 
+    formula: ClassVar[str] = "engine.rewards.credit.entry:entry"
+    takes_folder: ClassVar[bool] = True
+
+    use: str = Field(min_length=1)
+    """`package.module:function`."""
+    with_: dict[str, Any] = Field(default_factory=dict, alias="with")
+    """Keyword arguments of the function."""
     method: Literal["entry"] = "entry"
     state_key: str | None = None
-    """As in `gigpo`, for a function that reads `Member.keys`."""
+    """As in `gigpo`, for a function that reads `Member.state_keys`. Default: no states are stored."""
 
 
 CreditSpec = Annotated[
@@ -144,15 +247,18 @@ CreditSpec = Annotated[
     | EntryCredit,
     Field(discriminator="method"),
 ]
-"""How turn rewards become advantages."""
+"""How turn rewards become advantages; `method` selects the method."""
 
 _CREDIT: TypeAdapter[CreditSpec] = TypeAdapter(CreditSpec)
 
+default_credit = OutcomeCredit
+"""Makes the method of a spec that names none."""
+
 
 def read_credit(data: Any) -> CreditSpec:
-    """`{method: turn_return, gamma: 0.9}` -> the spec of that method; nothing at all is `outcome`.
+    """Read `{method: turn_return, gamma: 0.9}`; nothing at all is the default method.
 
     Raises:
-        ValidationError: there is no such method, or it does not have such a key.
+        ValidationError: there is no such method, or it has no such key.
     """
-    return _CREDIT.validate_python(data or {"method": "outcome"})
+    return _CREDIT.validate_python(data) if data else default_credit()

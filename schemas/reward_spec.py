@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from engine.schemas.base import Contract
-from engine.schemas.credit import CreditSpec, OutcomeCredit
+from engine.schemas.credit import CreditSpec, default_credit
 from engine.schemas.reward import TurnAddress
 from engine.schemas.role import ScorerSpec
 
@@ -55,8 +55,8 @@ class RewardsSpec(Contract):
 
     reassign: list[ReassignRule] = Field(default_factory=list)
     """Tried in order after the state's own rewards are written."""
-    credit: CreditSpec = Field(default_factory=OutcomeCredit)
-    """How turn rewards become advantages; `method` says which way."""
+    credit: CreditSpec = Field(default_factory=default_credit)
+    """How turn rewards become advantages; `method` selects the method."""
     placement: Literal["last", "spread"] = "last"
     """Where a turn's reward lies in `token_rewards`: on its last sampled token, or in equal parts on all of them."""
     scorer: ScorerSpec | None = None

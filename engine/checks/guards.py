@@ -24,7 +24,7 @@ def expressions(ctx: CheckContext) -> Iterator[tuple[DataPath, str]]:
     for index, reassign in enumerate(ctx.spec.rewards.reassign):
         if reassign.when is not None:
             yield ("rewards", "reassign", index, "when"), reassign.when
-    key = getattr(ctx.spec.rewards.credit, "state_key", None)
+    key = ctx.spec.rewards.credit.declared_state_key
     if key is not None and not is_fact_name(key):
         yield STATE_KEY, key
 

@@ -146,8 +146,8 @@ def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
         ((*path, "name"), item.name) for path, item in _rules(ctx) if item.op == "transfer" and item.name
     ]
     credit = ctx.spec.rewards.credit
-    for key in ("outcome", "reward"):
-        value = getattr(credit, key, None)
+    for key in credit.reward_keys:
+        value = getattr(credit, key)
         listed = value if isinstance(value, list) else [] if value is None else [value]
         named += [
             (("rewards", "credit", key, *((index,) if isinstance(value, list) else ())), name)
@@ -224,11 +224,6 @@ def _texts_of_file(file: str) -> set[str] | None:
     return found
 
 
-_CRITIC = ("bilevel_gae", "turn_ppo")
-_BY_STATE = ("gigpo", "redistribute")
-_COMPARED = "mean"
-
-
 @rule("rewards.credit-needs", "warning", "a credit method lacks what it works with")
 def credit_needs(ctx: CheckContext) -> Iterator[Finding]:
     """A critic's values, or a key by which states are the same."""
@@ -237,14 +232,13 @@ def credit_needs(ctx: CheckContext) -> Iterator[Finding]:
     if not ctx.written(*path):
         return
     method = credit.method
-    if method in _CRITIC:
+    if credit.needs_values:
         message = f"`{method}` needs a critic's values of every turn, which no key of a spec gives"
         fix = "hand them to the method where credit is given, or take one without a critic: `turn_return`, `gigpo`"
         yield Finding(message, (*path, "method"), fix)
-    if method in _BY_STATE and getattr(credit, "state_key", None) is None:
-        told = "what the model was shown" if method == "gigpo" else "turns passed and rewards earned"
-        message = f"`{method}` has no `state_key`: turns are of the same state only where {told} are the same"
-        yield Finding(message, (*path, "method"), "add `state_key`: a fact's name, or a CEL expression")
+    if credit.default_state is not None and credit.declared_state_key is None:
+        message = f"`{method}` has no `state_key`: two turns began in the same state only if {credit.default_state}"
+        yield Finding(message, (*path, "method"), "add `state_key`: the name of a fact, or a CEL expression")
 
 
 @rule("rewards.credit-group", "info", "a credit method compares episodes of one task, and there is one of each")
@@ -252,7 +246,7 @@ def credit_group(ctx: CheckContext) -> Iterator[Finding]:
     """With the group's mean taken off, nothing is left of a group of one."""
     credit = ctx.spec.rewards.credit
     alone = ctx.spec.rollout.samples_per_task == 1 and ctx.written("rewards", "credit")
-    if alone and getattr(credit, "baseline", "none") == _COMPARED:
+    if alone and credit.zero_without_group:
         message = f"`{credit.method}` compares episodes of one task, and `rollout.samples_per_task` is 1: every advantage is 0"
         fix = "set `rollout.samples_per_task` to 4 or more, or `baseline: none`"
         yield Finding(message, ("rewards", "credit", "method"), fix)

@@ -14,7 +14,6 @@ from engine.schemas.train import TrainSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import near_or_known, short
 
-_CRITIC = ("bilevel_gae", "turn_ppo")
 _CUTS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
 """What leaves tokens out behind the log-probs, and the value that leaves out none."""
 _SHIFTS = {
@@ -99,9 +98,9 @@ def shifted_sampling(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("train.critic", "error", "the credit method needs a critic, and training has none")
 def critic(ctx: CheckContext) -> Iterator[Finding]:
-    """`bilevel_gae` and `turn_ppo` work with a critic's values."""
+    """A method with `needs_values`."""
     for _ in _train(ctx):
-        if ctx.spec.rewards.credit.method in _CRITIC:
+        if ctx.spec.rewards.credit.needs_values:
             message = f"`{ctx.spec.rewards.credit.method}` needs a critic's values, and `engine train` has no critic"
             fix = "take one that compares episodes: `turn_return`, `gigpo`, `mt_grpo`"
             yield Finding(message, ("rewards", "credit", "method"), fix)
@@ -112,11 +111,10 @@ def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
     """An episode less its group's mean, in a group of one."""
     for train in _train(ctx):
         credit = ctx.spec.rewards.credit
-        compared = getattr(credit, "baseline", None) == "mean" and credit.method != "gigpo"
         moved = train.entropy_coefficient != 0 or train.kl.coefficient > 0
         if (
             ctx.spec.rollout.samples_per_task > 1
-            or not compared
+            or not credit.zero_without_group
             or train.advantage_bonuses
             or (moved and not train.dynamic_sampling)
         ):

@@ -69,10 +69,10 @@ def episode_schema() -> Schema:
     """The schema of a spec as it is written: before `extends`, variables and presets are resolved."""
     schema = _untitled(EpisodeSpec.model_json_schema(by_alias=True))
     definitions: Schema = schema["$defs"]
-    for name, definition in definitions.items():
+    for definition in definitions.values():
         for key, value in definition.get("properties", {}).items():
-            decides = (key == "kind" and name.endswith("BackendSpec")) or (key == "method" and name.endswith("Credit"))
-            definition["properties"][key] = value if decides else _with_variable(value)
+            selects_class = "const" in value  # the `kind` of a backend or a loss, the `method` of a credit
+            definition["properties"][key] = value if selects_class else _with_variable(value)
     properties: Schema = schema["properties"]
     for key, value in properties.items():
         properties[key] = value if key == "spec" else _with_variable(value)

@@ -158,7 +158,7 @@ def _default(info: FieldInfo) -> str:
     if value is None or value is PydanticUndefined:
         return "none"
     if isinstance(value, BaseModel):
-        given = value.model_dump(exclude_defaults=True, by_alias=True) or value.model_dump(include={"kind"})
+        given = value.model_dump(exclude_defaults=True, by_alias=True) or value.model_dump(include={"kind", "method"})
         return f"`{json.dumps(given)}`" if given else "`{}`"
     return f"`{json.dumps(value, ensure_ascii=False)}`"
 

@@ -14,7 +14,7 @@ from pydantic_core import to_json
 
 from engine.errors import GuardError
 from engine.machine.guards import Guard
-from engine.schemas.credit import CreditSpec, EntryCredit, GigpoCredit, RedistributeCredit
+from engine.schemas.credit import CreditMethod
 from engine.schemas.message import Message
 
 LONGEST = 120
@@ -71,17 +71,14 @@ class StateKey:
         return _text([message.model_dump(mode="json", exclude={"tool_call_id"}) for message in shown[newest:]])
 
 
-def compile_state_key(spec: CreditSpec) -> StateKey | None:
+def compile_state_key(spec: CreditMethod) -> StateKey | None:
     """What a spec's credit needs written down at each turn; None where it needs nothing.
 
     Raises:
         GuardError: its `state_key` is not CEL.
     """
-    if isinstance(spec, GigpoCredit):
-        return StateKey(spec.state_key)
-    if isinstance(spec, RedistributeCredit | EntryCredit) and spec.state_key is not None:
-        return StateKey(spec.state_key)
-    return None
+    key = spec.declared_state_key
+    return StateKey(key) if key is not None or spec.needs_state_key else None
 
 
 def _text(value: Any) -> str:

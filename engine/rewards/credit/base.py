@@ -33,12 +33,12 @@ class Member:
     """One episode of a group.
 
     Member(ledger)
-    Member(ledger, keys=["hall", "kitchen", "hall"])
+    Member(ledger, state_keys=["hall", "kitchen", "hall"])
     Member(ledger, values=np.array([0.5, 0.25, 0.75]), ends=[2, 3])     # two turns, of two tokens and of one
     """
 
     ledger: SealedLedger
-    keys: Sequence[str | None] | None = None
+    state_keys: Sequence[str | None] | None = None
     """The state that each turn began in, by turn; empty is a state like no other, None one that was not written down."""
     values: Values | None = None
     """A critic's value before each sampled token of the episode, turn after turn: shape [sampled tokens]."""

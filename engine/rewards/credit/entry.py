@@ -13,7 +13,7 @@ from engine.schemas.credit import EntryCredit
 from engine.spec.entry import load_entry
 
 
-def own(spec: EntryCredit, group: Sequence[Member], base: Path | None = None) -> list[Values]:
+def entry(spec: EntryCredit, group: Sequence[Member], base: Path | None = None) -> list[Values]:
     """`package.module:function(group, **with)`, held to the form that every method's answer has.
 
     Raises:

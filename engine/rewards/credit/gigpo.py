@@ -58,9 +58,9 @@ def keys_of(group: Sequence[Member], method: str) -> list[Sequence[str]]:
     found: list[Sequence[str]] = []
     for member in group:
         turns = member.ledger.turns
-        if member.keys is not None and len(member.keys) != turns:
-            raise LedgerError(f"{len(member.keys)} states for {turns} turns; give one for each")
-        keys = [key for key in member.keys or () if key is not None]
+        if member.state_keys is not None and len(member.state_keys) != turns:
+            raise LedgerError(f"{len(member.state_keys)} states for {turns} turns; give one for each")
+        keys = [key for key in member.state_keys or () if key is not None]
         if len(keys) != turns:
             raise LedgerError(
                 f"`method: {method}` needs the state that each turn began in, and these episodes were run without: "

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import LedgerError
-from engine.rewards.credit import METHODS, NEEDS_VALUES, Member, credit_tokens, returns_to_go
+from engine.rewards.credit import Member, credit_tokens, returns_to_go
 from engine.rewards.credit.bilevel_gae import bilevel_token_gae
 from engine.schemas.credit import BilevelGaeCredit, OutcomeCredit, TurnPpoCredit
 
@@ -74,9 +74,8 @@ def test_with_lambda_one_the_values_are_a_baseline_and_no_more(
     assert np.concatenate(by_token) == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("method", sorted(NEEDS_VALUES))
+@pytest.mark.parametrize("method", ["bilevel_gae", "turn_ppo"])
 def test_what_is_missing_is_said(method: str) -> None:
-    assert method in METHODS
     with pytest.raises(LedgerError, match=f"`method: {method}` needs a critic's value for each sampled token"):
         advantages([sealed(1.0)], method=method)
     with pytest.raises(LedgerError, match="where the turns end is not said"):
