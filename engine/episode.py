@@ -7,13 +7,13 @@ it exactly. What costs memory is kept once: tokens on the tape, words in the con
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.machine.variables import UNBOUNDED
+from engine.limits import LIMITS, UNBOUNDED
 from engine.made import maker, row_maker
 from engine.rewards.ledger import Ledger
 from engine.schemas.environment import EpisodeView, Task
@@ -40,7 +40,7 @@ def derive_seed(*parts: object) -> int:
 
 
 def limit_variables(limits: LimitsSpec) -> dict[str, int | float]:
-    """The `limits` variable of guards: every field, `UNBOUNDED` where it is not set."""
+    """Return the `limits` variable of guards: every field, `UNBOUNDED` if it is not set."""
     return {name: UNBOUNDED if value is None else value for name, value in limits}
 
 
@@ -112,6 +112,7 @@ class Episode:
         "limit",
         "limits",
         "path",
+        "performed",
         "salt",
         "sample_index",
         "sampled",
@@ -151,17 +152,17 @@ class Episode:
         self.salt = salt
         self._seeds = blake2b(f"{self.seed}\0".encode(), digest_size=8)
         """What the seeds of all turns begin with: see `derive_seed`."""
-        self.conversation = conversation
+        self.conversation: Conversation = conversation
         self.ledger = Ledger()
         self.limits = limits
         self.state = initial
         self.event = ""
         self.seq = 0
         self.started = time.time()
-        self.turn = -1
-        self.user_turns = 0
-        self.user_tokens = 0
-        self.tool_calls = 0
+        self.turn: int = -1
+        self.user_turns: int = 0
+        self.user_tokens: int = 0
+        self.tool_calls: int = 0
         self.tool_errors = 0
         self.sampled = 0
         self.turn_tokens = 0
@@ -172,6 +173,8 @@ class Episode:
         self.facts: dict[str, Any] = {}
         self.feedback: dict[str, Any] = _NO_FEEDBACK
         self.path: list[tuple[str, str, str]] = []
+        self.performed: dict[str, int] = {}
+        """How often each action was carried out."""
         self.seconds: dict[str, float] = {}
         self.limit: str | None = None
         self.failure: Failure | None = None
@@ -293,11 +296,26 @@ class Episode:
         )
 
 
-_VARIABLES: dict[str, Any] = {
-    "turns": lambda e: {"assistant": e.turn + 1, "user": e.user_turns},
-    "tools": lambda e: {"calls": e.tool_calls, "errors": e.tool_errors},
-    "tokens": lambda e: {"sampled": e.sampled, "context": e.conversation.length},
-    "images": lambda e: {"shown": len(e.conversation.images)},
+def _counts(variable: str, others: Mapping[str, Callable[[Episode], int]]) -> Callable[[Episode], dict[str, int]]:
+    """Return the function that builds a guard variable: the counts of limits, and other counts."""
+    counts = dict(others)
+    for limit in LIMITS:
+        name, _, field = (limit.variable or "").partition(".")
+        if name == variable and limit.count is not None:
+            counts[field] = limit.count
+    pairs = tuple(counts.items())
+    return lambda episode: {field: count(episode) for field, count in pairs}
+
+
+_OTHER_COUNTS: dict[str, dict[str, Callable[[Episode], int]]] = {
+    **{limit.variable.partition(".")[0]: {} for limit in LIMITS if limit.variable},
+    "tools": {"errors": lambda e: e.tool_errors},
+    "tokens": {"sampled": lambda e: e.sampled, "context": lambda e: e.conversation.length},
+}
+"""The counts in guard variables that are not those of limits."""
+
+_VARIABLES: dict[str, Callable[[Episode], Any]] = {
+    **{variable: _counts(variable, others) for variable, others in _OTHER_COUNTS.items()},
     "limits": lambda e: e.limits,
     "rewards": lambda e: e._rewards(),
     "last": lambda e: {

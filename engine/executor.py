@@ -11,9 +11,7 @@ Invariants:
 - Whatever goes wrong inside one episode becomes a `Failure` on it. `run` raises for cancellation, for what stops
   the whole run (`EngineError.stops_run`), and where an event loop of its objects was blocked by others
   (`LoopReplacedError`): the episode stays as its journal has it, and can be resumed.
-- Limits are checked before an action, in this order: `episode_seconds`; for `generate` then
-  `assistant_turns`, `images`, `episode_tokens`, the model's `context`; for `call_tools` then `tool_calls`; for
-  `ask_user` then `user_turns`. A final state's action is not limited.
+- Limits are checked before an action, in the order of `engine.limits.LIMITS`. A final state's action is not limited.
 """
 
 from __future__ import annotations
@@ -29,9 +27,10 @@ import structlog
 
 from engine.actions.base import Action, World
 from engine.actions.calls import LoopReplacedError
-from engine.actions.facts import MOST_STEPS
+from engine.actions.facts import FAILED, LIMIT
 from engine.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, WorldError
+from engine.limits import CONTEXT, EPISODE_SECONDS, MAX_STEPS
 from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
 from engine.schemas.trajectory import Blame, Failure
 from engine.storable import valid_text, words_of
@@ -157,6 +156,7 @@ class Executor:
     ) -> None:
         self._machine = machine
         self._actions = actions
+        self._names = {state: str(machine.resolved.states[state].action) for state in actions}
         self._stages = {state: _StateWork(actions.get(state), state in machine.final) for state in machine.states}
         self._rules = rules
         self._ruled = rules.states
@@ -262,15 +262,15 @@ class Executor:
                     blame="spec",
                     kind="no_action",
                 )
-            if episode.seq >= MOST_STEPS:
+            if episode.seq >= MAX_STEPS:
                 raise WorldError(
-                    f"{MOST_STEPS} steps and no end: bound the machine's cycles by a limit",
+                    f"{MAX_STEPS} steps and no end: bound the machine's cycles by a limit",
                     blame="spec",
                     kind="unbounded",
                 )
             timed = None if stage.final else clock
             if timed is not None and timed.passed(now):
-                return LimitRecord(limit="episode_seconds", value=timed.spent(now))
+                return LimitRecord(limit=EPISODE_SECONDS.name, value=timed.spent(now))
             if (preparing := action.prepare(episode)) is not None:
                 await preparing
             reached = None if stage.final else action.limit(episode)
@@ -286,13 +286,13 @@ class Executor:
             except TimeoutError:
                 if timed is None or not timed.over:
                     raise
-                return LimitRecord(limit="episode_seconds", value=self._seconds or 0.0, began=True)
+                return LimitRecord(limit=EPISODE_SECONDS.name, value=self._seconds or 0.0, began=True)
         except LoopReplacedError as error:
             if error.repeatable:
                 raise
             return FailureRecord(failure=failure_of(error, episode))
         except ContextOverflow:
-            return LimitRecord(limit="context", value=episode.conversation.length)
+            return LimitRecord(limit=CONTEXT.name, value=episode.conversation.length)
         except EngineError as error:
             if error.stops_run:
                 raise
@@ -329,18 +329,21 @@ class Executor:
 
     def _apply(self, episode: Episode, record: Record) -> str:
         if not isinstance(record, _GAVE_UP):
-            return self._actions[episode.state].apply(episode, record)
+            event = self._actions[episode.state].apply(episode, record)
+            name = self._names[episode.state]
+            episode.performed[name] = episode.performed.get(name, 0) + 1
+            return event
         episode.conversation.take_back()  # a prompt may have been made for a reply that did not come
         if isinstance(record, LimitRecord):
             episode.limit = record.limit
-            return "limit"
+            return LIMIT
         return self._failed(episode, record.failure)
 
     @staticmethod
     def _failed(episode: Episode, failure: Failure) -> str:
         if episode.failure is None:  # the first one is the cause; what follows from it is not
             episode.failure = failure
-        return "failed"
+        return FAILED
 
     def _next(self, episode: Episode, event: str) -> str | None:
         """Where the event leads; None where nothing handles it, which is itself a failure."""
@@ -348,7 +351,7 @@ class Executor:
             return self._machine.next(episode.state, event, episode.context)
         except EngineError as error:
             self._failed(episode, failure_of(error, episode))
-        return self._next(episode, "failed") if event != "failed" else None
+        return self._next(episode, FAILED) if event != FAILED else None
 
     def has_ended(self, journal: Sequence[JournalEntry]) -> bool:
         """Whether a journal says that its episode has ended."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from engine.actions.base import BuiltInAction, Services, World, post_rewards
+from engine.actions.base import BuiltInAction, Services, World, bounds_of, post_rewards
 from engine.actions.workers import call_world
 from engine.episode import Episode
 from engine.errors import WorldError
+from engine.limits import Limit
 from engine.schemas.environment import UserTurn
 from engine.schemas.journal import UserRecord
 from engine.schemas.message import ContentPart, Message
@@ -24,19 +26,11 @@ class AskUserAction(BuiltInAction):
         self._people = services.spec.people
         self._recover = services.spec.recover
         self._base = base
+        self._bounds_with = {name: bounds_of(self.name, services.spec, user) for name, user in self._people.items()}
 
-    def limit(self, episode: Episode) -> tuple[str, float] | None:
-        """`user_turns`, then the limits of a user that a model plays: `user.turns` and `user.tokens`."""
-        if (reached := super().limit(episode)) is not None:
-            return reached
-        user = self._people.get(episode.task.user or "")
-        if user is None:
-            return None
-        if user.limits.turns is not None and episode.user_turns >= user.limits.turns:
-            return "user.turns", episode.user_turns
-        if user.limits.tokens is not None and episode.user_tokens >= user.limits.tokens:
-            return "user.tokens", episode.user_tokens
-        return None
+    def bounds(self, episode: Episode) -> Sequence[tuple[Limit, float]]:
+        """The spec's limits, then those of the episode's user."""
+        return self._bounds_with.get(episode.task.user or "", self._bounds)
 
     async def perform(self, episode: Episode, world: World) -> UserRecord:
         """The user's answer, or the engine's own to a reply that nobody could read."""

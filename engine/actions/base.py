@@ -6,16 +6,16 @@ know. `apply` is pure: the same record always leads to the same event. A replay 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from engine.actions.facts import ACTIONS, COUNT_LIMIT_OF
+from engine.actions.facts import ACTIONS
 from engine.errors import LedgerError
+from engine.limits import Limit, limits_of
 from engine.rewards.ledger import blame_of
 
 if TYPE_CHECKING:
-    from engine.actions.facts import CountLimit
     from engine.actions.role_models import RoleModels
     from engine.actions.slots import Slots
     from engine.actions.toolbox import Toolbox
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from engine.isolation.remote import Cell
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.journal import Record
+    from engine.schemas.role import UserSpec
     from engine.tokens.format import ChatFormat
 
 
@@ -95,27 +96,44 @@ class Action(Protocol):
 
 
 class BuiltInAction(Action):
-    """An action that ships with the engine. Its events and its count limit stand in `engine.actions.facts`.
+    """An action that ships with the engine. Its events are in `engine.actions.facts`, its limits in `engine.limits`.
 
-    A subclass gives the `name` that specs call it by.
+    A subclass sets the `name` that specs use.
     """
 
     name: ClassVar[str]
-    _counted: ClassVar[CountLimit | None]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.events = ACTIONS[cls.name].events or ()
-        cls._counted = COUNT_LIMIT_OF.get(cls.name)
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._limits = services.spec.limits
+        self._bounds = bounds_of(self.name, services.spec)
 
     def limit(self, episode: Episode) -> tuple[str, float] | None:
-        """Its count limit, where it has one."""
-        counted = self._counted
-        return None if counted is None else counted.reached(self._limits, episode)
+        """Return the first limit that is reached, and its count."""
+        for limit, most in self.bounds(episode):
+            count = self.count(limit, episode)
+            if limit.is_reached(count, most):
+                return limit.name, count
+        return None
+
+    def bounds(self, episode: Episode) -> Sequence[tuple[Limit, float]]:
+        """The limits on it in this episode and their values, in the order in which they are checked."""
+        return self._bounds
+
+    def count(self, limit: Limit, episode: Episode) -> int:
+        """Return a limit's count so far."""
+        assert limit.count is not None  # `bounds_of` leaves the others out
+        return limit.count(episode)
+
+
+def bounds_of(action: str, spec: EpisodeSpec, user: UserSpec | None = None) -> list[tuple[Limit, float]]:
+    """Return the counted limits on an action and their values, in the order in which they are checked."""
+    values = ((limit, limit.value(spec, user)) for limit in limits_of(action) if limit.count is not None)
+    return [(limit, value) for limit, value in values if value is not None]
 
 
 def post_rewards(episode: Episode, rewards: list[Any], source: str) -> None:

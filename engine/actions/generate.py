@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from pathlib import Path
 
 from engine.actions.base import BuiltInAction, Services, World
 from engine.episode import Episode, TurnNote
 from engine.errors import BackendError
+from engine.limits import CONTEXT, Limit, limits_of
 from engine.made import maker
 from engine.rewards.state_key import compile_state_key
 from engine.schemas.generation import GenerateRequest, Generation
@@ -33,7 +35,12 @@ class GenerateAction(BuiltInAction):
         self._sampling = spec.sampling
         self._most = min(spec.limits.turn_tokens, spec.sampling.max_new_tokens or spec.limits.turn_tokens)
         contexts = [spec.model.context or services.format.context, getattr(services.backend, "context", None)]
-        self._context: int | None = min((value for value in contexts if value), default=None)
+        context = min((value for value in contexts if value), default=None)
+        known = {limit: most for limit, most in self._bounds if limit is not CONTEXT}
+        if context is not None:
+            known[CONTEXT] = context
+        self._bounds = [(limit, known[limit]) for limit in limits_of(self.name) if limit in known]
+        self._longest_prompt = min((most for limit, most in self._bounds if limit.unit == "tokens"), default=inf)
         self._stop = sorted({*services.format.stop_token_ids, *spec.sampling.stop_token_ids})
         self._longest = services.format.fast.longest
         self._vision = services.format.vision
@@ -42,33 +49,18 @@ class GenerateAction(BuiltInAction):
         self._adapter = getattr(spec.backend, "adapter", None)
         self._state_key = compile_state_key(spec.rewards.credit)
 
-    def limit(self, episode: Episode) -> tuple[str, float] | None:
-        """`assistant_turns`, then `images`, `episode_tokens`, the model's `context`."""
-        if (reached := super().limit(episode)) is not None:
-            return reached
-        images = self._limits.images
-        if images is not None and len(episode.conversation.images) > images:
-            return "images", len(episode.conversation.images)
-        if (least := self._too_long(episode)) is not None:
-            return least
-        length = len(episode.conversation.prompt())
-        tokens = self._limits.episode_tokens
-        if tokens is not None and length >= tokens:
-            return "episode_tokens", length
-        if self._context is not None and length >= self._context:
-            return "context", length
-        return None
+    def count(self, limit: Limit, episode: Episode) -> int:
+        """Return a limit's count; tokens of a text that is certainly too long are estimated from below."""
+        least = self._too_long(episode) if limit.unit == "tokens" else None
+        return super().count(limit, episode) if least is None else least
 
-    def _too_long(self, episode: Episode) -> tuple[str, float] | None:
-        """The limit of tokens that a text is beyond by its length alone, and the tokens that it has at least."""
+    def _too_long(self, episode: Episode) -> int | None:
+        """The least number of tokens that a prompt can have, if that is beyond a limit; None: tokenise the prompt."""
         waiting = episode.conversation.pending
         if waiting <= LONG_TEXT:
             return None
         least = episode.conversation.length + waiting // self._longest
-        for name, most in (("episode_tokens", self._limits.episode_tokens), ("context", self._context)):
-            if most is not None and least > most:
-                return name, least
-        return None
+        return least if least > self._longest_prompt else None
 
     def prepare(self, episode: Episode) -> Awaitable[object] | None:
         """Tokenise a long text in a thread: a megabyte takes about a second. One at a time, for each takes much memory."""
@@ -77,12 +69,7 @@ class GenerateAction(BuiltInAction):
         return asyncio.get_running_loop().run_in_executor(_TOKENIZING, episode.conversation.prompt)
 
     def _room(self, length: int) -> int:
-        room = self._most
-        if self._limits.episode_tokens is not None:
-            room = min(room, self._limits.episode_tokens - length)
-        if self._context is not None:
-            room = min(room, self._context - length)
-        return room
+        return int(min(self._most, self._longest_prompt - length))
 
     async def perform(self, episode: Episode, world: World) -> GenerationRecord:
         """One reply. It holds a generation slot while it is asked for, and at no other time."""

@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
-from engine.actions.facts import COUNT_LIMITS
-from engine.checks.worst_case import WorstCase
+from engine.checks.worst_case import COSTS, WorstCase
 from engine.errors import EngineError
 from engine.spec.diagnostic import DataPath, Diagnostic
 from engine.spec.load import LoadedSpec
 
-NAMES: Mapping[str, str] = {
-    "tokens": "sampled_tokens",
-    **{limit.budget: limit.name for limit in COUNT_LIMITS},
-    "images": "images",
-    "seconds": "seconds",
-}
-"""What may have a budget, and the worst case's name for it."""
 RULE = "budget.exceeded"
 
 
@@ -38,9 +30,9 @@ def read_budget(given: Sequence[str]) -> dict[str, float]:
     for item in given:
         name, _, value = item.partition("=")
         name = name.strip()
-        if name not in NAMES:
-            near = get_close_matches(name, NAMES, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"there are {', '.join(NAMES)}"
+        if name not in COSTS:
+            near = get_close_matches(name, COSTS, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"there are {', '.join(COSTS)}"
             raise BudgetError(f"there is no budget of `{name}`; {hint}")
         try:
             most = float(value.replace("_", ""))
@@ -56,7 +48,7 @@ def over_budget(loaded: LoadedSpec, worst: WorstCase, budget: Mapping[str, float
     """What the run could spend beyond its budget, at the key that bounds it."""
     found = []
     for name, most in budget.items():
-        bound = worst.run[NAMES[name]]
+        bound = worst.run[COSTS[name]]
         if bound.most is not None and bound.most <= most:
             continue
         path = _path(bound.by)

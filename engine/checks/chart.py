@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.actions.facts import ACTIONS, NO_CALLS
 from engine.checks.logic import Formula
+from engine.limits import COUNTERS
 
-Limits = tuple[int | None, int | None, int | None]
-"""In the order of `COUNT_LIMITS`; None where one is not set."""
+Limits = tuple[int | None, ...]
+"""The values of `engine.limits.COUNTERS`, in that order; None if one is not set."""
+Counts = tuple[int, ...]
+"""The counts of `engine.limits.COUNTERS`, in that order."""
 
-NO_CALLS, MAYBE_CALLS, SURE_CALLS = 0, 1, 2
-"""What is known about the newest reply: it made no call, may have made some, made at least one."""
+TURNS = next(index for index, limit in enumerate(COUNTERS) if limit.action is not None and ACTIONS[limit.action].calls)
+"""The counter of replies: each samples at most the tokens of one turn."""
 
 
 class Edge(NamedTuple):
@@ -37,24 +41,25 @@ class Chart:
     """Whether `limits.episode_seconds` is set."""
     most_sampled: int = 1
     """Maximum number of tokens of one turn."""
+    stoppable: frozenset[str] = frozenset()
+    """States whose action may be stopped at any time, by a limit that is not one of the counters."""
 
 
 class Place(NamedTuple):
     """A state of an episode: the machine's state and the counters."""
 
     state: str
-    turns: int
-    user: int
-    calls: int
-    """Lower bound of the number of tool calls."""
+    counts: Counts
+    """The counters; those of tool calls are lower bounds."""
     newest: int = NO_CALLS
+    """What is known about the tool calls of the newest reply: `NO_CALLS`, `MAYBE_CALLS` or `SURE_CALLS`."""
     late: bool = False
     """Whether the time limit has passed."""
 
     @property
-    def counts(self) -> tuple[int, int, int]:
-        """The counters, in the order of `Limits`."""
-        return self.turns, self.user, self.calls
+    def turns(self) -> int:
+        """The number of replies."""
+        return self.counts[TURNS]
 
 
 class WalkStep(NamedTuple):
@@ -62,5 +67,5 @@ class WalkStep(NamedTuple):
 
     event: str
     dest: Place
-    used: int | None
-    """Which of the three counters the step increased."""
+    used: tuple[int, ...] = ()
+    """The counters that the step increased."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from engine.actions.facts import ACTIONS, ALWAYS, COUNT_LIMITS, SCORERS
+from engine.actions.facts import ACTIONS, ALWAYS, SCORERS
 from engine.checks.chart import Chart, Edge
 from engine.checks.explore import Graph, explore
 from engine.checks.logic import ALWAYS as ALWAYS_TRUE
 from engine.checks.logic import UNKNOWN, Formula, Ranges, formula
 from engine.checks.loops import Cycles, cycles_of
 from engine.checks.work import TooMuch, Work
+from engine.limits import COUNTERS, EPISODE_SECONDS, UNBOUNDED, limits_of
 from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, resolve_machine
-from engine.machine.variables import UNBOUNDED
 from engine.schemas.entry import Entry
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.limits import LimitsSpec
@@ -164,6 +164,14 @@ class CheckContext:
             return self.declared(self.spec.environment.use) if self.spec.environment else None
         return self.declared(state.action) if ":" in state.action else ()
 
+    def speaking(self, role: Literal["user", "tool"]) -> list[str]:
+        """The reachable states whose action adds a message of a role."""
+        return [
+            name
+            for name, state in self.states.items()
+            if name in self.reachable and (facts := ACTIONS.get(str(state.action))) and facts.speaks == role
+        ]
+
     def declared(self, use: str) -> tuple[str, ...] | None:
         """The `events` of what an entry point names, where it has a list of names."""
         thing = self.described(use)
@@ -236,16 +244,23 @@ class CheckContext:
         own = {name: self.events_of(self.states[name]) for name in working}
         events = {name: triggers.get(name, []) if known is None else known for name, known in own.items()}
         sampled = self.spec.sampling.max_new_tokens
-        counted = (limit.most(within) for limit in COUNT_LIMITS)
-        most = [None if limit is None else min(limit, UNBOUNDED) for limit in counted]
+        spec = self.spec.model_copy(update={"limits": within})
+        counted = [limit.value(spec) for limit in COUNTERS]
+        stoppable = [
+            name
+            for name in working
+            for limit in limits_of(self.states[name].action)
+            if limit.per_use is None and limit is not EPISODE_SECONDS and limit.may_stop(spec)
+        ]
         return Chart(
             self.machine.initial,
             tuple((name, str(self.states[name].action)) for name in working),
             tuple((name, tuple(event for event in events[name] if event not in ALWAYS)) for name in working),
             tuple((key, tuple(group)) for key, group in groups.items()),
-            (most[0], most[1], most[2]),
-            within.episode_seconds is not None,
+            tuple(None if value is None else int(min(value, UNBOUNDED)) for value in counted),
+            EPISODE_SECONDS.may_stop(spec),
             min(within.turn_tokens, UNBOUNDED if sampled is None else sampled, UNBOUNDED),
+            frozenset(stoppable),
         )
 
     @cached_property

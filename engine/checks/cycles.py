@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.actions.facts import ACTIONS, FAILED, LIMIT
 from engine.checks.context import CheckContext
 from engine.checks.loops import Cycle
 from engine.checks.registry import Finding, rule
@@ -33,10 +34,10 @@ def _where(ctx: CheckContext, cycle: Cycle) -> DataPath:
 def _fix(cycle: Cycle) -> str:
     if cycle.bounds:
         return "set " + " or ".join(f"`limits.{name}`" for name in cycle.bounds)
-    if any(event == "limit" for _, event in cycle.steps):
-        return "add a transition for `limit` to a final state"
-    if any(event == "failed" for _, event in cycle.steps):
-        return "add a transition for `failed` to a final state: no limit counts failures"
+    if any(event == LIMIT for _, event in cycle.steps):
+        return f"add a transition for `{LIMIT}` to a final state"
+    if any(event == FAILED for _, event in cycle.steps):
+        return f"add a transition for `{FAILED}` to a final state: no limit counts failures"
     return "add a state that generates, asks the user or calls tools to the cycle: only those are counted"
 
 
@@ -64,7 +65,7 @@ def cycle_by_time(ctx: CheckContext) -> Iterator[Finding]:
 @rule("machine.user-after-user", "warning", "a user's message can follow a user's message")
 def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
     """Without a turn of the model between them: many chat templates refuse this, others merge the two messages."""
-    shown_as_user = {"ask_user", *(["call_tools"] if ctx.spec.model.tool_role == "user" else [])}
+    shown_as_user = {"user", *(["tool"] if ctx.spec.model.tool_role == "user" else [])}
     prompt = ctx.spec.prompt
     opened = bool(prompt) and prompt[-1].role == "user" and ctx.spec.environment is None
     steps: dict[str, dict[str, set[str]]] = {}
@@ -77,7 +78,9 @@ def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
     while waiting:
         state, said = waiting.pop()
         action = ctx.states[state].action if state in ctx.states and not ctx.states[state].final else None
-        if action == "ask_user" and said and state not in told:
+        facts = ACTIONS.get(str(action))
+        role = facts.speaks if facts is not None else None
+        if role == "user" and said and state not in told:
             told.add(state)
             fix = "lead through a state that generates before the user is asked again"
             message = f"in `{state}` the user may speak right after a user's message, with no reply in between"
@@ -85,7 +88,7 @@ def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
         own = (ctx.events_of(ctx.states[state]) or ()) if action is not None else ()
         for event, dests in steps.get(state, {}).items():
             ctx.work.spend(len(dests))
-            spoke = said if event not in own else action in shown_as_user or (said and action != "generate")
+            spoke = said if event not in own else role in shown_as_user or (said and role != "assistant")
             new = {(dest, spoke) for dest in dests} - seen
             seen |= new
             waiting += sorted(new)

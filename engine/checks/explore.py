@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from engine.actions.facts import ALWAYS as ALWAYS_EVENTS
 from engine.checks.chart import Chart, Edge, Limits, Place, WalkStep
 from engine.checks.logic import Formula, Ranges
-from engine.checks.walk import Walk
+from engine.checks.walk import START, Walk
 from engine.checks.work import TooMuch, Work
 
 MOST_WORK = 150_000
@@ -33,7 +34,7 @@ class Graph:
     walked: bool = True
     """False if even the approximate graph takes too much work: then it is empty."""
     steps: dict[Place, list[WalkStep]] = field(default_factory=dict)
-    most: tuple[float, float, float] | None = None
+    most: tuple[float, ...] | None = None
     """The maximum of each counter on any path; computed by `most_counts`."""
     _components: tuple[dict[Place, int], int] | None = None
     _of_state: dict[str, list[Place]] | None = None
@@ -61,7 +62,7 @@ class Graph:
         steps = self.steps[place]
         if self.exact:
             return steps
-        return [step for step in steps if step.used is None or self.limits[step.used] is None]
+        return [step for step in steps if all(self.limits[index] is None for index in step.used)]
 
     def of_state(self, state: str) -> list[Place]:
         """The places of one state."""
@@ -105,7 +106,7 @@ class Graph:
         walk = self.walk
         action = walk.actions.get(state)
         for place in self.of_state(state):
-            if action is None or event in ("limit", "failed"):
+            if action is None or event in ALWAYS_EVENTS:
                 yield place
             elif not place.late and not walk.used_up(place, action):
                 for own in walk.events.get(state, ()):
@@ -133,7 +134,7 @@ def _walk(graph: Graph) -> None:
     Raises:
         TooMuch: the graph takes more work than allowed.
     """
-    start = Place(graph.chart.initial, 0, 0, 0)
+    start = Place(graph.chart.initial, START)
     steps = graph.steps
     steps[start] = []
     waiting = [start]

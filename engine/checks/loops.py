@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from engine.actions.facts import COUNT_LIMIT_OF, COUNT_LIMITS
 from engine.checks.chart import Place, WalkStep
 from engine.checks.explore import Graph
 from engine.checks.work import TooMuch, Work
+from engine.limits import COUNTERS
 
 SHOWN = 12
 """Steps of a cycle that a message shows."""
@@ -54,15 +54,15 @@ def cycles_of(graph: Graph, work: Work | None = None) -> Cycles:
 
 def _each_cycle(graph: Graph, work: Work) -> Iterator[Cycle]:
     component, _ = graph.components
-    seen: set[tuple[str, bool, WalkStep]] = set()
+    seen: set[tuple[str, bool, str, str, tuple[int, ...]]] = set()
     for place, number in component.items():
         for step in graph.again(place):
             if component[step.dest] != number:
                 continue
-            alike = (place.state, place.late, WalkStep(step.event, Place(step.dest.state, 0, 0, 0), step.used))
+            alike = (place.state, place.late, step.event, step.dest.state, step.used)
             if alike not in seen:
                 seen.add(alike)
-                yield _cycle(graph, place, _shortest(graph, place, step, component, work))
+                yield _cycle(place, _shortest(graph, place, step, component, work))
 
 
 def _merged(alike: list[Cycle]) -> Cycle:
@@ -93,10 +93,8 @@ def _shortest(
     return way[::-1]
 
 
-def _cycle(graph: Graph, start: Place, way: list[tuple[Place, WalkStep]]) -> Cycle:
-    actions = dict(graph.chart.actions)
-    names = [limit.name for limit in COUNT_LIMITS]
-    used = {names.index(COUNT_LIMIT_OF[actions[place.state]].name) for place, step in way if step.used is not None}
+def _cycle(start: Place, way: list[tuple[Place, WalkStep]]) -> Cycle:
+    used = {index for _, step in way for index in step.used}
     steps = [(place.state, step.event) for place, step in way]
     first = steps.index(min(steps))  # the same cycle is shown in the same way, wherever it was entered
-    return Cycle((*steps[first:], *steps[:first]), tuple(names[index] for index in sorted(used)), start.late)
+    return Cycle((*steps[first:], *steps[:first]), tuple(COUNTERS[index].name for index in sorted(used)), start.late)

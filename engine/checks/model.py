@@ -17,7 +17,7 @@ from engine.checks.registry import Finding, rule
 from engine.checks.templates import Shown, rendered, shown
 from engine.checks.worst_case import context_bound, count_bound
 from engine.errors import EngineError, SpecError
-from engine.machine.variables import UNBOUNDED
+from engine.limits import UNBOUNDED
 from engine.schemas.backend import OpenAIBackendSpec
 from engine.schemas.model import ModelSpec
 from engine.spec.diagnostic import DataPath
@@ -96,7 +96,7 @@ def no_tools(ctx: CheckContext) -> Iterator[Finding]:
 def no_tool_role(ctx: CheckContext) -> Iterator[Finding]:
     """It drops or refuses messages of role `tool`."""
     files, shown = _with_template(ctx)
-    calls = any(state.action == "call_tools" and name in ctx.reachable for name, state in ctx.states.items())
+    calls = any(True for _ in ctx.speaking("tool"))
     if files is None or shown is None or shown.results or ctx.spec.model.tool_role == "user":
         return
     if calls and (ctx.spec.tools or ctx.spec.environment):

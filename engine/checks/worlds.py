@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from engine.actions.facts import ACTIONS
 from engine.checks.context import CheckContext, NamedEntry, nearest
 from engine.checks.registry import Finding, rule
 from engine.spec.diagnostic import DataPath
@@ -175,7 +176,8 @@ def action_protocol(ctx: CheckContext) -> Iterator[Finding]:
             fix = 'decorate it: `from engine.schemas.environment import action`, then `@action("done")`'
             yield Finding(f"`{use}` declares no events", (*path, "action"), fix)
     for name, state in ctx.states.items():
-        if state.action == "step":
+        facts = ACTIONS.get(str(state.action))
+        if facts is not None and facts.events is None:
             yield from _step(ctx, (*ctx.state_path(name), "action"))
 
 
@@ -201,7 +203,7 @@ def _step(ctx: CheckContext, path: DataPath) -> Iterator[Finding]:
 def no_user(ctx: CheckContext) -> Iterator[Finding]:
     """A reachable state with the action `ask_user`."""
     if not ctx.people:
-        for name in _doing(ctx, "ask_user"):
+        for name in ctx.speaking("user"):
             fix = "add `user: {use: …}`, or take a machine without one (`machine: tools` or `single_turn`)"
             yield Finding(f"`{name}` asks the user, and the spec has none", ctx.state_path(name), fix, key=True)
 
@@ -211,7 +213,7 @@ def no_tools(ctx: CheckContext) -> Iterator[Finding]:
     """A reachable state with the action `call_tools`, and neither `tools` nor an environment with `tools()`."""
     if ctx.spec.tools or (ctx.spec.environment and _offers_tools(ctx, ctx.spec.environment.use)):
         return
-    for name in _doing(ctx, "call_tools"):
+    for name in ctx.speaking("tool"):
         fix = (
             "add `tools: [{use: …}]`, or take a machine without them (`machine: retry_with_feedback` or `single_turn`)"
         )
@@ -221,10 +223,6 @@ def no_tools(ctx: CheckContext) -> Iterator[Finding]:
 def _offers_tools(ctx: CheckContext, use: str) -> bool:
     thing = ctx.entry(use)
     return not inspect.isclass(thing) or callable(getattr(thing, "tools", None))
-
-
-def _doing(ctx: CheckContext, action: str) -> Iterator[str]:
-    return (name for name in ctx.states if name in ctx.reachable and ctx.states[name].action == action)
 
 
 def _call(

@@ -14,17 +14,22 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from engine.actions.facts import COUNT_LIMITS, seconds_of
-from engine.checks.chart import NO_CALLS, Place
+from engine.actions.facts import ACTIONS, NO_CALLS, seconds_of
+from engine.checks.chart import TURNS, Place
 from engine.checks.context import CheckContext
 from engine.checks.explore import Graph, explore
 from engine.checks.model_files import model_files
 from engine.errors import SpecError
-from engine.machine.variables import UNBOUNDED
+from engine.limits import COUNTERS, EPISODE_SECONDS, LIMITS, UNBOUNDED
 from engine.schemas.episode import EpisodeSpec
 from engine.spec.tasks import count_tasks
 
-COUNTS = tuple(limit.name for limit in COUNT_LIMITS)
+COUNTS = tuple(limit.name for limit in COUNTERS)
+COSTS = {
+    "tokens": "sampled_tokens",
+    **{limit.budget: "seconds" if limit is EPISODE_SECONDS else limit.name for limit in LIMITS if limit.budget},
+}
+"""What adds up over a run: its name in a budget, and in a worst case."""
 MACHINE = "machine"
 """What bounds a counter that no limit bounds: the machine's graph."""
 
@@ -49,29 +54,28 @@ class WorstCase:
     """The maximum cost of a spec."""
 
     episode: Mapping[str, Bound]
-    """Of one episode: turns, calls, tokens, images, seconds."""
+    """Of one episode: the counters, tokens, branches, images, seconds."""
     run: Mapping[str, Bound]
-    """Of the whole run: the same, without what does not add up."""
+    """Of the whole run: the same, for what adds up."""
     tasks: int | None
-    """How many there are, where that could be told."""
+    """The number of tasks; None if it is not known."""
     episodes: int | None
     """Tasks times samples."""
     exact: bool
-    """Everything was walked through; otherwise each count is its own limit."""
+    """Whether the graph is exact; otherwise the worst case of a counter is its own limit."""
 
 
 def worst_case(ctx: CheckContext) -> WorstCase:
-    """The worst case of a spec whose machine has no errors."""
+    """Return the worst case of a spec whose machine has no errors."""
     graph = ctx.graph
     episode = {name: _count(ctx, graph, index) for index, name in enumerate(COUNTS)}
-    episode |= _tokens(ctx, episode["assistant_turns"])
-    episode["branches"] = episode["assistant_turns"]  # a new exact sequence at each turn, at most
+    episode |= _tokens(ctx, episode[COUNTS[TURNS]])
+    episode["branches"] = episode[COUNTS[TURNS]]  # at most one new branch per turn
     episode["images"] = _images(ctx)
     episode["seconds"] = _seconds(ctx, graph)
     tasks = _tasks(ctx)
     episodes = None if tasks is None else tasks * ctx.spec.rollout.samples_per_task
-    adding = (*COUNTS, "sampled_tokens", "images")
-    run = {name: episode[name].times(episodes) for name in adding}
+    run = {name: episode[name].times(episodes) for name in COSTS.values()}
     run["seconds"] = _run_seconds(ctx.spec, episode["seconds"], episodes)
     return WorstCase(episode, run, tasks, episodes, graph.exact)
 
@@ -79,25 +83,25 @@ def worst_case(ctx: CheckContext) -> WorstCase:
 # ---- counts
 
 
-def most_counts(graph: Graph) -> tuple[float, float, float]:
-    """The most assistant turns, user turns and tool calls on any way through a graph; infinite where nothing ends it."""
+def most_counts(graph: Graph) -> tuple[float, ...]:
+    """Return the maximum of each counter on any path through a graph; infinite if nothing bounds it."""
     if graph.most is None:
-        weights = (1, 1, graph.chart.most_sampled)  # a call is at least one token
-        found = [_longest(graph, index, weight) for index, weight in enumerate(weights)]
-        graph.most = (found[0], found[1], found[2])
+        sampled = graph.chart.most_sampled  # a call is at least one token
+        weights = [sampled if limit.per_use == "calls" else 1 for limit in COUNTERS]
+        graph.most = tuple(_longest(graph, index, weight) for index, weight in enumerate(weights))
     return graph.most
 
 
 def _longest(graph: Graph, index: int, weight: int) -> float:
-    """The most that steps of one counter can add up to, within its limit."""
+    """The maximum of one counter, within its limit."""
     limit = graph.chart.limits[index]
     if limit is not None and weight == 1:  # such a counter is counted exactly
         return float(max(place.counts[index] for place in graph.steps))
-    longest = heaviest(graph, lambda place, used: float(weight) if used == index else 0.0)
+    longest = heaviest(graph, lambda place, used: float(weight) if index in used else 0.0)
     return min(longest, inf if limit is None else float(limit))
 
 
-def heaviest(graph: Graph, weigh: Callable[[Place, int | None], float]) -> float:
+def heaviest(graph: Graph, weigh: Callable[[Place, tuple[int, ...]], float]) -> float:
     """Return the weight of the heaviest path through a graph; infinite if a step with a weight lies on a cycle."""
     component, count = graph.components
     members: list[list[Place]] = [[] for _ in range(count)]
@@ -119,7 +123,7 @@ def heaviest(graph: Graph, weigh: Callable[[Place, int | None], float]) -> float
 
 
 def count_bound(ctx: CheckContext, name: str) -> Bound:
-    """The most of one of `COUNTS` in one episode."""
+    """Return the maximum of one of `COUNTS` in one episode."""
     return _count(ctx, ctx.graph, COUNTS.index(name))
 
 
@@ -128,7 +132,7 @@ def _count(ctx: CheckContext, graph: Graph, index: int) -> Bound:
     own = getattr(ctx.spec.limits, name)
     own = None if own is None else min(own, UNBOUNDED)
     if not graph.exact:
-        if graph.walked and not any(step.used == index for steps in graph.steps.values() for step in steps):
+        if graph.walked and not any(index in step.used for steps in graph.steps.values() for step in steps):
             return Bound(0.0, MACHINE)
         return Bound(own, f"limits.{name}") if own is not None else Bound(None, f"`limits.{name}` is not set")
     most = most_counts(graph)[index]
@@ -148,7 +152,7 @@ def _binding(ctx: CheckContext, index: int, most: float) -> str:
         grows = most_counts(wider)[index] > most if wider.exact else name == COUNTS[index] and most == value
         if grows:
             return f"limits.{name}"
-    if index == COUNTS.index("tool_calls") and most:
+    if COUNTERS[index].per_use == "calls" and most:
         return "limits.turn_tokens"  # a call is at least one token
     return MACHINE
 
@@ -169,7 +173,7 @@ def _tokens(ctx: CheckContext, turns: Bound) -> dict[str, Bound]:
 
 
 def context_bound(ctx: CheckContext) -> Bound:
-    """The maximum length of a sequence, the reply included."""
+    """Return the maximum length of a sequence, the reply included."""
     spec = ctx.spec
     files = model_files(ctx.loaded)
     known = [
@@ -208,7 +212,11 @@ def _seconds(ctx: CheckContext, graph: Graph) -> Bound:
     way = inf
     if graph.exact:
         rest = graph.at_rest()
-        calling = {name for name, state in ctx.states.items() if state.action == "call_tools"}
+        calling = {
+            name
+            for name, state in ctx.states.items()
+            if (facts := ACTIONS.get(str(state.action))) and facts.answers_calls
+        }
         rest |= {place for place in graph.steps if place.newest == NO_CALLS and place.state in calling}
         way = heaviest(graph, lambda place, used: 0.0 if place in rest else worth.get(place.state, 0.0)) + ends
     if min(whole, way) == inf:

@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from engine.actions.facts import ACTIONS, ALWAYS
+from engine.actions.facts import ACTIONS, ALWAYS, LIMIT
+from engine.limits import LIMITS
 from engine.machine.variables import VARIABLES
 from engine.schemas.base import Bytes, Seconds
 from engine.schemas.entry import IsolationSpec
@@ -62,7 +63,7 @@ They may read:
 
 def reference() -> str:
     """The whole page."""
-    parts = [HEAD, "".join(_sections()), _actions(), _guards(), _rules()]
+    parts = [HEAD, "".join(_sections()), _actions(), _limits(), _guards(), _rules()]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -184,6 +185,23 @@ def _events(events: tuple[str, ...] | None) -> str:
     if events is None:
         return "what the environment's `events` lists"
     return ", ".join(f"`{event}`" for event in events) or "none"
+
+
+def _limits() -> str:
+    lines = [
+        "## Limits",
+        "",
+        f"A limit is checked before its action begins, in this order. If it is reached, the state ends with `{LIMIT}`.",
+        "A limit that cuts something does not stop the action. The action of a final state has no limits.",
+        "",
+        "| limit | unit | stops | what is counted | in guards | budget |",
+        "|---|---|---|---|---|---|",
+    ]
+    for limit in LIMITS:
+        stops = f"cuts {limit.cuts}" if limit.cuts else f"`{limit.action}`" if limit.action else "every action"
+        variable, budget = (f"`{name}`" if name else "" for name in (limit.variable, limit.budget))
+        lines.append(f"| `{limit.key}` | {limit.unit} | {stops} | {limit.counted} | {variable} | {budget} |")
+    return "\n".join(lines) + "\n"
 
 
 def _guards() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.actions.facts import ACTIONS
+from engine.limits import LIMITS
 
 WORDS: dict[str, dict[str, str]] = {
     "": {
@@ -100,15 +101,7 @@ EXAMPLES: dict[str, dict[str, list[Any]]] = {
         "map": [{"question": "problem"}],
         "limit": [64],
     },
-    "LimitsSpec": {
-        "episode_seconds": ["10m", 600],
-        "assistant_turns": [8],
-        "episode_tokens": [4096],
-        "turn_tokens": [512],
-        "tool_calls": [16],
-        "user_turns": [3],
-        "tool_seconds": ["5s"],
-    },
+    "LimitsSpec": {limit.name: list(limit.examples) for limit in LIMITS if limit.owner == "limits" and limit.examples},
     "TransitionSpec": {
         "trigger": ["answered", ["limit", "failed"]],
         "source": ["GENERATING", "*"],

@@ -1,30 +1,28 @@
 """What a guard may read: every variable, its fields and their types.
 
 Invariant: `VARIABLES` is the one list of them. The episode builds exactly these, the checks know exactly these, and
-the documentation prints them.
+docs/spec.md prints them. The counts of limits come from `engine.limits`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
+from engine.limits import LIMITS
 from engine.schemas.limits import LimitsSpec
 
-UNBOUNDED = 2**53 - 1
-"""What a guard reads for a limit that is not set: the largest integer that a double holds exactly."""
-
 Types = frozenset[str]
-"""CEL types that a value may have: one most often; several for a limit that may be unset; `DYN` for any."""
+"""The CEL types that a value may have: usually one, several for a limit that may be unset, `DYN` for any."""
 
 BOOL: Types = frozenset({"bool"})
 INT: Types = frozenset({"int"})
 DOUBLE: Types = frozenset({"double"})
 STRING: Types = frozenset({"string"})
 DYN: Types = frozenset({"dyn"})
-"""Known only when the guard runs."""
+"""A type that is known only when the guard runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +40,11 @@ class Variable:
     doc: str
     fields: Mapping[str, Member] = field(default_factory=dict)
     open: bool = False
-    """Whether it may hold fields that are not listed: what a world told, or a row of the task source."""
+    """Whether it may hold fields that are not listed: facts, or the fields of a task."""
 
 
 def _limit_types(annotation: Any) -> Types:
-    """Types of a limit: an unset one reads as the int 9007199254740991."""
+    """The types of a limit; an unset one reads as the int 9007199254740991."""
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     kinds = {"int" if part in (int, type(None)) else "double" for part in parts}
     return frozenset(kinds)
@@ -59,52 +57,61 @@ def _limits() -> dict[str, Member]:
     }
 
 
-VARIABLES: Mapping[str, Variable] = {
-    "turns": Variable(
-        "Turns taken so far.",
-        {"assistant": Member(INT, "By the model."), "user": Member(INT, "By the user.")},
-    ),
-    "tools": Variable(
-        "Tool calls so far.",
-        {"calls": Member(INT, "All of them."), "errors": Member(INT, "Those whose result is an error.")},
-    ),
-    "tokens": Variable(
-        "Tokens so far.",
-        {
-            "sampled": Member(INT, "Sampled by the model, over all turns."),
-            "context": Member(INT, "Length of the current branch, prompt included."),
-        },
-    ),
-    "images": Variable("Images so far.", {"shown": Member(INT, "In the conversation, however often the same one.")}),
-    "limits": Variable("The spec's limits; one that is not set reads as 9007199254740991.", _limits()),
-    "rewards": Variable(
-        "What the ledger holds now, all names summed.",
-        {
-            "total": Member(DOUBLE, "Of all turns."),
-            "last": Member(DOUBLE, "Of the newest turn; 0.0 before the first."),
-            "previous": Member(DOUBLE, "Of the turn before it; 0.0 where there is none."),
-        },
-    ),
-    "last": Variable(
-        "The newest turn of the model.",
-        {
-            "finish": Member(STRING, "`stop`, `length` or `abort`; empty before the first turn."),
-            "tokens": Member(INT, "Tokens that were sampled in it."),
-            "calls": Member(INT, "Tool calls in it that could be read."),
-            "malformed": Member(BOOL, "Whether it holds an attempt at a call that could not be read."),
-            "text": Member(STRING, "What it says."),
-        },
-    ),
-    "feedback": Variable(
-        "The newest turn of the user, and whatever facts it told.",
-        {
-            "solved": Member(BOOL, "The user called the task solved."),
-            "satisfied": Member(BOOL, "The user wants nothing more."),
-            "malformed": Member(BOOL, "The engine spoke in the user's place, because the reply could not be read."),
-        },
-        open=True,
-    ),
-    "facts": Variable("What the worlds have told so far; newer values replace older ones.", open=True),
-    "task": Variable("The fields of the task.", open=True),
-}
+def _with_counts(variables: Mapping[str, Variable]) -> dict[str, Variable]:
+    """Add the counts of the limits to the other variables."""
+    found = dict(variables)
+    for limit in LIMITS:
+        if limit.variable is not None:
+            name, _, field = limit.variable.partition(".")
+            variable = found.get(name, Variable("Counts so far."))
+            found[name] = replace(variable, fields={**variable.fields, field: Member(INT, limit.counted)})
+    return found
+
+
+VARIABLES: Mapping[str, Variable] = _with_counts(
+    {
+        "turns": Variable("Turns so far."),
+        "tools": Variable("Tool calls so far.", {"errors": Member(INT, "Tool calls whose result is an error.")}),
+        "tokens": Variable(
+            "Tokens so far.",
+            {
+                "sampled": Member(INT, "Tokens that the model has sampled in all turns."),
+                "context": Member(INT, "Length of the current branch, prompt included."),
+            },
+        ),
+        "images": Variable("Images so far."),
+        "limits": Variable("The spec's limits; one that is not set reads as 9007199254740991.", _limits()),
+        "rewards": Variable(
+            "The rewards in the ledger, all names summed.",
+            {
+                "total": Member(DOUBLE, "Rewards of all turns."),
+                "last": Member(DOUBLE, "Rewards of the newest turn; 0.0 before the first."),
+                "previous": Member(DOUBLE, "Rewards of the turn before it; 0.0 if there is none."),
+            },
+        ),
+        "last": Variable(
+            "The newest turn of the model.",
+            {
+                "finish": Member(STRING, "`stop`, `length` or `abort`; empty before the first turn."),
+                "tokens": Member(INT, "Sampled tokens."),
+                "calls": Member(INT, "Tool calls that could be read."),
+                "malformed": Member(BOOL, "Whether it contains a tool call that could not be read."),
+                "text": Member(STRING, "Its text."),
+            },
+        ),
+        "feedback": Variable(
+            "The newest turn of the user, with the facts that it reported.",
+            {
+                "solved": Member(BOOL, "Whether the user called the task solved."),
+                "satisfied": Member(BOOL, "Whether the user wants nothing more."),
+                "malformed": Member(
+                    BOOL, "Whether the engine answered in the user's place, because the reply could not be read."
+                ),
+            },
+            open=True,
+        ),
+        "facts": Variable("The facts so far; newer values replace older ones.", open=True),
+        "task": Variable("The fields of the task.", open=True),
+    }
+)
 """Every variable of guards and of the rules' `when`."""

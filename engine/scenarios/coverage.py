@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.actions.facts import may_be_limited
+from engine.actions.facts import FAILED, LIMIT, may_be_limited
 from engine.checks.context import CheckContext
 from engine.errors import EngineError
 from engine.machine.guards import Guard
@@ -46,7 +46,7 @@ class Watcher:
 
     def __call__(self, episode: Episode, state: str, event: str) -> None:
         """See `Executor`: the episode has just moved, and nothing that a guard reads has changed since."""
-        for trigger in dict.fromkeys((event, "failed")):  # an event that cannot be handled is a failure
+        for trigger in dict.fromkeys((event, FAILED)):  # an event that cannot be handled is a failure
             found = self._first(episode, state, trigger)
             if found is not None:
                 self.taken.append(edge_of(found))
@@ -88,12 +88,11 @@ class Coverage:
 def coverage_of(loaded: LoadedSpec, taken: Sequence[Edge]) -> Coverage:
     """Hold what scenarios took to the machine of the spec as it is written."""
     context = CheckContext(loaded)
-    limits = loaded.spec.limits
     live = [
         t
         for t in context.live
         if t.source in context.reachable
-        and not (t.trigger == "limit" and not may_be_limited(context.states[t.source].action, limits))
+        and not (t.trigger == LIMIT and not may_be_limited(context.states[t.source].action, loaded.spec))
     ]
     counts = Counter(taken)
     possible = dict.fromkeys(map(edge_of, live))

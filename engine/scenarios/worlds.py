@@ -20,6 +20,7 @@ from engine.actions.toolbox import BoundTool, Toolbox
 from engine.actions.workers import call_world, on_main_loop
 from engine.errors import WorldError
 from engine.isolation.remote import RemoteTool
+from engine.limits import EPISODE_SECONDS
 from engine.schemas.environment import Reset, Step, ToolReply, UserTurn
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ class OutOfTimeAction(Action):
     def limit(self, episode: Episode) -> tuple[str, float] | None:
         """`episode_seconds` at that visit, before every other limit; else the action's own."""
         self._left -= 1
-        return ("episode_seconds", self._seconds) if self._left == 0 else self._real.limit(episode)
+        return (EPISODE_SECONDS.name, self._seconds) if self._left == 0 else self._real.limit(episode)
 
     def prepare(self, episode: Episode) -> Awaitable[object] | None:
         """The action's own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.actions.base import bounds_of
 from engine.actions.generate import GenerateAction
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.limits import LimitsSpec
@@ -34,7 +36,9 @@ def said(form: ChatFormat, sampled: list[int], most: int) -> Generation:
 
 def action_of(form: ChatFormat, limits: LimitsSpec) -> GenerateAction:
     action = GenerateAction.__new__(GenerateAction)
-    action._limits, action._most, action._context = limits, limits.turn_tokens, None
+    spec: Any = SimpleNamespace(limits=limits, model=SimpleNamespace(context=None))
+    action._most, action._bounds = limits.turn_tokens, bounds_of(action.name, spec)
+    action._longest_prompt = inf if limits.episode_tokens is None else limits.episode_tokens
     return action
 
 

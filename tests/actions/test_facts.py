@@ -1,4 +1,4 @@
-"""What is known of an action or a limit stands once, and everything that reads it agrees."""
+"""The facts of an action or a limit are declared once, and everything that reads them agrees."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import pytest
 
 import engine
 from engine.actions.base import BuiltInAction
-from engine.actions.facts import ACTIONS, COUNT_LIMIT_OF, COUNT_LIMITS, CountLimit
+from engine.actions.facts import ACTIONS
+from engine.limits import COUNTERS, EPISODE_SECONDS, LIMITS, Limit
 from engine.machine.variables import VARIABLES
 from engine.schemas.limits import LimitsSpec
+from engine.schemas.model import ModelSpec
+from engine.schemas.role import PlayedLimits
 
 ROOT = Path(engine.__file__).parent
 
@@ -24,20 +27,32 @@ def test_an_action_is_called_as_its_entry_says(name: str) -> None:
     module, _, attribute = ACTIONS[name].use.partition(":")
     action = getattr(import_module(module), attribute)
     assert issubclass(action, BuiltInAction)
-    assert (action.name, action.events, action._counted) == (name, ACTIONS[name].events, COUNT_LIMIT_OF.get(name))
+    assert (action.name, action.events) == (name, ACTIONS[name].events)
 
 
-@pytest.mark.parametrize("limit", COUNT_LIMITS, ids=lambda limit: limit.name)
-def test_a_count_limit_names_a_field_an_action_and_a_guard_variable(limit: CountLimit) -> None:
-    variable, _, field = limit.variable.partition(".")
-    assert limit.name in LimitsSpec.model_fields
-    assert field in VARIABLES[variable].fields
-    assert limit.action in ACTIONS
-    assert COUNT_LIMIT_OF[limit.action] is limit  # one count limit an action
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.name)
+def test_a_limit_names_a_key_of_the_spec_an_action_and_a_guard_variable(limit: Limit) -> None:
+    owner = {"limits": LimitsSpec, "model": ModelSpec, "user": PlayedLimits}[limit.owner]
+    assert limit.name.rpartition(".")[2] in owner.model_fields
+    assert limit.action is None or limit.action in ACTIONS
+    assert (limit.count is not None) or limit.cuts or limit is EPISODE_SECONDS
+    if limit.variable is not None:
+        variable, _, field = limit.variable.partition(".")
+        assert field in VARIABLES[variable].fields
+    if limit.per_use is not None:
+        assert limit.action is not None
+        assert limit.variable is not None
+
+
+def test_every_limit_of_a_spec_is_in_the_table() -> None:
+    fields = {LimitsSpec: "limits", PlayedLimits: "user"}
+    for owner, name in fields.items():
+        listed = {limit.name.rpartition(".")[2] for limit in LIMITS if limit.owner == name}
+        assert listed == set(owner.model_fields)
 
 
 def test_no_other_module_lists_the_events_of_an_action_or_the_count_limits() -> None:
-    lists = {facts.events for facts in ACTIONS.values() if facts.events} | {tuple(item.name for item in COUNT_LIMITS)}
+    lists = {facts.events for facts in ACTIONS.values() if facts.events} | {tuple(item.name for item in COUNTERS)}
     found = {
         (path.relative_to(ROOT).as_posix(), values)
         for path in ROOT.rglob("*.py")

@@ -344,7 +344,7 @@ async def test_rules_move_rewards_at_user_turns(make_spec, run_spec) -> None:
 
 
 async def test_an_unbounded_machine_is_stopped(make_spec, run_spec, monkeypatch) -> None:
-    monkeypatch.setattr("engine.executor.MOST_STEPS", 20)
+    monkeypatch.setattr("engine.executor.MAX_STEPS", 20)
     machine = {
         "initial": "A",
         "states": {"A": {"action": "worlds_for_tests:measure"}, "DONE": {"final": True}},
