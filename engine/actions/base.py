@@ -95,22 +95,12 @@ class Action(Protocol):
         ...
 
 
-class BuiltInAction(Action):
-    """An action that ships with the engine. Its events are in `engine.actions.facts`, its limits in `engine.limits`.
+class LimitedAction(Action):
+    """An action whose limits are those of its name in `engine.limits`."""
 
-    A subclass sets the `name` that specs use.
-    """
-
-    name: ClassVar[str]
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.events = ACTIONS[cls.name].events or ()
-
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, action: str) -> None:
         self._services = services
-        self._limits = services.spec.limits
-        self._bounds = bounds_of(self.name, services.spec)
+        self._bounds = bounds_of(action, services.spec)
 
     def limit(self, episode: Episode) -> tuple[str, float] | None:
         """Return the first limit that is reached, and its count."""
@@ -128,6 +118,22 @@ class BuiltInAction(Action):
         """Return a limit's count so far."""
         assert limit.count is not None  # `bounds_of` leaves the others out
         return limit.count(episode)
+
+
+class BuiltInAction(LimitedAction):
+    """An action that ships with the engine. Its events are in `engine.actions.facts`, its limits in `engine.limits`.
+
+    A subclass sets the `name` that specs use.
+    """
+
+    name: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.events = ACTIONS[cls.name].events or ()
+
+    def __init__(self, services: Services) -> None:
+        super().__init__(services, self.name)
 
 
 def bounds_of(action: str, spec: EpisodeSpec, user: UserSpec | None = None) -> list[tuple[Limit, float]]:

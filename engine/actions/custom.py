@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.base import Action, Services, World, post_rewards
+from engine.actions.base import LimitedAction, Services, World, post_rewards
 from engine.actions.facts import OWN_ACTION_SECONDS
 from engine.actions.workers import call_world
 from engine.episode import Episode
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Blame
 
 
-class StepAction(Action):
+class StepAction(LimitedAction):
     """Ask something outside the engine what happens next."""
 
     _what: str
@@ -32,16 +32,12 @@ class StepAction(Action):
     _seconds: float
     _effects: Effects = "replayable"
 
-    def __init__(self, services: Services, events: tuple[str, ...]) -> None:
-        self._services = services
+    def __init__(self, services: Services, action: str, events: tuple[str, ...]) -> None:
+        super().__init__(services, action)
         self.events = events
 
     def _target(self, world: World) -> Callable[..., Any]:
         raise NotImplementedError
-
-    def limit(self, episode: Episode) -> tuple[str, float] | None:
-        """No limit of its own."""
-        return None
 
     async def perform(self, episode: Episode, world: World) -> StepRecord:
         """Its answer, checked: a declared event, and nothing said in the model's name."""
@@ -106,7 +102,7 @@ class EnvironmentStep(StepAction):
             events = services.workers.isolation.describe(spec.use, base, isolation).events
         else:
             events = load_entry(spec.use, base).events
-        super().__init__(services, tuple(events or ()))
+        super().__init__(services, "step", tuple(events or ()))
         self._blame = "environment"
         self._what = f"`{spec.use}`.step"
         self._seconds = spec.timeout
@@ -139,7 +135,7 @@ class OwnAction(StepAction):
                 blame="spec",
                 kind="bad_action",
             )
-        super().__init__(services, tuple(events))
+        super().__init__(services, state.action, tuple(events))
         self._function = function
         self._blame = "spec"
         self._what = f"`{state.action}`"
