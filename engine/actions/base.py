@@ -100,6 +100,8 @@ class LimitedAction(Action):
 
     def __init__(self, services: Services, action: str) -> None:
         self._services = services
+        self.action = action
+        """Its name in the spec."""
         self._bounds = bounds_of(action, services.spec)
 
     def limit(self, episode: Episode) -> tuple[str, float] | None:

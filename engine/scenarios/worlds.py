@@ -205,7 +205,7 @@ class ScriptedStepAction(StepAction):
     """`step`, or an action of the spec's own, with some of its answers written down."""
 
     def __init__(self, real: StepAction, answers: Sequence[ScriptedStep | None]) -> None:
-        super().__init__(real._services, real.events)
+        super().__init__(real._services, real.action, real.events)
         self._real = real
         self._what = real._what
         self._blame = real._blame
