@@ -10,6 +10,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from examples import examples
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from rich import box
@@ -64,7 +65,7 @@ def table(text: str) -> Table:
 
 
 @seed(0)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(text=st.text(st.one_of(st.sampled_from([*OBEYED, *BIDI, *HIDDEN]), st.characters()), max_size=80))
 def test_whatever_is_printed_on_the_console_holds_no_such_character(text: str) -> None:
     for renderable in (text, Text(text), Padding(Text(text), (0, 2)), table(text)):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def play(form: ChatFormat, replies: list[int], turn_tokens: int, limit: int | No
         conversation.add([Message(role="user", content="And then?")])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     replies=st.lists(st.integers(0, 40), min_size=1, max_size=5),
     turn_tokens=st.integers(1, 45),

@@ -56,6 +56,7 @@ def test_no_other_module_lists_the_events_of_an_action_or_the_count_limits() -> 
     found = {
         (path.relative_to(ROOT).as_posix(), values)
         for path in ROOT.rglob("*.py")
+        if any(all(value in text for value in values) for text in [path.read_text()] for values in lists)
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Tuple | ast.List | ast.Set)
         and (values := tuple(item.value for item in node.elts if isinstance(item, ast.Constant))) in lists

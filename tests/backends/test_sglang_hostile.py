@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_cluster import OUTPUT, Call, answers, changed, cluster, request
@@ -193,7 +194,7 @@ async def test_unfinished_bodies_are_bounded_over_all_connections(monkeypatch: p
     assert HELD.bytes == 0
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(derandomize=True, max_examples=examples(60), deadline=None)
 @given(
     st.lists(
         st.sampled_from(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from chat_kit import THINKING, make_tokenizer
 
 from engine.checks import check_spec
 from engine.spec.load import load_spec
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tokens"))
-from chat_kit import THINKING, make_tokenizer
 
 UNREAD = THINKING.replace('"arguments": ', '"given": ')
 

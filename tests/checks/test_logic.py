@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,7 +115,7 @@ def holds(guard: str, context: dict[str, Any]) -> bool | None:
         return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(guards, guards, contexts)
 def test_what_is_said_of_guards_is_what_cel_answers(first: str, second: str, context: dict[str, Any]) -> None:
     a, b = formula(first, LIMITS), formula(second, LIMITS)
@@ -128,7 +129,7 @@ def test_what_is_said_of_guards_is_what_cel_answers(first: str, second: str, con
             assert answers[1]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(guards)
 def test_what_can_vary_is_not_called_constant(guard: str) -> None:
     """Where every comparison is of one quantity, `None` means that both answers can be had."""

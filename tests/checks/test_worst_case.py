@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machine_simulator import TOKENS, WORLD, Simulator, Stand, endless, machines, most_count, most_seconds, on_cycle
@@ -38,7 +39,7 @@ def load(lines: str) -> CheckContext:
     return CheckContext(load_spec("s.yaml"))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(machines())
 def test_it_agrees_with_every_episode_that_there_can_be(machine: str) -> None:
     ctx = load(machine)
@@ -53,7 +54,7 @@ def test_it_agrees_with_every_episode_that_there_can_be(machine: str) -> None:
     assert list(most_counts(graph)) == [most_count(simulator, found, which) for which in range(3)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(machines(), st.integers(1, 3))
 def test_every_number_of_the_worst_case_is_met_and_never_exceeded(machine: str, samples: int) -> None:
     ctx = load(machine + WORLD + f"rollout: {{samples_per_task: {samples}, live_episodes: 2}}\n")
@@ -77,7 +78,7 @@ def test_every_number_of_the_worst_case_is_met_and_never_exceeded(machine: str, 
     assert worst.run["seconds"].most == (None if most_time == inf else most_time * samples)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(machines())
 def test_dead_ends_and_endless_ways_are_those_that_there_are(machine: str) -> None:
     ctx = load(machine + WORLD)
@@ -103,7 +104,7 @@ def test_dead_ends_and_endless_ways_are_those_that_there_are(machine: str) -> No
             assert not any(ctx.states[each.state].final for each in seen)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(machines(), st.randoms(use_true_random=False))
 def test_no_episode_of_the_real_machine_goes_beyond_it(machine: str, chance: random.Random) -> None:
     ctx = load(machine)

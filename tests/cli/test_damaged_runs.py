@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -179,27 +179,33 @@ def test_a_spec_with_an_over_long_name_cannot_become_a_folder(tiny_tokenizer_dir
     assert "too long" in " ".join(result.output.split()), result.output
 
 
-@pytest.mark.parametrize("size", [0, 100, 8192, 40_000, 130_000])
-def test_a_full_disk_is_an_error_and_leaves_no_half_made_run(made: Path, tmp_path: Path, size: int) -> None:
-    """Files of the new run may not grow beyond `size` bytes: the system refuses, as it does where the disk is full."""
-    script = (
-        "import resource, sys; from engine.errors import EngineError; from engine.spec.load import load_spec\n"
-        "from engine.store import RunHeader, RunStore\n"
-        "header = RunHeader.of(load_spec(sys.argv[1]))\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {resource.RLIM_INFINITY}))\n"
-        "try:\n"
-        "    RunStore.create(sys.argv[2], header).close()\n"
-        "except EngineError as error:\n"
-        "    print(type(error).__name__, error)\n"
-    )
-    work = subprocess.run(
-        [sys.executable, "-c", script, str(made / "one.yaml"), str(tmp_path / "runs")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "Traceback" not in work.stderr, work.stderr
-    assert work.returncode == 0
-    assert work.stdout.startswith("StoreError "), work.stdout
-    assert any(words in work.stdout for words in ("disk", "File too large")), work.stdout
-    assert [json.dumps(str(path)) for path in (tmp_path / "runs").iterdir()] == []
+SIZES = [0, 100, 8192, 40_000, 130_000]
+FULL_DISK = """
+import json, os, resource, sys
+from engine.errors import EngineError
+from engine.spec.load import load_spec
+from engine.store import RunHeader, RunStore
+
+header = RunHeader.of(load_spec(sys.argv[1]))
+for size in map(int, sys.argv[3:]):
+    if os.fork() == 0:  # the limit cannot be lifted again
+        folder = os.path.join(sys.argv[2], str(size))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        try:
+            RunStore.create(folder, header).close()
+        except EngineError as error:
+            os.write(1, (json.dumps([size, type(error).__name__, str(error), os.listdir(folder)]) + "\\n").encode())
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_a_full_disk_is_an_error_and_leaves_no_half_made_run(made: Path, tmp_path: Path) -> None:
+    """Files of the new run may not grow beyond a size: the system refuses, as it does where the disk is full."""
+    command = [sys.executable, "-c", FULL_DISK, made / "one.yaml", tmp_path, *map(str, SIZES)]
+    work = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert work.stderr == ""
+    told = [json.loads(line) for line in work.stdout.splitlines()]
+    assert [(size, kind, left) for size, kind, _, left in told] == [(size, "StoreError", []) for size in SIZES]
+    for _, _, message, _ in told:
+        assert re.search("disk|File too large", message), message

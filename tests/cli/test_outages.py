@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from command_line import engine_here
 
 from engine.store import RunStore, list_runs
 
@@ -216,18 +217,18 @@ def test_nobody_there_at_the_start_stores_nothing(
     servers = sglang
     servers.start()
     spec = write_spec(tmp_path, tiny_tokenizer_dir, servers.backend(), tasks=2)
-    code, _, err = finish(engine("run", spec, "-q", cwd=tmp_path))
+    code, _, err = engine_here("run", spec, "-q", cwd=tmp_path)
     assert code == 0, err
     (first,) = list_runs(tmp_path / "runs")
     servers.kill()
     began = time.monotonic()
-    code, out, err = finish(engine(command, spec, "-q", cwd=tmp_path))
+    code, out, err = engine_here(command, spec, "-q", cwd=tmp_path, columns=250)
     assert code == 3, err
     assert time.monotonic() - began < 60  # and not `backend.wait`
     assert "cannot be reached" in err
     assert "Run: " not in out
     assert [entry.name for entry in (tmp_path / "runs").iterdir()] == [first.name]
-    code, out, _ = finish(engine("show", "latest", cwd=tmp_path))
+    code, out, _ = engine_here("show", "latest", cwd=tmp_path)
     assert code == 0
     assert first.name in out
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from command_line import engine_here
 
 from engine.store import RunStore, list_runs
 
@@ -57,7 +58,7 @@ def finish(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, s
 
 def test_a_run_prints_its_summary_and_where_it_is(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks=3)
-    code, out, err = finish(engine("run", spec, cwd=tmp_path))
+    code, out, err = engine_here("run", spec, cwd=tmp_path)
     assert code == 0, err
     (folder,) = list_runs(tmp_path / "runs")
     lines = out.splitlines()
@@ -76,8 +77,16 @@ def test_a_run_prints_its_summary_and_where_it_is(tmp_path: Path, tiny_tokenizer
 
 def test_limit_and_set_are_kept_in_the_run(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks=3)
-    code, _, err = finish(
-        engine("run", spec, "--limit", "2", "--set", "rollout.seed=5", "--out", tmp_path / "elsewhere", cwd=tmp_path)
+    code, _, err = engine_here(
+        "run",
+        spec,
+        "--limit",
+        "2",
+        "--set",
+        "rollout.seed=5",
+        "--out",
+        tmp_path / "elsewhere",
+        cwd=tmp_path,
     )
     assert code == 0, err
     (folder,) = list_runs(tmp_path / "elsewhere")
@@ -90,7 +99,7 @@ def test_limit_and_set_are_kept_in_the_run(tmp_path: Path, tiny_tokenizer_dir: P
 def test_an_invalid_spec_runs_nothing(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks=1)
     spec.write_text(spec.read_text() + "limitz: {}\n")
-    code, _, err = finish(engine("run", spec, cwd=tmp_path))
+    code, _, err = engine_here("run", spec, cwd=tmp_path)
     assert code == 1
     line = spec.read_text().splitlines().index("limitz: {}") + 1
     assert f"spec.yaml:{line}:1: error[spec.unknown-key]" in err
@@ -112,7 +121,7 @@ def test_ctrl_c_ends_cleanly_and_resume_finishes(tmp_path: Path, tiny_tokenizer_
     assert 4 <= len(done) < 40
     assert store.status == "interrupted"
     before = {key: store.trajectory(key).model_dump_json() for key in done}
-    code, _, err = finish(engine("run", "--resume", folder, cwd=tmp_path))
+    code, _, err = engine_here("run", "--resume", folder, cwd=tmp_path)
     assert code == 0, err
     assert len(store.finished()) == 40
     assert store.status == "done"
@@ -175,7 +184,7 @@ def test_kill_9_many_times_loses_no_finished_turn(tmp_path: Path, tiny_tokenizer
 
 
 def test_help_teaches(tmp_path: Path) -> None:
-    code, out, _ = finish(engine("--help", cwd=tmp_path))
+    code, out, _ = engine_here("--help", cwd=tmp_path)
     assert code == 0
     for command in ("new", "validate", "graph", "run", "show", "export", "replay", "schema", "models"):
         assert f" {command} " in out

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import engine_here
 from hostile_folders import CODE, FILES, FORGERIES, HANGING, NAMES, SECRET, VARIABLE, VARIABLES, WHOLE, Case, build
 
 from engine.cli.validate import FORMATS, Format
@@ -162,9 +163,9 @@ def test_scenarios_of_a_stranger_run_nothing(place: Place) -> None:
 
 def test_a_spec_that_is_no_regular_file_is_not_waited_for(place: Place) -> None:
     os.mkfifo(place.work / "pipe.yaml")
-    done = place.run("validate", "pipe.yaml", "/dev/zero")
-    assert done.returncode == 2
-    assert done.stdout.splitlines()[:3] == [
+    code, out, _ = engine_here("validate", "pipe.yaml", "/dev/zero", cwd=place.work)
+    assert code == 2
+    assert out.splitlines()[:3] == [
         "pipe.yaml:1:1: error[spec.unreadable] `pipe.yaml` cannot be read: it is not a regular file",
         "/dev/zero:1:1: error[spec.unreadable] `/dev/zero` cannot be read: it is not a regular file",
         "2 specs, 2 invalid: 2 errors",

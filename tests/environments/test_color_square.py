@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -78,7 +79,7 @@ def test_jitter_leaves_the_colours_apart() -> None:
     assert min(apart) > 2 * 24
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(seed=st.text(max_size=8), turn=st.integers(0, 40), size=st.integers(8, 96), jitter=st.integers(0, 60))
 def test_the_picture_holds_exactly_its_square(seed: str, turn: int, size: int, jitter: int) -> None:
     seen = square(seed, turn, size, jitter)

@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -160,7 +161,7 @@ def test_a_tolerance_is_relative_and_none_is_exact(answer: str, gold: str, toler
     assert same(answer, gold, tolerance) is right
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(text=st.text(alphabet="0123456789.,+-*/^(){}[]\\ =x", max_size=40) | st.text(max_size=60))
 @example("\\frac{}{}")
 @example("^^^")

@@ -18,8 +18,9 @@ ENDLESS = ["$9^{9^{9^9}}$", "\\boxed{" + "{" * 40 + "12" + "}" * 40 + "}", "$" +
 """One call of SymPy that nothing interrupts, and what the parser takes exponential time for."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool() -> Iterator[MathPool]:
+    """One process: the next starts where a test ended it."""
     made = MathPool(most=1)
     yield made
     made.close()

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -292,7 +293,7 @@ contexts = st.builds(
 
 
 @given(typed("bool"), contexts)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_what_fits_is_never_called_wrong_and_runs(expression: str, values: dict[str, Any]) -> None:
     assert guard_problems(expression) == []
     assert Guard(expression).evaluate(values) in (True, False)
@@ -314,7 +315,7 @@ anything = st.recursive(
 
 
 @given(anything, contexts)
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_what_is_not_called_wrong_has_no_error_of_types(expression: str, values: dict[str, Any]) -> None:
     if guard_problems(expression) or "[" in expression or ".a" in expression:
         return  # what stands in a list or a map has a type only when it runs

@@ -6,6 +6,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -201,7 +202,7 @@ machines = st.builds(
 
 
 @given(machines, st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_machine_can_be_drawn_even_a_wrong_one(machine: MachineSpec, counted: bool) -> None:
     counts = {("A", "go", "end"): 3} if counted else None
     said = words(ElementTree.fromstring(svg(machine, counts)))

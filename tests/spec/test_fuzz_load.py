@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -168,7 +169,7 @@ documents = st.dictionaries(names, values, max_size=6).map(lambda found: yaml.sa
 texts = soup | edits | exchanges | documents | st.text()
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=examples(250), deadline=None, suppress_health_check=QUIET)
 @given(texts)
 def test_any_text_is_read_or_refused(tmp_path: Path, text: str) -> None:
     check(text, tmp_path)
@@ -182,7 +183,7 @@ def test_very_many_texts_are_read_or_refused(tmp_path: Path, text: str) -> None:
     check(text, tmp_path)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=QUIET)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "s.yaml"
@@ -191,7 +192,7 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path, data: bytes) -> None:
     assert report.status != 0
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=QUIET)
 @given(st.lists(soup | st.builds("{}={}".format, names, soup) | st.just("limits.user_turns=2"), max_size=3))
 def test_any_override_is_taken_or_refused(tmp_path: Path, overrides: list[str]) -> None:
     file = tmp_path / "s.yaml"

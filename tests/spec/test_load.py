@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -549,7 +550,7 @@ KEYS = [
 KEYS += ["rewards", "recover", "rollout", "extends", "zzz"]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(KEYS), values, max_size=8), st.lists(st.text(max_size=12), max_size=2))
 def test_no_document_raises(document: dict[str, object], overrides: list[str]) -> None:
     Path("fuzz.yaml").write_text(yaml.safe_dump(document, allow_unicode=True), encoding="utf-8", errors="replace")
@@ -559,7 +560,7 @@ def test_no_document_raises(document: dict[str, object], overrides: list[str]) -
         assert problem.origin is not None
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=60))
 def test_no_bytes_raise(content: bytes) -> None:
     Path("fuzz.yaml").write_bytes(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -177,7 +178,7 @@ alphabet = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.one_of(st.text(max_size=80), st.lists(alphabet, max_size=60).map("".join)))
 def test_no_text_raises(text: str) -> None:
     tree, problems = parse(text, Place("a.yaml"))
@@ -190,7 +191,7 @@ def test_no_text_raises(text: str) -> None:
         assert () in document.origins
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.text(alphabet="abcxyz 019:#-", max_size=8),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
-from conftest import make_entry, make_header, make_task, make_trajectory  # type: ignore[import-not-found]  # noqa: E402
+from store_kit import make_entry, make_header, make_task, make_trajectory  # type: ignore[import-not-found]  # noqa: E402
 
 from engine.store import RunStore, list_runs  # noqa: E402
 

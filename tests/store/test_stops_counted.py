@@ -15,7 +15,7 @@ BEGIN = """
 import asyncio, os, resource, signal, sys
 sys.path[:0] = [sys.argv[2]]
 from pathlib import Path
-from conftest import make_header, make_task
+from store_kit import make_header, make_task
 from engine.cli.stopping import leave_now
 from engine.store import RunStore
 

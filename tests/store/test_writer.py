@@ -180,7 +180,7 @@ FILE_LIMIT = """
 import asyncio, resource, signal, sys
 sys.path[:0] = [sys.argv[2]]
 from pathlib import Path
-from conftest import make_entry, make_header, make_task
+from store_kit import make_entry, make_header, make_task
 from engine.errors import StoreError
 from engine.store import RunStore
 

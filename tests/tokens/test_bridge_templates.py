@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from chat_kit import make_tokenizer
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -87,7 +88,7 @@ CONTENT = st.lists(
 
 @pytest.mark.parametrize("template", ["thinking", "plain", "alternating", "prefilled"])
 @given(contents=st.lists(CONTENT, min_size=1, max_size=3))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_wrapper_gives_what_the_template_gives(formats: Formats, template: str, contents: list[str]) -> None:
     form = formats(template, renderer="template")
     role = "user" if template == "alternating" else "tool"

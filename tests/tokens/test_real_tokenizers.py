@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -142,7 +143,7 @@ TEXTS = st.lists(
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "gemma3"])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_sampled_ids_stay_as_they_were(real: Callable[..., ChatFormat], name: str, data: st.DataObject) -> None:
     form = real(name, tool_role="user" if name == "gemma3" else "tool")
     added = st.sampled_from(sorted(form.fast.added.values()))

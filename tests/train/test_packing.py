@@ -5,6 +5,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from nets_for_tests import make_row
 
@@ -133,7 +134,7 @@ rows_strategy = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(rows_strategy, st.integers(1, 60), st.booleans(), st.integers(1, 20))
 def test_packs_hold_the_rows(
     raw: list[Any], max_tokens_per_microbatch: int, share: bool, min_shared_tokens: int

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vision_kit import BUILDERS, square
@@ -130,7 +131,7 @@ def test_compacting_undoes_expanding(family: str, vlm: Callable[[str], Path]) ->
     digests = [seen(vision, data).image for data in (FIRST, SECOND, THIRD)]
     plain = [id_ for id_ in range(form.vocab_size) if id_ not in vision.banned]
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(st.lists(st.one_of(st.sampled_from(plain), st.sampled_from(digests)), max_size=12))
     def holds(items: list[int | str]) -> None:
         ids = [vision.marker_id if isinstance(item, str) else item for item in items]
