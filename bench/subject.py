@@ -98,7 +98,7 @@ class Engine:
         from engine.spec.load import load_spec
         from engine.spec.tasks import load_tasks
         from engine.store import RunHeader, RunStore
-        from engine.tokens.format import load_format
+        from engine.tokens.loading import load_format
 
         loaded = load_spec(self._spec(max(1, episodes // SAMPLES), concurrency, live))
         if self._format is None:

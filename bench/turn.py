@@ -127,7 +127,7 @@ def main() -> None:
     import structlog
 
     from engine.spec.load import load_spec
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     folder = Path(tempfile.mkdtemp(prefix="bench-turn-"))

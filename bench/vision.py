@@ -110,7 +110,7 @@ def main() -> None:
 
     from engine.actions.images import ImageStorer, MemoryImages
     from engine.schemas.model import ModelSpec
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     with tempfile.TemporaryDirectory() as folder:
         form = load_format(ModelSpec(path=options.model), Path(folder))

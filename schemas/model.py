@@ -27,7 +27,7 @@ class ModelSpec(Contract):
     history: Literal["branch", "keep"] = "branch"
     """Where the template rewrites history (drops old reasoning, say): begin a new exact branch, or keep what was sampled."""
     tool_calls: str = "auto"
-    """How calls are written: `auto` (as the chat template writes them, read by what is proved to read them), `hermes`, `plain` (`name(arg=1)` in call tags), `pythonic` (LFM2's), or `package.module:Parser`."""
+    """How calls are written: `auto` (as the chat template writes them; the engine tests which reader reads them back), `hermes`, `plain` (`name(arg=1)` in call tags), `pythonic` (LFM2's), or `package.module:Class` for a `ToolCallFormat` of your own."""
     tool_role: Literal["tool", "user"] = "tool"
     """The role that tool results are shown under, for templates without a tool role."""
     allow_special: bool = False

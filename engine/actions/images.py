@@ -73,7 +73,7 @@ class ImageStorer:
     """
 
     def __init__(self, form: ChatFormat, store: ImageStore, fetch: Callable[[str], Source | None]) -> None:
-        self._refusal = f"the chat format {form.name!r} shows no images; {form.blind}"
+        self._refusal = f"the chat format {form.name!r} shows no images; {form.no_vision_fix}"
         self._vision = form.vision
         self._allow_special = form.allow_special
         self._store = store

@@ -49,11 +49,11 @@ class Judge:
         turn = len(replies) - 1
         prompt = self.prompt(view, replies)
         fields = self._fields(view, replies)
-        meant = [own_spans(item.content, fields) for item in self._spec.prompt]
+        intended = [own_spans(item.content, fields) for item in self._spec.prompt]
         said = ""
         for attempt in range(self._spec.tries):
             seed = derive_seed(view.seed, model.name, turn, attempt)
-            reply = await model.say(prompt, episode_id=view.episode_id, turn=turn, seed=seed, meant=meant)
+            reply = await model.say(prompt, episode_id=view.episode_id, turn=turn, seed=seed, intended=intended)
             said = reply.text
             number = self.read(said)
             if number is not None:

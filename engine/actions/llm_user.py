@@ -64,7 +64,7 @@ class ModelUser:
         fields = self._fields(view, words)
         said = await model.say(
             self.prompt(view, words),
-            meant=[own_spans(item.content, fields) for item in self._spec.prompt],
+            intended=[own_spans(item.content, fields) for item in self._spec.prompt],
             episode_id=view.episode_id,
             turn=view.user_turn,
             seed=derive_seed(view.seed, model.name, view.user_turn),

@@ -64,9 +64,9 @@ class ResetAction(BuiltInAction):
         """Open the conversation."""
         fields = episode.task.fields
         prompt = self._prompt(episode) if record.prompt is None else record.prompt
-        meant = [own_spans(message.content, fields) for message in self._services.spec.prompt]
+        intended = [own_spans(message.content, fields) for message in self._services.spec.prompt]
         episode.facts.update(record.reset.facts)
-        episode.conversation.open([*prompt, *record.reset.messages], meant)
+        episode.conversation.open([*prompt, *record.reset.messages], intended)
         return "ready"
 
     def pipelined(self, episode: Episode, world: World) -> bool:

@@ -25,7 +25,7 @@ from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import Message
 from engine.schemas.role import PlayedSpec
 from engine.spec.load import LoadedSpec
-from engine.tokens.format import load_format
+from engine.tokens.loading import load_format
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from engine.backends.outage import Outage
     from engine.schemas.trajectory import Blame
     from engine.spec.diagnostic import DataPath
-    from engine.tokens.format import ChatFormat, Meant
+    from engine.tokens.format import ChatFormat
+    from engine.tokens.views import IntendedTokens
 
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
@@ -94,7 +95,7 @@ class RoleModel:
         episode_id: str,
         turn: int,
         seed: int,
-        meant: Sequence[Meant] = (),
+        intended: Sequence[IntendedTokens] = (),
     ) -> RoleReply:
         """One reply. It holds a slot of its backend while it is asked for, and the deadline begins with the slot.
 
@@ -103,21 +104,21 @@ class RoleModel:
             episode_id: The episode's own id.
             turn: Which of the part's answers this is, from 0.
             seed: For sampling.
-            meant: Of the first messages, where special tokens are meant as such; see `ChatFormat.view`.
+            intended: For each of the first messages, where special tokens are intended as tokens; see `MessageViews.of`.
 
         Raises:
             WorldError: no reply, blamed on the part; kind `<part>_<what the backend says>`.
         """
         try:
-            request = self._request(messages, episode_id, turn, seed, meant)
+            request = self._request(messages, episode_id, turn, seed, intended)
             async with self._served.slots, self._timeout():
                 generation = await self._served.backend.generate(request)
             if generation.finish.type == "abort":
                 raise self._fault("its backend gave the reply up", "aborted")
             if generation.text is not None:
-                parsed = self._format.parse_text(generation.text, turn=turn)
+                parsed = self._format.replies.parse_text(generation.text, turn=turn)
             else:
-                parsed = self._format.parse(generation.output_ids, before=request.input_ids, turn=turn)
+                parsed = self._format.replies.parse(generation.output_ids, before=request.input_ids, turn=turn)
         except TimeoutError:
             raise self._fault(f"no answer within {self._spec.seconds:g} s; set its `timeout`", "timeout") from None
         except WorldError:
@@ -135,9 +136,9 @@ class RoleModel:
         episode_id: str,
         turn: int,
         seed: int,
-        meant: Sequence[Meant],
+        intended: Sequence[IntendedTokens],
     ) -> GenerateRequest:
-        prompt = self._format.render(messages, meant=dict(enumerate(meant)))
+        prompt = self._format.render(messages, intended=dict(enumerate(intended)))
         in_words = bool(getattr(self._served.backend, "wants_messages", False))
         own = self.request_episode(episode_id)
         return GenerateRequest(

@@ -1,12 +1,10 @@
 """Tool calls written as a model of a given chat format would write them.
 
-Nothing is assumed about a format: each way of writing is tried and *proved* by reading the tokens back with the
-format's own parser.
+Each way of writing is tried, and checked: the format must read the tokens back as these calls.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +12,11 @@ import numpy as np
 
 from engine.errors import BackendError, RenderError
 from engine.schemas.message import Message, ToolCall
+from engine.storable import words_of
+from engine.tokens.toolcalls import FORMATS, Call, ToolCallFormat
 
 if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
-
-Call = tuple[str, dict[str, Any]]
-"""Name and arguments."""
 
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
@@ -28,7 +25,7 @@ def write_calls(format: ChatFormat, text: str, calls: Sequence[Call]) -> list[in
     """Ids of an assistant turn that says `text` and makes `calls`, without its stop token.
 
     Raises:
-        BackendError: Kind `script_error`: no way of writing them is read back as these calls.
+        BackendError: Kind `script_error`: no way of writing them is read back as these calls, or the format's `write` failed.
     """
     tools = [_schema(name, arguments) for name, arguments in calls]
     for ids in _candidates(format, text, calls, tools):
@@ -51,14 +48,23 @@ def _schema(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 def _candidates(
     format: ChatFormat, text: str, calls: Sequence[Call], tools: list[dict[str, Any]]
 ) -> Iterator[list[int]]:
-    """The template's own way first; then the two text formats."""
+    """The template's own way first; then the format that reads the calls, or all built-in formats where a family reads them."""
     if format.knows_tools and (own := _by_template(format, text, calls, tools)) is not None:
         yield own
-    space = "\n" if text else ""
-    hermes = (json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls)
-    yield format.encode(text + space + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in hermes))
-    plain = (f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls)
-    yield format.encode(text + space + "\n".join(f"<call>{call}</call>" for call in plain))
+    readers = [format.call_format] if format.call_format is not None else [kind() for kind in FORMATS.values()]
+    for reader in readers:
+        yield format.encode(_written(reader, text, calls))
+
+
+def _written(format: ToolCallFormat, text: str, calls: Sequence[Call]) -> str:
+    name = type(format).__name__
+    try:
+        written = format.write(text, calls)
+    except Exception as error:
+        raise BackendError(f"{name}.write raised {words_of(error)}", kind="script_error") from error
+    if not isinstance(written, str):
+        raise BackendError(f"{name}.write returned {type(written).__name__}, not str", kind="script_error")
+    return written
 
 
 def _by_template(format: ChatFormat, text: str, calls: Sequence[Call], tools: list[dict[str, Any]]) -> list[int] | None:
@@ -82,6 +88,6 @@ def _by_template(format: ChatFormat, text: str, calls: Sequence[Call], tools: li
 def _read(format: ChatFormat, ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, list[Call]] | None:
     """The text and calls that the format's parser finds; None where a call cannot be read."""
     whole = np.asarray([*ids, format.stop_token_ids[0]], dtype=np.int32)
-    parsed = format.parse(whole, before=np.zeros(0, dtype=np.int32), turn=0, tools=tools)
+    parsed = format.replies.parse(whole, before=np.zeros(0, dtype=np.int32), turn=0, tools=tools)
     read = [(attempt.name, attempt.arguments) for attempt in parsed.attempts if isinstance(attempt, ToolCall)]
     return (parsed.content.strip(), read) if len(read) == len(parsed.attempts) else None

@@ -23,6 +23,7 @@ from engine.schemas.model import ModelSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.tasks import rows_of, task_of
 from engine.spec.template import fill, texts_of
+from engine.tokens.toolcalls import FORMATS
 
 CHARACTER = 0.5
 """What it costs to count one character in tokens."""
@@ -118,14 +119,15 @@ def calls_not_read(ctx: CheckContext) -> Iterator[Finding]:
         return  # a stranger's template is rendered in a process of its own alone
     unread = _unread(model.model_dump_json(), str(ctx.loaded.base))
     if unread:
-        fix = "set `model.tool_calls` to `hermes`, `plain`, `pythonic` or your own `package.module:Parser`, and describe in "
-        yield Finding(unread, ("model", "tool_calls"), f"{fix}`prompt` how calls are written")
+        named = ", ".join(f"`{name}`" for name in FORMATS)
+        fix = f"set `model.tool_calls` to {named} or your own `package.module:Class`, and describe in `prompt` how calls are written"
+        yield Finding(unread, ("model", "tool_calls"), fix)
 
 
 @lru_cache(maxsize=16)
 def _unread(model: str, base: str) -> str:
     """Why calls of this model are read by nobody; empty where they are read, or the model cannot be loaded."""
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     try:
         return load_format(ModelSpec.model_validate_json(model), Path(base)).unread_calls
@@ -179,19 +181,20 @@ def _with_template(ctx: CheckContext) -> tuple[ModelFiles | None, Shown | None]:
     return files, None if shown is None or shown.problem is not None else shown
 
 
-@rule("model.stop-in-token", "warning", "a stop string is part of one of the template's own tokens")
+@rule("model.stop-in-token", "warning", "a stop string is part of a token of the template or of a mark of tool calls")
 def stop_in_token(ctx: CheckContext) -> Iterator[Finding]:
-    """It would end every reply that writes the token, a tool call's mark among them."""
+    """It would end every reply that writes the token or the mark."""
     files = _files(ctx)
     if files is None:
         return
-    tokens = sorted({*files.added, *files.special.values()})
+    call_format = FORMATS.get(ctx.spec.model.tool_calls) if ctx.spec.tools else None
+    tokens = sorted({*files.added, *files.special.values(), *(call_format.marks if call_format else ())})
     for index, stop in enumerate(ctx.spec.sampling.stop):
         inside = [token for token in tokens if stop in token and stop != token]
         if inside:
             path: DataPath = ("sampling", "stop", index)
             path = path if ctx.written(*path) else ("sampling", "stop")
-            message = f"the stop string `{stop}` is part of the token `{inside[0]}`: a reply that writes it ends there"
+            message = f"the stop string `{stop}` is part of `{inside[0]}`: a reply that writes it ends there"
             yield Finding(message, path, "use a longer stop string, or `stop_token_ids`")
 
 

@@ -13,24 +13,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from engine.checks.child import Child, ChildError, can_fork
+from engine.errors import RenderError
 
 SECONDS = 10.0
 """What the child may take for one template."""
 MEMORY = 2**30
 """Bytes that a template may fill."""
-MARK = "kwyjibo"
-"""A word that no template has."""
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": f"{MARK}_tool",
-        "description": "A tool.",
-        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
-    },
-}
-_CALL = {"id": "call_0_0", "type": "function", "function": {"name": f"{MARK}_tool", "arguments": {"x": 1}}}
-
-View = Mapping[str, Any]
+View = dict[str, Any]
 
 
 class Shown(NamedTuple):
@@ -130,61 +119,25 @@ def _answer(request: bytes, doing: Callable[[str], None]) -> bytes:
 
 
 def _render(source: str, variables: Mapping[str, Any], messages: Sequence[View]) -> str | None:
-    from engine.tokens.jinja import compile_template
+    from engine.tokens.chat_template import ChatTemplate
 
     try:
-        template = compile_template(source)
-        return str(template.render(messages=messages, tools=None, add_generation_prompt=True, **variables))
-    except Exception:  # noqa: BLE001  (a template may raise whatever it likes)
+        return ChatTemplate(source, variables).text(messages, None)
+    except RenderError:
         return None
 
 
 def _shown(source: str, variables: Mapping[str, Any]) -> Shown:
-    from jinja2 import TemplateError
-
-    from engine.tokens.jinja import compile_template
+    from engine.tokens.chat_template import ChatTemplate
+    from engine.tokens.probing import abilities_of, rewritten_part
 
     try:
-        template = compile_template(source)
-    except TemplateError as error:
-        return Shown(f"it is no Jinja template: {error}", True, True, None)
-    except (RecursionError, MemoryError, ValueError, OverflowError) as error:
-        return Shown(f"it is no Jinja template that can be read: {type(error).__name__}", True, True, None)
-
-    def render(messages: Sequence[View], tools: list[Any] | None = None, ask: bool = True) -> str | None:
-        try:
-            return str(template.render(messages=messages, tools=tools, add_generation_prompt=ask, **variables))
-        except Exception:  # noqa: BLE001  (a template may raise whatever it likes)
-            return None
-
-    said: list[View] = [{"role": "user", "content": f"{MARK}_question"}]
-    plain = render(said)
-    if plain is None:
+        template = ChatTemplate(source, variables)
+    except RenderError as error:
+        return Shown(str(error), True, True, None)
+    try:
+        template.text([{"role": "user", "content": "Q"}], None)
+    except RenderError:
         return Shown("it refuses a conversation that a user begins", True, True, None)
-    with_tools = render(said, [_TOOL])
-    called: list[View] = [*said, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
-    result = {"role": "tool", "content": f"{MARK}_result", "name": f"{MARK}_tool", "tool_call_id": "call_0_0"}
-    results = render([*called, result], [_TOOL])
-    return Shown(
-        None,
-        with_tools is not None and f"{MARK}_tool" in with_tools,
-        results is not None and f"{MARK}_result" in results,
-        _rewritten(render, said),
-    )
-
-
-def _rewritten(render: Any, said: list[View]) -> str | None:
-    """Whether a reply's reasoning, or the reply itself, is shown differently when a user has spoken again."""
-    for words, reply in (
-        ("reasoning", {"role": "assistant", "content": f"{MARK}_answer", "reasoning_content": f"{MARK}_thought"}),
-        ("reasoning", {"role": "assistant", "content": f"<think>\n{MARK}_thought\n</think>\n\n{MARK}_answer"}),
-        ("the reply", {"role": "assistant", "content": f"{MARK}_answer"}),
-    ):
-        newest = render([*said, reply], None, False)
-        later = render([*said, reply, {"role": "user", "content": f"{MARK}_again"}], None, False)
-        if newest is None or later is None:
-            continue
-        kept = newest.rpartition(f"{MARK}_answer")[0]
-        if f"{MARK}_answer" in newest and not later.startswith(kept):
-            return words
-    return None
+    found = abilities_of(template.text)
+    return Shown(None, found.tools, found.tool_results, rewritten_part(template.text))

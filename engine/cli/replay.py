@@ -65,7 +65,7 @@ def replay(
 async def _replay(run: str, episode: str | None, out: Path) -> list[Replayed]:
     from engine.runner.replay import Replayer
     from engine.store import RunStore, find_run
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     store = RunStore.open(find_run(run, out=out), readonly=True)
     loaded = store.header.loaded_spec()

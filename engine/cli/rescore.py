@@ -55,7 +55,7 @@ async def _rescore(
     from engine.runner.rescore import rescore as score
     from engine.spec.load import load_spec
     from engine.store import RunStore, find_run
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     loaded = load_spec(path, overrides)
     errors = [item for item in check_spec(loaded) if item.severity == "error"]

@@ -247,7 +247,7 @@ async def drive(
     from engine.masking import mask_credentials
     from engine.runner.run import Runner
     from engine.store.private import private_file
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     began = time.perf_counter()
     chat_format = load_format(loaded.spec.model, loaded.base)

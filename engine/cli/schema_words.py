@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.actions.facts import ACTIONS
 from engine.limits import LIMITS
+from engine.tokens.toolcalls import FORMATS
 
 WORDS: dict[str, dict[str, str]] = {
     "": {
@@ -91,7 +92,7 @@ EXAMPLES: dict[str, dict[str, list[Any]]] = {
     "ModelSpec": {
         "path": ["smollm2-135m-instruct", "Qwen/Qwen3-0.6B", "./my-model"],
         "template_kwargs": [{"enable_thinking": False}],
-        "tool_calls": ["auto", "hermes", "plain"],
+        "tool_calls": ["auto", *FORMATS],
         "context": [8192],
     },
     "SamplingParams": {"temperature": [1.0, 0.7], "stop": [["</call>"]], "max_new_tokens": [256]},

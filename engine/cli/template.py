@@ -1,4 +1,4 @@
-"""`engine template`: how a model's chat template is rendered, read and continued, each as it was proved."""
+"""`engine template`: what is checked about a model's chat template: rendering, parsing of replies, bridges."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def template(
     tool_calls: str = typer.Option("auto", "--tool-calls", help="As `model.tool_calls` of a spec."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object, for programs."),
 ) -> None:
-    """Show what is proved about a model's chat template: who reads its replies, and which turns go on or branch."""
+    """Show what is checked about a model's chat template: which reader parses replies, and which turns continue the tape or branch."""
     import json
     from pathlib import Path
 
     from engine.errors import EngineError
     from engine.schemas.model import ModelSpec
     from engine.terminal import echo
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     spec = ModelSpec(path=model, chat_template=chat_template, renderer=renderer, tool_calls=tool_calls)
     try:
@@ -46,22 +46,22 @@ def template(
 
 
 def describe(form: ChatFormat, spec: Any) -> dict[str, Any]:
-    """What is known and proved of a chat format, by name."""
+    """Facts about a chat format, by name."""
     import hashlib
 
-    from engine.tokens.reading import failures, reading_of
+    from engine.tokens.choosing import chosen_reader, failures
     from engine.tokens.template import TemplateFormat
 
     found: dict[str, Any] = {"renders": "the model's chat template" if form.name == "template" else form.name}
     if isinstance(form, TemplateFormat):
         found["template"] = hashlib.sha256("\n".join(form.sources).encode()).hexdigest()[:16]
-    reader = form.reader.name if form.reader is not None and form.parser is None else None
+    reader = form.reader.name if form.reader is not None and form.call_format is None else None
     auto = isinstance(form, TemplateFormat) and spec.tool_calls == "auto" and (form.knows_tools or form.calls_shown)
     if auto and isinstance(form, TemplateFormat):
-        reading = reading_of(form, spec)
-        found["replies read by"] = reading.reader or "nobody: tools are refused with this model"
-        found["not read back"] = reading.unread
-        found["readers refused"] = reading.tried
+        chosen = chosen_reader(form, spec)
+        found["replies read by"] = chosen.reader or "no reader: tools are refused with this model"
+        found["not read back"] = chosen.unread
+        found["readers refused"] = chosen.tried
     else:
         found["replies read by"] = reader or (spec.tool_calls if spec.tool_calls != "auto" else "plain")
         found["not read back"] = failures(form) if form.calls_shown else {}
@@ -81,7 +81,7 @@ def describe(form: ChatFormat, spec: Any) -> dict[str, Any]:
 
 
 def _turns(form: ChatFormat) -> dict[str, str]:
-    """Whether the tape goes on, or a branch begins, for the usual turns."""
+    """Whether the tape continues or a branch begins, for the usual turns."""
     from engine.tokens.proof import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, prove
 
     cases = {

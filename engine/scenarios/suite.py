@@ -81,7 +81,7 @@ class Formats:
 
     def __init__(self, load: Callable[[ModelSpec, Path], ChatFormat] | None = None) -> None:
         if load is None:
-            from engine.tokens.format import load_format
+            from engine.tokens.loading import load_format
 
             load = load_format
         self._load = load

@@ -51,7 +51,7 @@ def vision_of(store: RunReader) -> Vision | None:
         ModelError: The model's files are no longer there.
         RenderError: Its processor cannot be loaded.
     """
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     loaded = store.header.loaded_spec()
     vision = load_format(loaded.spec.model, loaded.base).vision

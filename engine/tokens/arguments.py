@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.tokens.toolcalls import Unreadable
+from engine.tokens.toolcalls import UnreadableCall
 
 _PYTHON: dict[str, tuple[Any, str]] = {"True": (True, "boolean"), "False": (False, "boolean"), "None": (None, "null")}
 _TAGGED = (
@@ -43,12 +43,12 @@ def restored(
         The arguments, and whether the tool's schema permits each text among them.
 
     Raises:
-        Unreadable: A text could stand for two values.
+        UnreadableCall: A text could stand for two values.
     """
     written = {key.strip(): value for pattern in _TAGGED for key, value in pattern.findall(raw)}
     if not written and _BARE_NONE.search(raw):
         if _QUOTED_NONE.search(raw):
-            raise Unreadable("It holds None both as a text and as no value: write null for no value.")
+            raise UnreadableCall("It holds None both as a text and as no value: write null for no value.")
         return _each(arguments, lambda text: None if text == "None" else text), True
     schema = _properties(name, tools)
     found = dict(arguments)

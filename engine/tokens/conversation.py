@@ -1,10 +1,10 @@
 """A conversation: messages go in, exact prompts come out, and each branch is one tape.
 
-Invariant: the prompt that a reply is sampled from is the tape up to that point, id for id, and what was sampled is
-never encoded again. A prompt goes on after the last reply by a proved bridge; where there is none, `history: branch`
-begins a new tape from the whole conversation as the template writes it now, and `history: keep` goes on with the
-sampled tokens as they are, or raises `BridgeError`. Each sampled token lies on exactly one tape. A prompt that gets no
-reply is taken back (`take_back`), so the tape depends on what was said and sampled, and not on what was tried.
+Invariant: the prompt that a reply is sampled from is the tape up to that point, id for id, and sampled ids are never decoded
+and encoded again. After a reply, the next prompt continues the tape with a checked bridge. Where there is none,
+`history: branch` begins a new tape from the whole conversation as the template writes it now, and `history: keep` continues
+with the sampled tokens as they are, or raises `BridgeError`. Each sampled token is on exactly one tape. A prompt that gets no
+reply is removed (`take_back`), so the tape depends on messages and samples only, and not on failed attempts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from engine.made import maker
 from engine.schemas.generation import Generation
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Branch
-from engine.tokens.format import ChatFormat, Meant, Parsed
+from engine.tokens.format import ChatFormat
 from engine.tokens.proof import Trail, TrailMark, View
+from engine.tokens.replies import ParsedReply
 from engine.tokens.tape import IntVector, Tape, largest
+from engine.tokens.views import IntendedTokens
 from engine.tokens.vision import Placed
 
 _make_message = maker(Message)
@@ -33,17 +35,17 @@ _TAIL = 64
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What the model said."""
+    """A reply of the model."""
 
     message: Message
     attempts: list[ToolCall | MalformedCall]
-    """Its tool calls and failed attempts, in order."""
+    """Its tool calls and malformed calls, in order."""
     text: str
-    """What it says: the message's content."""
+    """The message's content."""
 
 
 class TurnPlace(NamedTuple):
-    """Where one turn's sampled tokens are."""
+    """Position of one turn's sampled tokens."""
 
     branch: int
     start: int
@@ -51,12 +53,12 @@ class TurnPlace(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """The conversation before a prompt was made."""
+    """The state of a conversation before a prompt was made."""
 
     tapes: list[tuple[Tape, str]]
     tape: tuple[int, int, int]
     trail: TrailMark
-    heard: int
+    prompted: int
     pending: dict[int, View]
     waiting: int
 
@@ -66,7 +68,7 @@ class _End(msgspec.Struct, frozen=True):
 
     last: int | None
     thinking: bool
-    said: str | None = None
+    sampled: str | None = None
     """The reply as it was sampled, where that is more than its content."""
 
 
@@ -86,7 +88,7 @@ class Conversation:
         history: What to do where the template rewrites history.
 
     Raises:
-        RenderError: There are tools, and nothing reads the calls that the template writes.
+        RenderError: There are tools, and no reader reads the calls that the template writes.
     """
 
     __slots__ = (
@@ -94,11 +96,11 @@ class Conversation:
         "_before",
         "_checked",
         "_end",
-        "_heard",
-        "_meant",
+        "_intended",
         "_newest",
         "_pending",
         "_places",
+        "_prompted",
         "_tapes",
         "_tools",
         "_trail",
@@ -116,50 +118,50 @@ class Conversation:
             raise RenderError(f"{form.unread_calls}; set model.tool_calls: {form.other_calls}")
         self.form = form
         self.history: Literal["branch", "keep"] = history
-        """What is done where the template rewrites history."""
+        """What to do where the template rewrites history."""
         self.messages: list[Message] = []
-        """Everything said so far, in order."""
+        """All messages so far, in order."""
         self._tools = list(tools) or None
         self._verbatim: dict[int, View] = {}
-        """Replies that a template is shown as they were written (their calls, or text that only spells a token), by message."""
-        self._meant: dict[int, Meant] = {}
-        """Where special tokens in the prompt's messages are meant as such, by message."""
+        """By message: views of replies that a template gets as they were written (their calls, or text that only spells a token)."""
+        self._intended: dict[int, IntendedTokens] = {}
+        """By message: where special tokens in the prompt's messages are intended as tokens."""
         self._pending: dict[int, View] = {}
-        """What was said since the last prompt, likewise."""
+        """By message: views of the messages since the last prompt."""
         self._waiting = 0
-        """Its characters."""
+        """Characters of the messages since the last prompt."""
         self._trail = Trail()
         self._tapes: list[tuple[Tape, str]] = []
         self._places: list[TurnPlace] = []
-        self._heard = 0
-        """How many messages are in the current prompt, or were when it was replied to."""
+        self._prompted = 0
+        """How many messages are in the current prompt, or were in it when its reply came."""
         self._asked = False
         self._before: _Mark | None = None
-        """Before the prompt that has no reply yet."""
+        """The state before the prompt that has no reply yet."""
         self._checked: Generation | None = None
         self._newest: View = {}
         """The newest reply."""
         self._end = _End(None, False)
 
-    def open(self, messages: Sequence[Message], meant: Sequence[Meant] = ()) -> None:
-        """Begin: the prompt's messages, which may hold examples of replies.
+    def open(self, messages: Sequence[Message], intended: Sequence[IntendedTokens] = ()) -> None:
+        """Begin with the prompt's messages, which may contain examples of replies.
 
         Args:
             messages: The messages.
-            meant: Of the first of them, where special tokens are meant as such; see `ChatFormat.view`. In all other text they
-                are plain text.
+            intended: For each of the first messages, where special tokens are intended as tokens; see `MessageViews.of`. In all
+                other text they are plain text.
 
         Raises:
-            RenderError: Something was said already, or a message cannot be shown.
+            RenderError: There are messages already, or the format cannot show one.
         """
         if self.messages:
             raise RenderError("the conversation has begun already")
-        self._meant.update(enumerate(meant))
+        self._intended.update(enumerate(intended))
         for message in messages:
             self._say(message)
 
     def add(self, messages: Sequence[Message]) -> None:
-        """Say something that the model did not: a user, tools, an environment.
+        """Add messages of a user, tools or an environment.
 
         Raises:
             RenderError: A message has role `assistant`: only the model replies.
@@ -173,37 +175,37 @@ class Conversation:
             self._say(message)
 
     def prompt(self) -> IntVector:
-        """The ids that the next reply is to be sampled from: the whole of the current tape. int32 [tokens], read-only.
+        """The ids that the next reply is sampled from: the whole current tape. int32 [tokens], read-only.
 
-        Asking again before a reply gives the same.
+        A second call before a reply gives the same ids.
 
         Raises:
             RenderError: The template refuses these messages.
-            ImageError: What the template writes for images is not what was shown.
-            BridgeError: Under `history: keep`, the tape cannot be continued.
+            ImageError: The template's image markers are not those of the messages' images.
+            BridgeError: `history: keep` is set, and the tape cannot be continued.
         """
-        if self._asked and self._heard == len(self.messages):
+        if self._asked and self._prompted == len(self.messages):
             return self._tapes[-1][0].ids
         if self._before is None:
             tape = self._tapes[-1][0].mark() if self._tapes else (0, 0, 0)
-            self._before = _Mark([*self._tapes], tape, self._trail.mark(), self._heard, self._pending, self._waiting)
-        new = self._views(self._heard)
-        kinds = bytes([self.form.kind(view) for view in new])
+            self._before = _Mark([*self._tapes], tape, self._trail.mark(), self._prompted, self._pending, self._waiting)
+        new = self._views(self._prompted)
+        kinds = bytes([self.form.views.kind(view) for view in new])
         if not self._tapes:
             self._begin("")
         elif self._asked:
-            self._begin("the prompt was changed before it was replied to")
+            self._begin("the prompt was changed before its reply came")
         else:
             self._go_on(new, kinds)
         self._pending, self._waiting = {}, 0
         for kind in kinds:
             self._trail.add(kind)
-        self._heard = len(self.messages)
+        self._prompted = len(self.messages)
         self._asked = True
         return self._tapes[-1][0].ids
 
     def take_back(self) -> None:
-        """Undo the newest `prompt()`, which gets no reply, or failed: the tape is as it was before."""
+        """Undo the newest `prompt()`, which got no reply or failed. The tape is as it was before."""
         before, self._before = self._before, None
         if before is None:
             return
@@ -211,17 +213,19 @@ class Conversation:
         if self._tapes:
             self._tapes[-1][0].cut(before.tape)
         self._trail.cut(before.trail)
-        self._heard, self._asked = before.heard, False
-        if self._pending is not before.pending:  # or it failed before it had taken them
+        self._prompted, self._asked = before.prompted, False
+        if self._pending is not before.pending:  # else it failed before it used them
             self._pending = before.pending | self._pending
             self._waiting += before.waiting
 
     def reply(self, generation: Generation, turn: int) -> Reply:
-        """Write down what was sampled from `prompt()`, and read it.
+        """Append what was sampled from `prompt()` to the tape, and parse it.
 
         Raises:
-            BackendError: It holds an id that is none (`bad_token`) or a log-probability that is none (`bad_logprob`).
-            ImageError: It holds a placeholder of images (`sampled_placeholder`).
+            BackendError: An id is not in the vocabulary (`bad_token`), or a log-probability is not finite (`bad_logprob`).
+            ImageError: It contains a placeholder of images (`sampled_placeholder`).
+            RenderError: The reader of replies failed.
+            ValueError: There was no call of `prompt()` since the last reply.
         """
         if not self._asked:
             raise ValueError("nothing was asked: call prompt() before reply()")
@@ -241,11 +245,11 @@ class Conversation:
             checked=True,
         )
         self._before = None
-        parsed = self.form.parse(ids, before=before, turn=turn, tools=self._tools or ())
-        said = None if self.form.is_plain(parsed) else self.form.decode(ids)
+        parsed = self.form.replies.parse(ids, before=before, turn=turn, tools=self._tools or ())
+        sampled = None if self.form.replies.is_plain(parsed) else self.form.decode(ids)
         last = int(ids[-1]) if end > start else None
         return self._replied(
-            parsed, TurnPlace(len(self._tapes) - 1, start, end), _End(last, parsed.thinking, said), ids
+            parsed, TurnPlace(len(self._tapes) - 1, start, end), _End(last, parsed.thinking, sampled), ids
         )
 
     @property
@@ -260,11 +264,11 @@ class Conversation:
 
     @property
     def images(self) -> list[ImagePart]:
-        """The images of everything said so far, in order."""
+        """The images of all messages so far, in order."""
         return [image for message in self.messages for image in message.images]
 
     def shown(self) -> tuple[list[ImagePart], list[tuple[int, int]]]:
-        """The images of `prompt()`, in order, and the tokens [start, end) that each stands at. Checked anew.
+        """The images of `prompt()`, in order, and the tokens [start, end) of each. They are checked again.
 
         Raises:
             ImageError: The prompt's placeholders are not those of its images (kind `image_mismatch`).
@@ -280,54 +284,53 @@ class Conversation:
 
     @property
     def pending(self) -> int:
-        """Characters of what was said since the last `prompt()`, which the next one tokenises."""
+        """Characters of the messages since the last `prompt()`, which the next one tokenises."""
         return self._waiting
 
     def branches(self) -> list[Branch]:
-        """One training row for each tape that was replied to (or the only one, where none was)."""
+        """One training row for each tape that has a reply (or the first tape, where none has)."""
         taken = [pair for pair in self._tapes if pair[0].has_turns] or self._tapes[:1]
         return [tape.branch(index, reason) for index, (tape, reason) in enumerate(taken)]
 
     # --- prompts ------------------------------------------------------------------------------------------
 
     def _say(self, message: Message) -> None:
-        view = self.form.view(
-            message, self._meant.get(len(self.messages), ())
-        )  # refuses what cannot be shown before it is said
+        # Raises for a message that cannot be shown before the conversation changes.
+        view = self.form.views.of(message, self._intended.get(len(self.messages), ()))
         self._pending[len(self.messages)] = view
         self._waiting += len(message.text)
         self.messages.append(message)
 
     def _views(self, start: int, end: int | None = None) -> list[View]:
-        """Messages from number `start` up to `end`, as the template is shown them."""
+        """Messages from number `start` up to `end`, as the template gets them."""
         views: list[View] = []
         for index in range(start, len(self.messages) if end is None else end):
             view = self._verbatim.get(index) or self._pending.get(index)
             if view is None:
-                view = self.form.view(self.messages[index], self._meant.get(index, ()))
+                view = self.form.views.of(self.messages[index], self._intended.get(index, ()))
             if self.form.alternates and views and views[-1]["role"] == view["role"] == "user":
                 view = {**view, "content": _joined(views.pop()["content"], view["content"])}
             views.append(view)
         return views
 
     def _go_on(self, new: list[View], kinds: bytes) -> None:
-        """Continue the tape after its newest reply, or begin another."""
+        """Continue the tape after its newest reply, or begin a new one."""
         keep = self.history == "keep"
-        found = self.form.bridge(
+        found = self.form.bridges.bridge(
             self._trail,
             self._newest,
             new,
             kinds=kinds,
             tools=self._tools,
             last=self._end.last,
-            said=self._end.said,
+            sampled=self._end.sampled,
             thinking=self._end.thinking,
             keep=keep,
-            conversation=lambda: self._views(0, self._heard),
+            conversation=lambda: self._views(0, self._prompted),
         )
         if not isinstance(found, str):
             tape = self._tapes[-1][0]
-            bridge, images = self._expanded(found.bridge, self._heard)
+            bridge, images = self._expanded(found.bridge, self._prompted)
             if found.closing:
                 tape.append("closing", found.closing)
             tape.append("bridge", bridge, images=images)
@@ -337,7 +340,7 @@ class Conversation:
             self._begin(found)
 
     def _begin(self, reason: str) -> None:
-        """Begin a tape with the whole conversation, unless that turns out to continue the current one."""
+        """Begin a tape with the whole conversation, unless its ids continue the current one."""
         render = self.form.render if self._tapes else self.form.render_opening
         ids, images = self._expanded(render(self._views(0), self._tools), 0)
         tape = self._tapes[-1][0] if self._tapes else None
@@ -357,7 +360,7 @@ class Conversation:
             self._tapes.append((fresh, reason))
 
     def _expanded(self, ids: Sequence[int] | IntVector, start: int) -> tuple[IntVector, list[Placed]]:
-        """Rendered ids with the images of messages number `start` on in place of their markers."""
+        """Rendered ids in which markers are replaced by the images of the messages from number `start` on."""
         if self.form.vision is None:
             return np.asarray(ids, np.int32), []
         digests = [image.image for message in self.messages[start:] for image in message.images]
@@ -366,7 +369,7 @@ class Conversation:
     # --- replies ------------------------------------------------------------------------------------------
 
     def check(self, generation: Generation) -> None:
-        """Refuse what no model may have sampled. The reply that was checked last is not checked again.
+        """Refuse a reply that the model cannot have sampled. The reply that was checked last is not checked again.
 
         Raises:
             BackendError, ImageError: As `reply` does.
@@ -388,15 +391,15 @@ class Conversation:
         self._checked = generation
 
     def _reply_in_text(self, tape: Tape, text: str, turn: int) -> Reply:
-        """A backend that answers in text alone: nothing counts as sampled, and its text stands on the tape unmasked."""
+        """The reply of a backend that gives text and no ids: nothing counts as sampled, and its text is on the tape with loss mask 0."""
         start, end = tape.append("generated", [], turn=turn, logprobs=[])
         self._before = None
         tape.append("bridge", self.form.encode(text))
-        parsed = self.form.parse_text(text, turn=turn, tools=self._tools or ())
-        end_ = _End(None, parsed.thinking, None if self.form.is_plain(parsed) else text)
+        parsed = self.form.replies.parse_text(text, turn=turn, tools=self._tools or ())
+        end_ = _End(None, parsed.thinking, None if self.form.replies.is_plain(parsed) else text)
         return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), end_)
 
-    def _replied(self, parsed: Parsed, place: TurnPlace, end: _End, ids: IntVector | None = None) -> Reply:
+    def _replied(self, parsed: ParsedReply, place: TurnPlace, end: _End, ids: IntVector | None = None) -> Reply:
         message = _make_message(
             role="assistant",
             content=parsed.content,
@@ -405,12 +408,12 @@ class Conversation:
             tool_call_id=None,
             name=None,
         )
-        view = self.form.reply_view(parsed, () if ids is None else ids)
-        if (parsed.attempts and not parsed.as_calls) or self.form.spells(view):
+        view = self.form.views.of_reply(parsed, () if ids is None else ids)
+        if (parsed.attempts and not parsed.as_calls) or self.form.views.spells_tokens(view):
             self._verbatim[len(self.messages)] = view
         self.messages.append(message)
-        self._trail.add(self.form.kind(view))
-        self._heard = len(self.messages)
+        self._trail.add(self.form.views.kind(view))
+        self._prompted = len(self.messages)
         self._places.append(place)
         self._newest = view
         self._end = end
@@ -419,7 +422,7 @@ class Conversation:
 
 
 def _joined(first: Any, second: Any) -> Any:
-    """Two contents of one message, a blank line between them."""
+    """Two contents of one message, with a blank line between them."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
     parts = [

@@ -1,61 +1,87 @@
-"""Known model families, through the library `renderers`: hand-written renderers that parse replies by token.
+"""Known model families, through the library `renderers`: renderers that parse replies by token. To add one: an entry of `FAMILIES`.
 
-Invariant: the library never renders for `auto`. There the chat template at hand renders every prompt, and a family only
-*reads* replies, once readers.py has proved that it reads what this template writes. A family that the spec names renders
-too, is taken at its word, and must itself hold what proof.py asks of a bridge.
+Invariant: for `auto`, the library never renders. The model's chat template renders every prompt, and a family only
+*reads* replies, once choosing.py has found that it reads what this template writes. A family that the spec names in
+`model.renderer` also renders. It is trusted with that, and its bridges must pass proof.py like a template's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from engine.errors import RenderError
 from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
+from engine.tokens.probing import reads_template
 from engine.tokens.proof import Extension, View
-from engine.tokens.readers import FamilyReader
+from engine.tokens.readers import FamilyReader, Harmony
 from engine.tokens.template import find_ends, stand_in_for
 from engine.tokens.tokenizer import FastTokenizer
-from engine.tokens.toolcalls import call_parser
+from engine.tokens.toolcalls import tool_call_format
 
 _QWEN, _GLM, _DEEPSEEK, _EOS = "<tool_response>", "[gMASK]", "<｜begin▁of▁sentence｜>", "〈|EOS|〉"
-MARKS = {
-    "qwen3": _QWEN,
-    "qwen3-vl": _QWEN,
-    "qwen3.5": _QWEN,
-    "qwen3.6": _QWEN,
-    "qwen3.8": _QWEN,
-    "prime-qwen3": _QWEN,
-    "nemotron-3": _QWEN,
-    "nemotron-3-ultra": _QWEN,
-    "nemotron-3.5": _QWEN,
-    "llama-3": "<|eom_id|>",
-    "gemma4": "<|turn>",
-    "gpt-oss": "<|channel|>",
-    "glm-4.5": _GLM,
-    "glm-5": _GLM,
-    "glm-5.1": _GLM,
-    "glm-5.3": _GLM,
-    "deepseek-v3": _DEEPSEEK,
-    "deepseek-r1": _DEEPSEEK,
-    "deepseek-v4": _DEEPSEEK,
-    "kimi-k2": "<|im_user|>",
-    "kimi-k2.5": "<|im_user|>",
-    "minimax-m2": "]~!b[",
-    "hy3": "<｜hy_begin_of_sentence:opensource｜>",
-    "inkling": "<|message_user|>",
-    "laguna-xs.2": _EOS,
-    "laguna-m.1": _EOS,
-    "laguna-xs-2.1": _EOS,
-    "laguna-s-2.1": _EOS,
+
+
+class Family(NamedTuple):
+    """What the engine knows of one family."""
+
+    mark: str
+    """A token that the family cannot do without. The library takes a second to import, and some families fetch a vocabulary,
+    so `auto` does not try the family on a tokenizer without it."""
+    make: Callable[[FastTokenizer], Any] | None = None
+    """Makes the object that parses replies; the library's renderer where left out."""
+
+
+FAMILIES = {
+    "qwen3": Family(_QWEN),
+    "qwen3-vl": Family(_QWEN),
+    "qwen3.5": Family(_QWEN),
+    "qwen3.6": Family(_QWEN),
+    "qwen3.8": Family(_QWEN),
+    "prime-qwen3": Family(_QWEN),
+    "nemotron-3": Family(_QWEN),
+    "nemotron-3-ultra": Family(_QWEN),
+    "nemotron-3.5": Family(_QWEN),
+    "llama-3": Family("<|eom_id|>"),
+    "gemma4": Family("<|turn>"),
+    "gpt-oss": Family("<|channel|>", make=Harmony),
+    "glm-4.5": Family(_GLM),
+    "glm-5": Family(_GLM),
+    "glm-5.1": Family(_GLM),
+    "glm-5.3": Family(_GLM),
+    "deepseek-v3": Family(_DEEPSEEK),
+    "deepseek-r1": Family(_DEEPSEEK),
+    "deepseek-v4": Family(_DEEPSEEK),
+    "kimi-k2": Family("<|im_user|>"),
+    "kimi-k2.5": Family("<|im_user|>"),
+    "minimax-m2": Family("]~!b["),
+    "hy3": Family("<｜hy_begin_of_sentence:opensource｜>"),
+    "inkling": Family("<|message_user|>"),
+    "laguna-xs.2": Family(_EOS),
+    "laguna-m.1": Family(_EOS),
+    "laguna-xs-2.1": Family(_EOS),
+    "laguna-s-2.1": Family(_EOS),
 }
-"""Families whose readers `auto` tries, each with a token that it cannot do without: the library takes a second to import,
-and some families fetch a vocabulary, so they are not even begun for other tokenizers. Only the proof decides."""
+"""Families whose readers `auto` tries, in this order. Only the test on the template decides (choosing.py)."""
+
+
+def make_reader(name: str, tokenizer: FastTokenizer, spec: ModelSpec, stops: frozenset[int]) -> FamilyReader:
+    """The reader of one family. Raises whatever the library raises for a tokenizer that is not the family's.
+
+    Args:
+        name: A key of `FAMILIES`.
+        tokenizer: The tokenizer.
+        spec: The spec's `model`.
+        stops: Ids that end a reply.
+    """
+    make = FAMILIES[name].make
+    library = make_renderer(name, tokenizer, spec) if make is None else make(tokenizer)
+    return FamilyReader(name, library, tokenizer, stops)
 
 
 def family_format(
@@ -64,7 +90,7 @@ def family_format(
     """The family that `model.renderer` names.
 
     Raises:
-        RenderError: It does not exist, or does not fit the tokenizer or `template_kwargs`.
+        RenderError: The family does not exist, or does not fit the tokenizer or `template_kwargs`.
     """
     known = sorted(set(_registry()) - {"default"})
     if spec.renderer not in known:
@@ -93,14 +119,14 @@ class FamilyFormat(ChatFormat):
         self.stop_token_ids = list(self._renderer.get_stop_token_ids())
         self.reader = FamilyReader(name, self._renderer, tokenizer, self.stop_set)
         self.reads_calls = True
-        self._look()
+        self._find_abilities()
         self._close = find_ends(self).close
         if spec.tool_calls != "auto":
-            self.parser = call_parser(spec.tool_calls, base)
-            self.reads_calls = self._writes_calls_as(self.parser)
+            self.call_format = tool_call_format(spec.tool_calls, base)
+            self.reads_calls = reads_template(self, self.call_format)
 
     def render_views(self, views: Sequence[View], tools: list[View] | None) -> list[int]:
-        """See `ChatFormat.render`."""
+        """See `ChatFormat.render_views`."""
         try:
             return list(self._renderer.render_ids(_shown(views), tools=tools, add_generation_prompt=True))
         except Exception as error:
@@ -145,10 +171,10 @@ def make_renderer(name: str, tokenizer: FastTokenizer, spec: ModelSpec) -> Any:
 
 
 class _OnePlaceholder:
-    """Stands where a family's renderer expects a processor: every image is one placeholder.
+    """Takes the place of a family's image processor: every image is one placeholder.
 
-    The renderer then writes an image as the chat template does, with one marker, which the model's own processor
-    expands later (see vision.py): it is neither asked twice, nor is a size worked out in two places.
+    The renderer then writes an image as the chat template does, with one marker. The model's own processor expands the
+    marker later (see vision.py), so it runs once per image, and sizes are computed in one place.
     """
 
     merge_size = 1
@@ -165,7 +191,7 @@ class _OnePlaceholder:
 
 @cache
 def _blank() -> Any:
-    """What the renderer is shown for every image."""
+    """The image that the renderer gets for every image part."""
     from PIL import Image
 
     return Image.new("RGB", (1, 1))

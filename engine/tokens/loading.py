@@ -7,19 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import RenderError
+from engine.fast.plain_tokenizer import read_plain
 from engine.schemas.model import ModelSpec
+from engine.tokens.chat_template import ChatTemplate
+from engine.tokens.choosing import choose_reader
 from engine.tokens.families import family_format
 from engine.tokens.format import ChatFormat
-from engine.tokens.plain import read_plain
-from engine.tokens.reading import choose_reader
 from engine.tokens.template import TemplateFormat
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.vision import load_vision
 from engine.tokens.vision_families import FAMILIES
 
 
-def load(model: ModelSpec, base: Path) -> ChatFormat:
-    """See `engine.tokens.format.load_format`."""
+def load_format(model: ModelSpec, base: Path) -> ChatFormat:
+    """The chat format that a spec's `model` asks for. Loads the tokenizer, once; no weights.
+
+    Args:
+        model: The spec's `model`.
+        base: The folder that relative paths are under.
+
+    Raises:
+        RenderError: There is no tokenizer, no chat template, no such family or no such tool-call format.
+        EntryError: `model.tool_calls` names a class that cannot be imported.
+        ModelError: The model's files are not there and cannot be fetched.
+    """
     folder = _folder(model.path, model.revision, base)
     source = folder if model.tokenizer is None else _folder(model.tokenizer, None, base)
     tokenizer = _load_tokenizer(source, model, base)
@@ -34,17 +45,28 @@ def load(model: ModelSpec, base: Path) -> ChatFormat:
     vision = load_vision(folder, config, fast, model)
     found: ChatFormat
     if model.renderer in ("auto", "template"):
-        found = TemplateFormat(fast, model, vocab_size=size, context=context, eos=eos)
+        template = _load_template(fast, model)
+        found = TemplateFormat(fast, template, model, vocab_size=size, context=context, eos=eos)
         choose_reader(found, model, base)
     else:
         found = family_format(fast, model, base, vocab_size=size, context=context)
     found.vision = vision
     if vision is None and config.get("vision_config"):
-        found.blind = (
+        found.no_vision_fix = (
             f"images of `{config.get('model_type')}` models are not supported: take one of {', '.join(FAMILIES)}, or show "
             "this model text alone"
         )
     return found
+
+
+def _load_template(tokenizer: FastTokenizer, model: ModelSpec) -> ChatTemplate:
+    full = tokenizer.full
+    if not full.chat_template:
+        raise RenderError(
+            f"the tokenizer of {model.path!r} has no chat template; name a Jinja file in model.chat_template"
+        )
+    source, with_tools = full.get_chat_template(None), full.get_chat_template(None, tools=[{}])
+    return ChatTemplate(source or with_tools, {**full.special_tokens_map, **model.template_kwargs}, with_tools)
 
 
 def _folder(path: str, revision: str | None, base: Path) -> Path:

@@ -1,7 +1,7 @@
-"""Replies read by token, by the parser that the library `renderers` has for a family.
+"""Replies parsed by token, by the parser that the library `renderers` has for a family.
 
-Invariant: every attempt at a call is kept, read or malformed, and a reader reports no reasoning where the template at hand
-shows none: there a reply's thoughts are part of its content, so that no prompt loses them.
+Invariant: every attempt at a call is kept, read or malformed. Where the template shows no reasoning, a reader reports none:
+a reply's reasoning is then part of its content, so that no prompt loses it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import RenderError
+from engine.fast.qwen_replies import QwenReply, qwen_reader
 from engine.made import maker
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.arguments import restored
-from engine.tokens.hermes import Read, hermes_of
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import FastTokenizer
-from engine.tokens.toolcalls import Unreadable, as_arguments, checked_call
+from engine.tokens.toolcalls import UnreadableCall
+from engine.tokens.toolcalls.base import as_arguments, checked_call
+from engine.tokens.toolcalls.hermes import HERMES_FORM
 
 if TYPE_CHECKING:
     from engine.tokens.proof import View
@@ -31,10 +33,10 @@ _PROBLEMS = {
 }
 
 
-class Found:
-    """What a family's parser found in one reply."""
+class TokenParse:
+    """The parts of one reply, as a family's parser found them."""
 
-    __slots__ = ("after", "attempts", "content", "open", "reasoning", "thinking", "whole")
+    __slots__ = ("after", "attempts", "calls_end_it", "content", "reasoning", "thinking", "whole")
 
     def __init__(self, content: str, reasoning: str | None, attempts: list[ToolCall | MalformedCall]) -> None:
         self.content = content
@@ -43,20 +45,22 @@ class Found:
         self.thinking = False
         """It ended inside its reasoning."""
         self.whole = False
-        """`content` is all that was said."""
-        self.open = True
-        """Nothing was said between the calls or after them."""
+        """`content` is the whole reply."""
+        self.calls_end_it = True
+        """There is no text between the calls or after them."""
         self.after = ""
-        """What was said after the reasoning, calls included. Only set where there are calls."""
+        """The text after the reasoning, calls included. Only set where there are calls."""
 
 
 class Harmony:
-    """The library's parser of gpt-oss replies, without the vocabulary file that the family's renderer fetches.
+    """The library's parser of gpt-oss replies, without the vocabulary file that the family's renderer downloads.
 
     Raises:
         KeyError: The tokenizer lacks one of the tokens.
     """
 
+    has_reasoning_channel = True
+    """Replies have reasoning in a channel of its own, whether or not the template shows it."""
     _TOKENS = ("return", "call", "start", "end", "channel", "message", "constrain")
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
@@ -65,11 +69,11 @@ class Harmony:
         self._opening = tokenizer.encode("<|start|>assistant")
 
     def get_stop_token_ids(self) -> list[int]:
-        """As a renderer's."""
+        """See the library's `Renderer.get_stop_token_ids`."""
         return [self._ids[name] for name in ("return_id", "call_id", "end_id")]
 
     def parse_response(self, ids: list[int], **_: Any) -> Any:
-        """As a renderer's: the prompt has begun the first message."""
+        """See the library's `Renderer.parse_response`. The prompt has begun the first message."""
         from renderers.parsing import parse_gpt_oss
 
         read = parse_gpt_oss(self._tokenizer, [*self._opening, *ids], **self._ids)
@@ -92,32 +96,37 @@ class FamilyReader:
 
     def __init__(self, name: str, library: Any, tokenizer: FastTokenizer, stops: frozenset[int]) -> None:
         self.name = name
+        self.has_reasoning_channel: bool = getattr(library, "has_reasoning_channel", False)
+        """Replies have reasoning in a channel of its own, whether or not the template shows it."""
         self._library = library
         self._decode = tokenizer.decode
         self._stops = stops
         self._special = {id_ for text, id_ in tokenizer.added.items() if text != "</think>"}
         self._foreign = stops - set(library.get_stop_token_ids())
-        """Tokens that end replies, which the library does not know as such."""
-        self._hermes = hermes_of(library, tokenizer)
+        """Tokens that end replies and that the library does not know as such."""
+        self._qwen = qwen_reader(library, tokenizer)
 
-    def read(self, ids: IntVector, before: IntVector, prefix: str, tools: Sequence[View], reasons: bool) -> Found:
-        """Read a reply.
+    def read(self, ids: IntVector, before: IntVector, prefix: str, tools: Sequence[View], reasons: bool) -> TokenParse:
+        """Parse a reply.
 
         Args:
-            ids: Its sampled ids, the one that ended it included.
-            before: The ids that it was sampled from; the last few are enough.
+            ids: Its sampled ids, the one that ended it included; int32 [tokens].
+            before: The ids that it was sampled from, int32 [tokens]; the last few are enough.
             prefix: What the ids of its calls begin with.
             tools: The tools' schemas.
             reasons: The template shows reasoning; else it is left in the content.
+
+        Raises:
+            RenderError: The library's parser failed.
         """
         if len(ids) and int(ids[-1]) in self._foreign:
             ids = ids[:-1]
         read = self._read(ids, before.tolist(), tools)
         attempts = [_attempt(call, f"{prefix}_{index}", tools) for index, call in enumerate(read.tool_calls)]
-        found = Found(read.content, read.reasoning_content, attempts)
+        found = TokenParse(read.content, read.reasoning_content, attempts)
         if read.reasoning_complete is False:
             found.thinking, found.reasoning = True, (found.reasoning or "").strip("\n")
-        if not attempts and type(read) is Read:
+        if not attempts and type(read) is QwenReply:
             found.whole = True
             return found
         said: list[int] = ids.tolist()
@@ -132,14 +141,14 @@ class FamilyReader:
                 found.content = self._decode(self._without_markers(said[: spans[0][0]])).strip()
             found.reasoning, found.thinking = None, False
         if attempts:
-            found.open = not self._said_more(said, spans)
+            found.calls_end_it = not self._said_more(said, spans)
             found.after = text if found.reasoning is None else _after_reasoning(text, found.content, read.tool_calls)
         found.whole = not attempts and found.reasoning is None and found.content.strip() == text.strip()
         return found
 
-    def _read(self, ids: IntVector, before: list[int], tools: Sequence[View]) -> Read | Any:
-        """A reply as the library reads it."""
-        found = self._hermes.read(ids, before) if self._hermes is not None else None
+    def _read(self, ids: IntVector, before: list[int], tools: Sequence[View]) -> QwenReply | Any:
+        """A reply as the library parses it."""
+        found = self._qwen.read(ids, before) if self._qwen is not None else None
         if found is not None:
             return found
         try:
@@ -148,13 +157,13 @@ class FamilyReader:
             raise RenderError(f"the renderer {self.name!r} cannot read a reply: {error}") from error
 
     def _without_markers(self, ids: list[int]) -> list[int]:
-        """Without the markers at their end that begin a section of calls."""
+        """The ids without the markers at their end that begin a section of calls."""
         while ids and ids[-1] in self._special:
             ids.pop()
         return ids
 
     def _said_more(self, said: list[int], spans: list[Any]) -> bool:
-        """Whether there is text between or behind the calls, which the parser leaves out."""
+        """Whether there is text between or after the calls, which the parser leaves out."""
         if None in spans:
             return False
         after = spans[0][1]
@@ -166,7 +175,7 @@ class FamilyReader:
 
 
 def _after_reasoning(text: str, content: str, calls: list[Any]) -> str:
-    """What was written behind the reasoning, calls included."""
+    """The text after the reasoning, calls included."""
     _, closing, body = text.partition("</think>")
     if closing:
         return body.lstrip("\n")
@@ -184,7 +193,7 @@ def _attempt(call: Any, id_: str, tools: Sequence[View]) -> ToolCall | Malformed
         if not isinstance(call.name, str | None):
             status = "missing_name"
         if status in ("ok", "unknown_tool") and call.name:
-            return checked_call(_make_call, id_, call.name, as_arguments(arguments or {}))
-    except Unreadable as problem:
+            return checked_call(_make_call, id_, call.name, as_arguments(arguments or {}, HERMES_FORM))
+    except UnreadableCall as problem:
         return MalformedCall(raw=call.raw, problem=str(problem))
     return MalformedCall(raw=call.raw, problem=_PROBLEMS.get(status, f"It could not be read ({status})."))

@@ -14,43 +14,16 @@ from typing import Any
 import numpy as np
 
 from engine.errors import RenderError
-from engine.tokens.ascii import ascii_encoder
+from engine.fast.ascii import ascii_encoder
+from engine.fast.byte_level import BYTE_CHARACTERS, ByteDecoder
+from engine.fast.plain_tokenizer import PlainTokenizer
 from engine.tokens.literal import MARK, LiteralEncoder, Quoting
-from engine.tokens.plain import PlainTokenizer
 
 _SHORT = 32
 """Longest text, in characters, whose ids are remembered: the wrappers that templates repeat."""
 _REMEMBERED = 4096
 _LONG = 1 << 16
 """Characters from which a text is encoded without its offsets, and without holding up other threads."""
-
-
-def _byte_characters() -> dict[str, int]:
-    """Character -> byte, as byte-level vocabularies write bytes: printable ones as themselves, the others from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
-
-
-class _Pieces(dict[int, bytes]):
-    """Id -> the bytes that a byte-level decoder makes of it, filled as ids are met."""
-
-    _BYTES = _byte_characters()
-
-    def __init__(self, backend: Any) -> None:
-        self._token = backend.id_to_token
-
-    def __missing__(self, id_: int) -> bytes:
-        token = self._token(id_)
-        if token is None:  # beyond the vocabulary: decoders leave it out
-            piece = b""
-        else:
-            try:
-                piece = bytes([self._BYTES[character] for character in token])
-            except KeyError:  # an added token, which is text as it stands
-                piece = token.encode()
-        self[id_] = piece
-        return piece
 
 
 class FastTokenizer:
@@ -66,16 +39,15 @@ class FastTokenizer:
         self._vocab: dict[str, int] = tokenizer.get_vocab()
         self._memory: dict[str, list[int]] = {}
         self._borders: dict[str, bool] = {}
-        # Such a decoder joins the bytes of its tokens and reads them as UTF-8: looked up here, at a quarter of the cost.
         byte_level = type(getattr(self._backend, "decoder", None)).__name__ == "ByteLevel"
-        self._pieces = _Pieces(self._backend) if byte_level else None
+        self._bytes = ByteDecoder(self._backend) if byte_level else None
         self.name_or_path: str = getattr(tokenizer, "name_or_path", "")
         self.unk_token_id: int | None = tokenizer.unk_token_id
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.added: dict[str, int] = {str(token): id_ for id_, token in tokenizer.added_tokens_decoder.items()}
         """Special and added tokens, text -> id: text is cut at them before it is tokenised."""
         self._added_ids = frozenset(self.added.values())
-        characters = {byte: character for character, byte in _Pieces._BYTES.items()}
+        characters = {byte: character for character, byte in BYTE_CHARACTERS.items()}
         self._ascii = None if self._backend is None else ascii_encoder(self._backend, self.added, characters)
 
     @property
@@ -158,8 +130,8 @@ class FastTokenizer:
         if isinstance(ids, int):
             ids = [ids]
         plain = ids.tolist() if isinstance(ids, np.ndarray) else ids
-        if self._pieces is not None:
-            return b"".join(map(self._pieces.__getitem__, plain)).decode("utf-8", "replace")
+        if self._bytes is not None:
+            return self._bytes.decode(plain)
         plain = list(plain)
         if self._backend is not None:
             text: str = self._backend.decode(plain, skip_special_tokens=False)

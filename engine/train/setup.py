@@ -9,7 +9,7 @@ from engine.errors import TrainError
 from engine.schemas.generation import SamplingParams
 from engine.schemas.tasks import TasksSpec
 from engine.tokens.catalogue import resolve_model
-from engine.tokens.format import load_format
+from engine.tokens.loading import load_format
 from engine.train.learner import Learner
 from engine.train.policy import Policy
 

@@ -28,7 +28,7 @@ from engine.runner.run import Runner
 from engine.runner.stats import label
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
-from engine.tokens.format import load_format
+from engine.tokens.loading import load_format
 from engine.train import folder as folders
 from engine.train.batches import Batch, RowBuilder
 from engine.train.checkpoint import Checkpoints, State

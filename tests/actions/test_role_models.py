@@ -15,7 +15,7 @@ from engine.errors import WorldError
 from engine.schemas.message import Message
 from engine.schemas.script import Script
 from engine.spec.load import LoadedSpec, load_spec
-from engine.tokens.format import load_format
+from engine.tokens.loading import load_format
 
 PROMPT = [{"role": "user", "content": "{{reply}}"}]
 

@@ -526,7 +526,7 @@ machine: single_turn
 async def test_a_spec_opens_it(tmp_path: Path, tiny_model_dir: Path) -> None:
     from engine.backends.base import open_backend
     from engine.spec.load import load_spec
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     (tmp_path / "model").symlink_to(tiny_model_dir)
     (tmp_path / "spec.yaml").write_text(SPEC)

@@ -18,7 +18,8 @@ from engine.schemas.backend import OpenAIBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat, load_format
+from engine.tokens.format import ChatFormat
+from engine.tokens.loading import load_format
 
 TOOL = {
     "type": "function",
@@ -167,7 +168,7 @@ async def test_tool_calls_come_back_as_the_spec_s_model_writes_them(chat_format:
         server.replies.append(completion(made, "tool_calls"))
         text = (await backend.generate(request(tools=[TOOL]))).text
     assert text is not None
-    parsed = chat_format.parse_text(text, turn=0, tools=[TOOL])
+    parsed = chat_format.replies.parse_text(text, turn=0, tools=[TOOL])
     assert [(c.name, c.arguments) for c in parsed.attempts if isinstance(c, ToolCall)] == [
         ("add", {"a": 1}),
         ("add", {}),

@@ -23,7 +23,8 @@ from engine.schemas.backend import OpenAIBackendSpec, SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat, load_format
+from engine.tokens.format import ChatFormat
+from engine.tokens.loading import load_format
 
 KINDS = ["sglang", "openai"]
 MESSAGES = [Message(role="user", content="hi")]

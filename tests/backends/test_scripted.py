@@ -16,7 +16,8 @@ from engine.schemas.message import ToolCall
 from engine.schemas.model import ModelSpec
 from engine.schemas.script import Script
 from engine.spec.load import load_spec
-from engine.tokens.format import ChatFormat, load_format
+from engine.tokens.format import ChatFormat
+from engine.tokens.loading import load_format
 
 SPEC = """
 spec: episode/v1
@@ -116,7 +117,7 @@ async def test_calls_are_written_as_the_format_reads_them(tiny_tokenizer_dir: Pa
     await backend.start()
     ids = (await backend.generate(ask())).output_ids
     assert int(ids[-1]) == 2
-    parsed = form.parse(ids, before=ids[:0], turn=0, tools=[])
+    parsed = form.replies.parse(ids, before=ids[:0], turn=0, tools=[])
     assert parsed.content == "Let me see."
     assert [
         {"name": attempt.name, "arguments": attempt.arguments}

@@ -16,7 +16,8 @@ from engine.errors import BackendError, ContextOverflow
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, SamplingParams, VersionSpan
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat, load_format
+from engine.tokens.format import ChatFormat
+from engine.tokens.loading import load_format
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,8 @@ from engine.backends.sglang.connection import HELD, MAX_INTERIM, HttpFailure, Ma
 from engine.backends.sglang.http import HttpClient
 from engine.errors import BackendError
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat, load_format
+from engine.tokens.format import ChatFormat
+from engine.tokens.loading import load_format
 
 
 @pytest.fixture(scope="module")

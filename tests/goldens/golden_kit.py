@@ -45,7 +45,7 @@ async def rows_of(name: str, folder: Path) -> list[dict[str, Any]]:
     from engine.spec.tasks import load_tasks
     from engine.store import RunHeader, RunStore
     from engine.store.export import export_rows
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     loaded = load_spec(written_spec(name, folder))
     form = load_format(loaded.spec.model, loaded.base)

@@ -19,7 +19,7 @@ from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore, find_run
-from engine.tokens.format import load_format
+from engine.tokens.loading import load_format
 
 HERE = Path(__file__).parent
 SECONDS = 10

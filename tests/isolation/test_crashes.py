@@ -87,11 +87,10 @@ def test_an_episode_that_kills_the_engine_by_itself_is_given_up(
 ) -> None:
     """A parser of tool calls runs in the engine's process, and no worker holds it."""
     parser = (
-        "import os\nfrom engine.tokens.toolcalls import call_parser\n\n\nclass Killer:\n"
+        "import os\nfrom engine.tokens.toolcalls import HermesFormat\n\n\nclass Killer(HermesFormat):\n"
         "    def parse(self, text, tools, prefix):\n"
         "        if 'done' in text:\n            os._exit(9)\n"
-        "        return call_parser('hermes').parse(text, tools, prefix)\n\n"
-        "    def __getattr__(self, name):\n        return getattr(call_parser('hermes'), name)\n"
+        "        return super().parse(text, tools, prefix)\n"
     )
     (tmp_path / "killer.py").write_text(parser)
     rows = [{"id": "a"}]

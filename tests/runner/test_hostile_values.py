@@ -30,7 +30,7 @@ from engine.store import RunHeader, RunStore
 from engine.store.export import export_rows, write_jsonl
 from engine.store.parquet import write_parquet
 from engine.terminal import visible
-from engine.tokens.format import load_format
+from engine.tokens.loading import load_format
 
 NO_SHRINKING = (Phase.explicit, Phase.generate)
 """An example is many episodes: a failure names its own, and takes minutes to shrink."""

@@ -25,7 +25,7 @@ from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.store.export import export_rows
-from engine.tokens.format import load_format
+from engine.tokens.loading import load_format
 
 HERE = Path(__file__).parent
 STOPS = list(range(300, 400))

@@ -17,7 +17,8 @@ from engine.schemas.backend import LocalBackendSpec, OpenAIBackendSpec, SGLangBa
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat, load_format
+from engine.tokens.format import ChatFormat
+from engine.tokens.loading import load_format
 
 GREEDY = SamplingParams(temperature=0.0)
 Running = Any

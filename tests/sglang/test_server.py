@@ -17,7 +17,8 @@ from engine.errors import BackendError, ContextOverflow
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat, load_format
+from engine.tokens.format import ChatFormat
+from engine.tokens.loading import load_format
 
 Running = Any
 HOT = SamplingParams(temperature=1.0, ignore_eos=True)

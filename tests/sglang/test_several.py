@@ -19,7 +19,8 @@ from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat, load_format
+from engine.tokens.format import ChatFormat
+from engine.tokens.loading import load_format
 
 pytestmark = pytest.mark.slow
 HOT = SamplingParams(temperature=1.0, ignore_eos=True)

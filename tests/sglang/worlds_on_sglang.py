@@ -8,17 +8,21 @@ from typing import Any
 from engine.schemas.environment import EpisodeView, UserTurn
 from engine.schemas.message import ToolCall
 from engine.schemas.reward import RewardEvent
-from engine.tokens.toolcalls import ReadCalls
+from engine.tokens.toolcalls import Call, ParsedCalls, ToolCallFormat
 
 
-class OddsAreCalls:
+class OddsAreCalls(ToolCallFormat):
     """A reply of an odd number of characters calls the tool."""
 
-    def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ReadCalls:
-        """See `CallParser.parse`."""
+    def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ParsedCalls:
+        """See `ToolCallFormat.parse`."""
         if len(text) % 2 == 0:
-            return ReadCalls(text, [])
-        return ReadCalls(text, [ToolCall(id=f"{prefix}_0", name="measure", arguments={"text": text})])
+            return ParsedCalls(text, [])
+        return ParsedCalls(text, [ToolCall(id=f"{prefix}_0", name="measure", arguments={"text": text})])
+
+    def write(self, text: str, calls: Sequence[Call]) -> str:
+        """See `ToolCallFormat.write`."""
+        return text if len(text) % 2 else f"{text}."
 
 
 async def measure(text: str) -> str:

@@ -20,9 +20,10 @@ from engine.errors import EngineError, RenderError
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import Message, ToolCall
 from engine.schemas.model import ModelSpec
+from engine.tokens.choosing import ARGUMENTS, AWKWARD, TOOL, written
 from engine.tokens.conversation import Conversation
-from engine.tokens.format import ChatFormat, load_format
-from engine.tokens.reading import ARGUMENTS, AWKWARD, TOOL, written
+from engine.tokens.format import ChatFormat
+from engine.tokens.loading import load_format
 from engine.tokens.tape import Tape
 
 SHIPPED = Path(__file__).parents[1] / "data" / "templates"

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RenderError
+from engine.fast.wrapper import make_wrapper
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import load_format
+from engine.tokens.loading import load_format
 from engine.tokens.proof import (
     ASSISTANT,
     BLANK,
@@ -24,13 +25,13 @@ from engine.tokens.proof import (
     SYSTEM,
     TOOL,
     USER,
+    Extension,
     Trail,
     View,
     kind_of,
     prove,
 )
 from engine.tokens.template import TemplateFormat
-from engine.tokens.wrapper import make_wrapper
 
 Formats = Callable[..., TemplateFormat]
 
@@ -94,7 +95,7 @@ def test_a_wrapper_gives_what_the_template_gives(formats: Formats, template: str
     role = "user" if template == "alternating" else "tool"
     new: list[View] = [{"role": role, "content": text} for text in contents[: 1 if template == "alternating" else 3]]
     reply: View = {"role": "assistant", "content": "42"}
-    assert form._extension(reply, new, None) == form.extension(reply, new, None)
+    assert form.bridges.extension(reply, new, None) == form.extension(reply, new, None)
 
 
 def test_wrappers_are_made_only_of_what_is_copied(formats: Formats, tmp_path: Path) -> None:
@@ -166,5 +167,5 @@ def test_a_wrapper_keeps_as_ids_what_lies_beyond_added_tokens(formats: Formats, 
     new = [{"role": "user", "content": content} for content in contents]
     made = make_wrapper(form, reply, new, None)
     assert made is not None
-    assert made.extension(form, contents) == form.extension(reply, new, None)
+    assert Extension(*made.ids(form, contents)) == form.extension(reply, new, None)
     assert bool(made.head and made.tail) == bool(contents)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.arguments import restored
+from engine.tokens.choosing import TOOL, written
 from engine.tokens.format import ChatFormat
-from engine.tokens.reading import TOOL, written
-from engine.tokens.toolcalls import PythonicParser, Unreadable
+from engine.tokens.toolcalls import PythonicFormat, UnreadableCall
 
 READ = ("qwen3_5_think", "glm4moe", "llama3_2", "lfm2_v2", "lfm2_2_5")
 
@@ -61,7 +61,7 @@ def test_what_the_template_writes_is_read_back_or_malformed(
         return
     before, text = shown
     ids = np.array([*form.encode(text), form.stop_token_ids[0]], np.int32)
-    found = form.parse(ids, before=np.array(form.encode(before), np.int32), turn=0, tools=[TOOL]).attempts
+    found = form.replies.parse(ids, before=np.array(form.encode(before), np.int32), turn=0, tools=[TOOL]).attempts
     if MalformedCall not in map(type, found):
         read = [(call.name, call.arguments) for call in found if isinstance(call, ToolCall)]
         assert json.dumps(read, sort_keys=True) == json.dumps([("probe_tool", arguments)], sort_keys=True), text
@@ -99,21 +99,21 @@ def test_none_without_quotes_is_no_value() -> None:
     assert restored("t", read, raw, []) == ({"a": {"k": None}, "b": [None, 1], "c": "x"}, True)
     quoted = 'call:t{a:<|"|>None<|"|>}'
     assert restored("t", {"a": "None"}, quoted, []) == ({"a": "None"}, True)
-    with pytest.raises(Unreadable, match="None both as a text and as no value"):
+    with pytest.raises(UnreadableCall, match="None both as a text and as no value"):
         restored("t", {"a": "None", "b": "None"}, 'call:t{a:<|"|>None<|"|>,b:None}', [])
 
 
 def test_a_backslash_is_malformed_where_the_template_escapes_nothing() -> None:
     text = "<|tool_call_start|>[t(x='a\\n')]<|tool_call_end|>"
-    [read] = PythonicParser().parse(text, [], "call").attempts
+    [read] = PythonicFormat().parse(text, [], "call").attempts
     assert isinstance(read, ToolCall)
     assert read.arguments == {"x": "a\n"}
-    [refused] = PythonicParser(escapes=False).parse(text, [], "call").attempts
+    [refused] = PythonicFormat(escapes=False).parse(text, [], "call").attempts
     assert isinstance(refused, MalformedCall)
 
 
 @pytest.mark.parametrize(("name", "escapes"), [("lfm2_v2", True), ("lfm2_2_5", False)])
 def test_auto_knows_whether_the_template_escapes_text(formats: dict[str, ChatFormat], name: str, escapes: bool) -> None:
-    parser = formats[name].parser
-    assert isinstance(parser, PythonicParser)
+    parser = formats[name].call_format
+    assert isinstance(parser, PythonicFormat)
     assert parser._escapes is escapes

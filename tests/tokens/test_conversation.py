@@ -15,6 +15,7 @@ from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
+from engine.tokens.probing import rewritten_part
 
 Formats = Callable[..., ChatFormat]
 
@@ -461,7 +462,7 @@ def test_a_token_that_ends_no_reply_is_text(formats: Formats) -> None:
 
 def test_the_small_models_template_is_bridged_with_its_default_system_message(formats: Formats) -> None:
     form = formats("plain")
-    assert (form.name, form.knows_tools, form.rewrites_history) == ("template", False, False)
+    assert (form.name, form.knows_tools, rewritten_part(form.text)) == ("template", False, None)
     conversation = Conversation(form, TOOLS)
     conversation.open([user("What is 3 * 4?")])
     conversation.prompt()

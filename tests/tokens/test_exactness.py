@@ -15,10 +15,10 @@ from exactness import SCENARIOS, Player, Said, aligned, all_cases, cases, load_c
 
 from engine.errors import RenderError
 from engine.schemas.message import Message
+from engine.tokens.choosing import TOOL
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
 from engine.tokens.proof import remainder
-from engine.tokens.reading import TOOL
 
 Load = Callable[[str], ChatFormat]
 ASKED = [Message(role="user", content="How warm is it?")]

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from engine.errors import RenderError
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.schemas.model import ModelSpec
+from engine.tokens.choosing import TOOL
 from engine.tokens.conversation import Conversation
 from engine.tokens.families import FamilyFormat
-from engine.tokens.format import ChatFormat, load_format
-from engine.tokens.reading import TOOL
+from engine.tokens.format import ChatFormat
+from engine.tokens.loading import load_format
+from engine.tokens.probing import rewritten_part
 from engine.tokens.template import TemplateFormat
 
 Formats = Callable[..., ChatFormat]
@@ -83,7 +85,7 @@ def test_auto_reads_by_a_family_that_is_proved_to_read_this_template(formats: Fo
         True,
         True,
     )
-    assert (form.calls_shown, form.rewrites_history, form.vocab_size) == (2, True, 448)
+    assert (form.calls_shown, rewritten_part(form.text), form.vocab_size) == (2, "reasoning", 448)
 
 
 def test_auto_renders_by_the_template_and_nothing_else(tmp_path: Path) -> None:
@@ -98,7 +100,7 @@ def test_auto_takes_no_reader_on_likeness(tmp_path: Path) -> None:
     """The family's tokens and tags, but arguments in another place: nothing reads these calls, and tools are refused."""
     other = THINKING.replace('"arguments": ', '"given": ')
     form = load_format(ModelSpec(path=str(make_tokenizer(tmp_path, other))), Path())
-    assert (form.reader, form.parser) == (None, None)
+    assert (form.reader, form.call_format) == (None, None)
     with pytest.raises(RenderError, match=r"no reader reads the calls.*set model\.tool_calls: hermes or plain"):
         Conversation(form, [TOOL])
     Conversation(form, [])
@@ -137,7 +139,7 @@ def test_an_extension_is_the_end_of_what_the_family_renders(
         whole = form.render_views(
             [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "42"}, *views], None
         )
-        found = form._extension({"role": "assistant", "content": "42"}, views, None)
+        found = form.bridges.extension({"role": "assistant", "content": "42"}, views, None)
     except RenderError:
         return
     if found is not None:
@@ -149,7 +151,7 @@ def parse(form: ChatFormat, text: str, prompt: str = "<|im_start|>assistant\n") 
     import numpy as np
 
     ids, before = np.array(form.encode(text), np.int32), np.array(form.encode(prompt), np.int32)
-    return form.parse(ids, before=before, turn=2, tools=[])
+    return form.replies.parse(ids, before=before, turn=2, tools=[])
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -192,7 +194,7 @@ def test_words_behind_a_call_are_not_lost_to_a_branch(formats: Formats) -> None:
     text = f"{CALL}\nThat is all.<|im_end|>"
     found = parse(form, text)
     assert not found.as_calls
-    assert form.reply_view(found, form.encode(text))["content"] == f"{CALL}\nThat is all."
+    assert form.views.of_reply(found, form.encode(text))["content"] == f"{CALL}\nThat is all."
 
 
 def test_reasoning_that_the_prompt_opened_is_reasoning(formats: Formats) -> None:

@@ -11,7 +11,7 @@ import pytest
 from engine.errors import RenderError
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import load_format
+from engine.tokens.loading import load_format
 
 
 def test_sizes_and_stop_tokens_come_from_the_models_files(tmp_path: Path, tokenizer_dirs: dict[str, Path]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.errors import RenderError
 from engine.schemas.message import MalformedCall, ToolCall
-from engine.tokens.toolcalls import call_parser
+from engine.tokens.toolcalls import tool_call_format
 
 
 def schema(name: str, **types: str) -> dict[str, Any]:
@@ -25,7 +25,7 @@ TOOLS = [
     schema("now"),
     schema("double", x="integer"),
 ]
-PLAIN, HERMES = call_parser("plain"), call_parser("hermes")
+PLAIN, HERMES = tool_call_format("plain"), tool_call_format("hermes")
 
 
 def plain(body: str) -> Any:
@@ -174,26 +174,40 @@ def test_content_is_what_stands_around_the_calls() -> None:
     assert HERMES.parse("nothing here ", TOOLS, "c").content == "nothing here "
 
 
-def test_a_parser_of_your_own_is_named_by_entry_point(tmp_path: Path) -> None:
+def test_a_format_of_your_own_is_named_by_entry_point(tmp_path: Path) -> None:
     (tmp_path / "shouting_calls.py").write_text(
-        "from engine.tokens.toolcalls import ReadCalls\n"
+        "from engine.tokens.toolcalls import ParsedCalls, ToolCallFormat\n"
         "from engine.schemas.message import ToolCall\n"
-        "class Shout:\n"
+        "class Shout(ToolCallFormat):\n"
         "    def parse(self, text, tools, prefix):\n"
         "        names = [word[:-1].lower() for word in text.split() if word.endswith('!')]\n"
         "        calls = [ToolCall(id=f'{prefix}_{i}', name=name, arguments={}) for i, name in enumerate(names)]\n"
-        "        return ReadCalls(text, calls)\n"
-        "class Mute:\n"
-        "    pass\n"
+        "        return ParsedCalls(text, calls)\n"
+        "    def write(self, text, calls):\n"
+        "        return ' '.join([text, *(f'{name.upper()}!' for name, _ in calls)])\n"
+        "class Mute(Shout):\n"
+        "    write = ToolCallFormat.write\n"
+        "class Fussy(Shout):\n"
+        "    def __init__(self, volume): ...\n"
+        "class Stranger:\n"
+        "    parse = Shout.parse\n"
+        "made = Shout()\n"
     )
-    parser = call_parser("shouting_calls:Shout", tmp_path)
+    parser = tool_call_format("shouting_calls:Shout", tmp_path)
     assert parser.parse("please NOW! thanks", [], "call_1").attempts == [
         ToolCall(id="call_1_0", name="now", arguments={})
     ]
-    with pytest.raises(RenderError, match=r"no method parse\(text, tools, prefix\)"):
-        call_parser("shouting_calls:Mute", tmp_path)
+    assert parser.write("please", [("now", {})]) == "please NOW!"
+    assert type(tool_call_format("shouting_calls:made", tmp_path)) is type(parser)
+    for name, problem in [
+        ("Mute", r"does not define write; .*define parse\(text, tools, prefix\) and write\(text, calls\)"),
+        ("Fussy", r"shouting_calls:Fussy\(\) raised TypeError: .*volume"),
+        ("Stranger", r"is not a ToolCallFormat; derive it from engine\.tokens\.toolcalls\.ToolCallFormat"),
+    ]:
+        with pytest.raises(RenderError, match=problem):
+            tool_call_format(f"shouting_calls:{name}", tmp_path)
 
 
 def test_an_unknown_format_names_what_there_is() -> None:
     with pytest.raises(RenderError, match="'xml' is unknown; write auto, hermes, plain"):
-        call_parser("xml")
+        tool_call_format("xml")

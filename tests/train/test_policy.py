@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine.errors import TrainError
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
-from engine.tokens.loading import load as load_format
+from engine.tokens.loading import load_format
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
 from engine.train.verify import recompute
@@ -291,7 +291,7 @@ async def rows_of(spec: Path, folder: Path) -> list[dict[str, Any]]:
     from engine.spec.tasks import load_tasks
     from engine.store import RunHeader, RunStore
     from engine.store.export import export_rows
-    from engine.tokens.format import load_format as format_of
+    from engine.tokens.loading import load_format as format_of
 
     loaded = load_spec(spec)
     form = format_of(loaded.spec.model, loaded.base)

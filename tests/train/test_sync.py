@@ -23,7 +23,7 @@ from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
-from engine.tokens.format import load_format
+from engine.tokens.loading import load_format
 from engine.train.policy import Policy
 from engine.train.shared_tensors import SharedBuffer, buckets, buffer_bytes
 from engine.train.sync import open_sync

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.store.loader import beside, read_rows
-from engine.tokens.format import load_format
+from engine.tokens.loading import load_format
 from engine.train.distributed import ProcessGroup, join_process_group
 from engine.train.learner import Learner
 from engine.train.policy import Policy

@@ -72,7 +72,7 @@ async def test_the_store_keeps_each_image_once_and_the_journal_names_it(make_spe
 
 
 async def test_a_replay_gives_the_same_bytes(make_spec: Any, run_spec: Any) -> None:
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     ran = await run_spec(make_spec("qwen2_5_vl", **GALLERY))
     form = load_format(ran.loaded.spec.model, ran.loaded.base)  # another process's: it has seen no image yet
@@ -87,7 +87,7 @@ async def test_a_run_that_broke_off_goes_on_with_its_images(make_spec: Any, run_
     from engine.backends.base import open_backend
     from engine.runner.run import Runner
     from engine.store import RunHeader, RunStore
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     ran = await run_spec(make_spec("qwen2_5_vl", **GALLERY))
     journal = ran.store.journal("a/0")
@@ -191,7 +191,7 @@ async def test_a_file_of_rows_has_each_image_once_beside_it(
     make_spec: Any, run_spec: Any, tmp_path: Path, vlm: Any, format: str
 ) -> None:
     from engine.cli.export import Format
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     ran = await run_spec(make_spec("qwen2_5_vl", **GALLERY))
     path = tmp_path / f"out.{format}"
@@ -339,7 +339,7 @@ async def test_placeholders_are_never_sampled(make_spec: Any, run_spec: Any, vlm
 
 def _banned(folder: Path) -> list[int]:
     from engine.schemas.model import ModelSpec
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     vision = load_format(ModelSpec(path=str(folder)), folder).vision
     assert vision is not None
@@ -352,7 +352,7 @@ async def test_a_reply_that_spells_a_placeholder_stays_what_was_sampled(
 ) -> None:
     """Ordinary tokens that read like one are exact on the tape, and plain text where they have to be read again."""
     from engine.schemas.model import ModelSpec
-    from engine.tokens.format import load_format
+    from engine.tokens.loading import load_format
 
     form = load_format(ModelSpec(path=str(vlm("qwen3_vl"))), tmp_path)
     why = "<think>\nWhy\n</think>\n\n" if thinking else ""

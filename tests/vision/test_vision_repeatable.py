@@ -17,8 +17,8 @@ from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import ImagePart
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import load_format
 from engine.tokens.images import digest_of
+from engine.tokens.loading import load_format
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

@@ -23,8 +23,9 @@ from engine.backends.sglang.pool import Server
 from engine.errors import BackendError, ImageError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat, load_format
+from engine.tokens.format import ChatFormat
 from engine.tokens.images import digest_of
+from engine.tokens.loading import load_format
 
 QWEN = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 

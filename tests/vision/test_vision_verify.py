@@ -19,7 +19,8 @@ from engine.backends.sglang.pool import Server
 from engine.backends.sglang.verify import verify_servers
 from engine.errors import BackendError
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat, load_format
+from engine.tokens.format import ChatFormat
+from engine.tokens.loading import load_format
 
 
 class Told(Server):

@@ -16,8 +16,8 @@ from engine.errors import BackendError
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import load_format
 from engine.tokens.images import digest_of
+from engine.tokens.loading import load_format
 from engine.tokens.vision import Vision
 
 

@@ -10,9 +10,10 @@ an added token is kept as ids: a tokenizer cuts text at those that `borders` nam
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from engine.tokens.proof import Extension, View, mark
+if TYPE_CHECKING:
+    from engine.tokens.proof import Extension, View
 
 _PAD = "  First 12 things.\n\n then {mark} (é, \"q\" 'r' & {{x}} [y] \\ 100%) \n"
 _STYLES: tuple[Callable[[str], str], ...] = (
@@ -22,8 +23,6 @@ _STYLES: tuple[Callable[[str], str], ...] = (
     lambda mark: f"\n{mark}\t",
 )
 _TRIMS: tuple[Callable[[str], str], ...] = (str, str.rstrip, str.lstrip, str.strip)
-_FIRST_MARK = 900
-"""Marks of a wrapper's probes are other ones than those of a proof."""
 
 
 class Wrappable(Protocol):
@@ -58,13 +57,18 @@ class Wrapper(NamedTuple):
             parts.append(piece)
         return "".join(parts)
 
-    def extension(self, form: Wrappable, contents: Sequence[str]) -> Extension:
-        """The extension for these contents, each of which `plain` must hold of."""
+    def ids(self, form: Wrappable, contents: Sequence[str]) -> tuple[list[int], list[int]]:
+        """The ids that close the reply, and those of the bridge.
+
+        Args:
+            form: The chat format.
+            contents: Contents of the new messages; `is_plain` must hold of each.
+        """
         ids = [*self.head, *form.encode(self.text(contents)), *self.tail]
-        return Extension(ids[: self.closing], ids[self.closing :])
+        return ids[: self.closing], ids[self.closing :]
 
 
-def plain(view: View) -> bool:
+def is_plain(view: View) -> bool:
     """Whether a message's content may be put in a wrapper: text that is not blank and holds no tag."""
     content = view["content"]
     return isinstance(content, str) and "<" not in content and bool(content.strip())
@@ -77,7 +81,7 @@ def make_wrapper(form: Wrappable, reply: View, new: Sequence[View], tools: list[
     ids = {str(view["tool_call_id"]) for view in new if "tool_call_id" in view}
     ids |= {call["id"] for call in reply.get("tool_calls", ())}
     for style in _STYLES:
-        probes = [{**view, "content": style(mark(_FIRST_MARK + index))} for index, view in enumerate(new)]
+        probes = [{**view, "content": style(f"Wq{index}jZyProbe")} for index, view in enumerate(new)]
         contents = [view["content"] for view in probes]
         found = form.extension(reply, probes, tools)
         if found is None:
@@ -90,7 +94,7 @@ def make_wrapper(form: Wrappable, reply: View, new: Sequence[View], tools: list[
             return None
         if form.encode(made.text(contents)) != whole:
             return None
-        if short is not None and short.extension(form, contents) != found:
+        if short is not None and short.ids(form, contents) != (found.closing, found.bridge):
             short = None
     return short or made
 

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
+from engine.fast.qwen_replies import QwenReply
 from engine.tokens.format import ChatFormat
-from engine.tokens.hermes import Read
 from engine.tokens.tokenizer import FastTokenizer
 
 Formats = Callable[..., Any]
@@ -48,7 +48,7 @@ def _library(form: ChatFormat, ids: list[int], before: list[int]) -> tuple[Any, 
     return found.content, found.reasoning_content, found.reasoning_complete is False, calls
 
 
-def _ours(found: Read) -> tuple[Any, ...]:
+def _ours(found: QwenReply) -> tuple[Any, ...]:
     calls = [astuple(call) for call in found.tool_calls]
     return found.content, found.reasoning_content, found.reasoning_complete is False, calls
 
@@ -59,7 +59,7 @@ def test_a_reply_without_reasoning_is_read_as_the_library_reads_it(formats: Form
     form = formats("thinking")
     ids = form.encode("".join(pieces))
     before = form.render([{"role": "user", "content": "What is it?"}])[-64:]
-    found = form.reader._hermes.read(np.array(ids, np.int32), before)
+    found = form.reader._qwen.read(np.array(ids, np.int32), before)
     assert found is not None
     assert _ours(found) == _library(form, ids, before)
 
@@ -69,7 +69,7 @@ def test_a_reply_without_reasoning_is_read_as_the_library_reads_it(formats: Form
 def test_any_ids_are_read_as_the_library_reads_them(formats: Formats, ids: list[int]) -> None:
     form = formats("thinking")
     before = form.render([{"role": "user", "content": "What is it?"}])[-64:]
-    found = form.reader._hermes.read(np.array(ids, np.int32), before)
+    found = form.reader._qwen.read(np.array(ids, np.int32), before)
     assert found is None or _ours(found) == _library(form, ids, before)
 
 
@@ -80,13 +80,13 @@ def test_reasoning_is_left_to_the_library(formats: Formats, reply: str, opened: 
     form = formats("thinking")
     before = [*form.render([{"role": "user", "content": "What is it?"}]), *form.encode(opened)][-64:]
     reasons = any(mark in reply + opened for mark in _THOUGHTS)
-    assert (form.reader._hermes.read(np.array(form.encode(reply), np.int32), before) is None) == reasons
+    assert (form.reader._qwen.read(np.array(form.encode(reply), np.int32), before) is None) == reasons
 
 
 def test_a_name_that_is_no_text_is_no_name(formats: Formats) -> None:
     form = formats("thinking")
     ids = np.array(form.encode('<tool_call>{"name": 3, "arguments": {}}</tool_call><|im_end|>'), np.int32)
-    parsed = form.parse(ids, before=np.zeros(0, np.int32), turn=0)
+    parsed = form.replies.parse(ids, before=np.zeros(0, np.int32), turn=0)
     assert [attempt.model_dump() for attempt in parsed.attempts] == [
         {"raw": '{"name": 3, "arguments": {}}', "problem": "It does not say which tool to call."}
     ]
@@ -96,7 +96,7 @@ def test_a_name_that_is_no_text_is_no_name(formats: Formats) -> None:
 @_SETTINGS
 def test_joined_bytes_are_what_the_tokenizer_decodes(formats: Formats, ids: list[int]) -> None:
     fast: FastTokenizer = formats("thinking").fast
-    assert fast._pieces is not None
+    assert fast._bytes is not None
     assert fast.decode(ids) == fast.real.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.fast.plain_tokenizer import PlainTokenizer, read_plain
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import load_format
-from engine.tokens.plain import PlainTokenizer, read_plain
+from engine.tokens.loading import load_format
 from engine.tokens.tokenizer import FastTokenizer
 
 REAL = os.environ.get("EPISODE_ENGINE_TOKENIZERS", "")
@@ -86,7 +86,7 @@ def test_a_conversation_has_the_ids_of_apply_chat_template(tiny_tokenizer_dir: P
 @pytest.mark.slow
 def test_neither_transformers_nor_torch_is_imported(tiny_tokenizer_dir: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from engine.tokens.format import load_format;"
+        "import sys; from pathlib import Path; from engine.tokens.loading import load_format;"
         "from engine.schemas.model import ModelSpec; form = load_format(ModelSpec(path=sys.argv[1]), Path());"
         "form.encode('17 plus 25'); heavy = {'transformers', 'torch', 'renderers', 'openai'};"
         "print(sorted(heavy & set(sys.modules))); form.tokenizer.padding_side;"

@@ -1,7 +1,7 @@
-"""Replies of Qwen3's kind read off their token ids: what `renderers` reads, at a third of its cost.
+"""Replies in Qwen3's format, parsed from their token ids as the library `renderers` parses them.
 
-Invariant: `Hermes.read` gives what the library's `parse_qwen3` gives, or None where it leaves a reply to the library:
-one with reasoning, or after a prompt that may have opened some.
+Invariant: `QwenReader.read` gives what the library's `parse_qwen3` gives, or None for a reply that the library must parse: one
+with reasoning, or after a prompt that may have opened reasoning.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from engine.tokens.tape import IntVector
+IntVector = NDArray[np.int32]
 
 _OPEN, _CLOSE = "<think>", "</think>"
 _decode = json.JSONDecoder().raw_decode
 """`json.loads` without its outer layers, for text without white space around it."""
 _READ_ALIKE = {("renderers.qwen3", "Qwen3Renderer"), ("renderers.qwen3_vl", "Qwen3VLRenderer")}
-"""Renderers that read replies by `parse_qwen3`."""
+"""Renderers that parse replies by `parse_qwen3`."""
 
 
-class Call(msgspec.Struct, frozen=True):
-    """One attempt at a call, by the names that the library has."""
+class QwenCall(msgspec.Struct, frozen=True):
+    """One attempt at a call, with the library's field names."""
 
     raw: str
     name: str | None
@@ -32,17 +34,17 @@ class Call(msgspec.Struct, frozen=True):
     status: str
 
 
-class Read(msgspec.Struct, frozen=True):
-    """A reply without reasoning, by the names that the library has."""
+class QwenReply(msgspec.Struct, frozen=True):
+    """A reply without reasoning, with the library's field names."""
 
     content: str
-    tool_calls: list[Call]
+    tool_calls: list[QwenCall]
     reasoning_content: str | None = None
     reasoning_complete: bool | None = None
 
 
-class Hermes:
-    """Reads replies of one tokenizer.
+class QwenReader:
+    """Parses replies of one tokenizer.
 
     Args:
         decode: Ids -> text.
@@ -69,11 +71,11 @@ class Hermes:
         self._think = frozenset(think)
         self._spelled = [struct.pack("i", mark) for mark in sorted(ends | self._think | {call, call_end})]
 
-    def read(self, array: IntVector, before: Sequence[int]) -> Read | None:
-        """The reply, the id that ended it included; None where the library is to read it.
+    def read(self, array: IntVector, before: Sequence[int]) -> QwenReply | None:
+        """The reply; None where the library must parse it.
 
         Args:
-            array: What was sampled, int32 [tokens].
+            array: What was sampled, the id that ended it included; int32 [tokens].
             before: The last ids of the prompt.
         """
         if self._opens in before:
@@ -87,10 +89,10 @@ class Hermes:
                 return None
         calls = self._calls(ids, marks)
         said = ids[: calls[0].token_span[0]] if calls else ids
-        return Read(self._decode(said).strip(), calls)
+        return QwenReply(self._decode(said).strip(), calls)
 
     def _find(self, data: bytes) -> list[int]:
-        """Where marks stand among ids of four bytes each, in order: bytes are searched faster than numbers are compared."""
+        """Positions of marks among ids of four bytes each, in order. Searching bytes is faster than comparing numbers."""
         marks: list[int] = []
         for mark in self._spelled:
             at = data.find(mark)
@@ -101,8 +103,8 @@ class Hermes:
         marks.sort()
         return marks
 
-    def _calls(self, ids: list[int], marks: list[int]) -> list[Call]:
-        calls: list[Call] = []
+    def _calls(self, ids: list[int], marks: list[int]) -> list[QwenCall]:
+        calls: list[QwenCall] = []
         after = 0
         for number, start in enumerate(marks):
             if start < after or ids[start] != self._call:
@@ -110,26 +112,26 @@ class Hermes:
             end = next((at for at in marks[number + 1 :] if ids[at] == self._call_end), -1)
             if end < 0:
                 raw = self._decode(ids[start + 1 :]).strip()
-                calls.append(Call(raw, None, None, (start, len(ids)), "unclosed_block"))
+                calls.append(QwenCall(raw, None, None, (start, len(ids)), "unclosed_block"))
                 break
             after = end + 1
             calls.append(_call(self._decode(ids[start + 1 : end]).strip(), (start, after)))
         return calls
 
 
-def _call(raw: str, span: tuple[int, int]) -> Call:
+def _call(raw: str, span: tuple[int, int]) -> QwenCall:
     try:
         read, end = _decode(raw)
         if end != len(raw):
-            read = json.loads(raw)  # which says that there is more
+            read = json.loads(raw)  # which raises the error that more text follows
     except json.JSONDecodeError:
-        return Call(raw, None, None, span, "invalid_json")
+        return QwenCall(raw, None, None, span, "invalid_json")
     name, arguments = (read.get("name", ""), read.get("arguments", {})) if isinstance(read, dict) else ("", {})
-    return Call(raw, name, arguments, span, "ok") if name else Call(raw, None, arguments, span, "missing_name")
+    return QwenCall(raw, name, arguments, span, "ok") if name else QwenCall(raw, None, arguments, span, "missing_name")
 
 
-def hermes_of(renderer: Any, tokenizer: Any) -> Hermes | None:
-    """A reader for a family's renderer; None where the family reads replies in another way."""
+def qwen_reader(renderer: Any, tokenizer: Any) -> QwenReader | None:
+    """The reader for a family's renderer; None where the family parses replies in another way."""
     kind = type(renderer)
     if (kind.__module__, kind.__name__) not in _READ_ALIKE:
         return None
@@ -137,7 +139,7 @@ def hermes_of(renderer: Any, tokenizer: Any) -> Hermes | None:
     ids = [renderer._tool_call, renderer._tool_call_end, renderer._think_end, *think]
     if any(not isinstance(token, int) or token == tokenizer.unk_token_id for token in ids) or think[1] != ids[2]:
         return None
-    return Hermes(
+    return QwenReader(
         tokenizer.decode,
         ends=frozenset(renderer.get_stop_token_ids()),
         call=ids[0],

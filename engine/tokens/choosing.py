@@ -1,8 +1,8 @@
-"""Who reads a model's replies: found by proof, never by likeness.
+"""Chooses the reader of a model's replies by testing readers on what the chat template writes.
 
-Invariant: `auto` takes a reader only if, for a generated battery of replies (contents with white space at their edges,
-reasoning, calls with every type of JSON, calls in parallel), it reads what the chat template at hand writes as what the
-template was given. Where no reader does, tools are refused with this model: a call is never taken for an answer.
+Invariant: `auto` takes a reader only if, for generated test replies (contents with white space at their edges, reasoning,
+calls with every type of JSON, calls in parallel), it reads back from the template's text what the template was given. Where no
+reader does, tools are refused with this model: a call is never taken for an answer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from engine.errors import RenderError
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.schemas.model import ModelSpec
 from engine.tokens.catalogue import cache_root
-from engine.tokens.families import MARKS, make_renderer
-from engine.tokens.format import ChatFormat, Parsed
+from engine.tokens.families import FAMILIES, make_reader
+from engine.tokens.format import ChatFormat
+from engine.tokens.probing import reads_template
 from engine.tokens.proof import View
-from engine.tokens.readers import FamilyReader, Harmony
+from engine.tokens.replies import ParsedReply
 from engine.tokens.template import TemplateFormat
-from engine.tokens.toolcalls import PythonicParser, call_parser
-
-TEXT_PARSERS = ("hermes", "pythonic")
-"""Built-in parsers that read calls as templates write them."""
+from engine.tokens.toolcalls import FORMATS, tool_call_format
 
 _NAME = "probe_tool"
 _RESULT = "Qz9Result"
@@ -73,9 +71,9 @@ ARGUMENTS: dict[str, list[dict[str, Any]]] = {
     "text that looks like another type": [{"text": "12"}, {"text": "true"}],
     "parallel": [{"text": "a"}, {"count": 2, "flag": False}],
 }
-"""Calls by name of the case: each the arguments of the calls of one reply."""
+"""Test replies with calls, by name: the arguments of each call of the reply."""
 AWKWARD = ("awkward text", "white space at the edges of text")
-"""Cases that a reader may find malformed, and may not read as something else: some templates escape no text."""
+"""Cases that a reader may find malformed, but may not read as something else: some templates do not escape text."""
 _CALLS, _MALFORMED = "calls: ", "malformed: "
 CONTENTS = ("Yes.", "So:\n\n1.", "\n\nIt is.", "It is. \n", "It is:\n\n")
 """Contents with white space at their edges."""
@@ -89,7 +87,7 @@ def _calls(arguments: list[dict[str, Any]]) -> list[View]:
 
 
 def _cases(form: ChatFormat) -> Iterator[tuple[str, View]]:
-    """Replies by what they test."""
+    """Test replies, with what each tests."""
     thoughts = ["Hm.", "Hm.\n\nSo it is."] if form.knows_reasoning else []
     for content in CONTENTS:
         yield "content", {"role": "assistant", "content": content}
@@ -111,7 +109,7 @@ def _cases(form: ChatFormat) -> Iterator[tuple[str, View]]:
 
 
 def written(form: ChatFormat, reply: View) -> tuple[str, str] | None:
-    """What the template writes ahead of a reply, and for it up to its end; None where it shows no such reply."""
+    """What the template writes before a reply, and for the reply up to its end; None where it shows no such reply."""
     results = [
         {"role": "tool", "content": _RESULT, "name": _NAME, "tool_call_id": call["id"]}
         for call in reply.get("tool_calls", ())
@@ -140,7 +138,7 @@ def _written(form: ChatFormat, reply: View, results: list[View]) -> tuple[str, s
 
 
 def failures(form: ChatFormat) -> dict[str, str]:
-    """What a format reads otherwise than its template was given it: case -> an example. Empty: all is read."""
+    """What a format does not read back as its template was given it: case -> an example. Empty: it reads everything back."""
     found: dict[str, str] = {}
     called = False
     close = form.stop_token_ids[:1]
@@ -154,7 +152,7 @@ def failures(form: ChatFormat) -> dict[str, str]:
         called = called or "tool_calls" in reply
         ids = np.array([*form.encode(text), *close], np.int32)
         try:
-            parsed = form.parse(ids, before=np.array(form.encode(before), np.int32), turn=0, tools=[TOOL])
+            parsed = form.replies.parse(ids, before=np.array(form.encode(before), np.int32), turn=0, tools=[TOOL])
         except RenderError as error:
             found.setdefault(name, str(error))
             continue
@@ -163,17 +161,17 @@ def failures(form: ChatFormat) -> dict[str, str]:
             awkward = malformed and name.removeprefix(_CALLS) in AWKWARD
             found.setdefault(f"{_MALFORMED}{name}" if awkward else name, problem)
     if not called:
-        found["calls"] = "the template shows no calls, so that nothing says how this model writes them"
+        found["calls"] = "the template shows no calls, so nothing tells how this model writes them"
     return found
 
 
 def _exactly(calls: list[Any]) -> str:
-    """Calls as text in which 1, 1.0 and True are not the same, whatever the order of their arguments."""
+    """Calls as text in which 1, 1.0 and True differ; the order of arguments does not count."""
     return json.dumps(calls, sort_keys=True)
 
 
-def _differs(form: ChatFormat, parsed: Parsed, reply: View, text: str) -> str:
-    """How a reply that was read is another than the one that was written; empty where it is the same."""
+def _differs(form: ChatFormat, parsed: ParsedReply, reply: View, text: str) -> str:
+    """How the reply that was read differs from the one that was written; empty where it does not."""
     calls = [(a.name, a.arguments) if isinstance(a, ToolCall) else a.problem for a in parsed.attempts]
     wanted = [(call["function"]["name"], call["function"]["arguments"]) for call in reply.get("tool_calls", ())]
     if _exactly(calls) != _exactly(wanted):
@@ -195,81 +193,91 @@ def _differs(form: ChatFormat, parsed: Parsed, reply: View, text: str) -> str:
     return ""
 
 
-class Reading(msgspec.Struct, frozen=True):
-    """Who reads the replies of one chat template."""
+class ChosenReader(msgspec.Struct, frozen=True):
+    """The reader of one chat template's replies."""
 
     reader: str | None
-    """A family of the library `renderers`, or a built-in parser; None where nothing reads what the template writes."""
+    """A family of the library `renderers`, or a built-in tool-call format; None where nothing reads what the template writes."""
     tried: dict[str, str]
-    """Readers that were tried before it, and what each does not read."""
+    """Readers that were tried before it, and what each does not read back."""
     unread: list[str]
-    """Cases that the reader does not read: texts that the template writes in a way that nobody can read back."""
+    """Cases that the reader does not read back: the template writes these texts so that no reader can."""
 
 
 _VERSION = 4
-"""Of the battery and of the parsers: a proof of another version is made anew."""
+"""Version of the test replies and of the readers. A result of another version is not used."""
 
 
-def reading_of(form: TemplateFormat, spec: ModelSpec) -> Reading:
-    """Who reads this template's replies. The proof is kept by the hash of the template in the cache, `readers/`."""
+def chosen_reader(form: TemplateFormat, spec: ModelSpec) -> ChosenReader:
+    """The reader of this template's replies. The result is kept in the cache, `readers/`, by the hash of the template."""
     file = cache_root() / "readers" / f"{_hash(form, spec)}.json"
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Reading)
+        return msgspec.json.decode(file.read_bytes(), type=ChosenReader)
     except (OSError, msgspec.DecodeError):
-        found = _prove(form, spec)
+        found = _choose(form, spec)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_name(f"{file.name}.{os.getpid()}")
         beside.write_bytes(msgspec.json.encode(found))
         beside.replace(file)
-    except OSError:  # a cache that cannot be written costs time, and nothing else
+    except OSError:  # a cache that cannot be written only costs time
         pass
     return found
 
 
 def _hash(form: TemplateFormat, spec: ModelSpec) -> str:
-    """What a proof depends on."""
+    """A hash of everything that the result depends on."""
     parts = [_VERSION, version("renderers"), form.sources, sorted(form.fast.added), spec.template_kwargs, form.stops]
     parts += [type(form.fast.full).__name__, form.fast.size]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _prove(form: TemplateFormat, spec: ModelSpec) -> Reading:
+def _choose(form: TemplateFormat, spec: ModelSpec) -> ChosenReader:
     tried: dict[str, str] = {}
     for name in _candidates(form):
-        problem = _take(form, name, spec)
+        problem = _set_reader(form, name, spec)
         found = {"it": problem} if problem else failures(form)
         wanting = next((text for case, text in found.items() if not case.startswith(_MALFORMED)), "")
         if not wanting:
-            return Reading(name, tried, list(found))
+            return ChosenReader(name, tried, list(found))
         tried[name] = wanting
-    return Reading(None, tried, [])
+    return ChosenReader(None, tried, [])
 
 
 def choose_reader(form: TemplateFormat, spec: ModelSpec, base: Path) -> None:
-    """Give a format the reader that `model.tool_calls` asks for: for `auto`, one that is proved to read this template."""
+    """Give a format the reader that `model.tool_calls` asks for: for `auto`, one that reads what this template writes.
+
+    Args:
+        form: The format; its `call_format`, `reader`, `reads_calls` and `unread_calls` are set.
+        spec: The spec's `model`.
+        base: The spec's folder.
+
+    Raises:
+        RenderError: `model.tool_calls` names no tool-call format.
+        EntryError: It names a class that cannot be imported.
+    """
     if spec.tool_calls != "auto":
-        form.parser = call_parser(spec.tool_calls, base)
-        form.reads_calls = bool(form.calls_shown) and form._writes_calls_as(form.parser)
+        form.call_format = tool_call_format(spec.tool_calls, base)
+        form.reads_calls = reads_template(form, form.call_format)
         return
     if not form.knows_tools and not form.calls_shown:
-        form.parser = call_parser("plain")
+        form.call_format = tool_call_format("plain")
         return
     form.reads_calls = True
-    reading = reading_of(form, spec)
-    if reading.reader is not None:
-        _take(form, reading.reader, spec)
-        if reading.reader == "pythonic" and f"{_MALFORMED}{_CALLS}{AWKWARD[0]}" in reading.unread:
-            form.parser = PythonicParser(escapes=False)
+    chosen = chosen_reader(form, spec)
+    if chosen.reader is not None:
+        _set_reader(form, chosen.reader, spec)
+        if form.call_format is not None and f"{_MALFORMED}{_CALLS}{AWKWARD[0]}" in chosen.unread:
+            form.call_format = form.call_format.unescaped()
         return
-    form.parser, form.reader, form.reads_calls = None, None, False
-    why = "; ".join(f"{name}: {problem[:_SHORT]}" for name, problem in reading.tried.items() if _NO_FIT not in problem)
+    form.call_format, form.reader, form.reads_calls = None, None, False
+    why = "; ".join(f"{name}: {problem[:_SHORT]}" for name, problem in chosen.tried.items() if _NO_FIT not in problem)
     form.unread_calls = f"no reader reads the calls that this chat template writes ({why})"
 
 
 def _candidates(form: TemplateFormat) -> Iterator[str]:
-    yield from (name for name, token in MARKS.items() if token in form.fast.added)
-    yield from TEXT_PARSERS
+    yield from (name for name, family in FAMILIES.items() if family.mark in form.fast.added)
+    yield from (name for name, kind in FORMATS.items() if kind.auto)
 
 
 _NO_FIT = "does not fit the tokenizer"
@@ -277,17 +285,16 @@ _SHORT = 160
 """Characters of one reader's failure in a message."""
 
 
-def _take(form: TemplateFormat, name: str, spec: ModelSpec) -> str:
+def _set_reader(form: TemplateFormat, name: str, spec: ModelSpec) -> str:
     """Give a format this reader; why it cannot be made, empty where it can."""
-    form.parser = form.reader = None
+    form.call_format = form.reader = None
     form.knows_reasoning = form.shows_reasoning
-    if name in TEXT_PARSERS:
-        form.parser = call_parser(name)
+    if name in FORMATS:
+        form.call_format = FORMATS[name]()
         return ""
     try:
-        library = Harmony(form.fast) if name == "gpt-oss" else make_renderer(name, form.fast, spec)
+        form.reader = make_reader(name, form.fast, spec, form.stop_set)
     except Exception as error:  # noqa: BLE001 - each family refuses foreign tokenizers in its own way
         return f"{_NO_FIT}: {error}"
-    form.reader = FamilyReader(name, library, form.fast, form.stop_set)
-    form.knows_reasoning = form.shows_reasoning or isinstance(library, Harmony)  # it has a channel of its own
+    form.knows_reasoning = form.shows_reasoning or form.reader.has_reasoning_channel
     return ""

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from engine.tokens.ascii import AsciiEncoder, ascii_encoder
-from engine.tokens.plain import _QWEN_SPLIT as QWEN2_SPLIT
-from engine.tokens.tokenizer import _byte_characters
+from engine.fast.ascii import AsciiEncoder, ascii_encoder
+from engine.fast.byte_level import BYTE_CHARACTERS
+from engine.fast.plain_tokenizer import _QWEN_SPLIT as QWEN2_SPLIT
 
 FOLDER = os.environ.get("EPISODE_ENGINE_TOKENIZERS", "")
 CORPUS = [
@@ -22,7 +22,7 @@ CORPUS = [
     "The quick brown fox jumps over the lazy dog; 0123456789 times.\r\n\tTwice.",
 ]
 
-CHARACTERS = {byte: character for character, byte in _byte_characters().items()}
+CHARACTERS = {byte: character for character, byte in BYTE_CHARACTERS.items()}
 LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 SHAPES = {
@@ -184,7 +184,7 @@ def test_an_added_token_of_letters_is_found() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.tokens.ascii._REMEMBERED", 10)
+    monkeypatch.setattr("engine.fast.ascii._REMEMBERED", 10)
     ours = encoder(TRAINED["qwen"])
     assert ours is not None
     for number in range(100):

@@ -10,7 +10,7 @@ import pytest
 from chat_kit import TEMPLATES
 from jinja2.exceptions import SecurityError, TemplateError
 
-from engine.tokens.jinja import compile_template
+from engine.fast.jinja import compile_template
 
 _TRL = importlib.util.find_spec("trl")
 REAL = (

@@ -1,0 +1,215 @@
+"""Bridges: the tokens between two turns, checked against the chat template.
+
+Invariant: `Bridges.bridge` gives the exact continuation of a tape, or the reason why there is none. What is proved, and what
+is assumed, is in proof.py. Verdicts and wrappers depend on kinds of messages only, so all episodes of a run share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import RenderError
+from engine.fast.wrapper import Wrapper, is_plain, make_wrapper
+from engine.tokens.literal import unquote
+from engine.tokens.proof import Extension, Frame, Trail, Verdict, View, prove, remainder
+
+if TYPE_CHECKING:
+    from engine.tokens.format import ChatFormat
+
+_THINK_CLOSE = "</think>"
+_BEFORE, _EXCERPT = 8, 48
+"""Characters of a reply that a branch's reason quotes: how many before the difference, and how many in all."""
+_MOST_WRAPPERS = 4096
+"""Wrappers that are kept: one for each sequence of roles and tool names."""
+
+
+class Bridges:
+    """Makes the bridges of one chat format.
+
+    Args:
+        form: The chat format.
+    """
+
+    def __init__(self, form: ChatFormat) -> None:
+        self._form = form
+        self._verdicts: dict[Any, Verdict] = {}
+        self._wrappers: dict[Any, Wrapper | None] = {}
+
+    def bridge(
+        self,
+        trail: Trail,
+        reply: View,
+        new: Sequence[View],
+        *,
+        tools: list[View] | None,
+        last: int | None,
+        sampled: str | None = None,
+        kinds: bytes | None = None,
+        thinking: bool = False,
+        keep: bool = False,
+        conversation: Callable[[], list[View]] | None = None,
+    ) -> Extension | str:
+        """The exact continuation of a tape whose newest reply is `reply`, or why there is none.
+
+        Costs O(new) for a plain reply, and O(reply + new) for another, once this process has met messages of these kinds.
+
+        Args:
+            trail: The kinds of all messages up to and including the reply.
+            reply: The reply as templates read it.
+            new: The messages that follow.
+            tools: The conversation's tools.
+            last: The reply's last sampled id; None where nothing was sampled.
+            sampled: The reply's text as it was sampled, the token that ended it included; None where `is_plain` holds of it.
+            kinds: The kinds of `new`, where they are known already.
+            thinking: The reply ended inside its reasoning.
+            keep: Continue although the template would rewrite earlier messages.
+            conversation: Gives all messages up to and including the reply; called where a shorter conversation is not enough.
+        """
+        if trail.odd and not keep:
+            return self._bridge_by_whole(reply, new, tools, last, sampled, thinking, conversation)
+        if kinds is None:
+            kinds = bytes([self._form.views.kind(view) for view in new])
+        key = (trail.signature(kinds), tools is not None)
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = self._verdicts[key] = prove(self._form, bytes(trail.kinds), kinds, tools)
+        if not verdict.bridged or not (verdict.history or keep):
+            return verdict.why
+        try:
+            found = self.extension(reply, new, tools if verdict.with_tools else None)
+            if found is None:
+                return "these messages have no continuation apart from the conversation"
+            if sampled is None and (keep or not verdict.rewrites):
+                return self._without_end(found, last, keep)
+            if sampled is None:
+                return verdict.why
+            shown = self._shown_reply(verdict.frame, reply, new, found, tools, conversation)
+        except RenderError as error:
+            return str(error)
+        return self._fitted(found, sampled, shown, last, thinking, keep)
+
+    def extension(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Extension | None:
+        """`ChatFormat.extension`, through a wrapper where there is one for messages like these.
+
+        Args:
+            reply: The reply; only the names and ids of its calls are read.
+            new: The messages that follow it.
+            tools: Tools in view.
+
+        Raises:
+            RenderError: The template refuses these messages.
+        """
+        form = self._form
+        if not all(is_plain(view) for view in new):
+            return form.extension(reply, new, tools)
+        calls = tuple([call["function"]["name"] for call in reply.get("tool_calls", ())])
+        key = (tools is not None, tuple([(view["role"], view.get("name")) for view in new]), calls)
+        try:
+            wrapper = self._wrappers[key]
+        except KeyError:
+            wrapper = make_wrapper(form, reply, new, tools)
+            if len(self._wrappers) < _MOST_WRAPPERS:
+                self._wrappers[key] = wrapper
+        if wrapper is None:
+            return form.extension(reply, new, tools)
+        return Extension(*wrapper.ids(form, [view["content"] for view in new]))
+
+    def _bridge_by_whole(
+        self,
+        reply: View,
+        new: Sequence[View],
+        tools: list[View] | None,
+        last: int | None,
+        sampled: str | None,
+        thinking: bool,
+        conversation: Callable[[], list[View]] | None,
+    ) -> Extension | str:
+        """`bridge` where a reply has reasoning markers in odd places: the whole conversation is rendered."""
+        form = self._form
+        why = "a reply has reasoning markers where the template reads them in a way of its own"
+        for shown in (None, tools) if tools else (None,):
+            try:
+                found = self.extension(reply, new, shown)
+                written = None if found is None else self._shown_reply(None, reply, new, found, tools, conversation)
+            except RenderError as error:
+                return str(error)
+            if found is None or written is None:
+                continue
+            if sampled is None:
+                end = form.decode([last]) if last is not None and last in form.stop_set else ""
+                sampled = unquote(reply["content"]) + end
+            return self._fitted(found, sampled, written, last, thinking, False)
+        return why
+
+    def _without_end(self, found: Extension, last: int | None, keep: bool) -> Extension | str:
+        """The continuation without the reply's end token, where that was sampled; or why the reply ended in another way."""
+        if last not in self._form.stop_set:
+            return found
+        if found.closing[:1] == [last]:
+            return Extension(found.closing[1:], found.bridge)
+        if not found.closing and found.bridge[:1] == [last]:
+            return Extension([], found.bridge[1:])
+        return found if keep else self._other_end(found, last)
+
+    def _other_end(self, found: Extension, last: int | None) -> str:
+        wanted = self._form.decode((found.closing or found.bridge)[:1])
+        return f"the reply ended with {self._form.decode([last or 0])!r}, where the template writes {wanted!r}"
+
+    def _fitted(
+        self, found: Extension, sampled: str, shown: str | None, last: int | None, thinking: bool, keep: bool
+    ) -> Extension | str:
+        """The continuation of a reply that the template writes as `shown`: its closing is the part that was not sampled."""
+        form = self._form
+        ended = self._without_end(found, last, keep)
+        closed = last in form.stop_set
+        if shown is not None and not isinstance(ended, str):
+            implied = closed and not found.closing  # the token that ends the reply begins the next message
+            words = sampled.removesuffix(form.decode([last or 0])) if implied else sampled
+            rest = remainder(words, shown)
+            if rest is not None and not (closed and rest):
+                return Extension(form.encode(rest), ended.bridge)
+        if keep:
+            kept = found if isinstance(ended, str) else ended
+            end = form.fast.added.get(_THINK_CLOSE)
+            return Extension([end, *kept.closing], kept.bridge) if thinking and not closed and end is not None else kept
+        if isinstance(ended, str):
+            return ended
+        if thinking and closed:
+            return "the reply ended inside its reasoning"
+        if shown is None:
+            return "the template shows the conversation differently with this reply"
+        at = next(
+            (at for at, (a, b) in enumerate(zip(sampled, shown, strict=False)) if a != b),
+            min(len(sampled), len(shown)),
+        )
+        at = max(at - _BEFORE, 0)
+        return f"the template writes {shown[at : at + _EXCERPT]!r} where the reply has {sampled[at : at + _EXCERPT]!r}"
+
+    def _shown_reply(
+        self,
+        frame: Frame | None,
+        reply: View,
+        new: Sequence[View],
+        found: Extension,
+        tools: list[View] | None,
+        conversation: Callable[[], list[View]] | None,
+    ) -> str | None:
+        """What the template writes for a reply, its end token included; None where it rewrites earlier messages."""
+        form = self._form
+        if frame is not None:
+            shown = _between(frame.text, form.text([*frame.before, reply, *frame.new], None), frame.tail)
+            if shown is not None:
+                return unquote(shown)
+        if conversation is None:
+            return None
+        views = conversation()
+        before, whole = form.text(views[:-1], tools), form.text([*views, *new], tools)
+        return _between(unquote(before), unquote(whole), form.decode(found.bridge))
+
+
+def _between(before: str, whole: str, after: str) -> str | None:
+    """The text between a beginning and an end; None where the text has others."""
+    if not (whole.startswith(before) and whole.endswith(after)) or len(whole) < len(before) + len(after):
+        return None
+    return whole[len(before) : len(whole) - len(after)]

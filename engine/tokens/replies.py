@@ -1,0 +1,162 @@
+"""Replies: from sampled ids to content, reasoning and tool calls.
+
+Invariant: every attempt at a tool call is kept, read or malformed. A reply is read by token where the format has a
+`FamilyReader`, else as text, by its tool-call format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from engine.schemas.message import MalformedCall, ToolCall
+from engine.tokens.proof import View
+from engine.tokens.tape import IntVector
+from engine.tokens.toolcalls import UnreadableCall
+from engine.tokens.toolcalls.base import checked_call
+
+if TYPE_CHECKING:
+    from engine.tokens.format import ChatFormat
+    from engine.tokens.readers import FamilyReader
+
+_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+_TAIL = 48
+"""Tokens before a reply that are decoded to see whether the prompt opened a reasoning block."""
+_OPEN_AT_END = re.compile(r"<think>\s*\Z")
+_ANY_NUMBER = 2
+"""`ChatFormat.calls_shown` of a template that shows any number of calls."""
+_NO_IDS: IntVector = np.zeros(0, np.int32)
+
+
+class ParsedReply(msgspec.Struct, frozen=True):
+    """A reply after parsing."""
+
+    content: str
+    """Its text, without reasoning and without readable calls."""
+    reasoning: str | None
+    attempts: list[ToolCall | MalformedCall]
+    """Tool calls and malformed calls, in order."""
+    body: str
+    """The reply as written after its reasoning. A template is given it where it cannot show the calls as calls."""
+    thinking: bool
+    """It ended inside its reasoning."""
+    as_calls: bool
+    """A template can show the calls as calls: all were read, and no text follows them."""
+    whole: bool = False
+    """`content` is all that was sampled, except white space at its edges and the token that ended it."""
+
+
+class ReplyParser:
+    """Parses the replies of one chat format.
+
+    Args:
+        form: The chat format.
+    """
+
+    def __init__(self, form: ChatFormat) -> None:
+        self._form = form
+
+    def parse(self, ids: IntVector, *, before: IntVector, turn: int, tools: Sequence[View] = ()) -> ParsedReply:
+        """Parse a reply that was sampled.
+
+        Args:
+            ids: Its sampled ids, the one that ended it included; int32 [tokens].
+            before: The ids that it was sampled from, int32 [tokens]; the last 64 are enough.
+            turn: The assistant turn; the id of call number i is `call_<turn>_<i>`.
+            tools: The tools' schemas.
+
+        Raises:
+            RenderError: The family's reader failed.
+        """
+        form = self._form
+        if form.call_format is None and form.reader is not None:
+            return self._parse_by_token(form.reader, ids, before, turn, tools)
+        closed = bool(len(ids)) and int(ids[-1]) in form.stop_set
+        text = form.decode(ids[:-1] if closed else ids)
+        opened = form.knows_reasoning and _OPEN_AT_END.search(form.decode(before[-_TAIL:])) is not None
+        return self._parse_text(text, turn, tools, opened)
+
+    def parse_text(self, text: str, *, turn: int, tools: Sequence[View] = ()) -> ParsedReply:
+        """Parse a reply of a backend that gives text and no ids.
+
+        Args:
+            text: The reply.
+            turn: The assistant turn.
+            tools: The tools' schemas.
+
+        Raises:
+            RenderError: The family's reader failed.
+        """
+        form = self._form
+        if form.call_format is None and form.reader is not None:
+            ids = np.asarray([*form.encode(text), *form.stop_token_ids[:1]], np.int32)
+            return self._parse_by_token(form.reader, ids, _NO_IDS, turn, tools)
+        return self._parse_text(text, turn, tools, opened=False)
+
+    def is_plain(self, parsed: ParsedReply) -> bool:
+        """Whether a reply is text that no template looks into: what holds of a probe holds of it."""
+        special = self._form.inspected
+        body = parsed.body
+        return parsed.whole and (special is None or special.search(body) is None) and bool(body) and not body.isspace()
+
+    def _parse_by_token(
+        self, reader: FamilyReader, ids: IntVector, before: IntVector, turn: int, tools: Sequence[View]
+    ) -> ParsedReply:
+        found = reader.read(ids, before, f"call_{turn}", tools, self._form.knows_reasoning)
+        if not found.attempts:
+            return ParsedReply(found.content, found.reasoning, [], found.content, found.thinking, True, found.whole)
+        read = MalformedCall not in map(type, found.attempts)
+        as_calls = read and self._can_show(len(found.attempts)) and found.calls_end_it
+        body = found.content if as_calls else found.after
+        return ParsedReply(
+            found.content if read else body, found.reasoning, found.attempts, body, found.thinking, as_calls
+        )
+
+    def _parse_text(self, text: str, turn: int, tools: Sequence[View], opened: bool) -> ParsedReply:
+        """`opened`: the prompt ended inside a reasoning block."""
+        call_format = self._form.call_format
+        reasoning, body, thinking = self._split_reasoning(text, opened)
+        whole = reasoning is None
+        if thinking or call_format is None:
+            return ParsedReply(body, reasoning, [], body, thinking, True, whole)
+        content, attempts = call_format.parse(body, tools, f"call_{turn}")
+        if not attempts:
+            return ParsedReply(body, reasoning, [], body, False, True, whole)
+        if not call_format.checks_calls:
+            attempts = [_storable(attempt, body) for attempt in attempts]
+        read = all(isinstance(attempt, ToolCall) for attempt in attempts)
+        as_calls = read and self._can_show(len(attempts)) and body.startswith(content)
+        return ParsedReply(
+            content if read else body, reasoning, attempts, body, False, as_calls, whole and not as_calls
+        )
+
+    def _can_show(self, calls: int) -> bool:
+        """Whether so many calls of a reply can be shown as calls."""
+        form = self._form
+        return form.reads_calls and (calls <= form.calls_shown or form.calls_shown >= _ANY_NUMBER)
+
+    def _split_reasoning(self, text: str, opened: bool) -> tuple[str | None, str, bool]:
+        """Reasoning, the text after it, and whether the reply ended inside it."""
+        if not self._form.knows_reasoning:
+            return None, text, False
+        start = text.lstrip()
+        if start.startswith(_THINK_OPEN):
+            start = start[len(_THINK_OPEN) :]
+        elif not opened:
+            return None, text, False
+        reasoning, closing, body = start.partition(_THINK_CLOSE)
+        return reasoning.strip("\n"), body.lstrip("\n"), not closing
+
+
+def _storable(attempt: ToolCall | MalformedCall, body: str) -> ToolCall | MalformedCall:
+    """A call as it is where it can be stored, else as malformed."""
+    if isinstance(attempt, MalformedCall):
+        return attempt
+    try:
+        return checked_call(ToolCall, attempt.id, attempt.name, attempt.arguments)
+    except UnreadableCall as problem:
+        return MalformedCall(raw=body, problem=str(problem))

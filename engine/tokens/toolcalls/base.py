@@ -1,0 +1,191 @@
+"""A tool-call format: how a model writes tool calls as text. One class reads and writes one format.
+
+Invariant: every call that a reply opens gives exactly one attempt, in order, read or malformed. None is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Any, ClassVar, NamedTuple
+
+from engine.made import maker
+from engine.schemas.message import MalformedCall, ToolCall
+from engine.storable import refusal
+
+LONGEST_CALL = 20_000
+"""Characters of one call. A longer one is malformed: literals are parsed recursively."""
+LONGEST_NAME = 256
+"""Characters of a tool's name."""
+JSON_WORDS = {"true": True, "false": False, "null": None, "none": None}
+_make_call = maker(ToolCall)
+
+Call = tuple[str, dict[str, Any]]
+"""A tool's name and the call's arguments."""
+
+
+class ParsedCalls(NamedTuple):
+    """The tool calls of one reply."""
+
+    content: str
+    """The reply without its calls and without white space at the end."""
+    attempts: list[ToolCall | MalformedCall]
+    """Calls and malformed calls, in order. The id of call number i is `<prefix>_<i>`."""
+
+
+class UnreadableCall(Exception):
+    """A call that cannot be read. The message tells the model what is wrong with it."""
+
+
+class ToolCallFormat(ABC):
+    """Reads and writes tool calls. Subclass it for a format of your own, and name the class in `model.tool_calls`.
+
+        class Shout(ToolCallFormat):
+            def parse(self, text, tools, prefix): ...
+            def write(self, text, calls): ...
+
+    The class is built without arguments. The engine takes a call that `write` wrote only if `parse` reads it back.
+    """
+
+    name: ClassVar[str] = ""
+    """The value of `model.tool_calls` that selects it. Only built-in formats have one."""
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Texts that begin and end calls. A stop string inside one of them would cut every call."""
+    auto: ClassVar[bool] = False
+    """`model.tool_calls: auto` may select this format, if it reads what the chat template writes."""
+    checks_calls: ClassVar[bool] = False
+    """`parse` gives only calls that can be stored (see `checked_call`), so the engine does not check them again."""
+
+    @abstractmethod
+    def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ParsedCalls:
+        """Read the calls of a reply.
+
+        Args:
+            text: The reply, without its reasoning and without the token that ended it.
+            tools: The tools' schemas, in OpenAI's form.
+            prefix: What ids begin with: the id of call number i is `<prefix>_<i>`.
+        """
+
+    @abstractmethod
+    def write(self, text: str, calls: Sequence[Call]) -> str:
+        """The reply of a model that says `text` and makes `calls`.
+
+        Args:
+            text: What it says before the calls; may be empty.
+            calls: Names and arguments, in order; at least one.
+        """
+
+    def unescaped(self) -> ToolCallFormat:
+        """This format for a chat template that writes text in calls without escapes."""
+        return self
+
+
+class TaggedFormat(ToolCallFormat):
+    """Calls between an opening and a closing tag; a subclass sets `marks` to the two and reads and writes what is between.
+
+    A call that is opened and not closed is malformed: its end may be missing, and the engine must not run a call that the
+    model did not finish.
+    """
+
+    checks_calls = True
+
+    @abstractmethod
+    def read_body(self, body: str, tools: Sequence[dict[str, Any]]) -> Call:
+        """The name and arguments of one call.
+
+        Args:
+            body: What is between the tags, without white space at its edges.
+            tools: The tools' schemas, in OpenAI's form.
+
+        Raises:
+            UnreadableCall: The body is not a call.
+        """
+
+    def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ParsedCalls:
+        """See `ToolCallFormat.parse`."""
+        opening, closing = self.marks
+        if opening not in text:
+            return ParsedCalls(text, [])
+        attempts: list[ToolCall | MalformedCall] = []
+        outside: list[str] = []
+        at = 0
+        while (start := text.find(opening, at)) >= 0:
+            outside.append(text[at:start])
+            inside = start + len(opening)
+            end, again = text.find(closing, inside), text.find(opening, inside)
+            closed = end >= 0 and not 0 <= again < end
+            at = end + len(closing) if closed else (again if again >= 0 else len(text))
+            body = text[inside:end].strip() if closed else None
+            attempts.append(self._attempt(body, text[start:at], tools, f"{prefix}_{len(attempts)}"))
+        outside.append(text[at:])
+        return ParsedCalls("".join(outside).rstrip(), attempts)
+
+    def _attempt(
+        self, body: str | None, raw: str, tools: Sequence[dict[str, Any]], id_: str
+    ) -> ToolCall | MalformedCall:
+        """One attempt at a call. `body` is None where it is not closed."""
+        if body is None:
+            return MalformedCall(raw=raw, problem=unclosed(*self.marks))
+        try:
+            if len(body) > LONGEST_CALL:
+                raise UnreadableCall(f"It is longer than {LONGEST_CALL} characters.")
+            name, arguments = self.read_body(body, tools)
+            return checked_call(_make_call, id_, name, arguments)
+        except UnreadableCall as problem:
+            return MalformedCall(raw=raw, problem=str(problem))
+
+
+def unclosed(opening: str, closing: str) -> str:
+    """The problem of a call that is opened and not closed."""
+    return f"It begins with {opening} but is never closed with {closing}."
+
+
+def checked_call(make: Callable[..., ToolCall], id_: str, name: str, arguments: dict[str, Any]) -> ToolCall:
+    """A call whose name and arguments can be stored.
+
+    Raises:
+        UnreadableCall: They cannot be stored; see `engine.storable`.
+    """
+    problem = refusal(arguments)
+    if problem is not None:
+        raise UnreadableCall(f"Its arguments cannot be used: {problem}.")
+    if len(name) > LONGEST_NAME or refusal(name) is not None:
+        raise UnreadableCall(f"Its name is not a text of at most {LONGEST_NAME} characters.")
+    return make(id=id_, name=name, arguments=arguments)
+
+
+def as_arguments(value: Any, form: str) -> dict[str, Any]:
+    """Arguments as an object: a dict, or the JSON text of one.
+
+    Args:
+        value: The arguments.
+        form: How a call is to be written, for the message.
+
+    Raises:
+        UnreadableCall: The value is neither.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise UnreadableCall(f'Its "arguments" are text, not a JSON object. {form}') from None
+    if not isinstance(value, dict):
+        raise UnreadableCall(f'Its "arguments" are not a JSON object. {form}')
+    return value
+
+
+def as_json(value: Any) -> Any:
+    """A Python literal as JSON holds it: tuples become lists.
+
+    Raises:
+        ValueError: JSON cannot hold it.
+    """
+    if value is None or isinstance(value, (str, int, bool)) or (isinstance(value, float) and isfinite(value)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: as_json(item) for key, item in value.items()}
+    raise ValueError

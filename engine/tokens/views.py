@@ -1,0 +1,152 @@
+"""Messages as chat templates read them: dicts in OpenAI's form, in which text that only spells a special token is quoted.
+
+Invariant: what a template cannot show is refused, and never left out. See `literal` for quoting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import RenderError
+from engine.schemas.message import ImagePart, Message, ToolCall
+from engine.tokens.literal import MARK, Span
+from engine.tokens.proof import View, kind_of
+
+if TYPE_CHECKING:
+    from engine.tokens.format import ChatFormat
+    from engine.tokens.replies import ParsedReply
+    from engine.tokens.tape import IntVector
+
+IntendedTokens = Sequence[Sequence[Span]]
+"""For each text of a message: the characters [start, end) whose special tokens are intended as tokens."""
+
+
+def call_view(call: ToolCall) -> View:
+    """A tool call as templates read it: OpenAI's form, with the arguments as an object."""
+    return {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+
+
+class MessageViews:
+    """Makes the views of one chat format's messages.
+
+    Args:
+        form: The chat format.
+    """
+
+    def __init__(self, form: ChatFormat) -> None:
+        self._form = form
+
+    def kind(self, view: View) -> int:
+        """The kind of a message: see proof.py."""
+        return kind_of(view, self._form.markers)
+
+    def of(self, message: Message, intended: IntendedTokens = ()) -> View:
+        """The view of a message that the model did not sample.
+
+        Args:
+            message: The message.
+            intended: For each of its texts, the characters [start, end) in which added tokens are intended as tokens.
+
+        Raises:
+            RenderError: It has an image, tool calls or role `tool`, and this format does not show them.
+            ImageError: Its text spells a placeholder of images, and would become one.
+        """
+        form = self._form
+        role, content = message.role, self._content(message, intended)
+        if role == "tool":
+            if form.tool_role == "user":
+                return {"role": "user", "content": content}
+            if not form.knows_tool_results:
+                raise RenderError(
+                    f"the chat format {form.name!r} does not show messages of role `tool`; set model.tool_role: user"
+                )
+            view: View = {"role": "tool", "content": content}
+            if message.name is not None:
+                view["name"] = self._quoted(message.name)
+            if message.tool_call_id is not None:
+                view["tool_call_id"] = message.tool_call_id
+            return view
+        view = {"role": role, "content": content}
+        if role == "assistant":
+            if message.reasoning:
+                view["reasoning_content"] = self._quoted(message.reasoning)
+            if message.tool_calls:
+                if not form.calls_shown:
+                    raise RenderError(
+                        f"the chat format {form.name!r} does not show tool calls: they would be lost; write them into the "
+                        "message's content as the model is to write them"
+                    )
+                view["tool_calls"] = self._calls(message.tool_calls)
+        return view
+
+    def of_reply(self, parsed: ParsedReply, ids: IntVector | Sequence[int] = ()) -> View:
+        """The view of a reply that the model sampled: its calls as calls, or as they were written.
+
+        Args:
+            parsed: The reply.
+            ids: What was sampled, int32 [tokens]: added tokens in it stay tokens, and text that only spells one stays text.
+        """
+        calls = [attempt for attempt in parsed.attempts if isinstance(attempt, ToolCall)]
+        view: View = {"role": "assistant", "content": parsed.content if parsed.as_calls else parsed.body}
+        if parsed.reasoning:
+            view["reasoning_content"] = parsed.reasoning
+        if calls and parsed.as_calls:
+            view["tool_calls"] = self._calls(calls)
+        for key in () if self._form.allow_special else ("content", "reasoning_content"):
+            if key in view and (MARK in view[key] or self._form.fast.quoting.spans(view[key])):
+                view[key] = self._quoted_part(view[key], ids, last=key == "content")
+        return view
+
+    def spells_tokens(self, view: View) -> bool:
+        """Whether a reply's text spells an added token, sampled as such or not."""
+        texts = (view["content"], view.get("reasoning_content", ""))
+        return any(MARK in text or bool(self._form.fast.quoting.spans(text)) for text in texts)
+
+    def _content(self, message: Message, intended: IntendedTokens) -> str | list[View]:
+        """A message's content: text, or parts where it has images."""
+        form = self._form
+        parts = [message.content] if isinstance(message.content, str) else message.content
+        texts = [part if isinstance(part, str) else part.text for part in parts if not isinstance(part, ImagePart)]
+        spans = [*intended, *([()] * (len(texts) - len(intended)))]
+        if form.vision is not None and message.role != "assistant":  # a reply's own text stays as it was sampled
+            for text, own in zip(texts, spans, strict=True):
+                form.vision.check_text(text if form.allow_special else "\n".join(text[a:b] for a, b in own))
+        quoted = [self._quoted(text, own) for text, own in zip(texts, spans, strict=True)]
+        if not message.images:
+            return "".join(quoted)
+        if form.vision is None:
+            raise RenderError(f"the chat format {form.name!r} shows no images; {form.no_vision_fix}")
+        if message.role == "assistant":
+            raise RenderError("a message of role `assistant` holds an image; models reply in text")
+        following = iter(quoted)
+        return [
+            {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": next(following)}
+            for part in parts
+        ]
+
+    def _calls(self, calls: Iterable[ToolCall]) -> list[View]:
+        views = [call_view(call) for call in calls]
+        for view in views:
+            view["function"] = self._quoted(view["function"])
+        return views
+
+    def _quoted(self, value: Any, intended: Sequence[Span] = ()) -> Any:
+        """A text, or JSON of texts, with the added tokens that it spells quoted."""
+        if self._form.allow_special:
+            return value
+        if isinstance(value, str):
+            return self._form.fast.quoting.quote(value, intended)
+        if isinstance(value, dict):
+            return {self._quoted(key): self._quoted(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._quoted(item) for item in value]
+        return value
+
+    def _quoted_part(self, part: str, ids: IntVector | Sequence[int], *, last: bool) -> str:
+        """A part of a reply. Added tokens that were sampled as tokens are not quoted."""
+        text, sampled = self._form.fast.spelled(ids)
+        at = text.rfind(part) if last else text.find(part)
+        if at < 0:
+            return self._form.fast.quoting.quote(part)
+        return self._form.fast.quoting.quote(part, [(start - at, end - at) for start, end in sampled])
