@@ -1,4 +1,4 @@
-"""`engine graph`: a spec's machine as a picture."""
+"""`engine graph`: draw a spec's machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GraphFormat(StrEnum):
-    """How the picture is written."""
+    """The format of the picture."""
 
     MERMAID = "mermaid"
     SVG = "svg"
@@ -26,7 +26,9 @@ class GraphFormat(StrEnum):
 
 def graph(
     spec: Annotated[Path, typer.Argument(help="The episode spec.")],
-    format: Annotated[GraphFormat | None, typer.Option(help="As --out's suffix says, else mermaid.")] = None,
+    format: Annotated[
+        GraphFormat | None, typer.Option(help="The default follows the suffix of --out, else mermaid.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of to the terminal.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set machine=tools")
@@ -35,13 +37,14 @@ def graph(
         str | None, typer.Option(metavar="RUN", help="Show how often this run's episodes took each transition.")
     ] = None,
 ) -> None:
-    """Draw a spec's machine, its preset included.
+    """Draw a spec's machine, including its preset.
 
-    Mermaid goes into documents as it is; SVG needs no other program. Guards stand in brackets. What every state
-    does alike is drawn once, from a box called "any state".
+    Mermaid text can be pasted into documents. SVG needs the package fast-sugiyama. Guards are shown in brackets.
+    Transitions that all states share are drawn once, from a box called "any state".
     """
     from engine.errors import EngineError
-    from engine.machine.graph import mermaid, svg
+    from engine.machine.draw import svg
+    from engine.machine.graph import mermaid
     from engine.machine.presets import resolve_machine
     from engine.spec.load import load_spec
 
@@ -54,8 +57,12 @@ def graph(
         raise typer.Exit(1) from None
     if format is None:
         format = GraphFormat.SVG if out is not None and out.suffix == ".svg" else GraphFormat.MERMAID
-    events = _events(machine)
-    text = svg(machine, counts, events) if format is GraphFormat.SVG else mermaid(machine, counts, events)
+    draw = svg if format is GraphFormat.SVG else mermaid
+    try:
+        text = draw(machine, counts, _events(machine))
+    except EngineError as error:
+        echo(str(error), err=True)
+        raise typer.Exit(1) from None
     if out is None:
         echo(text, nl=False)
         return
@@ -68,7 +75,7 @@ def graph(
 
 
 def _events(machine: ResolvedMachine) -> Events:
-    """What may happen in each state, where the engine knows: not behind actions of the spec's own."""
+    """The events that may occur in each state with a built-in action."""
     from engine.actions.facts import ACTIONS, ALWAYS
 
     return {

@@ -1,7 +1,7 @@
-"""A machine's picture as SVG: no graphviz, no browser, no fonts of its own.
+"""A machine's picture as SVG.
 
-Lengths are in pixels. Widths of text are estimated from the font size, since whoever shows the picture chooses the
-fonts: boxes leave room.
+Lengths are in pixels. Widths of text are estimated from the font size, because the program that shows the picture chooses
+the fonts; boxes are a little wider than needed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from xml.sax.saxutils import escape
 
-from engine.machine.graph import ANY_STATE, Edge, Picture
+from engine.machine.graph import ANY_STATE, Counts, Edge, Events, Picture, picture
 from engine.machine.layout import GAP_Y, Box, Layout, Link, lay_out
+from engine.machine.presets import ResolvedMachine
+from engine.schemas.machine import MachineSpec
 
 MARGIN = 20.0
 LINE = 15.0
@@ -24,7 +26,7 @@ GUARD_COLUMNS = 38
 EVENT_COLUMNS = 28
 LOOP = 30.0
 LEAN = 0.7
-"""Most pixels to the side for one pixel down, beside a box."""
+"""Maximum slope of a line at a waypoint: pixels to the side per pixel down."""
 
 INK = "#1f2933"
 MUTED = "#697586"
@@ -45,7 +47,7 @@ PLAIN = ("#ffffff", "#9aa5b1")
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One row of a label: what the event is called, and how it goes on."""
+    """One row of a label: the event, its guard and its count."""
 
     event: str
     guard: str
@@ -58,7 +60,7 @@ class _Row:
 
 
 def _rows(edge: Edge) -> list[_Row]:
-    """A label's rows: events under the same guard share one, a long guard is wrapped at its operators."""
+    """The rows of a label: events with the same guard share one; a long guard is wrapped at its operators."""
     rows: list[_Row] = []
     together: dict[str | None, list[str]] = {}
     for line in edge.lines:
@@ -96,7 +98,7 @@ def _size(rows: list[_Row]) -> tuple[float, float]:
 
 
 def _lines_of(name: str, drawn: Picture) -> tuple[str, str]:
-    """A box's two lines: the state and what is done in it."""
+    """The two lines of a box: the state and its action."""
     state = drawn.machine.states.get(name)
     action = state.action if state is not None and state.action else ""
     return name, action.rpartition(":")[2] if ":" in action else action
@@ -109,8 +111,13 @@ def _box(name: str, drawn: Picture, ends: int, loop: Edge | None) -> Box:
     return Box(width, 46.0 if action else 34.0, overhang)
 
 
-def draw(drawn: Picture) -> str:
-    """The whole document."""
+def svg(machine: MachineSpec | ResolvedMachine, counts: Counts | None = None, events: Events | None = None) -> str:
+    """Return the machine as an SVG document. The arguments are those of `picture`.
+
+    Raises:
+        LayoutError: the library fast-sugiyama is not installed.
+    """
+    drawn = picture(machine, counts, events)
     known = set(drawn.machine.states) | ({ANY_STATE} if drawn.has_any_state else set())
     edges = [edge for edge in drawn.edges if edge.dest in known]
     loops = {edge.source: edge for edge in edges if edge.source == edge.dest}
@@ -119,9 +126,9 @@ def draw(drawn: Picture) -> str:
     for name in [*drawn.machine.states, *([ANY_STATE] if drawn.has_any_state else [])]:
         ends = max(sum(e.source == name for e in between), sum(e.dest == name for e in between))
         nodes[name] = _box(name, drawn, ends, loops.get(name))
-    links = [Link(edge.source, edge.dest, _size(_rows(edge))) for edge in between]
+    links = [Link(edge.source, edge.dest, Box(*_size(_rows(edge)))) for edge in between]
     initial = drawn.machine.initial if drawn.machine.initial in nodes else next(iter(nodes))
-    layout = lay_out(nodes, links, initial, sorted(drawn.machine.final))
+    layout = lay_out(nodes, links, initial)
     busiest = max((edge.count or 0 for edge in edges), default=0)
     parts = [_link(link, layout, edge, busiest) for link, edge in zip(links, between, strict=True)]
     parts += [_loop(layout.nodes[name], edge, busiest) for name, edge in loops.items()]
@@ -180,7 +187,7 @@ def _node(name: str, box: Box, drawn: Picture) -> str:
 
 
 def _stroke(edge: Edge, busiest: int) -> str:
-    """Thicker the more often it was taken; dashed where it never was, or where it is every state's."""
+    """A line is thicker if it was taken more often, and dashed if it never was."""
     count = edge.count
     if count is None:
         return f'stroke="{MUTED if edge.source == ANY_STATE else EDGE}" stroke-width="1.4"'
@@ -191,23 +198,23 @@ def _stroke(edge: Edge, busiest: int) -> str:
 
 
 def _link(link: Link, layout: Layout, edge: Edge, busiest: int) -> str:
-    names = (link.dest, link.source) if link.reversed else (link.source, link.dest)
+    names = (link.dest, link.source) if link.upwards else (link.source, link.dest)
     upper, lower = (layout.nodes[name] for name in names)
     top, bottom = upper.y + upper.height / 2, lower.y - lower.height / 2
-    start = (link.ends[0], top + (8.0 if link.reversed else 0.0))
-    end = (link.ends[1], bottom - (0.0 if link.reversed else 8.0))
+    start = (link.ends[0], top + (8.0 if link.upwards else 0.0))
+    end = (link.ends[1], bottom - (0.0 if link.upwards else 8.0))
     path = _curve(start, link, end)
-    tip = (link.ends[0], top) if link.reversed else (link.ends[1], bottom)
-    return f'<path d="{path}" fill="none" {_stroke(edge, busiest)}/>' + _arrow(*tip, 1 if link.reversed else -1, edge)
+    tip = (link.ends[0], top) if link.upwards else (link.ends[1], bottom)
+    return f'<path d="{path}" fill="none" {_stroke(edge, busiest)}/>' + _arrow(*tip, 1 if link.upwards else -1, edge)
 
 
 def _curve(start: tuple[float, float], link: Link, end: tuple[float, float]) -> str:
-    """A smooth line through the waypoints: upright at its ends and behind its label, else leaning the way it goes."""
+    """A smooth line through the waypoints, vertical at its ends and behind its label."""
     upright = [(*start, 0.0)]
-    for box in link.waypoints:
-        upright += [(box.x, y, 0.0) for y in (box.band if box is link.labelled else (box.y,))]
+    for box in link.points:
+        upright += [(box.x, y, 0.0) for y in ((box.top, box.bottom) if box is link.label else (box.y,))]
     points = [*upright, (*end, 0.0)]
-    free = {(box.x, box.y) for box in link.waypoints if box is not link.labelled}
+    free = {(box.x, box.y) for box in link.points if box is not link.label}
     for at in range(1, len(points) - 1):
         (x0, y0, _), (x, y, _), (x1, y1, _) = points[at - 1 : at + 2]
         if (x, y) in free:
@@ -222,15 +229,14 @@ def _curve(start: tuple[float, float], link: Link, end: tuple[float, float]) -> 
 
 
 def _arrow(x: float, y: float, back: int, edge: Edge) -> str:
-    """A head whose tip is at (x, y); `back` is -1 where the line comes from above, 1 from below."""
+    """An arrowhead with its tip at (x, y); `back` is -1 if the line comes from above, 1 if from below."""
     fill = "#b8c0c8" if edge.count == 0 else MUTED if edge.source == ANY_STATE and edge.count is None else EDGE
     base = y + 9 * back
     return f'<path d="M{_n(x)} {_n(y)} L{_n(x - 4.5)} {_n(base)} L{_n(x + 4.5)} {_n(base)} Z" fill="{fill}"/>'
 
 
 def _label(link: Link, edge: Edge) -> str:
-    assert link.labelled is not None
-    box = link.labelled
+    box = link.label
     width, height = _size(_rows(edge))
     back = (
         f'<rect x="{_n(box.x - width / 2)}" y="{_n(box.y - height / 2)}" width="{_n(width)}" height="{_n(height)}" '
@@ -261,7 +267,7 @@ def _text(rows: list[_Row], x: float, top: float, anchor: str, edge: Edge) -> st
 
 
 def _loop(box: Box, edge: Edge, busiest: int) -> str:
-    """An edge from a state to itself, on its right."""
+    """An edge from a state to itself, on the right of its box."""
     x, y = box.x + box.width / 2, box.y
     path = f"M{_n(x)} {_n(y - 9)} C{_n(x + LOOP)} {_n(y - 24)} {_n(x + LOOP)} {_n(y + 24)} {_n(x + 8)} {_n(y + 10)}"
     head = f'<path d="M{_n(x)} {_n(y + 7)} L{_n(x + 9.5)} {_n(y + 5.5)} L{_n(x + 6)} {_n(y + 14)} Z" fill="{EDGE}"/>'
@@ -271,7 +277,7 @@ def _loop(box: Box, edge: Edge, busiest: int) -> str:
 
 
 def _start(box: Box) -> str:
-    """The dot that an episode begins at."""
+    """The dot and the arrow in front of the initial state."""
     top = box.y - box.height / 2
     return (
         f'<circle cx="{_n(box.x)}" cy="{_n(top - GAP_Y)}" r="5.5" fill="{INK}"/>'

@@ -1,11 +1,9 @@
-"""Pictures of a machine: Mermaid for documents, SVG for everything else.
+"""What a picture of a machine shows, and the picture as Mermaid; `engine.machine.draw` draws the same as SVG.
 
-Invariant: both show the same states and edges. Transitions between the same two states share an edge, in the order in
-which they are tried; what every state does alike (`limit` and `failed`, most often) is drawn once, from a box that
-stands for any of them.
+Transitions between the same two states share an edge, in the order in which they are tried. Transitions that all states
+share (usually `limit` and `failed`) are drawn once, from a box for any state.
 
-The diagrams of the library `transitions` neither mark final states nor escape what guards are written with, so Mermaid
-is written here.
+The diagrams of the library `transitions` do not mark final states and do not escape guards, so Mermaid is written here.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ Counts = Mapping[tuple[str, str, str], int]
 """How often each (source, event, dest) was taken."""
 
 Events = Mapping[str, frozenset[str]]
-"""Which events may come in a state, for the states where that is known."""
+"""The events that may occur in a state, for states where they are known."""
 
 ANY_STATE = "any state"
 
@@ -33,12 +31,12 @@ class Line:
     event: str
     guard: str | None
     count: int | None
-    """How often it was taken, where that was counted."""
+    """How often it was taken; None without counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Everything that leads from one state to another."""
+    """All transitions from one state to another."""
 
     source: str
     dest: str
@@ -46,33 +44,33 @@ class Edge:
 
     @property
     def count(self) -> int | None:
-        """How often any of it was taken; None where nothing was counted."""
+        """How often any of its transitions was taken; None without counts."""
         counted = {(line.event): line.count for line in self.lines if line.count is not None}
         return sum(counted.values()) if counted else None
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn."""
+    """The content of a picture."""
 
     machine: ResolvedMachine
     edges: list[Edge]
 
     @property
     def has_any_state(self) -> bool:
-        """Whether a box stands for all states that are not final."""
+        """Whether there is a box for any state."""
         return any(edge.source == ANY_STATE for edge in self.edges)
 
 
 def picture(
     machine: MachineSpec | ResolvedMachine, counts: Counts | None = None, events: Events | None = None
 ) -> Picture:
-    """Gather a machine's transitions into edges.
+    """Group a machine's transitions into edges.
 
     Args:
         machine: The machine.
-        counts: Shown beside each event, where given.
-        events: Where given, an event from `"*"` is left out of the states that never meet it.
+        counts: If given, shown beside each event.
+        events: If given, a transition from `"*"` is left out of states in which its event never occurs.
     """
     resolved = resolve_machine(machine) if isinstance(machine, MachineSpec) else machine
     shown = [t for t in resolved.transitions if not _idle(t, events or {}) and t.source in resolved.states]
@@ -103,12 +101,12 @@ def _as_any(t: ResolvedTransition) -> _Any:
 
 
 def _idle(t: ResolvedTransition, events: Events) -> bool:
-    """A transition from `"*"` in a state that never meets its event."""
+    """Whether a transition comes from `"*"`, in a state in which its event never occurs."""
     return t.wildcard and t.source in events and t.trigger not in events[t.source]
 
 
 def _alike(machine: ResolvedMachine, shown: list[ResolvedTransition]) -> set[_Any]:
-    """Transitions from `"*"` that stand in every state that is not final."""
+    """Transitions from `"*"` that apply in every state that is not final."""
     standing = set(machine.states) - machine.final
     sources: dict[_Any, set[str]] = {}
     for t in shown:
@@ -118,7 +116,7 @@ def _alike(machine: ResolvedMachine, shown: list[ResolvedTransition]) -> set[_An
 
 
 def mermaid(machine: MachineSpec | ResolvedMachine, counts: Counts | None = None, events: Events | None = None) -> str:
-    """The machine as a Mermaid `stateDiagram-v2`; the arguments are `picture`'s."""
+    """Return the machine as a Mermaid `stateDiagram-v2`. The arguments are those of `picture`."""
     drawn = picture(machine, counts, events)
     names = _identifiers([*drawn.machine.states, *([ANY_STATE] if drawn.has_any_state else [])])
     text = ["stateDiagram-v2"]
@@ -144,7 +142,7 @@ def _mermaid_line(line: Line) -> str:
 
 
 def _identifiers(names: list[str]) -> dict[str, str]:
-    """Names that Mermaid takes, each of its own."""
+    """A different identifier for each name, which Mermaid accepts."""
     found: dict[str, str] = {}
     for name in names:
         base = re.sub(r"\W", "_", name, flags=re.ASCII) or "_"
@@ -158,13 +156,6 @@ def _identifiers(names: list[str]) -> dict[str, str]:
 
 
 def _escape(text: str) -> str:
-    """Mermaid's entity codes for what its grammar or HTML would take as its own."""
+    """Replace characters that have a meaning in Mermaid or HTML by entity codes."""
     flat = " ".join(text.split())
     return re.sub(r"[^\w .,=!()+*/?|\[\]'-]", lambda match: f"#{ord(match[0])};", flat)
-
-
-def svg(machine: MachineSpec | ResolvedMachine, counts: Counts | None = None, events: Events | None = None) -> str:
-    """The machine as an SVG document; the arguments are `picture`'s."""
-    from engine.machine.draw import draw
-
-    return draw(picture(machine, counts, events))

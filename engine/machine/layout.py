@@ -1,41 +1,47 @@
-"""A layered layout of a small directed graph: boxes in ranks from the top down, edges with labels between them.
+"""The places of a small directed graph's boxes: ranks from the top down, with each edge's label between its ends.
 
-Knows nothing of machines or of drawing. After Sugiyama, Tagawa and Toda (IEEE Transactions on Systems, Man and
-Cybernetics 11, 1981): edges against the flow are turned round, boxes ranked by longest path, each edge given a
-waypoint in every rank that it passes (its label is one of them), crossings reduced by barycentres, and x solved as
-least squares under the distances that must be kept. Deterministic: the same graph has the same picture.
+The library fast-sugiyama (MIT) assigns ranks, inserts a waypoint in every rank that an edge passes, and orders each rank so
+that few edges cross. It treats all vertices as points, so this module spaces them by their sizes. Vertices are numbers, because
+the library orders names by their hashes; the same graph always gets the same places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from engine.errors import EngineError
+
 GAP_X = 28.0
 GAP_Y = 24.0
-SWEEPS = 16
+SWEEPS = 64
+"""How often boxes are moved towards their neighbours."""
 
-Key = Hashable
+
+class LayoutError(EngineError):
+    """The library that places boxes is not installed."""
+
+    kind = "layout_error"
+    blame = "spec"
 
 
 @dataclass(slots=True)
 class Box:
-    """A node, or a waypoint of an edge. Lengths in pixels."""
+    """A node, the label of an edge, or a waypoint. Lengths in pixels."""
 
     width: float
     height: float
     overhang: float = 0.0
-    """Room kept free on the right, for a self loop."""
+    """Space kept free on the right, for a self loop."""
     x: float = 0.0
     """Of the centre, without the overhang."""
     y: float = 0.0
     """Of the centre."""
-    rank: int = 0
-    band: tuple[float, float] = (0.0, 0.0)
-    """Top and bottom of its rank."""
-    node: bool = True
-    """False for a waypoint."""
+    top: float = 0.0
+    """Upper end of its rank."""
+    bottom: float = 0.0
+    """Lower end of its rank."""
 
 
 @dataclass(slots=True)
@@ -44,21 +50,18 @@ class Link:
 
     source: str
     dest: str
-    label: tuple[float, float]
-    """Width and height of its label."""
-    reversed: bool = False
-    """Whether it runs against the flow, upwards."""
-    waypoints: list[Box] = field(default_factory=list)
-    """From the upper node to the lower."""
-    labelled: Box | None = None
-    """The waypoint that is its label."""
+    label: Box
+    points: list[Box] = field(default_factory=list)
+    """Its label and waypoints, from the upper node to the lower one."""
+    upwards: bool = False
+    """Whether it leads from a lower rank to an upper one."""
     ends: tuple[float, float] = (0.0, 0.0)
     """x of its ends, at the upper and at the lower node."""
 
 
 @dataclass(slots=True)
 class Layout:
-    """A graph with places."""
+    """A graph with places. Lengths in pixels."""
 
     nodes: dict[str, Box]
     links: list[Link]
@@ -66,216 +69,166 @@ class Layout:
     height: float
 
 
-def lay_out(nodes: Mapping[str, Box], links: Sequence[Link], first: str, last: Iterable[str] = ()) -> Layout:
+def lay_out(nodes: Mapping[str, Box], links: Sequence[Link], first: str) -> Layout:
     """Place nodes and links.
 
     Args:
-        nodes: Boxes with their sizes; they are filled in.
-        links: Without self loops, at most one for each (source, dest).
-        first: The node that the flow begins at.
-        last: Nodes that belong into the lowest rank, where nothing leaves them.
+        nodes: Boxes with their sizes; the places are filled in.
+        links: Without self loops, and at most one for each (source, dest).
+        first: The node to begin at: a link back to a node from which it was reached leads upwards.
+
+    Raises:
+        LayoutError: the library fast-sugiyama is not installed.
     """
     boxes = dict(nodes)
-    _turn_round(boxes, links, first)
-    _rank(boxes, links, last)
-    ranks, joined = _waypoints(boxes, links)
-    ranks = _order(ranks, joined)
-    _place_x(ranks, joined)
-    height = _place_y(ranks, joined)
-    _ports(boxes, links)
-    everything = [box for rank in ranks for box in rank]
-    left = min(box.x - box.width / 2 for box in everything)
-    for box in everything:
-        box.x -= left
-    for link in links:
-        link.ends = (link.ends[0] - left, link.ends[1] - left)
-    width = max(box.x + box.width / 2 + box.overhang for box in everything)
-    return Layout(boxes, list(links), width, height)
+    _direct(boxes, links, first)
+    ranks = _ranks(boxes, links)
+    pairs = [pair for link in links for pair in pairwise(_chain(boxes, link))]
+    _place_x(ranks, pairs)
+    height = 0.0
+    for rank in ranks:
+        inside = {id(box) for box in rank}
+        aside = max((abs(upper.x - lower.x) for upper, lower in pairs if id(lower) in inside), default=0.0)
+        height += min(aside * 0.1, 36.0)  # lines that go far to the side need space
+        bottom = height + max(box.height for box in rank)
+        for box in rank:
+            box.top, box.y, box.bottom = height, (height + bottom) / 2, bottom
+        height = bottom + GAP_Y
+    _place_ends(boxes, links)
+    width = max(box.x + box.width / 2 + box.overhang for rank in ranks for box in rank)
+    return Layout(boxes, list(links), width, height - GAP_Y)
 
 
-def _turn_round(boxes: Mapping[str, Box], links: Sequence[Link], first: str) -> None:
-    """Mark the links that lead back to a node that the walk is still inside of."""
-    done: set[str] = set()
-    inside: set[str] = set()
-    leaving: dict[str, list[Link]] = {name: [] for name in boxes}
+def _direct(nodes: Mapping[str, Box], links: Sequence[Link], first: str) -> None:
+    """Mark the links that close a cycle in a depth-first walk; without them there is none."""
+    leaving: dict[str, list[Link]] = {name: [] for name in nodes}
     for link in links:
         leaving[link.source].append(link)
-
-    for start in (first, *boxes):
-        stack: list[tuple[str, int]] = [(start, 0)] if start not in done else []
-        inside.update(name for name, _ in stack)
-        while stack:
-            name, at = stack.pop()
-            if at == len(leaving[name]):
-                inside.discard(name)
-                done.add(name)
-                continue
-            stack.append((name, at + 1))
-            link = leaving[name][at]
-            if link.dest in inside:
-                link.reversed = True
-            elif link.dest not in done:
-                inside.add(link.dest)
-                stack.append((link.dest, 0))
+    seen: set[str] = set()
+    for start in (first, *nodes):
+        path: dict[str, Iterator[Link]] = {} if start in seen else {start: iter(leaving[start])}
+        while path:
+            name = next(reversed(path))
+            seen.add(name)
+            link: Link | None = next(path[name], None)
+            if link is None:
+                del path[name]
+            elif link.dest in path:
+                link.upwards = True
+            elif link.dest not in seen:
+                path[link.dest] = iter(leaving[link.dest])
 
 
-def _ends(link: Link) -> tuple[str, str]:
-    """The upper and the lower node."""
-    return (link.dest, link.source) if link.reversed else (link.source, link.dest)
+def _ranks(nodes: Mapping[str, Box], links: Sequence[Link]) -> list[list[Box]]:
+    """The boxes of each rank from left to right, with waypoints; fills in the points of the links."""
+    numbers = {name: number for number, name in enumerate(nodes)}
+    linked = {name for link in links for name in (link.source, link.dest)}
+    hub, *others = sorted(numbers, key=lambda name: name not in linked)
+    edges = [(numbers[hub], numbers[name]) for name in others if name not in linked]  # not drawn
+    box_of = dict(enumerate([*nodes.values(), *(link.label for link in links)]))
+    for number, link in enumerate(links, start=len(nodes)):
+        upper, lower = (link.dest, link.source) if link.upwards else (link.source, link.dest)
+        edges += [(numbers[upper], number), (number, numbers[lower])]
+    places, steps = _sugiyama(edges)
+    ranks: dict[float, list[Box]] = {}
+    for number, (x, y) in sorted(places.items(), key=lambda item: item[1]):
+        box = box_of.setdefault(number, Box(10.0, 0.0))
+        box.x = x
+        ranks.setdefault(y, []).append(box)
+    after = {upper: lower for upper, lower in steps if upper >= len(nodes)}
+    before = {lower: upper for upper, lower in steps if lower >= len(nodes)}
+    for number, link in enumerate(links, start=len(nodes)):
+        above, below = before[number], after[number]
+        link.points = [link.label]
+        while above >= len(nodes):
+            link.points.insert(0, box_of[above])
+            above = before[above]
+        while below >= len(nodes):
+            link.points.append(box_of[below])
+            below = after[below]
+    return [ranks[y] for y in sorted(ranks)]
 
 
-def _rank(boxes: Mapping[str, Box], links: Sequence[Link], last: Iterable[str]) -> None:
-    """Longest path from the top; even numbers, so that each link has a rank for its label."""
-    for _ in boxes:
-        for link in links:
-            upper, lower = _ends(link)
-            boxes[lower].rank = max(boxes[lower].rank, boxes[upper].rank + 2)
-    lowest = max((box.rank for box in boxes.values()), default=0)
-    uppers = {_ends(link)[0] for link in links}
-    for name in last:
-        if name not in uppers:
-            boxes[name].rank = lowest
-    lowers = {_ends(link)[1] for link in links}
-    for name, box in boxes.items():  # what nothing leads to hangs just above what it leads to
-        below = [boxes[_ends(link)[1]].rank for link in links if _ends(link)[0] == name]
-        if name not in lowers and below and box.rank == 0 and len(boxes) > 2:
-            box.rank = min(below) - 2
+def _sugiyama(edges: list[tuple[int, int]]) -> tuple[dict[int, tuple[float, float]], list[tuple[int, int]]]:
+    """Places by vertex, y downwards, and the edges cut at waypoints, which are new vertices.
+
+    Raises:
+        LayoutError: the library fast-sugiyama is not installed.
+    """
+    try:
+        from fast_sugiyama import from_edges
+    except ImportError as error:
+        message = "SVG needs the package fast-sugiyama: run `pip install fast-sugiyama`, or write Mermaid with `--format mermaid`"
+        raise LayoutError(message) from error
+    places = {0: (0.0, 0.0)}
+    steps: list[tuple[int, int]] = []
+    left = 0.0
+    for positions, width, _, edges_cut in from_edges(edges, vertex_spacing=100.0) if edges else []:  # unconnected parts
+        lowest = max(y for _, (_, y) in positions)
+        places |= {int(number): (left + x, lowest - y) for number, (x, y) in positions}
+        steps += [(int(upper), int(lower)) for upper, lower in edges_cut or ()]
+        left += width + 100.0
+    return places, steps
 
 
-def _waypoints(boxes: Mapping[str, Box], links: Sequence[Link]) -> tuple[list[list[Box]], list[tuple[Box, Box]]]:
-    """Boxes by rank, waypoints included, and the pairs (upper, lower) of neighbouring ranks that are joined."""
-    ranks: list[list[Box]] = [[] for _ in range(max(box.rank for box in boxes.values()) + 1)]
-    for box in boxes.values():
-        ranks[box.rank].append(box)
-    joined: list[tuple[Box, Box]] = []
-    for link in links:
-        upper, lower = (boxes[name] for name in _ends(link))
-        at_label = lower.rank - 1 if link.reversed else upper.rank + 1
-        for rank in range(upper.rank + 1, lower.rank):
-            width, height = link.label if rank == at_label else (10.0, 0.0)
-            box = Box(width, height, rank=rank, node=False)
-            link.waypoints.append(box)
-            ranks[rank].append(box)
-        link.labelled = link.waypoints[at_label - upper.rank - 1]
-        chain = [upper, *link.waypoints, lower]
-        joined += pairwise(chain)
-    return ranks, joined
+def _chain(nodes: Mapping[str, Box], link: Link) -> list[Box]:
+    """All boxes of a link, from the upper node to the lower one."""
+    upper, lower = (link.dest, link.source) if link.upwards else (link.source, link.dest)
+    return [nodes[upper], *link.points, nodes[lower]]
 
 
-def _neighbours(joined: Iterable[tuple[Box, Box]]) -> tuple[dict[int, list[Box]], dict[int, list[Box]]]:
-    up: dict[int, list[Box]] = {}
-    down: dict[int, list[Box]] = {}
+def _place_x(ranks: Sequence[Sequence[Box]], joined: Sequence[tuple[Box, Box]]) -> None:
+    """Move boxes as near to their neighbours as the gaps allow; straight lines between waypoints matter most."""
+    near: dict[int, list[tuple[Box, float]]] = {}
     for upper, lower in joined:
-        down.setdefault(id(upper), []).append(lower)
-        up.setdefault(id(lower), []).append(upper)
-    return up, down
-
-
-def _order(ranks: list[list[Box]], joined: list[tuple[Box, Box]]) -> list[list[Box]]:
-    """The order with the fewest crossings that sweeping down and up by barycentres finds."""
-    up, down = _neighbours(joined)
-    best = [list(rank) for rank in ranks]
-    fewest = _crossings(best, down)
-    current = [list(rank) for rank in ranks]
+        weight = {0: 1.0, 1: 2.0, 2: 8.0}[(upper.height == 0.0) + (lower.height == 0.0)]
+        near.setdefault(id(upper), []).append((lower, weight))
+        near.setdefault(id(lower), []).append((upper, weight))
     for sweep in range(SWEEPS):
-        near = up if sweep % 2 == 0 else down
-        for index in range(len(current)) if sweep % 2 == 0 else reversed(range(len(current))):
-            other = index - 1 if sweep % 2 == 0 else index + 1
-            if not 0 <= other < len(current):
-                continue
-            places = {id(box): place for place, box in enumerate(current[other])}
-            own = {id(box): float(place) for place, box in enumerate(current[index])}
-            for box in current[index]:
-                around = [places[id(each)] for each in near.get(id(box), ())]
-                if around:
-                    own[id(box)] = sum(around) / len(around)
-            current[index].sort(key=lambda box, own=own: own[id(box)])  # type: ignore[misc]
-        crossings = _crossings(current, down)
-        if crossings < fewest:
-            fewest, best = crossings, [list(rank) for rank in current]
-    return best
-
-
-def _crossings(ranks: list[list[Box]], down: Mapping[int, list[Box]]) -> int:
-    count = 0
-    for upper, lower in pairwise(ranks):
-        places = {id(box): place for place, box in enumerate(lower)}
-        ends = [sorted(places[id(each)] for each in down.get(id(box), ())) for box in upper]
-        for at, left in enumerate(ends):
-            for right in ends[at + 1 :]:
-                count += sum(1 for a in left for b in right if a > b)
-    return count
-
-
-def _place_x(ranks: list[list[Box]], joined: list[tuple[Box, Box]]) -> None:
-    """Each box as near to its neighbours as the distances allow; waypoints in one line before anything else."""
-    up, down = _neighbours(joined)
-    for rank in ranks:
-        _settle(rank, [0.0] * len(rank), [1.0] * len(rank))
-    for sweep in range(8 * SWEEPS):
-        downwards = sweep % 2 == 0
-        for rank in ranks if downwards else reversed(ranks):
+        for rank in ranks if sweep % 2 == 0 else reversed(ranks):
             wanted, weights = [], []
             for box in rank:
-                before, after = (up, down) if downwards else (down, up)
-                around = before.get(id(box), []) or after.get(id(box), [])
-                if sweep >= 2 * SWEEPS:
-                    around = [*up.get(id(box), []), *down.get(id(box), [])]
-                pull = [_STRAIGHT[box.node + each.node] for each in around]
-                weights.append(sum(pull) or 1.0)
-                at = sum(each.x * weight for each, weight in zip(around, pull, strict=True)) if around else box.x
-                wanted.append(at / weights[-1])
-            _settle(rank, wanted, weights)
+                around = near.get(id(box), [(box, 1.0)]) if sweep else [(box, 1.0)]
+                weights.append(sum(weight for _, weight in around))
+                wanted.append(sum(other.x * weight for other, weight in around) / weights[-1])
+            _space(rank, wanted, weights)
+    left = min(box.x - box.width / 2 for rank in ranks for box in rank)
+    for rank in ranks:
+        for box in rank:
+            box.x -= left
 
 
-_STRAIGHT = (8.0, 2.0, 1.0)
-"""How much it matters that a line is straight between two waypoints, a waypoint and a node, two nodes."""
-
-
-def _settle(rank: list[Box], wanted: Sequence[float], weights: Sequence[float]) -> None:
-    """Weighted least squares to the wanted places, in order and apart: pooling of neighbours that would overlap."""
+def _space(rank: Sequence[Box], wanted: Sequence[float], weights: Sequence[float]) -> None:
+    """Place a rank's boxes by weighted least squares, in order and apart: neighbours that would overlap move together."""
     offsets = [0.0]
     for left, right in pairwise(rank):
         offsets.append(offsets[-1] + left.width / 2 + left.overhang + GAP_X + right.width / 2)
-    pools: list[tuple[float, float, int]] = []  # of wanted places less offsets: weighted sum, weight, how many
-    for want, offset, weight in zip(wanted, offsets, weights, strict=False):
-        pools.append(((want - offset) * weight, weight, 1))
-        while len(pools) > 1 and pools[-2][0] / pools[-2][1] > pools[-1][0] / pools[-1][1]:
-            total, weight, count = pools.pop()
-            before = pools.pop()
-            pools.append((before[0] + total, before[1] + weight, before[2] + count))
-    places = [total / weight for total, weight, count in pools for _ in range(count)]
-    for box, place, offset in zip(rank, places, offsets, strict=False):
+    groups: list[tuple[float, float, int]] = []  # weighted sum of (wanted - offset), weight, number of boxes
+    for want, offset, weight in zip(wanted, offsets, weights, strict=True):
+        groups.append(((want - offset) * weight, weight, 1))
+        while len(groups) > 1 and groups[-2][0] / groups[-2][1] > groups[-1][0] / groups[-1][1]:
+            total, sum_of_weights, count = groups.pop()
+            before = groups.pop()
+            groups.append((before[0] + total, before[1] + sum_of_weights, before[2] + count))
+    places = [total / weight for total, weight, count in groups for _ in range(count)]
+    for box, place, offset in zip(rank, places, offsets, strict=True):
         box.x = place + offset
 
 
-def _place_y(ranks: list[list[Box]], joined: list[tuple[Box, Box]]) -> float:
-    """Ranks under each other, further apart where a line goes far to the side; the height of them all."""
-    y = 0.0
-    for index, rank in enumerate(ranks):
-        aside = [abs(upper.x - lower.x) for upper, lower in joined if lower.rank == index]
-        y += GAP_Y + min(max(aside, default=0.0) * 0.1, 36.0) if index else 0.0
-        height = max((box.height for box in rank), default=0.0)
-        for box in rank:
-            box.y = y + height / 2
-            box.band = (y, y + height)
-        y += height
-    return y
-
-
-def _ports(boxes: Mapping[str, Box], links: Sequence[Link]) -> None:
-    """Spread the ends of links along the edges of their nodes, in the order of where they come from."""
-    at: dict[tuple[str, bool], list[tuple[float, Link]]] = {}
-    for link in links:
-        upper, lower = _ends(link)
-        at.setdefault((upper, False), []).append((link.waypoints[0].x, link))
-        at.setdefault((lower, True), []).append((link.waypoints[-1].x, link))
-    for (name, top), found in at.items():
-        box = boxes[name]
-        found.sort(key=lambda pair: pair[0])
+def _place_ends(nodes: Mapping[str, Box], links: Sequence[Link]) -> None:
+    """Spread the ends of links along the edges of their nodes, in the order of the points that they lead to."""
+    ends: dict[tuple[int, bool], list[tuple[float, int]]] = {}
+    for index, link in enumerate(links):
+        chain = _chain(nodes, link)
+        ends.setdefault((id(chain[0]), False), []).append((link.points[0].x, index))
+        ends.setdefault((id(chain[-1]), True), []).append((link.points[-1].x, index))
+    by_id = {id(box): box for box in nodes.values()}
+    for (of, at_top), found in ends.items():
+        box = by_id[of]
         step = min(30.0, (box.width - 24.0) / max(len(found) - 1, 1))
-        for index, (wanted, link) in enumerate(found):
-            x = box.x + (index - (len(found) - 1) / 2) * step
+        for place, (wanted, index) in enumerate(sorted(found)):
+            x = box.x + (place - (len(found) - 1) / 2) * step
             if len(found) == 1:
                 x = min(max(wanted, box.x - box.width / 2 + 14), box.x + box.width / 2 - 14)
-            link.ends = (link.ends[0], x) if top else (x, link.ends[1])
+            upper, lower = links[index].ends
+            links[index].ends = (upper, x) if at_top else (x, lower)

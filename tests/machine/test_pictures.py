@@ -10,7 +10,8 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.machine.graph import ANY_STATE, Edge, Line, mermaid, picture, svg
+from engine.machine.draw import svg
+from engine.machine.graph import ANY_STATE, Edge, Line, mermaid, picture
 from engine.machine.presets import PRESETS
 from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
 
