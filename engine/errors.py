@@ -10,6 +10,7 @@
     ├── BackendError         a backend did not answer; `retryable` says whether another try may
     │   ├── ContextOverflow  the prompt and the reply do not fit the model: a limit, not a fault
     │   └── OutageError      no server can be asked: the run stops, and no episode fails for it
+    ├── DeviceError          the spec names a device that torch does not have
     ├── WorldError           an environment, a tool or a user raised, hung or answered nonsense
     ├── StoreError           a run cannot be read or written
     ├── ReplayError          a journal does not lead where it says
@@ -136,6 +137,13 @@ class OutageError(BackendError):
     (kind `outage`)."""
 
     stops_run = True
+
+
+class DeviceError(EngineError):
+    """`backend.device` or `train.device` names a device that torch does not have."""
+
+    kind = "no_device"
+    blame: Blame = "spec"
 
 
 class FailingError(EngineError):

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine.schemas.generation import FinishReason
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy as np
+
+    from engine.schemas.generation import GenerateRequest
 
 _SLACK = 4
 """Tokens of a window beyond the string's own: a character may be spread over four byte tokens, and the first
@@ -56,3 +60,24 @@ class StopStrings:
             if (string := self.matched(ids[max(0, end - self._window) : end])) is not None:
                 return end, string
         return None
+
+
+def finish_reason(
+    request: GenerateRequest, output_ids: Sequence[int] | np.ndarray, most: int, stops: StopStrings
+) -> FinishReason | None:
+    """Why the newest token ends a reply that is sampled in this process; None if it does not.
+
+    Args:
+        request: What was asked for.
+        output_ids: The sampled ids so far, at least one.
+        most: Maximum number of sampled ids.
+        stops: The request's stop strings.
+    """
+    count = len(output_ids)
+    if count >= min(request.sampling.min_new_tokens or 0, most):
+        newest = int(output_ids[-1])
+        if newest in request.stop_token_ids and not request.sampling.ignore_eos:
+            return FinishReason(type="stop", matched=newest)
+        if stops and (string := stops.matched(output_ids)) is not None:
+            return FinishReason(type="stop", matched=string)
+    return FinishReason(type="length") if count >= most else None

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import StoreError
-from engine.tokens.images import Source, open_image
+from engine.tokens.images import Source, digest_of, open_image
 
 if TYPE_CHECKING:
     from engine.store.reader import RunReader
@@ -27,11 +26,6 @@ class StoredImage(NamedTuple):
     height: int
     data: bytes
     """The file's bytes."""
-
-
-def image_digest(data: bytes) -> str:
-    """`sha256:<hex>` of an image's bytes."""
-    return f"sha256:{sha256(data).hexdigest()}"
 
 
 def measure(data: bytes, mime: str | None = None) -> StoredImage:
@@ -54,7 +48,7 @@ def measure(data: bytes, mime: str | None = None) -> StoredImage:
         raise StoreError(
             f"{len(data)} bytes are no image that is read here: {error}; give the bytes of a PNG, JPEG, WebP, GIF or BMP file"
         ) from error
-    return StoredImage(image_digest(data), kind, width, height, data)
+    return StoredImage(digest_of(data), kind, width, height, data)
 
 
 def stored_images(store: RunReader) -> Callable[[str], Source | None]:

@@ -20,9 +20,10 @@ from engine.schemas.journal import JournalEntry
 from engine.schemas.trajectory import Branch, Trajectory
 from engine.store import codec, database
 from engine.store.header import RunHeader
-from engine.store.images import StoredImage, image_digest
+from engine.store.images import StoredImage
 from engine.store.lock import is_held
 from engine.store.scores import ScoreHead, read_heads, read_score, require
+from engine.tokens.images import digest_of
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
@@ -251,7 +252,7 @@ class RunReader:
         if row is None:
             raise StoreError(f"{self.run_id} has no image {digest}")
         image = StoredImage(*row)
-        if image_digest(image.data) != digest:
+        if digest_of(image.data) != digest:
             raise StoreError(f"{self._path}: the image {digest} is damaged")
         return image
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from engine.backends.local.device import pick_device
 from engine.errors import TrainError
 from engine.schemas.train import TrainSpec
 from engine.train import files
@@ -50,13 +51,14 @@ class Policy:
             vision: Image processing of the model; None for a text model.
 
         Raises:
-            TrainError: kind `train_setup`: there is no such device, the model cannot be trained, or all of it is frozen.
+            DeviceError: torch does not have `train.device`.
+            TrainError: kind `train_setup`: the model cannot be trained, or all of it is frozen.
         """
 
         def open_net() -> PackedModel:
             return PackedModel(
                 folder,
-                device=pick_device(spec.device),
+                device=pick_device(spec.device, "train.device"),
                 dtype=torch.bfloat16 if spec.precision == "bfloat16" else torch.float32,
                 autocast=torch.bfloat16 if spec.precision == "mixed" else None,
                 temperature=temperature,
@@ -221,24 +223,3 @@ class Policy:
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(state[name])
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of that name. `auto` is the first CUDA device, or the CPU if there is none.
-
-    Raises:
-        TrainError: kind `train_setup`: there is no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise TrainError(
-            f"not a device: `train.device: {name}`; write auto, cpu, cuda or cuda:1", kind="train_setup"
-        ) from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise TrainError(
-            f"`train.device: {name}`, but torch sees no CUDA device: write cpu or auto", kind="train_setup"
-        )
-    return device

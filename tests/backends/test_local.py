@@ -13,7 +13,7 @@ import torch
 
 from engine.backends.base import Backend
 from engine.backends.local import LocalBackend
-from engine.errors import BackendError, ContextOverflow
+from engine.errors import BackendError, ContextOverflow, DeviceError
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import ImagePart
@@ -448,14 +448,14 @@ async def test_weights_from_a_folder_and_weights_that_do_not_fit(
 
 @pytest.mark.parametrize(
     ("changes", "why"),
-    [({"device": "warp"}, "is no device"), ({"device": "cuda:9"}, "torch sees no CUDA device")],
+    [({"device": "warp"}, "is not a device"), ({"device": "cuda:9"}, "torch finds no CUDA device")],
 )
 async def test_a_device_that_is_not_there_is_named(
     tiny_model_dir: Path, tokenizer: Any, changes: dict[str, Any], why: str
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA devices")
-    with pytest.raises(BackendError, match=why):
+    with pytest.raises(DeviceError, match=why):
         await LocalBackend(lambda: tiny_model_dir, tokenizer.decode, LocalBackendSpec(**changes)).start()
 
 

@@ -11,7 +11,7 @@ import torch
 from nets_for_tests import build, make_row, plain
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.errors import TrainError
+from engine.errors import DeviceError, TrainError
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.tokens.loading import load_format
@@ -111,7 +111,7 @@ def test_what_freezes_all_or_nothing_is_refused(folder: Path, freeze: list[str],
 def test_a_device_that_is_not_there(folder: Path, device: str) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(TrainError, match=f"`train.device: {device}`"):
+    with pytest.raises(DeviceError, match=f"`train.device: {device}`"):
         open_policy(folder, device=device)
 
 

@@ -84,7 +84,8 @@ class LocalBackend:
         """Load the model and prove that batching is exact on its architecture; once.
 
         Raises:
-            BackendError: No such device, or a model that this backend cannot run.
+            DeviceError: torch does not have `backend.device`.
+            BackendError: a model that this backend cannot run.
         """
         if self._worker is not None:
             return
@@ -112,11 +113,12 @@ class LocalBackend:
         import torch
 
         from engine.backends.local import load
+        from engine.backends.local.device import pick_device
         from engine.backends.local.rows import RowTable
 
         if self._spec.threads is not None:
             torch.set_num_threads(self._spec.threads)
-        device = load.pick_device(self._spec.device)
+        device = pick_device(self._spec.device, "backend.device")
         dtype = load.pick_dtype(self._spec.dtype, device)
         repeatable = self._spec.deterministic
         packed = load.PackedModel(folder, device, dtype, self._spec.max_batch, repeatable=repeatable)

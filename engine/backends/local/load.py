@@ -19,23 +19,6 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Mean absolute difference of log-probs between the packed pass and the model's own, at most."""
 
 
-def pick_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one, else the CPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise BackendError(
-            f"`backend.device: {name}` is no device: write auto, cpu, cuda or cuda:1", kind="no_device"
-        ) from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BackendError(
-            f"`backend.device: {name}`, but torch sees no CUDA device: write cpu or auto", kind="no_device"
-        )
-    return device
-
-
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is float32 on a CPU, where log-probs are those of a recomputation, and the GPU's 16-bit type on one."""
     if name != "auto":

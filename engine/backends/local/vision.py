@@ -21,7 +21,7 @@ import numpy as np
 
 from engine.backends.base import refuse_parameters
 from engine.backends.local.backend import UNSUPPORTED, LocalBackend
-from engine.backends.stops import StopStrings
+from engine.backends.stops import StopStrings, finish_reason
 from engine.errors import BackendError
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, VersionSpan
 
@@ -154,12 +154,13 @@ class SeeingModel:
         import torch
         from transformers import AutoModelForImageTextToText
 
-        from engine.backends.local.load import pick_device, pick_dtype
+        from engine.backends.local.device import pick_device
+        from engine.backends.local.load import pick_dtype
         from engine.tokens.catalogue import no_bars
 
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
-        self.device = pick_device(spec.device)
+        self.device = pick_device(spec.device, "backend.device")
         self.dtype = pick_dtype(spec.dtype, self.device)
         self.vision = vision
         try:
@@ -306,7 +307,7 @@ class SeeingModel:
             logprobs.append(logprob)
             state.said(token)
             self.counts["tokens"] += 1
-            finish = _finish(request, ids, most, stops, state.min_new)
+            finish = finish_reason(request, ids, most, stops)
             if finish is not None:
                 break
             at = torch.full((*positions.shape[:-1], 1), after + len(ids) - 1, device=self.device)
@@ -331,15 +332,6 @@ class SeeingModel:
             self._kept[episode_id] = _Kept(ids, cache)
             while len(self._kept) > self._most_kept:
                 self._kept.popitem(last=False)
-
-
-def _finish(request: GenerateRequest, ids: list[int], most: int, stops: StopStrings, least: int) -> FinishReason | None:
-    if len(ids) >= least or len(ids) >= most:
-        if ids[-1] in request.stop_token_ids and not request.sampling.ignore_eos:
-            return FinishReason(type="stop", matched=ids[-1])
-        if stops and (string := stops.matched(ids)) is not None:
-            return FinishReason(type="stop", matched=string)
-    return FinishReason(type="length") if len(ids) >= most else None
 
 
 def open_vision(spec: LocalBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> VisionBackend:

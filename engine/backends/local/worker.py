@@ -26,7 +26,8 @@ from engine.backends.local.kv import Chunk
 from engine.backends.local.load import PackedModel
 from engine.backends.local.rows import Row, RowTable, Ticket
 from engine.backends.local.sampler import sample, sample_each
-from engine.errors import BackendError
+from engine.backends.stops import finish_reason
+from engine.errors import BackendError, EngineError
 from engine.schemas.generation import FinishReason, Generation
 
 log = structlog.get_logger(__name__)
@@ -109,7 +110,7 @@ class Worker:
             reason = f"the local backend could not be started: {type(error).__name__}: {error}"
             self._die(BackendError(reason, kind="not_started"))
             self._answer(
-                loop, ready, error if isinstance(error, BackendError) else BackendError(reason, kind="not_started")
+                loop, ready, error if isinstance(error, EngineError) else BackendError(reason, kind="not_started")
             )
             self._flush()
             return
@@ -230,18 +231,10 @@ class Worker:
             row.push(token, logprob, self.version)
             ticket.sampling.said(token)
             self.counts["tokens"] += 1
-            if (finish := self._finish(row, ticket, token)) is not None:
+            output_ids = row.ids[row.prompt : row.length]
+            if (finish := finish_reason(ticket.request, output_ids, ticket.most, ticket.stops)) is not None:
                 self._answer(ticket.loop, ticket.future, self._generation(row, ticket, finish))
                 self.table.rest(row)
-
-    def _finish(self, row: Row, ticket: Ticket, token: int) -> FinishReason | None:
-        request = ticket.request
-        if row.sampled >= ticket.sampling.min_new or row.sampled >= ticket.most:
-            if token in request.stop_token_ids and not request.sampling.ignore_eos:
-                return FinishReason(type="stop", matched=token)
-            if ticket.stops and (string := ticket.stops.matched(row.ids[row.prompt : row.length])) is not None:
-                return FinishReason(type="stop", matched=string)
-        return FinishReason(type="length") if row.sampled >= ticket.most else None
 
     def _generation(self, row: Row, ticket: Ticket, finish: FinishReason) -> Generation:
         return Generation(

@@ -1,0 +1,28 @@
+"""The torch device that a spec names; used by the local backend and by the trainer."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.errors import DeviceError
+
+
+def pick_device(name: str, key: str) -> torch.device:
+    """The device of that name. `auto` is the first CUDA device, or the CPU if there is none.
+
+    Args:
+        name: `auto`, `cpu`, `cuda`, `cuda:1`.
+        key: The key of the spec that holds the name, for the message.
+
+    Raises:
+        DeviceError: not the name of a device, or a CUDA device where torch finds none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"`{key}: {name}` is not a device; write auto, cpu, cuda or cuda:1") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"`{key}: {name}`, but torch finds no CUDA device; write cpu or auto")
+    return device
