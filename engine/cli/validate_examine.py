@@ -14,9 +14,9 @@ from pathlib import Path
 
 from engine.checks import all_rules
 from engine.checks.budget import over_budget
+from engine.checks.check import check_rules, in_order
 from engine.checks.child import Child, ChildError, can_fork, refuse_outside
 from engine.checks.context import CheckContext
-from engine.checks.registry import check_rules, in_order
 from engine.checks.templates import close_child, set_deadline
 from engine.checks.worst_case import worst_case
 from engine.cli.validate_report import Report, excerpts_of, one_line, pack, unpack

@@ -110,13 +110,13 @@ def _direct(nodes: Mapping[str, Box], links: Sequence[Link], first: str) -> None
         while path:
             name = next(reversed(path))
             seen.add(name)
-            link: Link | None = next(path[name], None)
-            if link is None:
+            next_link = next(path[name], None)
+            if next_link is None:
                 del path[name]
-            elif link.dest in path:
-                link.upwards = True
-            elif link.dest not in seen:
-                path[link.dest] = iter(leaving[link.dest])
+            elif next_link.dest in path:
+                next_link.upwards = True
+            elif next_link.dest not in seen:
+                path[next_link.dest] = iter(leaving[next_link.dest])
 
 
 def _ranks(nodes: Mapping[str, Box], links: Sequence[Link]) -> list[list[Box]]:

@@ -11,8 +11,8 @@ import pytest
 
 from engine.checks import all_rules
 from engine.checks.budget import read_budget
+from engine.checks.check import MORE, UNFINISHED
 from engine.checks.pages import Example, Page, page_ids, page_of
-from engine.checks.registry import MORE, UNFINISHED
 from engine.cli.validate_examine import FAILED, STOPPED, Options, examine
 from engine.errors import SpecError
 from engine.spec.load import read_spec

@@ -302,8 +302,8 @@ def test_imported_code_that_never_ends_is_stopped(place: Place) -> None:
 
 def test_what_is_found_without_code_stays_found_whatever_the_code_does(place: Place) -> None:
     text = (
-        "import engine.checks.registry as registry, engine.cli.validate_examine as examine\n"
-        "registry.check_rules = examine.check_rules = lambda *anything: ([], [])\n"
+        "import engine.checks.check as check, engine.cli.validate_examine as examine\n"
+        "check.check_rules = examine.check_rules = lambda *anything: ([], [])\n"
     )
     spec = WHOLE.replace("single_turn", "tools_and_user") + "environment: {use: 'beside:World'}\n"
     cases = {"tampers": Case(spec, (), {"beside.py": text + "class World:\n    def reset(self, task, seed): ...\n"})}

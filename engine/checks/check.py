@@ -1,0 +1,106 @@
+"""Applying all rules to a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from engine.checks.context import MOST_WORK, CheckContext
+from engine.checks.registry import RULES, Rule
+from engine.checks.work import TooMuch, Work
+from engine.spec.diagnostic import Diagnostic
+from engine.spec.masking import mask_all
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+
+MOST_FINDINGS = 100
+"""Findings of one rule that are reported."""
+MORE = "check.more"
+"""The id of the finding that reports that a rule has more findings."""
+UNFINISHED = "check.unfinished"
+"""The id of the finding that reports that rules stopped early."""
+
+
+def all_rules() -> list[Rule]:
+    """Return every rule, in the order in which they are applied."""
+    from engine.checks import (  # noqa: F401  (importing them registers their rules)
+        cycles,
+        guards,
+        isolation,
+        limits,
+        machine,
+        model,
+        people,
+        prompts,
+        rewards,
+        tasks,
+        tools,
+        train,
+        train_eval,
+        transitions,
+        worlds,
+    )
+
+    return list(RULES.values())
+
+
+def check_spec(loaded: LoadedSpec) -> list[Diagnostic]:
+    """Return all findings of the rules in a spec, in the order of the document; errors before warnings at one position.
+
+    The code that a spec names is imported, unless the spec was read with an `Access` that forbids it, or the code runs only in
+    worker processes.
+    """
+    return check_rules(loaded, apart=True)[0]
+
+
+def check_rules(
+    loaded: LoadedSpec, doing: Callable[[str], None] | None = None, *, apart: bool = False
+) -> tuple[list[Diagnostic], list[str]]:
+    """Return the same, and the ids of the rules that skipped something because code may not be imported.
+
+    Args:
+        loaded: The spec.
+        doing: Called with the id of each rule before it is applied.
+        apart: Import no code that runs only in worker processes.
+    """
+    ctx = CheckContext(loaded, Work(), apart=apart)
+    found: list[Diagnostic] = []
+    unfinished: list[str] = []
+    for item in all_rules():
+        ctx.work.left = MOST_WORK
+        ctx.rule = item.id
+        if doing is not None:
+            doing(item.id)
+        of_rule: list[Diagnostic] = []
+        try:
+            for problem in item.check(ctx):
+                of_rule.append(problem)
+                if len(of_rule) == MOST_FINDINGS:
+                    of_rule.append(_more(ctx, item))
+                    break
+        except TooMuch:
+            unfinished.append(item.id)
+        found += of_rule
+    if unfinished:
+        found.append(_unfinished(ctx, unfinished))
+    return sorted(mask_all(dict.fromkeys(found), loaded.variables), key=in_order), list(ctx.skipped)
+
+
+def _more(ctx: CheckContext, item: Rule) -> Diagnostic:
+    message = f"`{item.id}` has more than {MOST_FINDINGS} findings; the others are not reported"
+    return Diagnostic(MORE, "info", message, "fix these first", ctx.loaded.origin(()))
+
+
+def _unfinished(ctx: CheckContext, rules: list[str]) -> Diagnostic:
+    names = ", ".join(f"`{name}`" for name in rules)
+    message = f"the spec is too large for these rules to check all of it: {names}"
+    fix = "they may miss something: use fewer states, transitions, rules or rows, or simpler conditions"
+    return Diagnostic(UNFINISHED, "warning", message, fix, ctx.loaded.origin(("machine",), key=True))
+
+
+def in_order(problem: Diagnostic) -> tuple[str, int, int, bool]:
+    """The sorting key of findings: position, then errors first."""
+    origin = problem.origin
+    place = (origin.file, origin.line, origin.column) if origin else ("", 0, 0)
+    return (*place, problem.severity != "error")
