@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.testing
 from chat_kit import TEMPLATES, make_tokenizer
 from hypothesis import HealthCheck, settings
 
@@ -20,6 +22,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Containers often set PYTHONDONTWRITEBYTECODE; each process that a test starts would then compile the engine anew.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# `CliRunner.invoke` builds the tree of all commands from their signatures: once is enough.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 CHATML = (
     "{%- if tools %}<|im_start|>system\n"

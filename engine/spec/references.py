@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from engine.errors import StoreError
@@ -68,6 +69,7 @@ def digests(texts: Sequence[str], salt: str) -> dict[str, str]:
     return {name: digest(os.environ[name], salt) if name in os.environ else "" for name in names}
 
 
+@lru_cache(maxsize=256)  # a command asks for the same one several times, and each costs about 40 ms
 def digest(value: str, salt: str) -> str:
     """32 bits of a slow, salted digest of a value, in hex."""
     return hashlib.scrypt(

@@ -172,7 +172,7 @@ def test_no_answer_breaks_the_reader(text: str) -> None:
     final_answer(text)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.integers(-(10**6), 10**6), st.integers(1, 999))
 def test_fractions_are_exact(top: int, bottom: int) -> None:
     assert value(f"\\frac{{{top}}}{{{bottom}}}") == pytest.approx(top / bottom, rel=1e-12)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from golden_kit import NAMES, kept, rows_of
 
+pytestmark = pytest.mark.xdist_group("shipped-tokenizers")  # one process loads them
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

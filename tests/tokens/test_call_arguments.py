@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from chat_kit import make_tokenizer
 from exactness import cases, load_case
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatFormat]:
 
 
 @pytest.mark.parametrize("name", READ)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(arguments=_arguments)
 def test_what_the_template_writes_is_read_back_or_malformed(
     formats: dict[str, ChatFormat], name: str, arguments: dict[str, Any]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -188,7 +189,7 @@ def check_exact(conversation: Conversation, prompts: list[np.ndarray], replies: 
 
 @pytest.mark.parametrize("case", CASES)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_prompt_is_its_branch_and_every_sampled_id_is_masked_once(
     case: str, formats: Formats, data: st.DataObject
 ) -> None:
@@ -255,7 +256,7 @@ def test_a_prompt_that_gets_no_reply_leaves_nothing_behind(case: str, formats: F
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case[1] == "branch"])
 @given(data=st.data())
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_bridge_is_what_the_whole_conversation_renders_to(case: str, formats: Formats, data: st.DataObject) -> None:
     """The proof is made on probes; here its claims are checked on the very messages that were said."""
     settings_, history, roles, least = CASES[case]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from chat_kit import THINKING, make_tokenizer
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -126,7 +127,7 @@ ROLES = st.lists(st.tuples(st.sampled_from(["user", "tool"]), TEXTS), min_size=1
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(new=ROLES)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_an_extension_is_the_end_of_what_the_family_renders(
     name: str, family: Callable[..., FamilyFormat], new: list[tuple[str, str]]
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from nets_for_tests import build, make_row, plain, widen_norms
 
@@ -106,7 +107,7 @@ def test_a_pack_computes_each_row_as_if_it_were_alone(
 ids_strategy = st.lists(st.lists(st.integers(1, 2), min_size=2, max_size=12), min_size=1, max_size=6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(ids_strategy, st.sampled_from(list(FAMILIES)), st.integers(1, 5), st.sampled_from([5, 20, 1000]))
 def test_random_tries(
     nets: Any, raw: list[list[int]], family: str, min_shared_tokens: int, max_tokens_per_microbatch: int

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -214,7 +215,7 @@ async def test_no_more_episodes_are_alive_than_may_be() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 2**32), staleness=st.integers(0, 3), wanted=st.integers(1, 4), equal=st.sampled_from([0.0, 0.3]),
     max_live_episodes=st.integers(1, 30), over=st.sampled_from([1.0, 1.5]),
