@@ -224,26 +224,28 @@ def _texts_of_file(file: str) -> set[str] | None:
     return found
 
 
-@rule("rewards.credit-needs", "warning", "a credit method lacks what it works with")
+@rule("rewards.credit-needs", "warning", "the credit method needs values or states that the spec does not give")
 def credit_needs(ctx: CheckContext) -> Iterator[Finding]:
-    """A critic's values, or a key by which states are the same."""
+    """A critic's values, or a `state_key`."""
     credit = ctx.spec.rewards.credit
     path: DataPath = ("rewards", "credit")
     if not ctx.written(*path):
         return
     method = credit.method
     if credit.needs_values:
-        message = f"`{method}` needs a critic's values of every turn, which no key of a spec gives"
-        fix = "hand them to the method where credit is given, or take one without a critic: `turn_return`, `gigpo`"
+        message = f"`{method}` needs a critic's value before every sampled token, which no key of a spec gives"
+        fix = "give them with `engine export --values`, or use a method without a critic: `turn_return`, `gigpo`"
         yield Finding(message, (*path, "method"), fix)
     if credit.default_state is not None and credit.declared_state_key is None:
         message = f"`{method}` has no `state_key`: two turns began in the same state only if {credit.default_state}"
         yield Finding(message, (*path, "method"), "add `state_key`: the name of a fact, or a CEL expression")
 
 
-@rule("rewards.credit-group", "info", "a credit method compares episodes of one task, and there is one of each")
+@rule(
+    "rewards.credit-group", "info", "the credit method compares the episodes of a task, and there is only one per task"
+)
 def credit_group(ctx: CheckContext) -> Iterator[Finding]:
-    """With the group's mean taken off, nothing is left of a group of one."""
+    """The credit method gives 0 in a group of one episode."""
     credit = ctx.spec.rewards.credit
     alone = ctx.spec.rollout.samples_per_task == 1 and ctx.written("rewards", "credit")
     if alone and credit.zero_without_group:

@@ -1,4 +1,4 @@
-"""Rules over `train:`: whether the model could learn from this spec's episodes. Imports nothing of what trains."""
+"""Rules for `train`: whether the model can be trained on the episodes of this spec. Imports neither torch nor the trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.spec.diagnostic import DataPath
 from engine.spec.near import near_or_known, short
 
 _CUTS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
-"""What leaves tokens out behind the log-probs, and the value that leaves out none."""
+"""Keys that exclude tokens after the log-probs are computed, and the value that excludes none."""
 _SHIFTS = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
@@ -27,7 +27,7 @@ _SHIFTS = {
     "ebnf": None,
     "structural_tag": None,
 }
-"""What changes logits before the log-probs, and the value that changes nothing."""
+"""Keys that change the logits before the log-probs are computed, and the value that changes nothing."""
 _PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow"}
 _MEASURE = re.compile(r"success|reward|turns|tokens|reward:.+|success@turn:[0-9]+|pass@[1-9][0-9]*")
 _MEASURES = ("reward", "success", "turns", "tokens", "success@turn:0", "pass@1", "reward:name")
@@ -35,12 +35,12 @@ _HERE = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 
 def _train(ctx: CheckContext) -> Iterator[TrainSpec]:
-    """The section, where there is one."""
+    """The section `train`, if the spec has one."""
     if ctx.spec.train is not None:
         yield ctx.spec.train
 
 
-@rule("train.backend", "error", "the model is to learn, and its backend takes no new weights")
+@rule("train.backend", "error", "training needs a backend that takes new weights")
 def backend(ctx: CheckContext) -> Iterator[Finding]:
     """Only `local` and `sglang` give exact tokens with their log-probs and take weights."""
     for _ in _train(ctx):
@@ -52,48 +52,48 @@ def backend(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(message, path, "take `local` or `sglang`, or remove `train`")
 
 
-@rule("train.adapter", "error", "the sampler speaks with an adapter that the trainer does not have")
+@rule("train.adapter", "error", "the sampler uses an adapter that the trainer does not have")
 def adapter(ctx: CheckContext) -> Iterator[Finding]:
-    """`backend.adapter` names one that is loaded in the servers."""
+    """`backend.adapter` names an adapter that is loaded in the servers."""
     for train in _train(ctx):
         backend = ctx.spec.backend
         if isinstance(backend, SGLangBackendSpec) and backend.adapter is not None:
-            fix = "remove it" + (": `train.lora` trains one of its own" if train.lora else "; `train.lora` trains one")
-            message = (
-                f"replies would be sampled with the adapter `{backend.adapter}`, and the trainer learns without it"
+            fix = "remove it" + (
+                ": `train.lora` trains a new adapter" if train.lora else "; `train.lora` trains an adapter"
             )
+            message = f"replies would be sampled with the adapter `{backend.adapter}`, but the trainer does not have it"
             yield Finding(message, ("backend", "adapter"), fix)
 
 
-@rule("train.greedy", "error", "the model is to learn from greedy replies")
+@rule("train.greedy", "error", "the model would be trained on greedy replies")
 def greedy(ctx: CheckContext) -> Iterator[Finding]:
-    """At temperature 0 every sample of a task is the same, and no token had another chance."""
+    """At temperature 0 all episodes of a task are the same."""
     for _ in _train(ctx):
         if ctx.spec.sampling.temperature == 0:
-            message = "at temperature 0 every reply to a prompt is the same: there is nothing to compare and to learn"
-            yield Finding(message, ("sampling", "temperature"), "set it to 1.0; `train.eval.sampling` may be greedy")
+            message = "at temperature 0 every reply to a prompt is the same, so there is nothing to compare"
+            yield Finding(message, ("sampling", "temperature"), "set it to 1.0; `train.eval.sampling` can be greedy")
 
 
-@rule("train.cut-sampling", "warning", "tokens are sampled from fewer than the log-probs speak of")
+@rule("train.cut-sampling", "warning", "tokens are sampled from a smaller set than the log-probs cover")
 def cut_sampling(ctx: CheckContext) -> Iterator[Finding]:
-    """`top_p`, `top_k` and `min_p` leave tokens out after the log-probs are taken."""
+    """`top_p`, `top_k` and `min_p` exclude tokens after the log-probs are computed."""
     for _ in _train(ctx):
         for key, free in _CUTS.items():
             value = getattr(ctx.spec.sampling, key)
             if value not in (None, free) and not (key == "top_k" and value <= 0):
-                message = f"`{key}: {value}` leaves tokens out that the log-probs still count: gradients are biased"
-                yield Finding(message, ("sampling", key), "remove it for training; `train.eval.sampling` may have it")
+                message = f"`{key}: {value}` excludes tokens that the log-probs include, so gradients are biased"
+                yield Finding(message, ("sampling", key), "remove it; `train.eval.sampling` can have it")
 
 
-@rule("train.shifted-sampling", "error", "log-probs of sampled tokens that the trainer cannot compute again")
+@rule("train.shifted-sampling", "error", "the trainer cannot recompute the log-probs of sampled tokens")
 def shifted_sampling(ctx: CheckContext) -> Iterator[Finding]:
-    """Penalties, biases, a least length and grammars change the distribution by what was said before."""
+    """Penalties, a logit bias, a minimum length and grammars change the distribution depending on earlier tokens."""
     for _ in _train(ctx):
         for key, free in _SHIFTS.items():
             value = getattr(ctx.spec.sampling, key)
             if value is not None and value != free:
-                message = f"`{key}` changes the probabilities that tokens are sampled with, and the trainer has none"
-                yield Finding(message, ("sampling", key), "remove it for training; `train.eval.sampling` may have it")
+                message = f"`{key}` changes the probabilities of sampled tokens, and the trainer cannot recompute that"
+                yield Finding(message, ("sampling", key), "remove it; `train.eval.sampling` can have it")
 
 
 @rule("train.critic", "error", "the credit method needs a critic, and training has none")
@@ -102,13 +102,13 @@ def critic(ctx: CheckContext) -> Iterator[Finding]:
     for _ in _train(ctx):
         if ctx.spec.rewards.credit.needs_values:
             message = f"`{ctx.spec.rewards.credit.method}` needs a critic's values, and `engine train` has no critic"
-            fix = "take one that compares episodes: `turn_return`, `gigpo`, `mt_grpo`"
+            fix = "use a method that compares episodes: `turn_return`, `gigpo`, `mt_grpo`"
             yield Finding(message, ("rewards", "credit", "method"), fix)
 
 
 @rule("train.nothing-to-learn", "error", "every advantage would be 0")
 def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
-    """An episode less its group's mean, in a group of one."""
+    """The credit method gives 0 in a group of one episode."""
     for train in _train(ctx):
         credit = ctx.spec.rewards.credit
         moved = train.entropy_coefficient != 0 or train.kl.coefficient > 0
@@ -119,16 +119,14 @@ def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
             or (moved and not train.dynamic_sampling)
         ):
             continue
-        message = (
-            f"`{credit.method}` takes off the mean of a task's episodes, and there is one of each: every advantage is 0"
-        )
+        message = f"`{credit.method}` subtracts the mean of the group, and a group is one episode: every advantage is 0"
         written = ctx.written("rollout", "samples_per_task")
         path: DataPath = ("rollout", "samples_per_task") if written else ("train",)
         fix = "set `rollout.samples_per_task` to 4 or more, or `rewards.credit.baseline: none`"
         yield Finding(message, path, fix, key=not written)
 
 
-@rule("train.length", "error", "the loss divides by a length that is nowhere given")
+@rule("train.length", "error", "the loss divides by a constant length that is not set")
 def length(ctx: CheckContext) -> Iterator[Finding]:
     """A loss with a constant length as denominator, without `length` and without `limits.episode_tokens`."""
     for train in _train(ctx):
@@ -139,7 +137,7 @@ def length(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(message, ("train", "loss", "kind"), "add `length: 1024`, or set `limits.episode_tokens`")
 
 
-@rule("train.half-precision", "warning", "the sampler computes in 16 bits, and nothing corrects for it")
+@rule("train.half-precision", "warning", "the sampler computes in 16 bits without rollout correction")
 def half_precision(ctx: CheckContext) -> Iterator[Finding]:
     """`backend.dtype` of a local backend, with `train.rollout_correction: {kind: none}`."""
     for train in _train(ctx):
@@ -149,13 +147,13 @@ def half_precision(ctx: CheckContext) -> Iterator[Finding]:
             and backend.dtype in ("bfloat16", "float16")
             and train.rollout_correction.kind == "none"
         ):
-            message = f"`dtype: {backend.dtype}` moves the sampler's log-probs by up to 0.5 from the trainer's"
+            message = f"with `dtype: {backend.dtype}` the sampler's log-probs differ by up to 0.5 from the trainer's"
             yield Finding(
                 message, ("backend", "dtype"), "set `dtype: float32`, or `train.rollout_correction: {kind: truncate}`"
             )
 
 
-@rule("train.freeze", "error", "a pattern of parameters is no regular expression")
+@rule("train.freeze", "error", "a pattern in `train.freeze` is not a regular expression")
 def freeze(ctx: CheckContext) -> Iterator[Finding]:
     """`train.freeze`."""
     for train in _train(ctx):
@@ -164,23 +162,27 @@ def freeze(ctx: CheckContext) -> Iterator[Finding]:
                 re.compile(pattern)
             except (re.error, OverflowError, RecursionError) as error:
                 offset = getattr(error, "pos", None)
-                message = f"this is no regular expression: {getattr(error, 'msg', error)}"
-                fix = "a dot stands for any character, `\\.` for itself: `embed_tokens`, `layers\\.[0-3]\\.`"
+                message = f"not a regular expression: {getattr(error, 'msg', error)}"
+                fix = "a dot matches any character, `\\.` matches a dot: `embed_tokens`, `layers\\.[0-3]\\.`"
                 yield Finding(message, ("train", "freeze", index), fix, offset=offset)
 
 
-@rule("train.weight-sync", "error", "weights cannot reach the backend in this way")
+@rule("train.weight-sync", "error", "`method: adapter` without `train.lora`")
 def weight_sync(ctx: CheckContext) -> Iterator[Finding]:
-    """An adapter is sent, and none is trained."""
+    """An adapter is sent, but none is trained."""
     for train in _train(ctx):
         if train.weight_sync.method == "adapter" and train.lora is None:
-            message = "only an adapter would be sent, and all weights are trained"
-            yield Finding(message, ("train", "weight_sync", "method"), "add `train.lora: {}`, or send `disk` or `auto`")
+            message = "only an adapter would be sent, but all weights are trained"
+            yield Finding(message, ("train", "weight_sync", "method"), "add `train.lora: {}`, or use `disk` or `auto`")
 
 
-@rule("train.weight-sync-method", "warning", "a way for weights that has no effect, or that the server may not see")
+@rule(
+    "train.weight-sync-method",
+    "warning",
+    "`train.weight_sync.method` has no effect, or the server may not see the weights",
+)
 def weight_sync_method(ctx: CheckContext) -> Iterator[Finding]:
-    """The local backend has the trainer's memory; shared memory ends at the host."""
+    """The local backend shares the trainer's memory; shared memory is limited to one host."""
     for train in _train(ctx):
         method, backend, path = train.weight_sync.method, ctx.spec.backend, ("train", "weight_sync", "method")
         if isinstance(backend, LocalBackendSpec) and method in ("disk", "adapter"):
@@ -188,8 +190,8 @@ def weight_sync_method(ctx: CheckContext) -> Iterator[Finding]:
         if isinstance(backend, SGLangBackendSpec) and method == "tensors":
             far = [url for url in backend.urls if _host(url) not in _HERE]
             if far:
-                message = f"`tensors` is memory of this host, and `{far[0]}` may be another"
-                yield Finding(message, path, "send `disk`, to a folder that both see")
+                message = f"`tensors` uses the shared memory of this host, and `{far[0]}` may be another host"
+                yield Finding(message, path, "use `disk` with a folder that both hosts share")
 
 
 def _host(url: str) -> str:
@@ -199,43 +201,43 @@ def _host(url: str) -> str:
         return ""
 
 
-@rule("train.metric", "error", "the best checkpoint is chosen by a measure that does not exist")
+@rule("train.metric", "error", "the metric that selects the best checkpoint does not exist")
 def metric(ctx: CheckContext) -> Iterator[Finding]:
-    """`train.eval.metric`, against what `engine eval` measures."""
+    """`train.eval.metric` is a metric of `engine eval`."""
     for train in _train(ctx):
         if train.eval is None:
             continue
         name, path = train.eval.metric, ("train", "eval", "metric")
         where: DataPath = path if ctx.written(*path) else ("train", "eval")
         if len(name) > 80 or not _MEASURE.fullmatch(name):
-            yield Finding(f"there is no measure `{short(name)}`", where, near_or_known(name, _MEASURES))
+            yield Finding(f"there is no metric `{short(name)}`", where, near_or_known(name, _MEASURES))
             continue
         kind, _, number = name.partition("@")
         most = ctx.spec.limits.assistant_turns
         if kind == "pass" and number not in (known := _powers(train.eval.samples)):
             message = f"`{name}` is not measured with {train.eval.samples} episodes of each task"
-            fix = f"set `train.eval.samples`, or take one of {', '.join(f'pass@{k}' for k in known)}"
+            fix = f"set `train.eval.samples`, or use one of {', '.join(f'pass@{k}' for k in known)}"
             yield Finding(message, where, fix)
         elif kind == "success" and number and most is not None and int(number[5:][:9]) >= most:
             message = f"turns are counted from 0, and `limits.assistant_turns` is {most}: `{name}` is never measured"
-            yield Finding(message, where, f"take `success@turn:{most - 1}`, or `success`")
+            yield Finding(message, where, f"use `success@turn:{most - 1}` or `success`")
 
 
 def _powers(most: int) -> list[str]:
-    """1, 2, 4, … and `most` itself: the k of `pass@k` that are measured."""
+    """The k of `pass@k` that are measured: 1, 2, 4, … and `most`."""
     return [str(k) for k in sorted({*(2**power for power in range(min(most.bit_length(), 64))), most})]
 
 
 def _installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ValueError:  # it was imported in some odd way
+    except ValueError:  # imported without a spec
         return True
 
 
 @rule("train.no-package", "info", "a package that training needs is not installed")
 def no_package(ctx: CheckContext) -> Iterator[Finding]:
-    """Those of `train.report_to`, and `peft` for `train.lora`."""
+    """The packages of `train.report_to`, and `peft` for `train.lora`."""
     for train in _train(ctx):
         named: list[tuple[DataPath, str, str]] = [
             (("train", "report_to", index), _PACKAGES[name], name) for index, name in enumerate(train.report_to)
@@ -244,5 +246,5 @@ def no_package(ctx: CheckContext) -> Iterator[Finding]:
             named.append((("train", "lora"), "peft", "train"))
         for path, package, extra in named:
             if not _installed(package):
-                message = f"`{package}` is not installed here, and `engine train` needs it for this"
+                message = f"`{package}` is not installed, and `engine train` needs it for this"
                 yield Finding(message, path, f"pip install 'episode-engine[{extra}]'")

@@ -52,13 +52,13 @@ def _read(ctx: CheckContext) -> tuple[_Eval | None, list[Finding]]:
     return None if whole is None else whole.train.eval, found
 
 
-@rule("train.eval-form", "error", "the evaluation's tasks or sampling are not of the form that the spec's own have")
+@rule("train.eval-form", "error", "the evaluation's tasks or sampling are not valid")
 def eval_form(ctx: CheckContext) -> Iterator[Finding]:
     """`train.eval.tasks` as `tasks`, `train.eval.sampling` as `sampling`."""
     yield from _read(ctx)[1]
 
 
-@rule("train.eval-tasks", "error", "the evaluation's tasks cannot be had, or lack what the prompt names")
+@rule("train.eval-tasks", "error", "the evaluation's tasks cannot be read, or lack a field that the prompt names")
 def eval_tasks(ctx: CheckContext) -> Iterator[Finding]:
     """The rules over `tasks`, for those of the evaluation."""
     section, _ = _read(ctx)

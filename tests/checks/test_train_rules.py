@@ -73,26 +73,26 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
         (
             GROUP + "sampling: {temperature: 0.0}\ntrain: {}\n",
             [
-                "8:25: error[train.greedy] at temperature 0 every reply to a prompt is the same: "
-                "there is nothing to compare and to learn"
+                "8:25: error[train.greedy] at temperature 0 every reply to a prompt is the same, "
+                "so there is nothing to compare"
             ],
         ),
         (
             GROUP + "sampling: {top_p: 0.9, top_k: 20, min_p: 0.1}\ntrain: {}\n",
             [
-                "8:19: warning[train.cut-sampling] `top_p: 0.9` leaves tokens out that the log-probs still count: "
+                "8:19: warning[train.cut-sampling] `top_p: 0.9` excludes tokens that the log-probs include, so "
                 "gradients are biased",
-                "8:31: warning[train.cut-sampling] `top_k: 20` leaves tokens out that the log-probs still count: "
+                "8:31: warning[train.cut-sampling] `top_k: 20` excludes tokens that the log-probs include, so "
                 "gradients are biased",
-                "8:42: warning[train.cut-sampling] `min_p: 0.1` leaves tokens out that the log-probs still count: "
+                "8:42: warning[train.cut-sampling] `min_p: 0.1` excludes tokens that the log-probs include, so "
                 "gradients are biased",
             ],
         ),
         (
             GROUP + 'sampling: {logit_bias: {"3": 1.0}, frequency_penalty: 0.5, json_schema: "{}"}\ntrain: {}\n',
             [
-                f"8:{column}: error[train.shifted-sampling] `{key}` changes the probabilities that tokens are sampled "
-                "with, and the trainer has none"
+                f"8:{column}: error[train.shifted-sampling] `{key}` changes the probabilities of sampled tokens, "
+                "and the trainer cannot recompute that"
                 for column, key in ((24, "logit_bias"), (55, "frequency_penalty"), (73, "json_schema"))
             ],
         ),
@@ -103,15 +103,15 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
         (
             "train: {}\n",
             [
-                "7:1: error[train.nothing-to-learn] `outcome` takes off the mean of a task's episodes, and there is one "
-                "of each: every advantage is 0"
+                "7:1: error[train.nothing-to-learn] `outcome` subtracts the mean of the group, and a group is "
+                "one episode: every advantage is 0"
             ],
         ),
         (
             "rollout: {samples_per_task: 1}\ntrain: {dynamic_sampling: false}\nrewards: {credit: {method: progress}}\n",
             [
-                "7:29: error[train.nothing-to-learn] `progress` takes off the mean of a task's episodes, and there is "
-                "one of each: every advantage is 0"
+                "7:29: error[train.nothing-to-learn] `progress` subtracts the mean of the group, and a group "
+                "is one episode: every advantage is 0"
             ],
         ),
         (
@@ -123,11 +123,11 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
         ),
         (
             GROUP + "train: {freeze: ['ok', 'layers.[0']}\n",
-            ["8:32: error[train.freeze] this is no regular expression: unterminated character set"],
+            ["8:32: error[train.freeze] not a regular expression: unterminated character set"],
         ),
         (
             GROUP + SERVER + "train: {weight_sync: {method: adapter}}\n",
-            ["9:31: error[train.weight-sync] only an adapter would be sent, and all weights are trained"],
+            ["9:31: error[train.weight-sync] only an adapter would be sent, but all weights are trained"],
         ),
         (
             GROUP + "train: {weight_sync: {method: disk}}\n",
@@ -136,19 +136,20 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
         (
             GROUP + "backend: {kind: sglang, urls: ['http://gpu-7:30000']}\ntrain: {weight_sync: {method: tensors}}\n",
             [
-                "9:31: warning[train.weight-sync-method] `tensors` is memory of this host, and `http://gpu-7:30000` may be another"
+                "9:31: warning[train.weight-sync-method] `tensors` uses the shared memory of this host, "
+                "and `http://gpu-7:30000` may be another host"
             ],
         ),
         (
             GROUP + "backend: {kind: sglang, urls: [u], adapter: polite}\ntrain: {lora: {}}\n",
             [
                 "8:45: error[train.adapter] replies would be sampled with the adapter `polite`, "
-                "and the trainer learns without it"
+                "but the trainer does not have it"
             ],
         ),
         (
             GROUP + "train: {eval: {metric: eval/reward}}\n",
-            ["8:24: error[train.metric] there is no measure `eval/reward`"],
+            ["8:24: error[train.metric] there is no metric `eval/reward`"],
         ),
         (
             GROUP + "train: {eval: {metric: pass@4, samples: 3}}\n",
@@ -232,9 +233,9 @@ def test_packages_that_are_missing_are_worth_knowing(monkeypatch: pytest.MonkeyP
     for package in ("tensorboard", "mlflow", "peft"):
         monkeypatch.setitem(sys.modules, package, None)
     assert found(GROUP + "train: {report_to: [tensorboard, mlflow], lora: {}}\n") == [
-        "8:21: info[train.no-package] `tensorboard` is not installed here, and `engine train` needs it for this",
-        "8:34: info[train.no-package] `mlflow` is not installed here, and `engine train` needs it for this",
-        "8:49: info[train.no-package] `peft` is not installed here, and `engine train` needs it for this",
+        "8:21: info[train.no-package] `tensorboard` is not installed, and `engine train` needs it for this",
+        "8:34: info[train.no-package] `mlflow` is not installed, and `engine train` needs it for this",
+        "8:49: info[train.no-package] `peft` is not installed, and `engine train` needs it for this",
     ]
 
 
