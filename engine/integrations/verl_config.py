@@ -103,13 +103,15 @@ def _sampling(rollout: Mapping[str, Any]) -> dict[str, Any]:
 
 def _credit(config: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     estimator = _at(config, "algorithm.adv_estimator") or "gae"
+    scaled = _at(config, "algorithm.norm_adv_by_std_in_grpo")
+    grpo = {"method": "outcome", "baseline": "mean", "scale": "none" if scaled is False else "std"}
     known: dict[str, dict[str, Any]] = {
-        "grpo": {"method": "outcome"},
+        "grpo": grpo,
         "rloo": {"method": "outcome", "baseline": "leave_one_out", "scale": "none"},
     }
     if estimator not in known:
         notes.append(f"`adv_estimator: {estimator}` is not taken over: the group's outcome gives credit")
-    return known.get(str(estimator), {"method": "outcome"})
+    return known.get(str(estimator), grpo)
 
 
 def _at(config: Mapping[str, Any], path: str) -> Any:

@@ -4,8 +4,9 @@ What all methods that compare share:
 - `baseline: mean` takes off the group's mean; in a group of one, nothing is left. `leave_one_out` takes off the mean
   of the other episodes (RLOO, arXiv 2402.14740, section 3.2); where there are no others, nothing is taken off.
 - `scale: std` divides by the group's sample standard deviation (n - 1 below the root, as the trainers in use compute
-  it) plus `EPSILON`; a group of one is not scaled. `scale: none` is Dr. GRPO's (arXiv 2503.20783), which shows that
-  dividing favours tasks that are nearly solved or nearly hopeless.
+  it) plus `EPSILON`. Equal returns and a group of one are not scaled: with `baseline: none` an advantage would be the return
+  divided by `EPSILON`. `scale: none` is Dr. GRPO's (arXiv 2503.20783), which shows that dividing favours tasks that are nearly
+  solved or nearly hopeless.
 - An episode that is over counts with 0 in the baseline of later turns: there is nothing more to come. A mean over only
   the episodes that are still going is biased when the policy decides who goes on.
 """
@@ -26,6 +27,9 @@ Values = npt.NDArray[np.float64]
 
 EPSILON = 1e-6
 """Added to a standard deviation, so that rounding noise in equal rewards is not blown up."""
+
+ROUNDING = 1e-12
+"""Returns whose standard deviation is at most this part of the largest one are equal."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -98,7 +102,9 @@ def compare(spec: ComparedCredit, returns: Values) -> Values:
     episodes = len(returns)
     advantages = returns - _baseline(spec, returns)
     if spec.scale == "std" and episodes > 1:
-        advantages = advantages / (returns.std(axis=0, ddof=1) + EPSILON)
+        spread = returns.std(axis=0, ddof=1)
+        equal = spread <= ROUNDING * np.abs(returns).max(axis=0)
+        advantages = advantages / np.where(equal, 1.0, spread + EPSILON)
     return advantages
 
 
