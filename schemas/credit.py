@@ -43,6 +43,11 @@ class CreditMethod(Contract):
         return False
 
     @property
+    def no_baseline_without_group(self) -> bool:
+        """In a group of one episode nothing is subtracted, although the method compares episodes."""
+        return False
+
+    @property
     def declared_state_key(self) -> str | None:
         """The key `state_key`; None if the spec does not set it or the method does not have it."""
         key: str | None = getattr(self, "state_key", None)
@@ -52,14 +57,18 @@ class CreditMethod(Contract):
 class ComparedCredit(CreditMethod):
     """Base class of the methods that compare an episode with its group."""
 
-    baseline: Literal["mean", "leave_one_out", "none"] = "mean"
+    baseline: Literal["mean", "leave_one_out", "none"] = "leave_one_out"
     """What is subtracted: the mean of the group, the mean of the group's other episodes, or nothing."""
-    scale: Literal["std", "none"] = "std"
-    """`std`: divide by the group's standard deviation. `none`: do not divide."""
+    scale: Literal["std", "none"] = "none"
+    """`std`: divide by the group's standard deviation, as in GRPO; this biases the gradient (docs/credit.md). `none`: do not divide."""
 
     @property
     def zero_without_group(self) -> bool:
         return self.baseline == "mean"
+
+    @property
+    def no_baseline_without_group(self) -> bool:
+        return self.baseline == "leave_one_out"
 
 
 class DiscountedCredit(ComparedCredit):
@@ -70,7 +79,7 @@ class DiscountedCredit(ComparedCredit):
 
 
 class OutcomeCredit(ComparedCredit):
-    """GRPO: the episode's reward relative to its group; the same advantage for all turns."""
+    """The episode's reward relative to its group; the same advantage for all turns. GRPO with `baseline: mean` and `scale: std`."""
 
     formula: ClassVar[str] = "engine.rewards.credit.outcome:outcome"
 
@@ -251,7 +260,7 @@ CreditSpec = Annotated[
 
 _CREDIT: TypeAdapter[CreditSpec] = TypeAdapter(CreditSpec)
 
-default_credit = OutcomeCredit
+default_credit = TurnReturnCredit
 """Makes the method of a spec that names none."""
 
 

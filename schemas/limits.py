@@ -27,3 +27,10 @@ class LimitsSpec(Contract):
     """Answers of the user."""
     tool_seconds: Seconds = 30.0
     """Deadline for one tool call."""
+
+    @property
+    def tokens_per_episode(self) -> int | None:
+        """`episode_tokens`, else `assistant_turns` × `turn_tokens`; None without either. The default length of `dr_grpo`."""
+        if self.episode_tokens is not None or self.assistant_turns is None:
+            return self.episode_tokens
+        return self.assistant_turns * self.turn_tokens

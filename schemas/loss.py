@@ -33,7 +33,7 @@ class Loss(Contract):
 
     @property
     def constant_length(self) -> int | None:
-        """The constant of `denominator: constant_length`, in tokens per episode. None: `limits.episode_tokens`."""
+        """The constant of `denominator: constant_length`, in tokens per episode. None: `LimitsSpec.tokens_per_episode`."""
         return None
 
 
@@ -75,7 +75,7 @@ class DrGrpoLoss(ClippedLoss):
 
     kind: Literal["dr_grpo"] = "dr_grpo"
     length: int | None = Field(default=None, ge=1)
-    """The constant, in tokens per episode. Default: `limits.episode_tokens`."""
+    """The constant, in tokens per episode. Default: `limits.episode_tokens`, else `limits.assistant_turns` × `limits.turn_tokens`."""
 
     @property
     def constant_length(self) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from engine.schemas.base import Contract, Seconds
-from engine.schemas.loss import GrpoLoss, LossSpec
+from engine.schemas.loss import DrGrpoLoss, LossSpec
 
 Level = Literal["token", "turn", "sequence"]
 """Level at which a probability ratio is taken: one token, the tokens of a turn, or the tokens of a row."""
@@ -178,7 +178,7 @@ class TrainSpec(Contract):
     """Mini-batches per epoch: optimizer steps in one pass over a batch."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order of tasks and of the split into mini-batches."""
-    loss: LossSpec = Field(default_factory=GrpoLoss)
+    loss: LossSpec = Field(default_factory=DrGrpoLoss)
     """The loss; `kind` selects it."""
     proximal_logprobs: Literal["auto", "sampler", "recompute"] = "auto"
     """Denominator of the clipped ratio: the sampler's log-probs, or log-probs that the trainer recomputes before the first

@@ -245,10 +245,17 @@ def credit_needs(ctx: CheckContext) -> Iterator[Finding]:
     "rewards.credit-group", "info", "the credit method compares the episodes of a task, and there is only one per task"
 )
 def credit_group(ctx: CheckContext) -> Iterator[Finding]:
-    """The credit method gives 0 in a group of one episode."""
-    credit = ctx.spec.rewards.credit
-    alone = ctx.spec.rollout.samples_per_task == 1 and ctx.written("rewards", "credit")
-    if alone and credit.zero_without_group:
-        message = f"`{credit.method}` compares episodes of one task, and `rollout.samples_per_task` is 1: every advantage is 0"
-        fix = "set `rollout.samples_per_task` to 4 or more, or `baseline: none`"
-        yield Finding(message, ("rewards", "credit", "method"), fix)
+    """In a group of one, the group's mean leaves no advantage, and there are no others whose mean is a baseline."""
+    credit, written = ctx.spec.rewards.credit, ctx.written("rewards", "credit")
+    if ctx.spec.rollout.samples_per_task > 1 or not (written or ctx.spec.train):
+        return
+    if credit.zero_without_group:
+        effect = "every advantage is 0"
+    elif credit.no_baseline_without_group:
+        effect = "no baseline is subtracted"
+    else:
+        return
+    message = f"`{credit.method}` compares episodes of one task, and `rollout.samples_per_task` is 1: {effect}"
+    path: DataPath = ("rewards", "credit", "method") if written else ("train",)
+    fix = "set `rollout.samples_per_task` to 4 or more, or `rewards.credit.baseline: none`"
+    yield Finding(message, path, fix, key=not written)

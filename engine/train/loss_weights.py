@@ -89,7 +89,7 @@ def token_loss_weights(
     constant = loss.constant_length or length
     if loss.denominator == "constant_length" and constant is None:
         raise TrainError(
-            "`train.loss` divides by a constant length; set `train.loss.length`, or `limits.episode_tokens`",
+            "`train.loss` divides by a constant length; set `train.loss.length`, `limits.episode_tokens` or `limits.assistant_turns`",
             kind="train_setup",
         )
     tokens = np.asarray(lengths, np.int64)

@@ -54,7 +54,7 @@ def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGro
         vocab=format.vocab_size,
         vision=format.vision,
     )
-    return Learner(policy, train, episode_tokens=spec.limits.episode_tokens, process_group=process_group)
+    return Learner(policy, train, episode_tokens=spec.limits.tokens_per_episode, process_group=process_group)
 
 
 def follow(loaded: LoadedSpec, process_group: ProcessGroup) -> None:

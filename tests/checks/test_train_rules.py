@@ -44,7 +44,10 @@ def found(lines: str) -> list[str]:
         GROUP + "train: {eval: {sampling: {temperature: 0, top_p: 0.9, presence_penalty: 1.0}}}\n",
         GROUP + SERVER + "train: {lora: {}, weight_sync: {method: adapter}}\n",
         GROUP + SERVER + "train: {weight_sync: {method: tensors}}\n",
-        GROUP + "limits: {episode_tokens: 2048}\ntrain: {loss: {kind: dr_grpo}}\n",
+        GROUP + "limits: {assistant_turns: null, episode_tokens: 2048}\ntrain: {}\n",
+        GROUP + "limits: {assistant_turns: null}\ntrain: {loss: {kind: dr_grpo, length: 2048}}\n",
+        GROUP + "limits: {assistant_turns: 3}\ntrain: {}\n",
+        GROUP + "limits: {assistant_turns: null}\ntrain: {loss: {kind: grpo}}\n",
         "train: {}\nrewards: {credit: {method: outcome, baseline: none}}\n",
         "train: {}\nrewards: {credit: {method: outcome, baseline: leave_one_out}}\n",
         "train: {}\nrewards: {credit: {method: gigpo, state_key: q}}\n",
@@ -101,24 +104,31 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
             ["8:28: error[train.critic] `bilevel_gae` needs a critic's values, and `engine train` has no critic"],
         ),
         (
-            "train: {}\n",
+            "train: {}\nrewards: {credit: {method: outcome, baseline: mean}}\n",
             [
                 "7:1: error[train.nothing-to-learn] `outcome` subtracts the mean of the group, and a group is "
                 "one episode: every advantage is 0"
             ],
         ),
         (
-            "rollout: {samples_per_task: 1}\ntrain: {dynamic_sampling: false}\nrewards: {credit: {method: progress}}\n",
+            "rollout: {samples_per_task: 1}\ntrain: {dynamic_sampling: false}\nrewards: {credit: {method: progress, baseline: mean}}\n",
             [
                 "7:29: error[train.nothing-to-learn] `progress` subtracts the mean of the group, and a group "
                 "is one episode: every advantage is 0"
             ],
         ),
         (
-            GROUP + "train: {loss: {kind: dr_grpo}}\n",
+            GROUP + "limits: {assistant_turns: null}\ntrain: {loss: {kind: dr_grpo}}\n",
             [
-                "8:22: error[train.length] `dr_grpo` divides by a constant length: neither `length` nor "
-                "`limits.episode_tokens` is set"
+                "9:22: error[train.length] the loss `dr_grpo` divides by a constant length, and none is given: "
+                "`train.loss.length`, `limits.episode_tokens` and `limits.assistant_turns` are not set"
+            ],
+        ),
+        (
+            GROUP + "limits: {assistant_turns: null}\ntrain: {steps: 3}\n",
+            [
+                "9:1: error[train.length] the loss `dr_grpo` divides by a constant length, and none is given: "
+                "`train.loss.length`, `limits.episode_tokens` and `limits.assistant_turns` are not set"
             ],
         ),
         (

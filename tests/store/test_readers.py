@@ -117,7 +117,7 @@ async def test_a_row_holds_its_task_its_facts_and_where_it_comes_from(files: dic
     assert (first["task_index"], json.loads(first["task_fields"])) == (0, maker.task(0).fields)
     assert json.loads(first["facts"]) == {"tries": [1, {"a": None}]}
     assert (first["metadata"]["spec"], first["metadata"]["score"]) == ("run", None)
-    assert json.loads(first["metadata"]["credit"])["method"] == "outcome"
+    assert json.loads(first["metadata"]["credit"])["method"] == "turn_return"
     assert first["outcome"]["rewards"] == [{"name": "reward", "value": 1.0}, {"name": "näme", "value": 0.5}]
     (call, _) = first["messages"][1]["tool_calls"]
     assert json.loads(call["arguments"]) == CALL.arguments

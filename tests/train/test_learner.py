@@ -81,7 +81,7 @@ def test_loss_and_gradient_are_those_of_plain_transformers(tiny_model_dir: Path)
     from transformers import AutoModelForCausalLM
 
     rows = make_rows()
-    learner = learner_of(tiny_model_dir, rollout_correction={"kind": "truncate", "high": 1.02})
+    learner = learner_of(tiny_model_dir, loss={"kind": "grpo"}, rollout_correction={"kind": "truncate", "high": 1.02})
     told = learner.step(rows, 0)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     losses, difference = [], []

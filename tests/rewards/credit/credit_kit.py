@@ -12,6 +12,9 @@ from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.trajectory import Branch
 
+PUBLISHED = {"baseline": "mean", "scale": "std"}
+"""The comparison of GRPO, GiGPO, MT-GRPO: the numbers of the papers. The engine's default is without bias, and has other numbers."""
+
 
 def sealed(*rewards: float | dict[str, float]) -> SealedLedger:
     """A sealed ledger: for each turn its reward, or its rewards by name."""
@@ -24,8 +27,9 @@ def sealed(*rewards: float | dict[str, float]) -> SealedLedger:
 
 
 def advantages(group: list[SealedLedger] | list[Member], **spec: Any) -> list[list[float]]:
-    """What a method makes of a group, as lists."""
-    return [values.tolist() for values in credit(read_credit({"method": "outcome"} | spec), group)]
+    """What a method makes of a group, as lists: `outcome`, compared as the papers do, unless `spec` says otherwise."""
+    compared = {} if spec.get("method") in ("bilevel_gae", "turn_ppo", "entry") else PUBLISHED
+    return [values.tolist() for values in credit(read_credit({"method": "outcome"} | compared | spec), group)]
 
 
 def branch(turn_ids: list[int], index: int = 0) -> Branch:

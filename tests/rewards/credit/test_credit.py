@@ -87,7 +87,7 @@ groups = st.lists(st.lists(st.floats(-5, 5).map(lambda x: x + 0.0), max_size=5).
 def test_against_the_mean_a_turns_advantages_sum_to_zero_with_the_dead_counted(
     group: list[SealedLedger], gamma: float, scale: str
 ) -> None:
-    spec = TurnReturnCredit(gamma=gamma, scale=scale)  # type: ignore[arg-type]
+    spec = TurnReturnCredit(gamma=gamma, baseline="mean", scale=scale)  # type: ignore[arg-type]
     found = credit(spec, group)
     assert [len(values) for values in found] == [ledger.turns for ledger in group]
     if scale == "std":

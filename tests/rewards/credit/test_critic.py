@@ -90,5 +90,5 @@ def test_what_is_missing_is_said(method: str) -> None:
 
 def test_other_methods_give_every_token_its_turns_advantage() -> None:
     group = [Member(sealed(0.0, 3.0), ends=[1, 3]), Member(sealed(1.0), ends=[2])]
-    found = credit_tokens(OutcomeCredit(scale="none"), group)
+    found = credit_tokens(OutcomeCredit(baseline="mean"), group)
     assert [[values.tolist() for values in each] for each in found] == [[[1.0], [1.0, 1.0]], [[-1.0, -1.0]]]

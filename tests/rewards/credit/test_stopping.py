@@ -117,7 +117,7 @@ def test_the_stopping_toys_gradient_is_the_true_one_within_a_percent() -> None:
 
 
 def test_with_the_groups_mean_it_is_two_thirds_of_the_true_one_at_every_turn() -> None:
-    found = gradient_of(lambda group: credit(TurnReturnCredit(scale="none"), group))
+    found = gradient_of(lambda group: credit(TurnReturnCredit(baseline="mean"), group))
     assert found == pytest.approx([value * 2 / 3 for value in true_gradient()], rel=1e-12)
 
 
