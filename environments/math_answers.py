@@ -18,9 +18,9 @@ LONGEST = 120
 """Characters of an answer beyond which it is not read."""
 DEEPEST = 5
 """Brackets inside of each other."""
-MOST_VALUE = 1e15
+MAX_VALUE = 1e15
 """Of an answer, without its sign."""
-MOST_POWERS = 3
+MAX_POWERS = 3
 """Powers in one answer; each has a single digit, so the largest is of a few thousand digits."""
 
 _TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
@@ -85,7 +85,7 @@ def read_number(text: str) -> Number | None:
     if latex is None:
         return None
     value = float(latex) if _DECIMAL.fullmatch(latex) else (POOL.ask("read", latex=latex) or {"value": None})["value"]
-    if value is None or abs(value) > MOST_VALUE:
+    if value is None or abs(value) > MAX_VALUE:
         return None
     return Number(value, latex, text.strip())
 
@@ -131,7 +131,7 @@ def _tidy(text: str) -> str | None:
     text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text).strip()
     if not re.search(r"\d|\\pi", text) or _SIDE_BY_SIDE.search(text) or not _ALLOWED.fullmatch(text):
         return None
-    if text.count("^") != len(_POWER.findall(text)) or text.count("^") > MOST_POWERS or "**" in text:
+    if text.count("^") != len(_POWER.findall(text)) or text.count("^") > MAX_POWERS or "**" in text:
         return None
     return _unnested(text)
 

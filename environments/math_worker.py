@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-MOST_MEMORY = 4 * 2**30
+MAX_MEMORY = 4 * 2**30
 """Bytes of address space: what SymPy needs, many times over."""
 
 
@@ -110,7 +110,7 @@ def main() -> None:
     """Answer until nobody asks any more."""
     signal.signal(signal.SIGPROF, _strike)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     logging.disable()
     for line in sys.stdin:
         asked = json.loads(line)

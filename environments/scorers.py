@@ -13,7 +13,7 @@ from engine.environments.math_pool import POOL, SECONDS
 from engine.schemas.environment import EpisodeView
 from engine.schemas.reward import RewardEvent
 
-MOST_CHARACTERS = 20_000
+MAX_CHARACTERS = 20_000
 """Of a reply, from its end, that are read for an answer."""
 _TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 
@@ -30,7 +30,7 @@ def check_answer(gold: str, reply: str, seconds: float = SECONDS) -> tuple[bool,
         ValueError: the right answer itself cannot be read.
     """
     tagged = _TAGS.findall(reply)
-    told = POOL.ask("compare", seconds, gold=gold, reply=(tagged[-1] if tagged else reply)[-MOST_CHARACTERS:])
+    told = POOL.ask("compare", seconds, gold=gold, reply=(tagged[-1] if tagged else reply)[-MAX_CHARACTERS:])
     if told is None:
         return False, f"not checked within {seconds:g} s of CPU time"
     if "problem" in told:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
 
 
-MOST_EVENTS = 1_000
+MAX_EVENTS = 1_000
 """Rewards in one answer of a world: writing them holds up the event loop, some 40 µs each."""
-MOST_POSTINGS = 10_000
+MAX_POSTINGS = 10_000
 """Postings that they may make: a reward of `all` turns makes one for each turn."""
 
 
@@ -148,20 +148,20 @@ def post_rewards(episode: Episode, rewards: list[Any], source: str) -> None:
     """Write what a world returned into the ledger, under the world's name where it gave none.
 
     Raises:
-        LedgerError: an event cannot be carried out, or there are more than MOST_EVENTS events or MOST_POSTINGS postings.
+        LedgerError: an event cannot be carried out, or there are more than MAX_EVENTS events or MAX_POSTINGS postings.
     """
-    if len(rewards) > MOST_EVENTS:
+    if len(rewards) > MAX_EVENTS:
         raise LedgerError(
-            f"{source}: {len(rewards)} rewards in one answer; at most {MOST_EVENTS} are taken: add them up before",
+            f"{source}: {len(rewards)} rewards in one answer; at most {MAX_EVENTS} are taken: add them up before",
             blame=blame_of(source),
         )
     written = 0
     for event in rewards:
         named = event if event.source else event.model_copy(update={"source": source})
         written += len(episode.ledger.post(named, episode.turn))
-        if written > MOST_POSTINGS:
+        if written > MAX_POSTINGS:
             raise LedgerError(
-                f"{source}: the rewards of one answer touch turns {written} times; at most {MOST_POSTINGS} are taken: "
+                f"{source}: the rewards of one answer touch turns {written} times; at most {MAX_POSTINGS} are taken: "
                 "add them up before",
                 blame=blame_of(source),
             )

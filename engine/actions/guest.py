@@ -36,7 +36,7 @@ WARN_SECONDS = 1.0
 """A loop that is blocked for so long is reported."""
 UNKNOWN_SECONDS = 5.0
 """A loop that is blocked for so long by code of no known call is replaced."""
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 """Most threads of `asyncio.to_thread` in code of others. asyncio's own bound, a few more than there are cores, would make
 healthy calls wait behind hung ones."""
 END_SECONDS = 0.5
@@ -72,7 +72,7 @@ class GuestLoop:
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_report)
         self._loop.set_task_factory(_kept)
-        self._loop.set_default_executor(ThreadPoolExecutor(MOST_THREADS, "guest-executor"))
+        self._loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS, "guest-executor"))
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._asked = self._counted = 0.0

@@ -1,6 +1,6 @@
 """The guest loops of a run: one, and more once code of others has blocked one.
 
-Each time a loop is blocked the number of loops grows, up to `MOST_LOOPS`, and an episode that lost its loop moves to
+Each time a loop is blocked the number of loops grows, up to `MAX_LOOPS`, and an episode that lost its loop moves to
 another: so code that blocks meets fewer and fewer calls of others, although nothing is known of it beforehand.
 """
 
@@ -17,7 +17,7 @@ from engine.actions.interrupt import Interrupter
 
 log = structlog.get_logger(__name__)
 
-MOST_LOOPS = 64
+MAX_LOOPS = 64
 """Most guest loops at once, beside blocked ones that were replaced."""
 _GROWTH = 4
 
@@ -62,7 +62,7 @@ class GuestLoops:
         return guest
 
     def _grow(self) -> None:
-        self._most = min(MOST_LOOPS, self._most * _GROWTH)
+        self._most = min(MAX_LOOPS, self._most * _GROWTH)
 
     def _replace(self, guest: GuestLoop) -> None:
         self._loops = {place: other for place, other in self._loops.items() if other is not guest}

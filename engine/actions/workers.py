@@ -39,7 +39,7 @@ from engine.storable import words_of
 if TYPE_CHECKING:
     from engine.schemas.entry import Effects
 
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 """Most plain calls that run at once; further ones wait for a thread, and their deadlines have not begun."""
 STARVED_SHARE = 0.1
 """A call was starved if the main loop was late for so much of the call's deadline."""
@@ -58,7 +58,7 @@ def on_main_loop(function: F) -> F:
 class Workers:
     """What runs code of others: threads and guest loops."""
 
-    def __init__(self, most: int = MOST_THREADS) -> None:
+    def __init__(self, most: int = MAX_THREADS) -> None:
         self.interrupter = Interrupter()
         self.threads = Threads(most, self.interrupter)
         self.guests = GuestLoops(self.interrupter)

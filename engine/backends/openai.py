@@ -22,7 +22,7 @@ from engine.backends.base import refuse_parameters
 from engine.backends.calls import write_calls
 from engine.backends.outage import Outage, Tries
 from engine.backends.sglang import read_key
-from engine.backends.sglang.client import BACKOFF, MOST_BACKOFF, refusal
+from engine.backends.sglang.client import BACKOFF, MAX_BACKOFF, refusal
 from engine.backends.sglang.connection import HttpFailure
 from engine.backends.sglang.http import HttpClient
 from engine.backends.sglang.pool import UNAVAILABLE
@@ -220,7 +220,7 @@ class OpenAIBackend:
                 if self.outage.since is not None:
                     self.outage.served()
                 return completion
-            await asyncio.sleep(min(MOST_BACKOFF, BACKOFF * 2 ** (tries.used - 1)) * random.uniform(0.5, 1.0))
+            await asyncio.sleep(min(MAX_BACKOFF, BACKOFF * 2 ** (tries.used - 1)) * random.uniform(0.5, 1.0))
 
     async def _attempt(self, request: GenerateRequest) -> _Completion:
         self._counts["attempts"] += 1

@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 FIRST_PAUSE = 0.25
 """Seconds before a server that refused is asked again, where it does not say when; doubled with each refusal in a row."""
-MOST_PAUSE = 10.0
+MAX_PAUSE = 10.0
 _LEAST_PAUSE = 0.05
 _GRACE = 0.1
 """Seconds after the limit in which a last try may still be made: a server may have asked for a pause until then."""
@@ -31,7 +31,7 @@ _GRACE = 0.1
 
 def growing_pause(refusals: int) -> float:
     """Seconds before a server that refused `refusals` times before is asked again; no two are alike."""
-    return min(MOST_PAUSE, FIRST_PAUSE * 2.0 ** min(refusals, 16)) * random.uniform(0.8, 1.2)
+    return min(MAX_PAUSE, FIRST_PAUSE * 2.0 ** min(refusals, 16)) * random.uniform(0.8, 1.2)
 
 
 class Outage:

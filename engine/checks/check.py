@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from engine.checks.context import MOST_WORK, CheckContext
+from engine.checks.context import MAX_WORK, CheckContext
 from engine.checks.registry import RULES, Rule
 from engine.checks.work import TooMuch, Work
 from engine.spec.diagnostic import Diagnostic
@@ -14,7 +14,7 @@ from engine.spec.masking import mask_all
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
-MOST_FINDINGS = 100
+MAX_FINDINGS = 100
 """Findings of one rule that are reported."""
 MORE = "check.more"
 """The id of the finding that reports that a rule has more findings."""
@@ -68,7 +68,7 @@ def check_rules(
     found: list[Diagnostic] = []
     unfinished: list[str] = []
     for item in all_rules():
-        ctx.work.left = MOST_WORK
+        ctx.work.left = MAX_WORK
         ctx.rule = item.id
         if doing is not None:
             doing(item.id)
@@ -76,7 +76,7 @@ def check_rules(
         try:
             for problem in item.check(ctx):
                 of_rule.append(problem)
-                if len(of_rule) == MOST_FINDINGS:
+                if len(of_rule) == MAX_FINDINGS:
                     of_rule.append(_more(ctx, item))
                     break
         except TooMuch:
@@ -88,7 +88,7 @@ def check_rules(
 
 
 def _more(ctx: CheckContext, item: Rule) -> Diagnostic:
-    message = f"`{item.id}` has more than {MOST_FINDINGS} findings; the others are not reported"
+    message = f"`{item.id}` has more than {MAX_FINDINGS} findings; the others are not reported"
     return Diagnostic(MORE, "info", message, "fix these first", ctx.loaded.origin(()))
 
 

@@ -29,9 +29,9 @@ from engine.terminal import visible
 
 Answer = Callable[[bytes, Callable[[str], None]], bytes]
 """Takes a request, and a function that notes what is done now; returns the answer."""
-MOST_ANSWERED = 64 * 2**20
+MAX_ANSWERED = 64 * 2**20
 """Bytes of one answer."""
-MOST_PRINTED = 64 * 2**10
+MAX_PRINTED = 64 * 2**10
 """Bytes of what a child prints that are kept."""
 _NOTE = 200
 """Bytes of a child's word on what it is doing."""
@@ -124,7 +124,7 @@ class Child:
                 raise ChildError(f"the process {self._ending}{self._where()}")
             if len(found) >= _HEAD.size:
                 token, length = _HEAD.unpack(found[: _HEAD.size])
-                if not secrets.compare_digest(token, self._token) or length > MOST_ANSWERED:
+                if not secrets.compare_digest(token, self._token) or length > MAX_ANSWERED:
                     raise ChildError(f"the process answered what it was not asked{self._where()}")
                 if len(found) >= _HEAD.size + length:
                     return bytes(found[_HEAD.size : _HEAD.size + length])
@@ -143,7 +143,7 @@ class Child:
             if end == self._told:
                 found += data
             else:
-                self.printed = (self.printed + data)[:MOST_PRINTED]
+                self.printed = (self.printed + data)[:MAX_PRINTED]
             if not data:
                 os.close(end)
                 self._told, self._print = (-1 if each == end else each for each in (self._told, self._print))

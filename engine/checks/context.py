@@ -29,13 +29,13 @@ from engine.spec.load import LoadedSpec
 from engine.spec.near import near_or_known
 from engine.spec.source import NotImported, declared_events, read_entry
 
-MOST_TRANSITIONS = 10_000
+MAX_TRANSITIONS = 10_000
 """Of a machine that is looked at, with every list and `"*"` written out."""
-MOST_WORK = 200_000
+MAX_WORK = 200_000
 """What one rule may spend."""
-MOST_ENTRIES = 100
+MAX_ENTRIES = 100
 """Entry points that are imported."""
-MOST_READ = 100_000
+MAX_READ = 100_000
 """Characters of conditions that are read for what they say."""
 PRESETS_STATES = frozenset(name for preset in PRESETS.values() for name in preset.states)
 
@@ -87,10 +87,10 @@ class CheckContext:
         """The whole machine: presets and `"*"` written out, names not checked.
 
         Raises:
-            TooMuch: that would be more than `MOST_TRANSITIONS`.
+            TooMuch: that would be more than `MAX_TRANSITIONS`.
         """
-        if self.written_out > MOST_TRANSITIONS:
-            raise TooMuch(f"the machine has more than {MOST_TRANSITIONS:,} transitions, lists and `*` written out")
+        if self.written_out > MAX_TRANSITIONS:
+            raise TooMuch(f"the machine has more than {MAX_TRANSITIONS:,} transitions, lists and `*` written out")
         return resolve_machine(self.spec.machine)
 
     @property
@@ -117,7 +117,7 @@ class CheckContext:
     def described(self, use: str) -> Any:
         """The same, for a rule that a `NotImported` tells enough: it does not count as skipped."""
         if use not in self._entries:
-            if len(self._entries) == MOST_ENTRIES:
+            if len(self._entries) == MAX_ENTRIES:
                 raise TooMuch
             try:
                 self._entries[use] = self._find(use)
@@ -222,10 +222,10 @@ class CheckContext:
         return self._formula(expression, self.limit_values)
 
     def _formula(self, expression: str, values: tuple[tuple[str, float], ...]) -> Formula:
-        """Of more than `MOST_READ` characters in all, the rest is not read: anything may come of it."""
+        """Of more than `MAX_READ` characters in all, the rest is not read: anything may come of it."""
         known = self._read.get(expression)
         if known is None:
-            known = self._read[expression] = self._characters + len(expression) <= MOST_READ
+            known = self._read[expression] = self._characters + len(expression) <= MAX_READ
             self._characters += len(expression)
         return formula(expression, values if "limits" in expression else ()) if known else UNKNOWN
 
@@ -266,7 +266,7 @@ class CheckContext:
     @cached_property
     def cycles(self) -> Cycles:
         """Ways round that nothing ends."""
-        return cycles_of(self.graph, Work(MOST_WORK))
+        return cycles_of(self.graph, Work(MAX_WORK))
 
     @cached_property
     def graph(self) -> Graph:

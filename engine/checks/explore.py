@@ -4,7 +4,7 @@ A node (`Place`) is a state of the machine with the turns and calls so far, what
 and whether the time limit has passed.
 
 Every episode is a path in this graph. Every path is a possible episode, except that guards on values that are not counted
-here (facts, texts, rewards) may have either result. If the graph would take more than `MOST_WORK`, an approximate one
+here (facts, texts, rewards) may have either result. If the graph would take more than `MAX_WORK`, an approximate one
 replaces it (`exact` is False): it knows of each counter only whether its limit is reached. A machine that is too large
 even for that has an empty graph (`walked` is False).
 """
@@ -21,7 +21,7 @@ from engine.checks.logic import Formula, Ranges
 from engine.checks.walk import START, Walk
 from engine.checks.work import TooMuch, Work
 
-MOST_WORK = 150_000
+MAX_WORK = 150_000
 """Steps and comparisons that computing one graph may take."""
 
 
@@ -118,7 +118,7 @@ class Graph:
 def explore(chart: Chart) -> Graph:
     """Compute the graph of a chart."""
     for rough in (False, True):
-        graph = Graph(Walk(chart, Work(MOST_WORK), rough=rough), exact=not rough)
+        graph = Graph(Walk(chart, Work(MAX_WORK), rough=rough), exact=not rough)
         try:
             _walk(graph)
         except TooMuch:

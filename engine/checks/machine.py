@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.actions.facts import ACTIONS, ALWAYS
-from engine.checks.context import MOST_TRANSITIONS, CheckContext, nearest
+from engine.checks.context import MAX_TRANSITIONS, CheckContext, nearest
 from engine.checks.registry import Finding, rule
 from engine.schemas.machine import TransitionSpec
 from engine.spec.diagnostic import DataPath
@@ -28,8 +28,8 @@ def _member(path: DataPath, key: str, value: str | list[str], index: int) -> Dat
 @rule("machine.too-many", "error", "the machine has more transitions than can be looked at")
 def too_many(ctx: CheckContext) -> Iterator[Finding]:
     """With every list of triggers and sources, and every `"*"`, written out."""
-    if ctx.written_out > MOST_TRANSITIONS:
-        message = f"{ctx.written_out:,} transitions, every list and `*` written out; {MOST_TRANSITIONS:,} are the most"
+    if ctx.written_out > MAX_TRANSITIONS:
+        message = f"{ctx.written_out:,} transitions, every list and `*` written out; {MAX_TRANSITIONS:,} are the most"
         yield Finding(message, ("machine", "transitions"), "leave out what can never happen", key=True)
 
 

@@ -14,7 +14,7 @@ from engine.spec.diagnostic import Diagnostic
 from engine.spec.load import LoadedSpec
 from engine.spec.tasks import parquet_files, rows_of, task_file, task_of
 
-MOST_ROWS = 20_000
+MAX_ROWS = 20_000
 """Rows of a file that are read; `engine run` reads them all."""
 LARGEST = 32 * 1024 * 1024
 """Bytes of a file that is read at all."""
@@ -49,7 +49,7 @@ def task_rows(ctx: CheckContext) -> Iterator[Finding]:
         return
     try:
         if tasks.source == "inline":
-            found = _first_bad(ctx.loaded, MOST_ROWS)
+            found = _first_bad(ctx.loaded, MAX_ROWS)
         else:
             if tasks.source == "parquet":
                 yield from _columns(ctx, parquet_files(ctx.loaded))
@@ -89,11 +89,11 @@ def videos(ctx: CheckContext) -> Iterator[Finding]:
 def not_read(ctx: CheckContext) -> Iterator[Finding]:
     """Of long files the first rows, of very large ones none; `engine run` reads them all."""
     tasks = ctx.spec.tasks
-    if tasks.source not in ("jsonl", "inline") or (tasks.limit or LARGEST) <= MOST_ROWS:
+    if tasks.source not in ("jsonl", "inline") or (tasks.limit or LARGEST) <= MAX_ROWS:
         return
     try:
         if tasks.source == "inline":
-            found = f"the first {MOST_ROWS:,} rows are" if len(tasks.rows or []) > MOST_ROWS else ""
+            found = f"the first {MAX_ROWS:,} rows are" if len(tasks.rows or []) > MAX_ROWS else ""
         else:
             found = _left_out(_state(ctx, task_file(ctx.loaded)), _Known(ctx.loaded))
     except (SpecError, OSError):
@@ -109,7 +109,7 @@ def _left_out(state: _State, known: _Known) -> str:
         return "the first row is"
     with known.loaded.access.open(Path(state.path)) as stream:
         rows = sum(1 for line in stream if line.strip())
-    return f"the first {MOST_ROWS:,} rows are" if rows > MOST_ROWS else ""
+    return f"the first {MAX_ROWS:,} rows are" if rows > MAX_ROWS else ""
 
 
 def _state(ctx: CheckContext, file: Path) -> _State:
@@ -120,7 +120,7 @@ def _state(ctx: CheckContext, file: Path) -> _State:
 
 @lru_cache(maxsize=256)
 def _first_bad_of_file(state: _State, known: _Known) -> Diagnostic | None:
-    return None if state.size > LARGEST else _first_bad(known.loaded, MOST_ROWS)
+    return None if state.size > LARGEST else _first_bad(known.loaded, MAX_ROWS)
 
 
 def _first_bad(loaded: LoadedSpec, most: int) -> Diagnostic | None:

@@ -78,7 +78,7 @@ def validate(
     ] = False,
     budget: Annotated[
         list[str] | None,
-        typer.Option(metavar="WHAT=MOST", help="Fail if the whole run could cost more: --budget tokens=1e9"),
+        typer.Option(metavar="NAME=MAXIMUM", help="Fail if the whole run could cost more: --budget tokens=1e9"),
     ] = None,
     notes: Annotated[bool, typer.Option("--notes", help="In text, say what is only worth knowing, too.")] = False,
     imports: Annotated[

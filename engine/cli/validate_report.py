@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 VALID, INVALID, UNREADABLE = 0, 1, 2
 WIDEST = 400
 """Characters of a line that are shown."""
-MOST_SHOWN = 64 * 2**20
+MAX_SHOWN = 64 * 2**20
 """Bytes of a file that a line is looked for in."""
 _WORD = re.compile(r""""(?:[^"\\]|\\.)*"|'[^']*'|\{\{.*?\}\}|[\w./:*-]*[\w./*-]""")
 _COLORS = {"error": typer.colors.RED, "warning": typer.colors.YELLOW, "info": typer.colors.BLUE}
@@ -123,7 +123,7 @@ def _lines_of_file(file: str, access: Access) -> list[str]:
 @lru_cache(maxsize=4)
 def _read_lines(file: str, changed: int, size: int, access: Access) -> list[str]:
     with access.open(Path(file)) as stream:
-        return _lines_of(stream.read(MOST_SHOWN).decode("utf-8-sig", errors="replace"))
+        return _lines_of(stream.read(MAX_SHOWN).decode("utf-8-sig", errors="replace"))
 
 
 # ---- text

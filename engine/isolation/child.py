@@ -36,9 +36,9 @@ from engine.storable import refusal
 
 METHODS = ("reset", "step", "score", "tools", "respond", "close", "__call__")
 _CONTRACTS: dict[str, type[BaseModel]] = {"reset": Reset, "step": Step, "user": UserTurn}
-MOST_CHILDREN = 16
+MAX_CHILDREN = 16
 """Child processes that a worker may have and still serve another episode: modules keep helpers warm."""
-_MOST_WORDS = 16_384
+_MAX_WORDS = 16_384
 
 VALUE, RAISED, WRONG, INVALID, UNFIT = b"V", b"R", b"W", b"A", b"U"
 """What an answer begins with: a value, an exception, a value of another type, arguments that do not fit, a value that JSON
@@ -139,7 +139,7 @@ def _json(value: BaseModel) -> bytes:
 
 
 def _words(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()[:_MOST_WORDS]
+    return text.encode("utf-8", "replace").decode()[:_MAX_WORDS]
 
 
 def _raised(error: BaseException) -> bytes:
@@ -149,7 +149,7 @@ def _raised(error: BaseException) -> bytes:
     told = {
         "type": type(error).__name__,
         "message": _words(_text(error)),
-        "trace": _words("".join(traceback.format_exception(type(error), error, trace))[-_MOST_WORDS:]),
+        "trace": _words("".join(traceback.format_exception(type(error), error, trace))[-_MAX_WORDS:]),
         "kind": error.kind if isinstance(error, EngineError) else None,
     }
     return RAISED + json.dumps(told).encode()
@@ -274,7 +274,7 @@ def _clean() -> int:
         children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
     except OSError:
         return 1
-    return int(len(children.split()) <= MOST_CHILDREN)
+    return int(len(children.split()) <= MAX_CHILDREN)
 
 
 def serve(channel: socket.socket) -> None:

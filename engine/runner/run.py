@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-MOST_LOSSES = 12
+MAX_LOSSES = 12
 """How often an episode is resumed because other code blocked the event loop that its objects were bound to."""
 FINISHING = 64
 """Most trajectories in memory that wait to be written: each is several times its episode's size."""
@@ -321,11 +321,11 @@ class Runner:
     ) -> Trajectory:
         """`execute`, repeated from the journal where other code blocked the event loop that the episode's objects are bound to.
 
-        An episode that cannot be restored, or that loses its loop `MOST_LOSSES` times, fails instead.
+        An episode that cannot be restored, or that loses its loop `MAX_LOSSES` times, fails instead.
         """
         episode_id = episode_id_of(task.id, sample)
         lost: LoopReplacedError | None = None
-        for losses in range(1 + MOST_LOSSES):
+        for losses in range(1 + MAX_LOSSES):
             SCOPE.set(EpisodeScope(episode_id, losses))
             try:
                 return await self.execute(task, sample, journal, alone=alone)
@@ -336,7 +336,7 @@ class Runner:
             except LoopReplacedError as error:
                 log.debug("episode is resumed from its journal", episode=episode_id, reason=str(error))
                 lost, journal = error, self._store.journal(episode_id)
-        SCOPE.set(EpisodeScope(episode_id, 1 + MOST_LOSSES, last=True))
+        SCOPE.set(EpisodeScope(episode_id, 1 + MAX_LOSSES, last=True))
         return await self.execute(task, sample, journal, alone=alone, lost=lost)
 
     async def _finish(self, episode: Episode, ending: Ending | None) -> Trajectory:

@@ -8,7 +8,7 @@ from itertools import islice
 
 LONGEST = 80
 """Characters of a name that is compared at all."""
-MOST = 300
+MAX_NAMES = 300
 """Names that it is compared with."""
 LISTED = 12
 """Names that are listed where none is near."""
@@ -18,7 +18,9 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
     """The nearest of the known names; None where none is near."""
     if len(name) > LONGEST:
         return None
-    found = get_close_matches(name, list(islice((item for item in known if len(item) <= LONGEST), MOST)), 1, cutoff)
+    found = get_close_matches(
+        name, list(islice((item for item in known if len(item) <= LONGEST), MAX_NAMES)), 1, cutoff
+    )
     return found[0] if found else None
 
 

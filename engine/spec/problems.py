@@ -47,7 +47,7 @@ _YES = frozenset({"yes", "on", "y", "True", "TRUE"})
 _NO = frozenset({"no", "off", "n", "False", "FALSE"})
 _MISSING: Any = object()
 
-MOST = 200
+MAX_ERRORS = 200
 """Errors that are explained; of the others only the number is told."""
 
 
@@ -71,7 +71,7 @@ def diagnose(
     """
     grouped: dict[DataPath, list[_Fault]] = {}
     errors = error.errors(include_url=False)
-    for item in errors[:MOST]:
+    for item in errors[:MAX_ERRORS]:
         fault = _fault(model, item)
         grouped.setdefault(fault.spot.path, []).append(fault)
     as_text = [
@@ -81,8 +81,8 @@ def diagnose(
     ]
     found = [_explain(model, faults, document) for path, faults in grouped.items() if not _superseded(path, grouped)]
     found.sort(key=lambda item: (item.origin.file, item.origin.line, item.origin.column) if item.origin else ("", 0, 0))
-    if len(errors) > MOST:
-        more = f"and {len(errors) - MOST:,} more errors of form"
+    if len(errors) > MAX_ERRORS:
+        more = f"and {len(errors) - MAX_ERRORS:,} more errors of form"
         found.append(Diagnostic("spec.more", "error", more, "correct these first", document.origin(())))
     return found, as_text
 

@@ -27,7 +27,7 @@ MAX_FILES = 64
 """Most files that one spec is put together from."""
 MAX_BYTES = 4 * 2**20
 """Most that these files may have together."""
-MOST_PROBLEMS = 200
+MAX_PROBLEMS = 200
 """Mistakes that are told while a spec is put together."""
 
 DECIDES: dict[tuple[str, ...], tuple[str, frozenset[str]]] = {
@@ -72,10 +72,10 @@ class Resolver:
         return resolved
 
     def _problem(self, rule: str, message: str, fix: str | None, at: Origin | None) -> None:
-        if len(self.problems) < MOST_PROBLEMS:
+        if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(Diagnostic(rule, "error", message, fix, at))
         elif self.problems[-1].rule != "spec.more":
-            more = f"and more than {MOST_PROBLEMS} mistakes in all"
+            more = f"and more than {MAX_PROBLEMS} mistakes in all"
             self.problems.append(Diagnostic("spec.more", "error", more, "correct these first", at))
 
     # ---- files and extends

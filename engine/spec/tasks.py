@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 TASKS: DataPath = ("tasks",)
 
-MOST_COUNTED = 100_000
+MAX_COUNTED = 100_000
 """Rows of a function that are counted: some never end."""
-MOST_READ = 256 * 2**20
+MAX_READ = 256 * 2**20
 """Bytes of a file whose rows are counted."""
 
 
@@ -91,15 +91,15 @@ def count_tasks(loaded: LoadedSpec) -> int | None:
         found = len(spec.rows or [])
     elif spec.source == "jsonl":
         file = task_file(loaded)
-        if file.stat().st_size > MOST_READ:
+        if file.stat().st_size > MAX_READ:
             return spec.limit
         with loaded.access.open(file) as stream:
             found = sum(1 for line in stream if line.strip())
     elif spec.source == "parquet":
         found = _parquet_rows(parquet_files(loaded))
     elif spec.source == "python" and loaded.access.imports:
-        found = sum(1 for _ in rows_of(loaded, spec.limit or MOST_COUNTED + 1))
-        found = found if found <= MOST_COUNTED else None
+        found = sum(1 for _ in rows_of(loaded, spec.limit or MAX_COUNTED + 1))
+        found = found if found <= MAX_COUNTED else None
     if found is None:
         return spec.limit
     return found if spec.limit is None else min(found, spec.limit)

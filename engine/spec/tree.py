@@ -21,7 +21,7 @@ MAX_DEPTH = 64
 MAX_NODES = 200_000
 """Most nodes of one document, each use of an alias counted in full."""
 
-MOST_PROBLEMS = 200
+MAX_PROBLEMS = 200
 """Of one document that are told."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -137,7 +137,7 @@ class _Builder:
         """Anchor -> the node, its size in nodes and its height in levels."""
 
     def problem(self, rule: str, message: str, fix: str | None, at: Origin, *, stop: bool = False) -> None:
-        if len(self.problems) < MOST_PROBLEMS or stop:
+        if len(self.problems) < MAX_PROBLEMS or stop:
             self.problems.append(Diagnostic(rule, "error", message, fix, at))
         self.stopped = self.stopped or stop
 

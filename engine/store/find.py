@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.errors import StoreError
 from engine.store import database
 
-MOST_CHARACTERS = 255
+MAX_CHARACTERS = 255
 """Of a folder's name: what file systems take."""
 
 
@@ -40,7 +40,7 @@ def find_run(run: Path | str, out: Path | str = "runs") -> Path:
     runs = list_runs(out)
     if not runs:
         raise StoreError(
-            f"no run `{str(run)[:MOST_CHARACTERS]}`: there are no runs in {out}; `engine run SPEC` makes one"
+            f"no run `{str(run)[:MAX_CHARACTERS]}`: there are no runs in {out}; `engine run SPEC` makes one"
         )
     if str(run) == "latest":
         return max(runs, key=_created)
@@ -53,7 +53,7 @@ def find_run(run: Path | str, out: Path | str = "runs") -> Path:
     if meant:
         shown = ", ".join(meant[:5]) + (", …" if len(meant) > 5 else "")
         raise StoreError(f"`{run}` is the beginning of {len(meant)} runs in {out}: {shown}; give more of it")
-    if len(str(run)) > MOST_CHARACTERS:
+    if len(str(run)) > MAX_CHARACTERS:
         raise StoreError(
             f"no run `{str(run)[:40]}…` in {out}: the name has {len(str(run))} characters; give a run's folder or id"
         )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _THINK_CLOSE = "</think>"
 _BEFORE, _EXCERPT = 8, 48
 """Characters of a reply that a branch's reason quotes: how many before the difference, and how many in all."""
-_MOST_WRAPPERS = 4096
+_MAX_WRAPPERS = 4096
 """Wrappers that are kept: one for each sequence of roles and tool names."""
 
 
@@ -109,7 +109,7 @@ class Bridges:
             wrapper = self._wrappers[key]
         except KeyError:
             wrapper = make_wrapper(form, reply, new, tools)
-            if len(self._wrappers) < _MOST_WRAPPERS:
+            if len(self._wrappers) < _MAX_WRAPPERS:
                 self._wrappers[key] = wrapper
         if wrapper is None:
             return form.extension(reply, new, tools)

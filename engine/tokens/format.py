@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.tokens.vision import Vision
 
 _ANY_TAG = re.compile(r"[<\[]")
-_MOST_OPENINGS = 256
+_MAX_OPENINGS = 256
 """Prompts whose ids are kept, the newest: as many tasks as may run at once."""
 
 
@@ -170,7 +170,7 @@ class ChatFormat(ABC):
             known.flags.writeable = False
         # Long texts are rendered in another thread, so the entry may be gone by now: put it in again, do not move it.
         self._openings[key] = known
-        if len(self._openings) > _MOST_OPENINGS:
+        if len(self._openings) > _MAX_OPENINGS:
             self._openings.popitem(last=False)
         return known
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 DIGEST = "sha256:"
 """What a reference to a stored image begins with."""
-MOST_BYTES = 1 << 28
+MAX_BYTES = 1 << 28
 """Bytes of one encoded image, at most."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats that are read, by Pillow's names. Others are refused unopened: EPS, say, which Pillow hands to Ghostscript."""
@@ -81,8 +81,8 @@ def read_reference(part: ImagePart, blame: Blame) -> bytes:
             head, comma, body = reference[5:].partition(",")
             if not comma:
                 raise ValueError("a data: URI needs a comma between its media type and its data")
-            if len(body) > MOST_BYTES // 3 * 4:
-                raise ValueError(f"it holds more than {MOST_BYTES >> 20} MiB")
+            if len(body) > MAX_BYTES // 3 * 4:
+                raise ValueError(f"it holds more than {MAX_BYTES >> 20} MiB")
             data = b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
         elif "://" in reference and not reference.startswith("file://"):
             raise ValueError("images are given by path, file:// or data: URI; fetch it, and hand over its bytes")
@@ -107,11 +107,11 @@ def _read_file(path: Path) -> bytes:
     with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | _NO_WAIT)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is not a regular file")
-        pieces, room = [], MOST_BYTES
+        pieces, room = [], MAX_BYTES
         while piece := file.read(min(room + 1, 1 << 20)):  # not by its size: that of a file in /proc is 0
             room -= len(piece)
             if room < 0:
-                raise ValueError(f"the file is larger than {MOST_BYTES >> 20} MiB")
+                raise ValueError(f"the file is larger than {MAX_BYTES >> 20} MiB")
             pieces.append(piece)
     return b"".join(pieces)
 

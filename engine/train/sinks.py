@@ -111,7 +111,7 @@ class Wandb:
 class Mlflow:
     """A run of MLflow; its id is kept in the run's folder, so that a resumed run goes on with it."""
 
-    _MOST = 1000
+    _MAX_METRICS = 1000
     """Metrics in one call, at most."""
 
     def __init__(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
@@ -140,8 +140,8 @@ class Mlflow:
         now = int(time.time() * 1000)
         # Of other characters MLflow takes none: `eval/pass@4` is `eval/pass_4` there.
         metrics = [self._metric(re.sub(r"[^\w\-. /]", "_", name), value, now, step) for name, value in values.items()]
-        for start in range(0, len(metrics), self._MOST):
-            self._client.log_batch(self._id, metrics=metrics[start : start + self._MOST])
+        for start in range(0, len(metrics), self._MAX_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[start : start + self._MAX_METRICS])
 
     def truncate(self, step: int) -> None:
         """It keeps what it was told: the later value of a step stands beside the earlier one."""

@@ -13,7 +13,7 @@ import pytest
 from engine.actions import guest as guest_module
 from engine.actions.calls import SCOPE, Call, EpisodeScope, LoopReplacedError
 from engine.actions.guest import GuestLoop
-from engine.actions.guests import MOST_LOOPS, GuestLoops
+from engine.actions.guests import MAX_LOOPS, GuestLoops
 from engine.actions.interrupt import Interrupter
 from engine.actions.workers import Workers, call_world
 from engine.errors import WorldError
@@ -229,6 +229,6 @@ async def test_the_number_of_loops_grows_with_each_replacement() -> None:
     for _ in range(5):
         counts.append(guests._most)
         guests._replace(guests.choose(EpisodeScope("e/0")))
-    assert counts == [1, 4, 16, 64, MOST_LOOPS]
+    assert counts == [1, 4, 16, 64, MAX_LOOPS]
     assert len({id(guests.choose(EpisodeScope(f"{n}/0"))) for n in range(40)}) > 8, "episodes are spread over them"
     guests.close()

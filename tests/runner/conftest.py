@@ -54,7 +54,7 @@ def _fresh_worlds() -> Iterator[None]:
     worlds.CALLS.clear()
     worlds.ON_CALL.clear()
     worlds.ACTIVE.clear()
-    worlds.MOST.clear()
+    worlds.MAX_ACTIVE.clear()
     worlds.GATE.clear()
     yield
     worlds.GATE.set()

@@ -246,7 +246,7 @@ async def test_a_waiting_tool_holds_no_generation_slot(make_spec, run_spec) -> N
         )
     )
     assert len(ran.trajectories) == 6
-    assert worlds.MOST["wait"] == 6  # all wait at once, though only one may generate at a time
+    assert worlds.MAX_ACTIVE["wait"] == 6  # all wait at once, though only one may generate at a time
 
 
 async def test_no_more_episodes_are_alive_than_allowed(make_spec, run_spec) -> None:
@@ -254,7 +254,7 @@ async def test_no_more_episodes_are_alive_than_allowed(make_spec, run_spec) -> N
     await run_spec(
         make_spec([call("wait", seconds=0.05), "It is 42."], tasks={"rows": rows}, rollout={"live_episodes": 2})
     )
-    assert worlds.MOST["wait"] == 2
+    assert worlds.MAX_ACTIVE["wait"] == 2
 
 
 async def test_states_and_actions_of_a_specs_own(make_spec, run_spec) -> None:

@@ -17,7 +17,7 @@ from stopping import Resumed, content
 from engine.schemas.journal import JournalEntry
 from engine.store import RunHeader, RunStore, list_runs
 
-MOST_COMMITS = 60
+MAX_COMMITS = 60
 SIDE = ("an external tool", "the environment is external", "an external user")
 """Cases whose every call is logged and of an external world."""
 
@@ -100,13 +100,13 @@ async def test_an_episode_stopped_at_any_commit_comes_to_the_same(
     log = tmp_path / "log"
     replies, changes = filled(case, str(log))
     resumed = Resumed(make_spec(replies, **changes))
-    for commit in range(1, MOST_COMMITS):
+    for commit in range(1, MAX_COMMITS):
         out = tmp_path / str(commit)
         struck = await getattr(resumed, way)(out, commit)
         await check(resumed, out, wanted, calls, log, f"{case}, {way} after commit {commit}")
         if not struck:
             return
-    raise AssertionError(f"more than {MOST_COMMITS} commits")
+    raise AssertionError(f"more than {MAX_COMMITS} commits")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ async def test_an_episode_killed_after_any_commit_comes_to_the_same(make_spec: A
     assert server.stdin is not None
     assert server.stdout is not None
     try:
-        for commit in range(1, MOST_COMMITS):
+        for commit in range(1, MAX_COMMITS):
             out = tmp_path / str(commit)
             server.stdin.write(f"{out} {commit}\n".encode())
             server.stdin.flush()
@@ -134,7 +134,7 @@ async def test_an_episode_killed_after_any_commit_comes_to_the_same(make_spec: A
             assert status == 9
     finally:
         server.communicate(timeout=30)
-    raise AssertionError(f"more than {MOST_COMMITS} commits")
+    raise AssertionError(f"more than {MAX_COMMITS} commits")
 
 
 def serving(path: Path) -> subprocess.Popen[bytes]:

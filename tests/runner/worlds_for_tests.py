@@ -18,7 +18,7 @@ ON_CALL: list[Callable[[], None]] = []
 """Called wherever `add` or a user is."""
 GATE = threading.Event()
 ACTIVE: Counter[str] = Counter()
-MOST: Counter[str] = Counter()
+MAX_ACTIVE: Counter[str] = Counter()
 
 
 class World:
@@ -132,7 +132,7 @@ async def wait(seconds: float) -> str:
         seconds: How long.
     """
     ACTIVE["wait"] += 1
-    MOST["wait"] = max(MOST["wait"], ACTIVE["wait"])
+    MAX_ACTIVE["wait"] = max(MAX_ACTIVE["wait"], ACTIVE["wait"])
     try:
         await asyncio.sleep(seconds)
     finally:

@@ -84,7 +84,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str) -
 
 
 def test_a_file_that_is_too_large_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "MOST_BYTES", 3 << 20)
+    monkeypatch.setattr(images, "MAX_BYTES", 3 << 20)
     with (tmp_path / "large").open("wb") as file:
         file.truncate((3 << 20) + 1)
     with pytest.raises(ImageError, match="the file is larger than 3 MiB"):

@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 BACKOFF = 0.25
 """Seconds before the second attempt; doubled for each further one."""
-MOST_BACKOFF = 10.0
+MAX_BACKOFF = 10.0
 INTERRUPTIONS = 32
 """Most times that one reply is taken up again."""
 ABORT_SECONDS = 2.0
@@ -355,7 +355,7 @@ class SGLangBackend:
         return f"{self._nonce}{next(self._numbers):012x}"
 
     async def _back_off(self, attempt: int) -> None:
-        wait = min(MOST_BACKOFF, BACKOFF * 2**attempt) * random.uniform(0.5, 1.0)
+        wait = min(MAX_BACKOFF, BACKOFF * 2**attempt) * random.uniform(0.5, 1.0)
         try:
             async with asyncio.timeout(wait):
                 await self._closed.wait()

@@ -30,7 +30,7 @@ REMEMBERED = 65536
 """Episodes whose server is remembered."""
 BROKEN_AFTER = 3
 """Server errors (5xx) in a row after which a server counts as broken."""
-MOST_HEAL_PAUSE = 5.0
+MAX_HEAL_PAUSE = 5.0
 """Most seconds between two questions whether a lost server is back."""
 UNAVAILABLE = (502, 503, 504)
 """Statuses that say that nobody works on the request: the server, or the one behind a proxy, is not there."""
@@ -333,7 +333,7 @@ class Pool:
             except BackendError as error:
                 log.debug("sglang server is still out", url=server.url, reason=str(error))
                 await asyncio.sleep(wait * random.uniform(0.8, 1.2))
-                wait = min(MOST_HEAL_PAUSE, wait * 2)
+                wait = min(MAX_HEAL_PAUSE, wait * 2)
                 continue
             server.healthy = True
             server.errors = 0

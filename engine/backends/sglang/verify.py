@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
     from engine.tokens.tape import IntVector
 
-MOST = {"float32": 1e-3}
+MAX_GAP = {"float32": 1e-3}
 """Mean difference that is let through, in nats, by the servers' `--dtype`."""
-MOST_HALF = 0.15
+MAX_HALF = 0.15
 """The same for 16-bit weights."""
 
 
@@ -74,7 +74,7 @@ async def verify_servers(
         off = np.abs(theirs[1:] - own)[compared]
         found = Difference(float(off.max()), float(off.mean()), len(off))
         dtype = str((await server.json("GET", "/server_info")).get("dtype"))
-        if not found.mean <= MOST.get(dtype, MOST_HALF):
+        if not found.mean <= MAX_GAP.get(dtype, MAX_HALF):
             raise BackendError(
                 f"`backend.verify`: the log-probs of {server.url} ({dtype}) differ from those of the model's files by "
                 f"{found.mean:.2g} on average and {found.largest:.2g} at most, over {found.tokens} tokens"
