@@ -1,7 +1,7 @@
-"""Rules of the spec that move or write rewards when a state has done its work.
+"""The spec's `rewards.reassign`: rules that move or write rewards after the action of a state.
 
-Invariant: rules are tried in the order in which they are written, and each sees what the ones before it did. A rule
-that holds and cannot be carried out is an error, never skipped.
+Invariant: rules are applied in the order in which they are written, and each sees the effects of the earlier ones. A rule
+whose condition is true and that cannot be applied is an error and is never skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.schemas.reward import Posting, RewardEvent
 from engine.schemas.reward_spec import ReassignRule
 
 ReadContext = Callable[[frozenset[str]], Mapping[str, Any]]
-"""Builds the guard variables that are asked for, from the episode and the ledger as they are now."""
+"""Builds the named guard variables from the present state of the episode and its ledger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +28,30 @@ class _Rule:
 
 
 class Rules:
-    """The rules of one spec. Shared by all its episodes: it holds nothing of any one."""
+    """The rules of one spec, without state: shared by all its episodes."""
 
     __slots__ = ("_at", "states")
 
     def __init__(self, at: Mapping[str, Sequence[_Rule]]) -> None:
         self._at = at
         self.states = frozenset(at)
-        """Those with rules."""
+        """States that have rules."""
 
     def apply(self, state: str, ledger: Ledger, at_turn: int, context: ReadContext) -> list[Posting]:
-        """Try the rules of a state whose action is done.
+        """Apply the rules of a state after its action.
 
         Args:
-            state: Where the episode stands.
-            ledger: What they write to.
+            state: The state.
+            ledger: The ledger that the rules write to.
             at_turn: The newest assistant turn; -1 before the first.
-            context: Called anew for each rule, so that `rewards.*` is what the rules before it left.
+            context: Called for each rule, so that `rewards.*` includes the effects of earlier rules.
 
         Returns:
-            What they wrote, in order.
+            The postings that the rules wrote, in order.
 
         Raises:
-            LedgerError: a rule cannot be carried out; blamed on the spec. What the rules before it wrote stands.
-            GuardError: a rule's `when` cannot be told on these values.
+            LedgerError: a rule cannot be applied; blamed on the spec. The postings of earlier rules stay.
+            GuardError: a rule's `when` fails on these values.
         """
         postings: list[Posting] = []
         for rule in self._at.get(state, ()):
@@ -69,11 +69,10 @@ class Rules:
 def compile_rules(rules: Sequence[ReassignRule]) -> Rules:
     """Compile a spec's `rewards.reassign`.
 
-    What a rule writes has the source `rule:<n>`, with n its position from 0, and the cause `rule <n>` unless it
-    gives one.
+    The postings of rule n, counted from 0, have the source `rule:<n>`, and the cause `rule <n>` unless the rule has one.
 
     Raises:
-        GuardError: a `when` is not CEL.
+        GuardError: a `when` is not valid CEL.
     """
     at: dict[str, list[_Rule]] = {}
     for index, rule in enumerate(rules):
@@ -83,7 +82,7 @@ def compile_rules(rules: Sequence[ReassignRule]) -> Rules:
 
 
 def _event(rule: ReassignRule, index: int) -> RewardEvent:
-    """What a rule writes when it holds: for a transfer `from` pays and `to` receives, otherwise `to` is written."""
+    """The event of a rule: for a transfer `from` pays and `to` receives, otherwise `to` is written."""
     transfer = rule.op == "transfer"
     assert not transfer or rule.from_ is not None  # ReassignRule holds to it
     return RewardEvent(

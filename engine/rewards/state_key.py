@@ -1,6 +1,6 @@
-"""The state that a turn begins in, for credit methods that compare turns of the same state.
+"""The state in which a turn begins, for credit methods that compare turns that began in the same state.
 
-Invariant: it is a pure function of what the episode knows when the turn begins, so a replay writes the same one down.
+Invariant: it is a pure function of the episode's data at the beginning of the turn, so a replay computes the same key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.schemas.credit import CreditMethod
 from engine.schemas.message import Message
 
 LONGEST = 120
-"""Characters of a state that are kept as they are; of a longer one its digest is kept."""
+"""Maximum number of characters of a stored key; a longer key is stored as a digest."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -29,14 +29,14 @@ def is_fact_name(state_key: str) -> bool:
 
 
 class StateKey:
-    """How a spec's credit tells states apart.
+    """Computes the key of a state.
 
     key = StateKey("room")                                  # the fact of that name
     key = StateKey("facts.room + string(facts.lamp)")       # CEL
     key = StateKey(None)                                    # what the model was shown since its last turn
 
     Raises:
-        GuardError: the expression is not CEL.
+        GuardError: the expression is not valid CEL.
     """
 
     __slots__ = ("_fact", "_guard")
@@ -48,18 +48,18 @@ class StateKey:
     def tell(
         self, facts: Mapping[str, Any], shown: Sequence[Message], context: Callable[[frozenset[str]], Mapping[str, Any]]
     ) -> str:
-        """The state now.
+        """Compute the key of the present state.
 
         Args:
-            facts: What the worlds have told.
-            shown: The conversation so far, the model's own replies too.
-            context: Builds the guard variables that are asked for.
+            facts: The facts of the episode.
+            shown: The messages so far, including the model's replies.
+            context: Builds the named guard variables.
 
         Returns:
-            The same text for the same state and for no other; empty where the fact was not told yet.
+            Equal texts for equal states, and different texts for different states; empty if the fact is not set yet.
 
         Raises:
-            GuardError: the expression asks for what is not there, or is nothing that JSON can say.
+            GuardError: the expression reads something that does not exist, or its value is not valid JSON.
         """
         if self._fact is not None:
             return _text(facts[self._fact]) if self._fact in facts else ""
@@ -72,10 +72,10 @@ class StateKey:
 
 
 def compile_state_key(spec: CreditMethod) -> StateKey | None:
-    """What a spec's credit needs written down at each turn; None where it needs nothing.
+    """The key that a credit method needs at the beginning of each turn; None if it needs none.
 
     Raises:
-        GuardError: its `state_key` is not CEL.
+        GuardError: `state_key` is not valid CEL.
     """
     key = spec.declared_state_key
     return StateKey(key) if key is not None or spec.needs_state_key else None
@@ -85,12 +85,12 @@ def _text(value: Any) -> str:
     try:
         text = to_json(_sorted(value), inf_nan_mode="constants").decode()
     except ValueError as error:
-        raise GuardError(f"`state_key` came to something that JSON cannot say: {error}") from error
+        raise GuardError(f"the value of `state_key` is not valid JSON: {error}") from error
     return text if len(text) <= LONGEST else blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _sorted(value: Any) -> Any:
-    """Mappings in the order of their keys, so that equal ones are written alike."""
+    """The value with the keys of mappings sorted, so that equal values have equal texts."""
     if isinstance(value, Mapping):
         return {str(key): _sorted(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, list | tuple):

@@ -1,14 +1,13 @@
-"""What the methods share: a member of a group, returns, and the comparison with the group.
+"""What the credit methods share: the members of a group, returns, and the comparison with the group.
 
-What all methods that compare share:
-- `baseline: mean` takes off the group's mean; in a group of one, nothing is left. `leave_one_out` takes off the mean
-  of the other episodes (RLOO, arXiv 2402.14740, section 3.2); where there are no others, nothing is taken off.
-- `scale: std` divides by the group's sample standard deviation (n - 1 below the root, as the trainers in use compute
-  it) plus `EPSILON`. Equal returns and a group of one are not scaled: with `baseline: none` an advantage would be the return
-  divided by `EPSILON`. `scale: none` is Dr. GRPO's (arXiv 2503.20783), which shows that dividing favours tasks that are nearly
-  solved or nearly hopeless.
-- An episode that is over counts with 0 in the baseline of later turns: there is nothing more to come. A mean over only
-  the episodes that are still going is biased when the policy decides who goes on.
+Methods that compare have these keys:
+- `baseline: mean` subtracts the group's mean; in a group of one episode every advantage is then 0. `leave_one_out` subtracts
+  the mean of the other episodes (RLOO, arXiv 2402.14740, section 3.2), and nothing if there are no others.
+- `scale: std` divides by the group's sample standard deviation (with n - 1, as other trainers compute it) plus `EPSILON`.
+  Equal returns and a group of one are not scaled, because dividing by `EPSILON` alone would make them huge. `scale: none` is Dr. GRPO's choice (arXiv 2503.20783): dividing gives more weight to tasks that
+  are nearly always or nearly never solved.
+- An episode that has already ended counts with 0 in the baseline of later turns, because nothing more can be earned. A mean
+  over only the episodes that are still running is biased, because the policy decides which episodes run on.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from engine.schemas.credit import ComparedCredit
 Values = npt.NDArray[np.float64]
 
 EPSILON = 1e-6
-"""Added to a standard deviation, so that rounding noise in equal rewards is not blown up."""
+"""Added to a standard deviation, so that rounding errors of equal rewards are not amplified."""
 
 ROUNDING = 1e-12
 """Returns whose standard deviation is at most this part of the largest one are equal."""
@@ -43,21 +42,21 @@ class Member:
 
     ledger: SealedLedger
     state_keys: Sequence[str | None] | None = None
-    """The state that each turn began in, by turn; empty is a state like no other, None one that was not written down."""
+    """The state in which each turn began. An empty key is a state like no other; None was not stored."""
     values: Values | None = None
-    """A critic's value before each sampled token of the episode, turn after turn: shape [sampled tokens]."""
+    """A critic's value before each sampled token of the episode, in the order of turns: float64 [sampled tokens]."""
     ends: Sequence[int] | None = None
-    """One past each turn's last token in `values`, by turn: where a turn ends is said, never read off the rewards."""
+    """For each turn, one past its last token in `values`. The ends are never inferred from rewards."""
 
     def slices(self) -> list[slice]:
-        """Each turn's place in `values`.
+        """The position of each turn in `values`.
 
         Raises:
-            LedgerError: `ends` are missing, or not those of this episode.
+            LedgerError: `ends` is missing, or does not fit this episode.
         """
         ends = self.ends
         if ends is None:
-            raise LedgerError("where the turns end is not said; give `ends`, one past each turn's last token")
+            raise LedgerError("`ends` is missing; give for each turn one past its last token")
         starts = [0, *ends][: len(ends)]
         if len(ends) != self.ledger.turns or any(end < start for start, end in zip(starts, ends, strict=True)):
             raise LedgerError(
@@ -66,10 +65,13 @@ class Member:
         return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
 
     def valued(self, method: str) -> tuple[Values, list[slice]]:
-        """The critic's values and each turn's place in them.
+        """The critic's values, float64 [sampled tokens], and the position of each turn in them.
+
+        Args:
+            method: The credit method, for the message.
 
         Raises:
-            LedgerError: there are none, or not as many as tokens.
+            LedgerError: there are no values, or not one for each sampled token.
         """
         if self.values is None:
             raise LedgerError(f"`method: {method}` needs a critic's value for each sampled token, and there are none")
@@ -80,7 +82,17 @@ class Member:
         return np.asarray(self.values, np.float64), slices
 
     def broadcast(self, advantages: Values) -> list[Values]:
-        """Each turn's value for each of its tokens."""
+        """Repeat the value of each turn for its tokens.
+
+        Args:
+            advantages: float64 [turns].
+
+        Returns:
+            For each turn, float64 [sampled tokens of the turn].
+
+        Raises:
+            LedgerError: as in `slices`.
+        """
         return [
             np.full(place.stop - place.start, value)
             for place, value in zip(self.slices(), advantages.tolist(), strict=True)
@@ -88,17 +100,17 @@ class Member:
 
 
 def returns_to_go(rewards: Values, gamma: float) -> Values:
-    """G_t = r_t + gamma * G_t+1 (Sutton & Barto, equation 3.9), of shape [turns] as the rewards."""
+    """G_t = r_t + gamma * G_t+1 (Sutton & Barto, equation 3.9); float64 [turns], like the rewards."""
     returns = np.zeros(len(rewards))
-    coming = 0.0
+    following = 0.0
     for turn in range(len(rewards) - 1, -1, -1):
-        coming = float(rewards[turn]) + gamma * coming
-        returns[turn] = coming
+        following = float(rewards[turn]) + gamma * following
+        returns[turn] = following
     return returns
 
 
 def compare(spec: ComparedCredit, returns: Values) -> Values:
-    """Baseline and scale, column by column, over the episodes of [episodes, columns]."""
+    """Subtract the baseline and divide by the scale, for each column of float64 [episodes, columns]; same shape."""
     episodes = len(returns)
     advantages = returns - _baseline(spec, returns)
     if spec.scale == "std" and episodes > 1:
@@ -119,12 +131,12 @@ def _baseline(spec: ComparedCredit, returns: Values) -> Values:
 
 
 def compare_episodes(spec: ComparedCredit, scores: Sequence[float]) -> Values:
-    """One number an episode, against the group: [episodes]."""
+    """Compare one number per episode with the group; float64 [episodes]."""
     return compare(spec, np.array(scores, np.float64).reshape(len(scores), 1))[:, 0]
 
 
 def compare_turns(spec: ComparedCredit, rows: Sequence[Values]) -> list[Values]:
-    """Each turn's number against the group's at the same turn; 0 for an episode that is over by then."""
+    """Compare each turn's number with the group's at the same turn; an ended episode counts with 0. For each episode, float64 [turns]."""
     longest = max((len(row) for row in rows), default=0)
     padded = np.zeros((len(rows), longest))
     for into, row in zip(padded, rows, strict=True):
@@ -133,7 +145,7 @@ def compare_turns(spec: ComparedCredit, rows: Sequence[Values]) -> list[Values]:
 
 
 def shaped(group: Sequence[Member], reward: str | None, shape: Callable[[Values, Member], Values]) -> list[Values]:
-    """Each episode's turn rewards with one of them (or their sum) put in another shape, the others as they are."""
+    """The turn rewards of each episode, float64 [turns], with one reward (or the sum, for None) replaced by `shape` of it."""
     rows = []
     for member in group:
         ledger = member.ledger

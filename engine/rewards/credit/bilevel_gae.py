@@ -17,8 +17,8 @@ def bilevel_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[Values]
         delta_t = r_t + gamma * V_t+1 - V_t,    V after the last turn = 0
         A_t     = delta_t + gamma * lam * A_t+1
 
-    V_t is the critic's value at the last sampled token of turn t. Where turns end is said by the caller: a turn that
-    earned nothing is a turn like any other. (Read off the non-zero rewards, it would melt into the next.)
+    V_t is the critic's value at the last sampled token of turn t. The caller gives the ends of turns, because a turn without a
+    reward is a turn as well.
 
     Raises:
         LedgerError: there are no values, or not one for each sampled token.
@@ -27,13 +27,13 @@ def bilevel_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[Values]
 
 
 def bilevel_token_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[list[Values]]:
-    """Both levels: an advantage for each sampled token, turn by turn.
+    """Both levels: an advantage for each sampled token. For each episode, for each turn, float64 [sampled tokens].
 
         A_t,last = A_t                                                          of the upper level
         delta_t,i = token_gamma * V_t,i+1 - V_t,i
         A_t,i     = delta_t,i + token_gamma * token_lam * A_t,i+1               for the tokens before it
 
-    A KL penalty per token, which the paper adds to delta_t,i, is the trainer's affair.
+    The paper adds a KL penalty per token to delta_t,i; here the trainer has it (`train.kl`).
 
     Raises:
         LedgerError: as in `bilevel_gae`.
@@ -46,13 +46,13 @@ def bilevel_token_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[l
 
 
 def _turns(spec: BilevelGaeCredit, member: Member) -> tuple[Values, list[Values]]:
-    """The advantage of each turn, and the values of its tokens."""
+    """The advantage of each turn, float64 [turns], and the values of its tokens."""
     values, slices = member.valued(spec.method)
     ends = np.zeros(len(slices))
     following = 0.0
     for turn in range(len(slices) - 1, -1, -1):
         place = slices[turn]
-        if place.stop > place.start:  # a turn of which nothing was sampled is worth what follows it
+        if place.stop > place.start:  # a turn without sampled tokens has the value of the next turn
             following = float(values[place.stop - 1])
         ends[turn] = following
     return gae(member.ledger.totals, ends, spec.gamma, spec.lam), [values[place] for place in slices]

@@ -1,4 +1,4 @@
-"""`entry`: a method of one's own."""
+"""`entry`: a function of the user's own."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from engine.spec.entry import load_entry
 
 
 def entry(spec: EntryCredit, group: Sequence[Member], base: Path | None = None) -> list[Values]:
-    """`package.module:function(group, **with)`, held to the form that every method's answer has.
+    """Call `package.module:function(group, **with)` and check that it returns float64 [turns] for each episode.
 
     Raises:
         EntryError: there is no such function.
-        LedgerError: it raised, or its answer is not one finite number for each turn.
+        LedgerError: the function raised, or did not return one finite number for each turn.
     """
     function = load_entry(spec.use, base)
     try:
         answer = function(list(group), **spec.with_)
         found = [np.asarray(values, np.float64) for values in answer]
-    except Exception as error:  # whatever it raises is its own fault
+    except Exception as error:  # the user's code
         raise LedgerError(f"`{spec.use}` failed: {type(error).__name__}: {error}") from error
     if len(found) != len(group):
-        raise LedgerError(f"`{spec.use}` answered for {len(found)} episodes; the group has {len(group)}")
+        raise LedgerError(f"`{spec.use}` returned arrays for {len(found)} episodes; the group has {len(group)}")
     for number, (member, values) in enumerate(zip(group, found, strict=True)):
         if values.shape != (member.ledger.turns,) or not np.isfinite(values).all():
             raise LedgerError(
-                f"`{spec.use}` must answer {member.ledger.turns} finite numbers for episode {number} of the group, "
-                f"one for each turn; it answered {values.tolist()}"
+                f"`{spec.use}` must return {member.ledger.turns} finite numbers for episode {number} of the group, "
+                f"one for each turn; it returned {values.tolist()}"
             )
     return found

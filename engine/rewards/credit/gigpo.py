@@ -1,4 +1,4 @@
-"""`gigpo`: the episode against its group, and each turn against the group's turns from the same state."""
+"""`gigpo`: the episode relative to its group, and each turn relative to the group's turns that began in the same state."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def gigpo(spec: GigpoCredit, group: Sequence[Member]) -> list[Values]:
         A^S_i,t = (G_i,t - mean over G(s)) / F over G(s)
         A_i,t   = A^E_i + weight * A^S_i,t
 
-    F is the standard deviation (`scale: std`) or 1 (`scale: none`, the paper's other choice). A turn whose state no
-    other turn of the group began in has A^S = 0: there is nothing to compare it with. An episode that comes back to a
-    state is in that state's group once for each visit, as in the paper; in A^E it counts once.
+    F is the standard deviation (`scale: std`) or 1 (`scale: none`, the paper's alternative). A turn whose state occurs only once
+    in the group has A^S = 0. An episode that returns to a state is in that state's group once per visit, as in the paper; in
+    A^E it counts once.
 
     Raises:
-        LedgerError: the states were not written down when the episodes ran.
+        LedgerError: the states were not stored when the episodes ran.
     """
     by_episode = compare_episodes(spec, [member.ledger.total for member in group])
     returns = [returns_to_go(member.ledger.totals, spec.gamma) for member in group]
@@ -33,7 +33,7 @@ def gigpo(spec: GigpoCredit, group: Sequence[Member]) -> list[Values]:
 
 
 def same_state(group: Sequence[Member], returns: Sequence[Values], spec: GigpoCredit) -> list[Values]:
-    """A^S: each turn's return against those of the turns that began in the same state."""
+    """A^S: each turn's return relative to the turns that began in the same state. For each episode, float64 [turns]."""
     visits: dict[str, list[tuple[int, int]]] = {}
     for number, keys in enumerate(keys_of(group, spec.method)):
         for turn, key in enumerate(keys):
@@ -50,10 +50,10 @@ def same_state(group: Sequence[Member], returns: Sequence[Values], spec: GigpoCr
 
 
 def keys_of(group: Sequence[Member], method: str) -> list[Sequence[str]]:
-    """Each member's states, by turn; empty for a turn whose state was not told.
+    """The state in which each turn began, for each member; an empty text for a state that is not known.
 
     Raises:
-        LedgerError: a member has none, or not one for each turn.
+        LedgerError: a member has no states, or not one for each turn.
     """
     found: list[Sequence[str]] = []
     for member in group:
@@ -63,8 +63,8 @@ def keys_of(group: Sequence[Member], method: str) -> list[Sequence[str]]:
         keys = [key for key in member.state_keys or () if key is not None]
         if len(keys) != turns:
             raise LedgerError(
-                f"`method: {method}` needs the state that each turn began in, and these episodes were run without: "
-                "`engine rescore` with a spec of this method writes them down"
+                f"`method: {method}` needs the state in which each turn began, and these episodes were run without states; "
+                "`engine rescore` with a spec of this method adds them"
             )
         found.append(keys)
     return found

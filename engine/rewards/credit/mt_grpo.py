@@ -1,4 +1,4 @@
-"""`mt_grpo`: the outcome against the group's, and each turn's own reward against the group's at that turn."""
+"""`mt_grpo`: the outcome relative to the group's, and each turn's own reward relative to the group's at that turn."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def mt_grpo(spec: MtGrpoCredit, group: Sequence[Member]) -> list[Values]:
         A_i,k = A^O_i                       for k = K_i
         A^O_i = (R^O_i - mean(R^O)) / std(R^O),    A^T_i,k = (R^T_i,k - mean(R^T_k)) / std(R^T_k)
 
-    R^O is what judges the outcome: the rewards that the spec names, wherever they lie; where it names none, all that
-    the last turn holds. R^T_i,k is what turn k holds besides. The paper has two turns, of which the first has a reward
-    of its own; an episode that has no such turn k counts with R^T_i,k = 0, as one that is over does everywhere here.
+    R^O is the sum of the outcome's rewards: the rewards that the spec names, at any turn, or by default all rewards of the last
+    turn. R^T_i,k is the rest of what turn k holds. The paper has two turns, of which the first has its own reward. An episode
+    without a turn k counts with R^T_i,k = 0.
     """
     outcomes, own = [], []
     for member in group:
@@ -37,7 +37,7 @@ def mt_grpo(spec: MtGrpoCredit, group: Sequence[Member]) -> list[Values]:
 
 
 def _judged(spec: MtGrpoCredit, member: Member) -> Values:
-    """What each turn holds of the outcome's reward: [turns]."""
+    """The outcome's part of each turn's reward, float64 [turns]."""
     ledger = member.ledger
     judged = np.zeros(ledger.turns)
     if spec.outcome is None:

@@ -1,4 +1,4 @@
-"""`outcome`: one number an episode, against its group."""
+"""`outcome`: one number per episode, relative to its group."""
 
 from __future__ import annotations
 

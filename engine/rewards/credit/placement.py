@@ -1,4 +1,4 @@
-"""Placement: a turn's value on its sampled tokens."""
+"""Placement: on which sampled tokens a turn's reward is."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Where = Literal["last", "spread"]
 def place(branch: Branch, turn_values: Sequence[float] | Values, where: Where = "last") -> npt.NDArray[np.float32]:
     """Put each turn's value on its sampled tokens.
 
-    A turn is sampled in one branch alone, so over an episode's branches each value appears once. A turn of which this
-    branch holds no sampled token leaves no trace here.
+    A turn is sampled in one branch only, so over an episode's branches each value appears once. A turn without sampled tokens in
+    this branch has no effect on the result.
 
     Args:
-        branch: One exact sequence.
-        turn_values: A value for each of the episode's turns.
-        where: `last`: all of it on the turn's last sampled token. `spread`: an equal part on each of them.
+        branch: One token sequence.
+        turn_values: A value for each turn of the episode, [turns].
+        where: `last`: on the turn's last sampled token. `spread`: in equal parts on its sampled tokens.
 
     Returns:
-        float32 of shape [tokens]; 0.0 on what was not sampled.
+        float32 [tokens]; 0.0 on tokens that were not sampled.
 
     Raises:
-        LedgerError: the branch holds a turn that has no value.
+        LedgerError: the branch holds a turn without a value.
     """
     placed = np.zeros(len(branch.input_ids), dtype=np.float64)
     tokens = np.flatnonzero((branch.loss_mask == 1) & (branch.turn_ids >= 0))

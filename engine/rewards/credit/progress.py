@@ -1,4 +1,4 @@
-"""`progress`: a score's rise pays the turns that led to it."""
+"""`progress`: an increase of a score is the reward of the turns that led to it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from engine.schemas.credit import ProgressCredit
 
 
 def progress(spec: ProgressCredit, group: Sequence[Member]) -> list[Values]:
-    """Differences of successive scores, spread backwards: potential-based shaping (Ng, Harada & Russell, ICML 1999,
-    equation 2, with the score as the potential) in which the turns since the last score share its rise.
+    """Differences of successive scores, spread backwards: potential-based shaping (Ng, Harada & Russell, ICML 1999, equation
+    2, with the score as potential) in which the turns since the previous score share the difference.
 
-        for turns j < k scored one after the other:    d = s_k - s_j,    s before the first score is 0
+        for turns j < k with successive scores:    d = s_k - s_j,    s before the first score is 0
         r'_t = d * w_t / sum of w,    w_t = decay^(k - t)    for t = j + 1 … k
 
-    so that the sum of r' is the last score, exactly; what comes after it is 0. Then the return from each turn on
-    (`gamma`; 0 leaves each turn its own part) against the group's at the same turn, as in `turn_return`.
+    The sum of r' is the last score, exactly; turns after it have 0. Then the return from each turn on (`gamma`; with 0 each
+    turn has its own part only) is compared with the group at the same turn, as in `turn_return`.
 
-    A turn is scored when the reward (any, where the spec names none) was written to it, be it with 0.
+    A turn has a score if the reward (any reward, if the spec names none) was written to it, even if it is 0.
     """
 
     def rise(scores: Values, member: Member) -> Values:
@@ -32,12 +32,12 @@ def progress(spec: ProgressCredit, group: Sequence[Member]) -> list[Values]:
 
 
 def scored(ledger: SealedLedger, reward: str | None) -> list[int]:
-    """The turns that the reward was written to, in order."""
+    """The turns to which the reward was written, in order."""
     return sorted({posting.turn for posting in ledger.postings if reward is None or posting.name == reward})
 
 
 def spread_back(scores: Values, turns: Sequence[int], decay: float) -> Values:
-    """r' of [turns]: the difference at each of `turns`, over it and the turns since the one before it."""
+    """r', float64 [turns]: each difference is spread over the turns since the previous score."""
     parts = np.zeros(len(scores))
     before, held = -1, 0.0
     for turn in turns:
@@ -46,6 +46,6 @@ def spread_back(scores: Values, turns: Sequence[int], decay: float) -> Values:
         whole = math.fsum([*weights, 1.0])
         shares = [difference * (weight / whole) for weight in weights]
         parts[before + 1 : turn] = shares
-        parts[turn] = difference - math.fsum(shares)  # what is left, so that rounding takes nothing
+        parts[turn] = difference - math.fsum(shares)  # the rest, so that the sum is exact
         before, held = turn, float(scores[turn])
     return parts

@@ -1,4 +1,4 @@
-"""`redistribute`: a turn earns by how much it changed the return that was to be expected."""
+"""`redistribute`: how much a turn changed the expected return."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ State = tuple[str | int | float, ...]
 def redistribute(spec: RedistributeCredit, group: Sequence[Member]) -> list[Values]:
     """RUDDER's reward redistribution (arXiv 1806.07857, section 2: R_t+1 = g_t - g_t-1), with the group as predictor.
 
-        g_t = the mean return of the group's episodes that were ever in the state that turn t led to
-        g_T = the episode's own return,    g_before the first turn = 0
+        g_t = the mean return of the group's episodes that were in the state to which turn t led
+        g_T = the episode's own return,    g before the first turn = 0
         r'_t = g_t - g_t-1
 
-    The sum of r' is the episode's return. RUDDER predicts g with an LSTM; here it is counted, over states that the spec
-    declares (`state_key`) or, where it declares none, over (turns taken, what they have earned). An episode counts once
-    in a state, however often it was there. What is still to be expected is no turn's own: so a turn's advantage is its
-    r' alone, against the group's at the same turn, and the first turn's g_before does not matter.
+    The sum of r' is the episode's return. RUDDER predicts g with an LSTM; here g is a mean over equal states: those of
+    `state_key`, or by default (number of turns, sum of their rewards). An episode counts once in a state, however often it was
+    there. The advantage of a turn is its r' relative to the group's at the same turn, so g before the first turn cancels.
 
     Raises:
-        LedgerError: the spec declares states, and they were not written down when the episodes ran.
+        LedgerError: the spec has a `state_key`, and the states were not stored when the episodes ran.
     """
     states = _states(spec, group)
     found: dict[State, list[float]] = defaultdict(list)
@@ -42,7 +41,7 @@ def redistribute(spec: RedistributeCredit, group: Sequence[Member]) -> list[Valu
             rows.append(np.zeros(0))
             continue
         held, guesses = 0.0, []
-        for led_to in passed[1:]:  # a state that is like no other changes nothing that was expected
+        for led_to in passed[1:]:  # a state like no other does not change the expected return
             held = held if led_to is None else expected[led_to]
             guesses.append(held)
         rows.append(np.diff([0.0, *guesses, member.ledger.total]))
@@ -50,7 +49,7 @@ def redistribute(spec: RedistributeCredit, group: Sequence[Member]) -> list[Valu
 
 
 def _states(spec: RedistributeCredit, group: Sequence[Member]) -> list[list[State | None]]:
-    """The state that each turn began in, by turn."""
+    """The state in which each turn began; None for a state like no other."""
     if spec.state_key is not None:
         keys = keys_of(group, spec.method)
         return [[(key,) if key else None for key in of_episode] for of_episode in keys]

@@ -1,4 +1,4 @@
-"""`score`: an attempt earns extra for being better than the one before."""
+"""`score`: a bonus for an attempt that is better than the previous one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def score(spec: ScoreCredit, group: Sequence[Member]) -> list[Values]:
 
         r'_k = r_k + alpha * (r_k - r_k-1),    r'_1 = r_1
 
-    then the return from each turn on (`gamma`) against the group's at the same turn, as in `turn_return`. In the paper
-    there are two attempts, and the bonus alpha * (r(y_2) - r(y_1)) is the second's. Every turn is an attempt.
+    then the return from each turn on (`gamma`), compared with the group at the same turn as in `turn_return`. The paper has two
+    attempts, and the second gets the bonus alpha * (r(y_2) - r(y_1)). Every turn is an attempt.
     """
     rewards = shaped(group, spec.reward, lambda chosen, _: bonus(chosen, spec.alpha))
     return compare_turns(spec, [returns_to_go(row, spec.gamma) for row in rewards])
 
 
 def bonus(rewards: Values, alpha: float) -> Values:
-    """r' of [turns]."""
+    """r' of the rewards; float64 [turns]."""
     better = np.zeros(len(rewards))
     better[1:] = rewards[1:] - rewards[:-1]
     return rewards + alpha * better

@@ -1,4 +1,4 @@
-"""`turn_discount`: rewards that are worth less to the turns before them, in the three forms in use."""
+"""`turn_discount`: rewards are worth less to earlier turns, in three forms."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from engine.schemas.credit import TurnDiscountCredit
 
 
 def turn_discount(spec: TurnDiscountCredit, group: Sequence[Member]) -> list[Values]:
-    """Discounting by turns, then the comparison with the group (`baseline: none, scale: none` leaves the numbers).
+    """Discount by turns, then compare with the group (`baseline: none, scale: none` gives the discounted numbers).
 
         sum:       R_t = r_t + gamma * R_t+1
         max:       R_t = max over k >= t of gamma^(k - t) * r_k
         attempts:  R   = gamma^(T - 1) * (r_1 + … + r_T)    for every turn of an episode of T turns
 
-    `sum` is what AReaL's `apply_reward_discount` does to the turns of a conversation (arXiv 2505.24298's code): counted
-    from the end, turn t has gamma^(t - 1) of the final reward, so that with gamma 0.9 a final 10 after three turns is
-    8.1, 9, 10. `max` is the other one that Kevin compares it with (arXiv 2507.11948, section 3.2): a turn is worth the
-    best that came of it. `attempts` is AReaL's multi-turn workflow: the reward of an episode that was right at the t-th
-    attempt is r * gamma^(t - 1), for all its turns.
+    `sum` is AReaL's `apply_reward_discount` (code of arXiv 2505.24298): with gamma 0.9, a final reward of 10 after three turns
+    is 8.1, 9, 10. `max` is the alternative that Kevin compares it with (arXiv 2507.11948, section 3.2): a turn is worth the
+    best later reward. `attempts` is AReaL's multi-turn workflow: an episode that is right at the t-th attempt has
+    r * gamma^(t - 1) for all its turns.
 
-    An episode counts once; one that is over counts with 0 in the baseline of later turns.
+    An episode that has ended counts with 0 in the baseline of later turns.
     """
     ledgers = [member.ledger for member in group]
     if spec.form == "attempts":

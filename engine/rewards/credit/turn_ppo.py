@@ -11,14 +11,13 @@ from engine.schemas.credit import TurnPpoCredit
 
 
 def turn_ppo(spec: TurnPpoCredit, group: Sequence[Member]) -> list[Values]:
-    """Turn-PPO (arXiv 2512.17008): PPO's GAE on the process whose states are what was said before a turn, and whose
-    actions are whole turns.
+    """Turn-PPO (arXiv 2512.17008): PPO's GAE, where a state is the conversation before a turn and an action is a whole turn.
 
         delta_t = r_t + gamma * V_t+1 - V_t,    V after the last turn = 0
         A_t     = delta_t + gamma * lam * A_t+1,    every token of turn t
 
-    V_t is the critic's value before the first sampled token of turn t: what it expects on seeing the query. Where
-    turns end is said by the caller, never read off the rewards: most turns earn nothing.
+    V_t is the critic's value before the first sampled token of turn t. The caller gives the ends of turns, because most turns
+    have no reward.
 
     Raises:
         LedgerError: there are no values, or not one for each sampled token.
@@ -26,14 +25,14 @@ def turn_ppo(spec: TurnPpoCredit, group: Sequence[Member]) -> list[Values]:
     found = []
     for member in group:
         values, slices = member.valued(spec.method)
-        # A turn of which nothing was sampled is worth what follows it; after the last token there is nothing.
+        # A turn without sampled tokens has the value of the next token; after the last token it is 0.
         starts = np.array([values[place.start] if place.start < len(values) else 0.0 for place in slices])
         found.append(gae(member.ledger.totals, starts, spec.gamma, spec.lam))
     return found
 
 
 def gae(rewards: Values, values: Values, gamma: float, lam: float) -> Values:
-    """Generalised advantage estimation (arXiv 1506.02438, equation 16, at an episode's end), of [steps]."""
+    """Generalized advantage estimation (arXiv 1506.02438, equation 16, for a finished episode); float64 [steps]."""
     advantages = np.zeros(len(rewards))
     coming = following = 0.0
     for step in range(len(rewards) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""`turn_return`: the discounted return from each turn on, against the group's at the same turn."""
+"""`turn_return`: the discounted return from each turn on, relative to the group's at the same turn."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from engine.schemas.credit import TurnReturnCredit
 
 
 def turn_return(spec: TurnReturnCredit, group: Sequence[Member]) -> list[Values]:
-    """The return from each turn on (Sutton & Barto, equation 3.8), normalised turn by turn over the group.
+    """The return from each turn on (Sutton & Barto, equation 3.8), compared with the group turn by turn.
 
         G_i,t = sum over k >= t of gamma^(k - t) * r_i,k
         A_i,t = (G_i,t - b_t) / std_t
 
-    b_t and std_t are over all n episodes of the group, and an episode that is over by turn t counts with G_i,t = 0:
-    there is nothing more to come. An episode's own return is part of the mean, which shrinks the expected policy
-    gradient: by (n - 1) / n here, alike for every turn. A mean over only the m episodes that are still going would
-    shrink it by (m - 1) / m: the later the turn the more, to nothing for the last one going; and since the policy
-    decides who goes on, that gradient points elsewhere than the return's. With `leave_one_out` nothing is shrunk.
-    With gamma 1 the first turn's advantage is `outcome`'s.
+    b_t and std_t are over all n episodes of the group; an episode that has ended before turn t counts with G_i,t = 0.
+
+    With `baseline: mean` an episode's own return is part of b_t, which scales the expected policy gradient by (n - 1) / n,
+    equally at every turn. A mean over only the m episodes that are still running would scale it by (m - 1) / m, which differs
+    between turns; and because the policy decides which episodes run on, that gradient would point in another direction than
+    that of the return. With `leave_one_out` the gradient is not scaled. With gamma 1 the first turn's advantage is that of
+    `outcome`.
     """
     return compare_turns(spec, [returns_to_go(member.ledger.totals, spec.gamma) for member in group])

@@ -25,8 +25,8 @@ def test_a_method_of_ones_own_is_called_with_its_arguments() -> None:
     ("name", "words"),
     [
         ("raises", "failed: KeyError: 'no such thing'"),
-        ("too_few", "answered for 1 episodes; the group has 2"),
-        ("nan", "must answer 2 finite numbers for episode 0 of the group"),
+        ("too_few", "returned arrays for 1 episodes; the group has 2"),
+        ("nan", "must return 2 finite numbers for episode 0 of the group"),
     ],
 )
 def test_nonsense_is_a_typed_failure(name: str, words: str) -> None:

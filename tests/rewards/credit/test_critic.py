@@ -78,7 +78,7 @@ def test_with_lambda_one_the_values_are_a_baseline_and_no_more(
 def test_what_is_missing_is_said(method: str) -> None:
     with pytest.raises(LedgerError, match=f"`method: {method}` needs a critic's value for each sampled token"):
         advantages([sealed(1.0)], method=method)
-    with pytest.raises(LedgerError, match="where the turns end is not said"):
+    with pytest.raises(LedgerError, match="`ends` is missing"):
         advantages([Member(sealed(1.0), values=VALUES)], method=method)
     with pytest.raises(LedgerError, match="6 values for 4 sampled tokens"):
         advantages([Member(sealed(1.0), values=VALUES, ends=[4])], method=method)
