@@ -1,11 +1,11 @@
-"""Encoding of ASCII text by the pieces that a byte-level tokenizer cuts it into, each of which is tokenised once.
+"""Encoding of ASCII text by the pieces into which a byte-level tokenizer splits it; each piece is tokenised once.
 
-Such a tokenizer cuts text by a regular expression and merges bytes inside of each piece alone, so ids of a text are the
-ids of its pieces in a row. Most of what an `encode` costs is the cutting. For ASCII text Python's `re` cuts alike, at a
-fraction of the cost: classes of characters, white space and the case of letters mean the same there.
+Such a tokenizer splits text by a regular expression and merges bytes only inside a piece, so the ids of a text are the ids of
+its pieces in order. Most of the cost of `encode` is the splitting. For ASCII text, Python's `re` splits in the same way at a
+fraction of the cost: character classes, white space and case mean the same there.
 
-Invariant: `AsciiEncoder.encode` gives what the tokenizer gives, or None where it leaves a text to it: one that is not
-ASCII, spells an added token or is very long. `ascii_encoder` makes none for a tokenizer whose steps are not those that are known here.
+Invariant: `AsciiEncoder.encode` gives what the tokenizer gives, or None for a text that the tokenizer must encode: one that is
+not ASCII, spells an added token or is very long. `ascii_encoder` gives None for a tokenizer with steps that are not known here.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from itertools import chain
 from typing import Any
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What `ByteLevel(use_regex=True)` cuts by."""
+"""The expression of `ByteLevel(use_regex=True)`."""
 _CLASSES = {r"\p{L}": "a-zA-Z", r"\p{N}": "0-9"}
 _ESCAPES = frozenset(f"\\{character}" for character in "sSrnt.-/'?()[]+*")
 _TOKEN = re.compile(r"\\[pP]\{\^?\w+\}|\\.|\[\^?\]?|.", re.DOTALL)
 _LONGEST = 1 << 16
-"""Characters of the longest text that is encoded here: the tokenizer lets other threads run meanwhile, and `re` does not."""
+"""Longest text that is encoded here, in characters: the tokenizer releases the GIL, and `re` does not."""
 _REMEMBERED = 1 << 17
-"""Most pieces whose ids are kept."""
+"""Largest number of pieces whose ids are kept."""
 
 Cut = Callable[[str], list[str]]
 
 
 class _Ids(dict[str, list[int]]):
-    """Piece -> ids, filled as pieces are met."""
+    """Piece -> ids, filled when a piece occurs first."""
 
     def __init__(self, model: Any, characters: dict[int, str]) -> None:
         self._tokenize = model.tokenize
@@ -45,7 +45,7 @@ class _Ids(dict[str, list[int]]):
 
 
 class AsciiEncoder:
-    """Encodes what it can of one tokenizer's texts; made by `ascii_encoder`."""
+    """Encodes ASCII texts of one tokenizer; made by `ascii_encoder`."""
 
     def __init__(self, model: Any, cuts: Sequence[Cut], added: Iterable[str], characters: dict[int, str]) -> None:
         self._first, *self._then = cuts
@@ -55,7 +55,7 @@ class AsciiEncoder:
         self._added = re.compile("|".join(map(re.escape, tokens)) or "(?!)").search
 
     def encode(self, text: str) -> list[int] | None:
-        """The ids of a text, no token added; None where the tokenizer itself is to be asked."""
+        """The ids of a text, with no token added; None where the tokenizer must encode it."""
         if len(text) > _LONGEST or not text.isascii():
             return None
         for start in self._starts:
@@ -66,17 +66,17 @@ class AsciiEncoder:
         pieces = self._first(text)
         for cut in self._then:
             pieces = [part for piece in pieces for part in cut(piece)]
-        if sum(map(len, pieces)) != len(text):  # the expression leaves something out, which is a piece of its own
+        if sum(map(len, pieces)) != len(text):  # text that the expression leaves out is a piece too
             return None
         return list(chain.from_iterable(map(self._ids.__getitem__, pieces)))
 
 
 def ascii_encoder(backend: Any, added: Iterable[str], characters: dict[int, str]) -> AsciiEncoder | None:
-    """An encoder for a `tokenizers.Tokenizer`; None where it takes other steps than those that are known here.
+    """An encoder for a `tokenizers.Tokenizer`; None where it has steps that are not known here.
 
     Args:
         backend: The tokenizer.
-        added: Its added tokens: text is cut at them before anything else.
+        added: Its added tokens: text is split at them first.
         characters: Byte -> the character that stands for it in a byte-level vocabulary.
     """
     model = backend.model
@@ -91,15 +91,15 @@ def ascii_encoder(backend: Any, added: Iterable[str], characters: dict[int, str]
 
 
 def _state(step: Any) -> Any:
-    """A step of a tokenizer as its file spells it."""
+    """A step of a tokenizer, as in tokenizer.json."""
     try:
         return json.loads(step.__getstate__())
-    except Exception:  # noqa: BLE001  (one that is written in Python cannot be spelled, and says so by a bare Exception)
+    except Exception:  # noqa: BLE001  (a step that is written in Python raises a bare Exception)
         return {"type": None}
 
 
 def _cuts(step: dict[str, Any]) -> list[Cut] | None:
-    """How the steps of a pre-tokenizer cut, in order; None where one is not known, or they do not end in bytes."""
+    """Functions that split as the steps of a pre-tokenizer do; None where a step is not known, or the last is not ByteLevel."""
     steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
     if not steps or [step["type"] == "ByteLevel" for step in steps] != [False] * (len(steps) - 1) + [True]:
         return None
@@ -124,7 +124,7 @@ def _cut(step: dict[str, Any]) -> Cut | None:
 
 
 def _by(pattern: str) -> Cut | None:
-    """A regular expression of `tokenizers` as `re` has it for ASCII text; None where it says more than is known here."""
+    """Splits ASCII text by a regular expression of `tokenizers`; None where the expression has parts that are not known here."""
     parts: list[str] = []
     inside = False
     for token in _TOKEN.findall(pattern):

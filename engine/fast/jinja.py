@@ -1,7 +1,7 @@
 """Chat templates compiled as transformers compiles them, without importing it.
 
-Invariant: a template writes here, character for character, what `apply_chat_template` writes: the same sandbox, the
-same white space, the same filters and functions. The tests hold the two together on every template that they know.
+Invariant: a template writes, character for character, what `apply_chat_template` writes: the same sandbox, white space,
+filters and functions. Tests compare the two on every template that they have.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from jinja2.utils import Namespace
 
 
 class _Generation(Extension):
-    """`{% generation %}`: trainers mark the assistant's words with it. What it holds is written as it stands."""
+    """`{% generation %}`: trainers mark the assistant's text with it. Its content is written unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block, as a call that gives back what it holds."""
+        """The block, as a call that returns its content."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
 
     @staticmethod
-    def _said(caller: Callable[[], str]) -> str:
+    def _content(caller: Callable[[], str]) -> str:
         return caller()
 
 
 class _Dict:
-    """`dict` for templates: callable, and no way to the type itself."""
+    """`dict` for templates: callable, without access to the type itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """As `dict.fromkeys`."""
+        """See `dict.fromkeys`."""
         return dict.fromkeys(*args)
 
 
@@ -75,7 +75,7 @@ def _raise(message: str) -> NoReturn:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Plain JSON: jinja2's own filter would escape what HTML knows."""
+    """Plain JSON: jinja2's own filter would escape characters of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -88,9 +88,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def looked_for(sources: Iterable[str], also: Iterable[str] = ()) -> re.Pattern[str] | None:
-    """What templates may look for inside of a message: a pattern of their string constants; None where there are none.
+    """A pattern of the texts that templates may look for inside a message; None where there are none.
 
-    Left out are constants that are only written, names (`tool_calls`) and white space: a template may trim it.
+    These are their string constants, without those that are only written, names (`tool_calls`) and white space.
     """
     found = set(also)
     for source in sources:
@@ -100,7 +100,7 @@ def looked_for(sources: Iterable[str], also: Iterable[str] = ()) -> re.Pattern[s
 
 
 def _collect(node: nodes.Node, use: str, found: set[str]) -> None:
-    """String constants below a node. `use`: what becomes of its value: it is `written`, `assigned` or `looked` at."""
+    """Adds the string constants below a node. `use`: what happens to the node's value: `written`, `assigned` or `looked` at."""
     if isinstance(node, nodes.Const):
         if use != "written" and isinstance(node.value, str):
             found.add(node.value)
@@ -123,7 +123,7 @@ def compile_template(source: str) -> Template:
     """A chat template, ready to be rendered.
 
     Raises:
-        jinja2.TemplateSyntaxError: it is none.
+        jinja2.TemplateSyntaxError: The source is not valid Jinja.
     """
     environment = _environment()
     environment.filters["tojson"] = _tojson

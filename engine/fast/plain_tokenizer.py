@@ -1,8 +1,8 @@
-"""Tokenizer folders that need no code of a model's own: read in a tenth of the time that transformers takes to import.
+"""Reads tokenizer folders that need no model-specific code, without the import of transformers.
 
-Invariant: a folder is read here only where transformers is known to do with it what is done here: to take
-tokenizer.json as it stands, or to rebuild exactly what stands in it. `read_plain` refuses every other one, and
-`transformers` then reads it. Whatever is asked of a tokenizer beyond what turns need is asked of transformers' own.
+Invariant: a folder is read here only where transformers is known to give the same tokenizer: it takes tokenizer.json
+unchanged, or rebuilds exactly its content. `read_plain` gives None for every other folder, and transformers then reads it. All
+attributes that turns do not need are those of transformers' tokenizer, which is imported at the first use.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that have a name, in the order in which templates are handed them."""
+"""Special tokens with a name, in the order in which templates get them."""
 
 _AS_IT_STANDS = {"TokenizersBackend", "PreTrainedTokenizerFast"}
-"""Tokenizer classes that are their tokenizer.json."""
+"""Tokenizer classes that take tokenizer.json unchanged."""
 _STANDING_MODELS = {"", "llama", "olmo2", "qwen3", "qwen3_moe", "smollm3"}
-"""Model types for which transformers trusts the class that tokenizer_config.json names."""
+"""Model types for which transformers uses the class that tokenizer_config.json names."""
 _QWEN = {"Qwen2Tokenizer", "Qwen2TokenizerFast"}
 _QWEN_MODELS = {"", "qwen2", "qwen3", "qwen3_moe"}
 _QWEN_DEFAULTS = dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>")
@@ -28,7 +28,7 @@ _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen2Tokenizer builds this pipeline itself, whatever the file says."""
+"""Qwen2Tokenizer builds this pipeline, whatever the file says."""
 _UNSET = (
     "dropout",
     "unk_token",
@@ -38,7 +38,7 @@ _UNSET = (
     "byte_fallback",
     "ignore_merges",
 )
-"""What that pipeline's BPE does without."""
+"""Settings that this pipeline's BPE does not have."""
 _CHANGES_MUCH = ("auto_map", "do_lower_case", "split_special_tokens", "strip_accents", "tokenize_chinese_chars")
 """Keys of tokenizer_config.json that change how text is read."""
 
@@ -46,7 +46,7 @@ Json = dict[str, Any]
 
 
 class PlainTokenizer:
-    """What turns need of a tokenizer, by the names that transformers has for it; for anything else, transformers' own."""
+    """A tokenizer with what turns need, under transformers' names; all other attributes are transformers' own."""
 
     def __init__(self, folder: Path, backend: Tokenizer, special: dict[str, str], config: Json) -> None:
         self.name_or_path = str(folder)
@@ -68,12 +68,12 @@ class PlainTokenizer:
         return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
     def get_chat_template(self, chat_template: None = None, tools: Any = None) -> str | None:
-        """The one template."""
+        """The chat template."""
         return self.chat_template
 
     @property
     def real(self) -> Any:
-        """The tokenizer of transformers; imported when it is first asked for."""
+        """The tokenizer of transformers; imported at the first use."""
         if self._real is None:
             from transformers import AutoTokenizer
 
@@ -88,7 +88,7 @@ class PlainTokenizer:
 
 
 def read_plain(folder: Path) -> PlainTokenizer | None:
-    """The tokenizer of a folder; None where only transformers can say what it is."""
+    """The tokenizer of a folder; None where only transformers can read it."""
     file, config_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not file.is_file() or not config_file.is_file() or (folder / "additional_chat_templates").exists():
         return None
@@ -110,7 +110,7 @@ def read_plain(folder: Path) -> PlainTokenizer | None:
         if template.is_file():
             config["chat_template"] = template.read_text(encoding="utf-8")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # transformers says what is wrong with it
+        return None  # transformers reports what is wrong
     if special is None or not isinstance(config.get("chat_template"), str | None):
         return None
     from tokenizers import Tokenizer
@@ -121,12 +121,12 @@ def read_plain(folder: Path) -> PlainTokenizer | None:
 def _object(path: Path) -> Json:
     found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is no JSON object")
+        raise ValueError(f"{path} is not a JSON object")
     return found
 
 
 def _special_tokens(folder: Path, config: Json, written: Json, defaults: dict[str, str]) -> dict[str, str] | None:
-    """The named special tokens; None where loading them changes the vocabulary, or what is read of it."""
+    """The named special tokens; None where loading them would change the vocabulary or how text is read."""
     if any(config.get(key) for key in _CHANGES_MUCH) or written.get("truncation") or written.get("padding"):
         return None
     if any(isinstance(value, str | dict) and _own_name(key) for key, value in config.items()):
@@ -144,7 +144,7 @@ def _special_tokens(folder: Path, config: Json, written: Json, defaults: dict[st
 
 
 def _own_name(key: str) -> bool:
-    """Whether a key names a special token of the model's own."""
+    """Whether a key names a model-specific special token."""
     return key.endswith("_token") and key not in NAMED
 
 
@@ -158,7 +158,7 @@ def _flags(token: Json) -> Json:
 
 
 def _agrees(folder: Path, config: Json, special: dict[str, str]) -> bool:
-    """Whether the files of older versions, where they count, say nothing else."""
+    """Whether the files of older versions, where transformers reads them, agree."""
     if "added_tokens_decoder" in config:
         return True
     if (folder / "added_tokens.json").exists():
@@ -172,7 +172,7 @@ def _agrees(folder: Path, config: Json, special: dict[str, str]) -> bool:
 
 
 def _is_qwen(written: Json) -> bool:
-    """Whether tokenizer.json is what Qwen2Tokenizer makes of it."""
+    """Whether tokenizer.json is the pipeline that Qwen2Tokenizer builds."""
     model, steps = written["model"], (written["pre_tokenizer"] or {}).get("pretokenizers") or []
     if model.get("type") != "BPE" or [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
         return False

@@ -1,10 +1,10 @@
-"""What a template puts around new messages, remembered as text, so that a bridge costs one pass of the tokenizer.
+"""Keeps the text that a template puts around new messages, so that a bridge costs one pass of the tokenizer.
 
-Invariant: a wrapper gives what `ChatFormat.extension` gives. It is made from extensions of probes: contents must come
-back as copies (trimmed, where the template trims), and what is assembled for three styles of content, with
-white space, punctuation and quotes at their edges, must equal the extension id for id, through text and back. Only
-contents without `<` are put in: a template could look for tags, and then the extension itself is asked. What lies beyond
-an added token is kept as ids: a tokenizer cuts text at those that `borders` names before it does anything else.
+Invariant: a wrapper gives what `ChatFormat.extension` gives. It is made from extensions of probes: the template must copy
+contents (trimmed, where it trims), and the wrapper's result for four styles of content, with white space, punctuation and
+quotes at their edges, must equal the extension id for id. Only contents without `<` are used, because a template could look for
+tags; other contents go through the extension itself. Text beyond an added token is kept as ids, because a tokenizer splits
+text at the tokens that `borders` gives before it does anything else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TRIMS: tuple[Callable[[str], str], ...] = (str, str.rstrip, str.lstrip, str.str
 
 
 class Wrappable(Protocol):
-    """What a chat format offers."""
+    """The part of a chat format that a wrapper uses."""
 
     def extension(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Extension | None: ...
 
@@ -45,9 +45,9 @@ class Wrapper(NamedTuple):
     closing: int
     """How many of the first ids close the reply."""
     head: tuple[int, ...] = ()
-    """Ids of what stands before `pieces`, up to an added token: text is cut there before it is tokenised."""
+    """Ids of the text before `pieces`, up to an added token: text is split there before it is tokenised."""
     tail: tuple[int, ...] = ()
-    """Ids of what stands behind them, from an added token on."""
+    """Ids of the text after `pieces`, from an added token on."""
 
     def text(self, contents: Sequence[str]) -> str:
         """The extension's text for these contents."""
@@ -69,13 +69,17 @@ class Wrapper(NamedTuple):
 
 
 def is_plain(view: View) -> bool:
-    """Whether a message's content may be put in a wrapper: text that is not blank and holds no tag."""
+    """Whether a wrapper can take a message's content: text that is not blank and has no tag."""
     content = view["content"]
     return isinstance(content, str) and "<" not in content and bool(content.strip())
 
 
 def make_wrapper(form: Wrappable, reply: View, new: Sequence[View], tools: list[View] | None) -> Wrapper | None:
-    """The wrapper of messages like `new`, whatever their contents; None where the template does more than copy them."""
+    """The wrapper of messages like `new`, whatever their contents; None where the template does more than copy them.
+
+    Raises:
+        RenderError: The template refuses these messages.
+    """
     made: Wrapper | None = None
     short: Wrapper | None = None
     ids = {str(view["tool_call_id"]) for view in new if "tool_call_id" in view}
@@ -100,8 +104,8 @@ def make_wrapper(form: Wrappable, reply: View, new: Sequence[View], tools: list[
 
 
 def _shortened(form: Wrappable, whole: Wrapper) -> Wrapper:
-    """The wrapper with the ids of all that lies beyond the added tokens next to its contents."""
-    if len(whole.pieces) == 1:  # nothing new was said
+    """The wrapper with ids in place of the text beyond the added tokens next to its contents."""
+    if len(whole.pieces) == 1:  # there are no new messages
         return whole
     first, *between, last = whole.pieces
     start = max((first.rfind(token) + len(token) for token in form.borders(first)), default=0)

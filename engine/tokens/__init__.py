@@ -1,15 +1,22 @@
 """Tokens: the tape, chat formats, bridges between turns, and the parsing of replies.
 
-    tape.py          one append-only tape of typed spans; everything else is derived from it
-    conversation.py  messages in, exact prompts out: one tape a branch
-    format.py        ChatFormat: what a model's chat format can do; load_format
-    families.py      known families, through the library `renderers`
-    template.py      any other chat template, through a bridge that is proved
-    proof.py         what is proved about a bridge, and what is assumed
-    wrapper.py       what a template puts around messages, remembered
-    tokenizer.py     a tokenizer, called directly
-    loading.py       from a spec's `model` to a format
-    toolcalls.py     tool calls that are written as text
+    tape.py           one append-only tape of typed spans; everything else is derived from it
+    conversation.py   messages in, exact prompts out: one tape per branch
+    loading.py        load_format: from a spec's `model` to a chat format
+    format.py         ChatFormat: what every chat format has
+    views.py          messages as chat templates read them
+    replies.py        from sampled ids to content, reasoning and tool calls
+    bridging.py       the tokens between two turns
+    proof.py          what is checked about a bridge, and what is assumed
+    probing.py        what a chat template can show, found by rendering
+    template.py       the generic format: any chat template (chat_template.py)
+    families.py       known model families, through the library `renderers`
+    choosing.py       which reader parses a template's replies
+    readers.py        replies parsed by token; arguments.py restores their arguments
+    toolcalls/        tool calls that are written as text, one class per format
+    tokenizer.py      a tokenizer, called directly; literal.py encodes text that only spells special tokens
+    vision.py         how images become tokens (vision_families.py, images.py)
+    catalogue.py      models that have a name here
 
-Nothing here talks to a model or a world.
+Nothing here talks to a model or to a spec's code.
 """

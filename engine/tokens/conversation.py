@@ -26,7 +26,7 @@ from engine.tokens.proof import Trail, TrailMark, View
 from engine.tokens.replies import ParsedReply
 from engine.tokens.tape import IntVector, Tape, largest
 from engine.tokens.views import IntendedTokens
-from engine.tokens.vision import Placed
+from engine.tokens.vision import PlacedImage
 
 _make_message = maker(Message)
 
@@ -276,7 +276,7 @@ class Conversation:
         if self.form.vision is None or not self._tapes:
             return [], []
         tape = self._tapes[-1][0]
-        self.form.vision.check_spans(tape.ids, [Placed(picture, start) for picture, start in tape.images])
+        self.form.vision.check_spans(tape.ids, [PlacedImage(picture, start) for picture, start in tape.images])
         return (
             [ImagePart(image=picture.digest) for picture, _ in tape.images],
             [(start, start + len(picture.ids)) for picture, start in tape.images],
@@ -359,7 +359,7 @@ class Conversation:
         else:
             self._tapes.append((fresh, reason))
 
-    def _expanded(self, ids: Sequence[int] | IntVector, start: int) -> tuple[IntVector, list[Placed]]:
+    def _expanded(self, ids: Sequence[int] | IntVector, start: int) -> tuple[IntVector, list[PlacedImage]]:
         """Rendered ids in which markers are replaced by the images of the messages from number `start` on."""
         if self.form.vision is None:
             return np.asarray(ids, np.int32), []

@@ -1,8 +1,8 @@
-"""Images of a run: their bytes, and what the model's processor made of each, by digest.
+"""Images of a run, by digest: their bytes, and the result of the model's image processor.
 
-Invariant: an image goes through the processor once, however many turns and episodes hold it: what came of it is kept
-under the digest of its bytes. The tensors, which are large, are forgotten when they take more memory than is theirs;
-then, and in another process, they are made again from the stored bytes, and must be of the same shape.
+Invariant: the processor runs once per image, however many turns and episodes show it: the result is kept under the digest of
+the image's bytes. The tensors are large, so the oldest are dropped when they exceed their memory limit. They are then, and in
+other processes, computed again from the stored bytes, and must have the same shape.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
     from engine.tokens.tape import IntVector
 
 DIGEST = "sha256:"
-"""What a reference to a stored image begins with."""
+"""Beginning of a reference to a stored image."""
 MAX_BYTES = 1 << 28
-"""Bytes of one encoded image, at most."""
+"""Largest size of one encoded image, in bytes."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Formats that are read, by Pillow's names. Others are refused unopened: EPS, say, which Pillow hands to Ghostscript."""
+"""Formats that are read, by Pillow's names. Others are refused before they are opened: Pillow gives EPS to Ghostscript."""
 
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 T = TypeVar("T")
 Tensors = dict[str, np.ndarray]
-"""What a model's forward pass is handed for one image, by name."""
+"""Inputs of the model's forward pass for one image, by name."""
 
 
-class Picture(NamedTuple):
-    """One image as the tape holds it."""
+class ProcessedImage(NamedTuple):
+    """One image after the image processor: the tokens that the tape holds for it."""
 
     digest: str
     ids: IntVector
-    """Its tokens: placeholders, and what the family puts around them. int32 [tokens]"""
+    """Its tokens: placeholders, and the tokens that the family puts around them. int32 [tokens]"""
     placeholders: int
-    """How many of `ids` the vision tower's features replace."""
+    """How many of `ids` are replaced by features of the vision tower."""
     grid: tuple[int, ...]
     """See `ImageSpan.grid`."""
 
@@ -65,7 +65,7 @@ class Source(NamedTuple):
 
 
 def digest_of(data: bytes) -> str:
-    """`sha256:<hex>` of an image's bytes: the name under which it is kept."""
+    """`sha256:<hex>` of an image's bytes: its name in the store."""
     return f"{DIGEST}{sha256(data).hexdigest()}"
 
 
@@ -73,7 +73,7 @@ def read_reference(part: ImagePart, blame: Blame) -> bytes:
     """The bytes that an image part refers to by path, `file://` or `data:` URI.
 
     Raises:
-        ImageError: There are none (kind `image_unreadable` or `image_empty`).
+        ImageError: It cannot be read (kind `image_unreadable`), or it is empty (`image_empty`).
     """
     reference = part.image
     try:
@@ -82,10 +82,10 @@ def read_reference(part: ImagePart, blame: Blame) -> bytes:
             if not comma:
                 raise ValueError("a data: URI needs a comma between its media type and its data")
             if len(body) > MAX_BYTES // 3 * 4:
-                raise ValueError(f"it holds more than {MAX_BYTES >> 20} MiB")
+                raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
             data = b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
         elif "://" in reference and not reference.startswith("file://"):
-            raise ValueError("images are given by path, file:// or data: URI; fetch it, and hand over its bytes")
+            raise ValueError("images are given by path, file:// or data: URI; download it, and give its bytes")
         else:
             path = Path(url2pathname(unquote(urlsplit(reference).path)) if "://" in reference else reference)
             data = _read_file(path)
@@ -98,17 +98,17 @@ def read_reference(part: ImagePart, blame: Blame) -> bytes:
 
 
 def _read_file(path: Path) -> bytes:
-    """A regular file's bytes. A device or a pipe may have no end, and opening one may wait for ever.
+    """A regular file's bytes. A device or a pipe may have no end, and opening one may block forever.
 
     Raises:
         OSError: It cannot be opened.
-        ValueError: It is no regular file, or too large.
+        ValueError: It is not a regular file, or too large.
     """
     with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | _NO_WAIT)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is not a regular file")
         pieces, room = [], MAX_BYTES
-        while piece := file.read(min(room + 1, 1 << 20)):  # not by its size: that of a file in /proc is 0
+        while piece := file.read(min(room + 1, 1 << 20)):  # the reported size is not used: it is 0 for files in /proc
             room -= len(piece)
             if room < 0:
                 raise ValueError(f"the file is larger than {MAX_BYTES >> 20} MiB")
@@ -117,10 +117,10 @@ def _read_file(path: Path) -> bytes:
 
 
 def open_image(data: bytes) -> Any:
-    """The image in one of `FORMATS`, its head read and its pixels not decoded, as Pillow has it. Close it.
+    """The image as a `PIL.Image` that the caller closes: its header is read, its pixels are not decoded.
 
     Raises:
-        Exception: Whatever Pillow raises; `PIL.UnidentifiedImageError` for another format.
+        Exception: Whatever Pillow raises; `PIL.UnidentifiedImageError` for a format that is not in `FORMATS`.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -131,10 +131,10 @@ def open_image(data: bytes) -> Any:
 
 
 def measure_pixels(data: bytes, most: int, blame: Blame) -> tuple[int, int]:
-    """Width and height, read from the image's head.
+    """Width and height in pixels, read from the image's header.
 
     Raises:
-        ImageError: It is none (kind `image_unreadable`), has no pixels (`image_empty`) or more than `most`
+        ImageError: It is not a readable image (kind `image_unreadable`), has no pixels (`image_empty`) or more than `most`
             (`image_too_large`).
     """
     from PIL import Image
@@ -148,7 +148,7 @@ def measure_pixels(data: bytes, most: int, blame: Blame) -> tuple[int, int]:
         raise ImageError(f"an image is too large: {error}", kind="image_too_large", blame=blame) from error
     except Exception as error:
         raise ImageError(
-            f"{len(data)} bytes are no image that can be read: {error}", kind="image_unreadable", blame=blame
+            f"{len(data)} bytes cannot be read as an image: {error}", kind="image_unreadable", blame=blame
         ) from error
     if width < 1 or height < 1:
         raise ImageError(f"an image of {width} x {height} pixels was shown", kind="image_empty", blame=blame)
@@ -163,10 +163,10 @@ def measure_pixels(data: bytes, most: int, blame: Blame) -> tuple[int, int]:
 
 
 def open_pixels(data: bytes) -> Any:
-    """The image, decoded, as Pillow has it.
+    """The decoded image, as a `PIL.Image`.
 
     Raises:
-        ImageError: It cannot be decoded (kind `image_unreadable`): it is cut short, say.
+        ImageError: It cannot be decoded (kind `image_unreadable`), for example because it is truncated.
     """
     from PIL import Image
 
@@ -181,18 +181,18 @@ def open_pixels(data: bytes) -> Any:
 
 
 class ImageBank:
-    """What is known of each image of a run. Shared by all episodes; safe to call from several threads.
+    """The images of a run and the results of their processing. Shared by all episodes; safe to call from several threads.
 
     Args:
-        process: Makes a picture and its tensors of an image's digest and bytes.
-        scale: Makes a PNG of the pixels that the processor scales an image to, by its digest.
-        tensor_bytes: Memory for tensors.
-        source_bytes: Memory for encoded images.
+        process: (digest, bytes) -> the processed image and its tensors.
+        scale: Digest -> a PNG of the pixels that the processor scales the image to.
+        tensor_bytes: Memory limit for tensors, in bytes.
+        source_bytes: Memory limit for encoded images, in bytes.
     """
 
     def __init__(
         self,
-        process: Callable[[str, bytes], tuple[Picture, Tensors]],
+        process: Callable[[str, bytes], tuple[ProcessedImage, Tensors]],
         *,
         scale: Callable[[str], bytes] | None = None,
         tensor_bytes: int = 1 << 30,
@@ -200,11 +200,11 @@ class ImageBank:
     ) -> None:
         self._process = process
         self._scale = scale
-        self._pictures: dict[str, Picture] = {}
-        self._tensors: _Kept[Tensors] = _Kept(tensor_bytes)
-        self._sources: _Kept[Source] = _Kept(source_bytes)
-        self._uris: _Kept[str] = _Kept(source_bytes)
-        self._scaled: _Kept[str] = _Kept(source_bytes)
+        self._pictures: dict[str, ProcessedImage] = {}
+        self._tensors: _RecentlyUsed[Tensors] = _RecentlyUsed(tensor_bytes)
+        self._sources: _RecentlyUsed[Source] = _RecentlyUsed(source_bytes)
+        self._uris: _RecentlyUsed[str] = _RecentlyUsed(source_bytes)
+        self._scaled: _RecentlyUsed[str] = _RecentlyUsed(source_bytes)
         self._fetch: Callable[[str], Source | None] | None = None
         self._made: Callable[[str], Tensors | None] | None = None
         self._lock = threading.Lock()
@@ -213,15 +213,15 @@ class ImageBank:
         """How many times the processor was called."""
 
     def read_from(self, fetch: Callable[[str], Source | None]) -> None:
-        """Where images come from that are not in memory: a run store, by digest."""
+        """Set where images that are not in memory are read from: a run store, by digest."""
         self._fetch = fetch
 
     def read_tensors_from(self, made: Callable[[str], Tensors | None]) -> None:
-        """Where tensors come from that were made before: the files beside exported rows, by digest."""
+        """Set where tensors that were computed before are read from: the files beside exported rows, by digest."""
         self._made = made
 
     def put(self, digest: str, data: bytes, mime: str) -> None:
-        """Remember an image's bytes."""
+        """Keep an image's bytes in memory."""
         with self._lock:
             self._sources.put(digest, Source(data, mime), len(data))
 
@@ -241,7 +241,11 @@ class ImageBank:
         return found
 
     def data_uri(self, digest: str) -> str:
-        """An image as a `data:` URI; encoded once."""
+        """An image as a `data:` URI; encoded once.
+
+        Raises:
+            ImageError: As in `source`.
+        """
         with self._lock:
             found = self._uris.get(digest)
         if found is None:
@@ -252,10 +256,10 @@ class ImageBank:
         return found
 
     def scaled_uri(self, digest: str) -> str:
-        """An image as the processor scales it, as a PNG `data:` URI; made once. See `Vision.scaled`.
+        """An image as the processor scales it, as a PNG `data:` URI; encoded once. See `Vision.scaled`.
 
         Raises:
-            ImageError: The processor refuses the image or its scaled copy, or the image is not there.
+            ImageError: The processor refuses the image or its scaled copy, or the image is missing.
         """
         with self._lock:
             found = self._scaled.get(digest)
@@ -267,21 +271,21 @@ class ImageBank:
         return found
 
     def is_scaled(self, digest: str) -> bool:
-        """Whether `scaled_uri` answers from memory."""
+        """Whether `scaled_uri` has the result in memory."""
         with self._lock:
             return self._scaled.get(digest) is not None
 
-    def picture(self, digest: str) -> Picture:
-        """An image as the tape holds it; processed now where it was not before.
+    def picture(self, digest: str) -> ProcessedImage:
+        """An image after processing; processed now if it was not before.
 
         Raises:
-            ImageError: The processor refuses it, or it is not there.
+            ImageError: The processor refuses it, or it is missing.
         """
         found = self._pictures.get(digest)
         return found if found is not None else self._make(digest)[0]
 
     def tensors(self, digest: str) -> Tensors:
-        """What the model's forward pass is handed for an image.
+        """Inputs of the model's forward pass for an image, by name.
 
         Raises:
             ImageError: As in `picture`.
@@ -293,10 +297,10 @@ class ImageBank:
                 self._tensors.put(digest, found, sum(array.nbytes for array in found.values()))
         return found if found is not None else self._make(digest)[1]
 
-    def _make(self, digest: str) -> tuple[Picture, Tensors]:
+    def _make(self, digest: str) -> tuple[ProcessedImage, Tensors]:
         with self._lock:
             own = self._busy.setdefault(digest, threading.Lock())
-        with own:  # whoever wants the same image meanwhile waits for it
+        with own:  # others that need the same image wait here
             with self._lock:
                 picture, tensors = self._pictures.get(digest), self._tensors.get(digest)
             if picture is not None and tensors is not None:
@@ -304,7 +308,7 @@ class ImageBank:
             made, tensors = self._process(digest, self.source(digest).data)
             if picture is not None and (picture.grid != made.grid or not np.array_equal(picture.ids, made.ids)):
                 raise ImageError(
-                    f"the processor made {made.grid} of {digest}, where it had made {picture.grid}",
+                    f"the processor gave the grid {made.grid} for {digest}, and {picture.grid} before",
                     kind="image_mismatch",
                     blame="engine",
                 )
@@ -316,8 +320,8 @@ class ImageBank:
             return made, tensors
 
 
-class _Kept(Generic[T]):
-    """Values up to so many bytes, the ones used last."""
+class _RecentlyUsed(Generic[T]):
+    """Values up to a limit in bytes; those used longest ago are dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -1,14 +1,14 @@
-"""Text that spells special tokens and means none.
+"""Text that spells special tokens and must stay text.
 
 Users, environments, tools and the model itself may write `<|im_end|>` or `<think>`. A tokenizer reads such text as the
-token, so whoever writes it could end a message, open another role or fake the model's reasoning. Here such text is quoted
-before a chat template sees it, and encoded as the plain text that it is.
+token, so such text could end a message, open another role or fake the model's reasoning. Here it is quoted before a chat template
+gets it, and encoded as plain text.
 
-A quoted text has one `MARK` behind the first character of each added token that it spells; a `MARK` that was there is doubled. A
-template copies a quoted text like any other, and finds no token in it.
+A quoted text has one `MARK` after the first character of each added token that it spells; a `MARK` that was there before is doubled.
+A template copies a quoted text like any other text, and finds no token in it.
 
 Invariant: the ids of a rendered text with quoted parts are those of the text itself, except that quoted tokens are
-encoded as any other text. A tokenizer that cannot do that is refused, and nothing is encoded in another way in silence.
+encoded as any other text. A tokenizer that cannot do that is refused.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import Any
 from engine.errors import RenderError
 
 MARK = "\ufdd0"
-"""A code point that Unicode reserves for use inside of programs."""
+"""A code point that Unicode reserves for internal use of programs."""
 Span = tuple[int, int]
 
 _MARKS = re.compile(f"{MARK}{MARK}?")
 
 
 def unquote(text: str) -> str:
-    """The text that was quoted."""
+    """The text before quoting."""
     return _MARKS.sub(lambda match: match[0][1:], text) if MARK in text else text
 
 
 class Quoting:
-    """Finds and quotes the added tokens of one tokenizer, whether it calls them special or not."""
+    """Finds and quotes the added tokens of one tokenizer, special or not."""
 
     def __init__(self, added: Iterable[str]) -> None:
         tokens = sorted({token for token in added if token.strip()}, key=len, reverse=True)
@@ -46,15 +46,15 @@ class Quoting:
             return []
         return [match.span() for match in self._tokens.finditer(text)]
 
-    def quote(self, text: str, meant: Sequence[Span] = ()) -> str:
-        """The text with every added token in it quoted, except those that lie in the spans `meant`."""
+    def quote(self, text: str, intended: Sequence[Span] = ()) -> str:
+        """The text with every added token in it quoted, except those in the spans `intended`."""
         found = self.spans(text)
         if not found and MARK not in text:
             return text
         parts: list[str] = []
         at = 0
         for start, end in found:
-            if any(first <= start and end <= last for first, last in meant):
+            if any(first <= start and end <= last for first, last in intended):
                 continue
             parts += [_doubled(text[at : start + 1]), MARK]
             at = start + 1
@@ -80,10 +80,10 @@ class LiteralEncoder:
 
     @cached_property
     def _plain(self) -> Callable[[str], list[int]]:
-        """An encoder that knows no added token."""
+        """An encoder without added tokens."""
         from tokenizers import Tokenizer
 
-        plain = Tokenizer(self._backend.model)  # which shares the model, and knows no added token
+        plain = Tokenizer(self._backend.model)  # shares the model, has no added tokens
         if self._backend.normalizer is not None:
             plain.normalizer = self._backend.normalizer
         if self._backend.pre_tokenizer is not None:
@@ -94,7 +94,7 @@ class LiteralEncoder:
 
         whole = self._backend.encode(f"{self._probe}to be, or", add_special_tokens=False).ids
         if whole[1:] != encode("to be, or"):
-            raise self._refusal("a text behind an added token is encoded in another way than alone")
+            raise self._refusal("it encodes a text after an added token differently from the text alone")
         return encode
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""What is proved about a bridge before it is used, and what is assumed.
+"""What is checked about a bridge before it is used, and what is assumed.
 
-A bridge goes on after a reply without rendering the conversation again: next prompt = tape + closing + bridge. That is
-right exactly when the template, shown the whole conversation, (1) writes everything up to the reply as it did
+A bridge continues a tape after a reply without rendering the conversation again: next prompt = tape + closing + bridge. That is
+correct exactly when the template, shown the whole conversation, (1) writes everything up to the reply as it did
 before, (2) shows the reply itself, and (3) writes after it something that depends on the new messages alone. For a
 conversation of n messages and new messages N, `prove` renders *probes*, messages of the same kinds in the same
 order whose contents are unique marks, in two styles, and checks
@@ -9,16 +9,16 @@ order whose contents are unique marks, in two styles, and checks
   1. text: render(before the reply) is a prefix of render(all with N): nothing said earlier is shown differently;
   2. text: a reply without reasoning or calls is shown as it was said, with its end token and nothing around it;
   3. tokens: the ids of render(all with N) end with the ids of the bridge, which hold all of N and were made from a
-     stand-in for the reply and N alone, and which begin at an added token (text is cut there before it is tokenised, so
-     no merge crosses).
+     stand-in for the reply and N alone, and which begin at an added token (text is split there before it is tokenised, so
+     no merge crosses it).
 
-(1) failing means that the template rewrites history; (3) failing means that there is no bridge. (2) holds for every reply that
-is plain text which the template's source looks for nothing in. Any other reply (reasoning, calls, tags, blank, ended by
-another token) is looked at itself: the template writes it in a *frame*, a conversation of one question in which the probe is
+If (1) fails, the template rewrites history. If (3) fails, there is no bridge. (2) holds for every reply that is plain text in
+which the template's source looks for nothing. Any other reply (reasoning, calls, tags, blank, ended by another token) is
+checked by itself: the template writes it in a *frame*, a conversation of one question in which the probe is
 shown as it is in the whole one, or else in the whole conversation. What the template writes must begin with what was
 sampled; the rest of it, up to its end token, is the closing. Otherwise a branch begins, which says where they differ.
 
-What is assumed, and no more: a template reads a message's role, whether it has reasoning (or has it in its content,
+These are the only assumptions: a template reads a message's role, whether it has reasoning (or has it in its content,
 between its markers), whether it calls none, one or several tools, whether it holds images and one of them comes first, and whether
 its content is blank or wrapped as a tool's response; for the rest, contents are copied, trimmed at most. And the verdict for a sequence of kinds is that of
 its *signature*: the kinds before the first reply, which kind ever followed which, the kinds since the newest user
@@ -26,10 +26,10 @@ message, and the new ones. Verdicts are kept per signature, so a proof costs O(c
 process, and a turn costs O(new messages).
 
 A reply with reasoning markers in odd places (several of them, unclosed, not at its beginning), of those that the
-template's source names, is outside of this: from then on every reply is looked at in the whole conversation.
+template's source names, is an exception: from then on every reply is checked in the whole conversation.
 
 The reply's sampled tokens are kept as they are, canonical or not. White space in what was sampled may differ from what the
-template would write (it trims contents, and spaces its JSON); everything else that differs begins a branch.
+template would write (it trims contents, and spaces its JSON); any other difference begins a branch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ View = dict[str, Any]
 SYSTEM, USER, TOOL, ASSISTANT = range(4)
 _ROLES = {"system": SYSTEM, "user": USER, "tool": TOOL}
 REASONS, MARKED, ODD, CALLS, BLANK = 1, 2, 3, 4, 12
-"""What is added to ASSISTANT: reasoning (1), or reasoning inside the content between its markers (2), or markers
+"""Added to ASSISTANT: reasoning (1), or reasoning inside the content between its markers (2), or markers
 elsewhere (3); one call (4) or several (8); blank content (12)."""
 WRAPPED, WRAPPED_LOOSELY, BLANK_SYSTEM = 27, 28, 29
 """A user message that is a tool's response by its tags, alone or amid white space: templates of Qwen's look for them. A
@@ -58,13 +58,13 @@ no text at all. Some templates look at the first part. All kinds are below 41.""
 _KINDS = 41
 
 MARKERS = ("<think>", "</think>", "<|channel", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>")
-"""What templates look for inside a reply's content to find its reasoning."""
+"""Texts that templates look for inside a reply's content to find its reasoning."""
 _WRAP = ("<tool_response>", "</tool_response>")
 STYLES: tuple[Callable[[str], str], ...] = (str, lambda mark: f"First 12 things.\n\n  then {mark}")
 
 TOOL_NAME = "probe_tool"
 _ASKED = 800
-"""Index of the question that a frame begins with."""
+"""Index of the question at the beginning of a frame."""
 
 
 def mark(index: int) -> str:
@@ -77,11 +77,11 @@ def _why(index: int) -> str:
 
 
 def kind_of(view: View, markers: Sequence[str] = ()) -> int:
-    """The kind of a message, in [0, 41): what a template is assumed to look at.
+    """The kind of a message, in [0, 41): the facts that a template is assumed to look at.
 
     Args:
         view: The message.
-        markers: Those of MARKERS that the template knows of.
+        markers: Those of MARKERS that the template looks for.
     """
     role, content = view["role"], view["content"]
     if isinstance(content, str):
@@ -150,47 +150,47 @@ class Trail:
         kinds.append(kind)
 
     def mark(self) -> TrailMark:
-        """Where it stands, for `cut`."""
+        """The current state, for `cut`."""
         return len(self.kinds), self.odd, self._head, self._pairs, self._since
 
     def cut(self, mark: TrailMark) -> None:
-        """Forget the messages since `mark`."""
+        """Remove the messages since `mark`."""
         length, self.odd, self._head, self._pairs, self._since = mark
         del self.kinds[length:]
 
     def signature(self, new: bytes) -> tuple[bytes | None, int, int, int, bytes]:
-        """What the verdict on `new` after these messages is kept under."""
+        """The key of the verdict on the kinds `new` after these messages."""
         return self._head, self._pairs, self._since, self.kinds[-1], new
 
 
 class Frame(NamedTuple):
-    """A short stand-in for a conversation: what a template writes for a reply in it is what it writes in the real one."""
+    """A short conversation in which the template writes a reply as in the real one."""
 
     before: list[View]
-    """Messages ahead of the reply."""
+    """Messages before the reply."""
     text: str
     """What the template writes for them, generation prompt included."""
     new: list[View]
-    """Messages after the reply, of the kinds that were proved."""
+    """Messages after the reply, of the kinds that were checked."""
     tail: str
     """What the template writes after the reply and its end token."""
 
 
 class Verdict(NamedTuple):
-    """What was found out about one signature."""
+    """The result of the checks for one signature."""
 
     bridged: bool
     """(3) holds: there is a bridge, and it depends on the new messages alone."""
     rewrites: bool
-    """(1) or (2) fails: the template would show what was said differently."""
+    """(1) or (2) fails: the template would show earlier messages or the reply differently."""
     with_tools: bool = False
     """The bridge is made with the tools in view."""
     why: str = ""
     """What failed."""
     history: bool = False
-    """(1) holds: what was said before the reply is shown as it was."""
+    """(1) holds: messages before the reply are shown as before."""
     frame: Frame | None = None
-    """Where to look at how an actual reply is shown; None where only the whole conversation will do."""
+    """In which an actual reply is rendered; None where only the whole conversation is possible."""
 
 
 class Extension(msgspec.Struct, frozen=True):
@@ -201,7 +201,7 @@ class Extension(msgspec.Struct, frozen=True):
 
 
 class Provable(Protocol):
-    """What a chat format offers to a proof."""
+    """The part of a chat format that the checks use."""
 
     def render_views(self, views: Sequence[View], tools: list[View] | None) -> list[int]: ...
 
@@ -213,9 +213,9 @@ class Provable(Protocol):
 
 
 def remainder(said: str, shown: str) -> str | None:
-    """What a template writes after the words that were sampled; None where it shows these words differently.
+    """What a template writes after the text that was sampled; None where it shows this text differently.
 
-    White space may differ inside of what was sampled: it stays as it was sampled.
+    White space inside the sampled text may differ: it stays as it was sampled.
 
     Args:
         said: The sampled text, the token that ended it included.
@@ -237,7 +237,7 @@ def remainder(said: str, shown: str) -> str | None:
 
 
 def probe(kind: int, index: int, style: Callable[[str], str]) -> View:
-    """A message of one kind whose every part carries the mark of `index`."""
+    """A message of one kind; each of its parts contains the mark of `index`."""
     content = style(mark(index))
     if kind >= PICTURED:
         form, role = divmod(kind - PICTURED, 3)
@@ -267,13 +267,13 @@ def probe(kind: int, index: int, style: Callable[[str], str]) -> View:
 
 
 def has_mark(view: View) -> bool:
-    """Whether a probe's content carries its mark."""
+    """Whether a probe's content contains its mark."""
     content = view["content"]
     return bool(content) and (isinstance(content, str) or any(part["type"] == "text" for part in content))
 
 
 def probe_call(index: int, number: int, name: str = TOOL_NAME, id_: str | None = None) -> View:
-    """A tool call whose argument carries the mark of `index`."""
+    """A tool call whose argument contains the mark of `index`."""
     return {
         "type": "function",
         "id": id_ or f"call_{index}_{number}",
@@ -282,7 +282,14 @@ def probe_call(index: int, number: int, name: str = TOOL_NAME, id_: str | None =
 
 
 def prove(form: Provable, kinds: bytes, new: bytes, tools: list[View] | None) -> Verdict:
-    """The verdict on going on with messages of the kinds `new` after those of `kinds`, whose last is the reply."""
+    """The verdict on continuing with messages of the kinds `new` after those of `kinds`.
+
+    Args:
+        form: The chat format.
+        kinds: The kinds of the conversation's messages; the last is the reply.
+        new: The kinds of the messages that follow.
+        tools: The conversation's tools.
+    """
     attempts = (None,) if not tools else (None, tools)
     verdict = Verdict(False, False, why="nothing to prove")
     for shown in attempts:
@@ -347,7 +354,7 @@ def _prove_one(
 
 
 def _judge_reply(reply: View, kind: int, region: str, close: str) -> str:
-    """(2): why the reply itself is not shown as it was said; empty where it is."""
+    """(2): why the reply itself is not shown as it was sampled; empty where it is."""
     if kind == ASSISTANT:
         if remainder(reply["content"] + close, region) == "":
             return ""
@@ -362,7 +369,7 @@ def _judge_reply(reply: View, kind: int, region: str, close: str) -> str:
 
 
 def _frame(form: Provable, reply: View, new: list[View], region: str, coming: str) -> Frame | None:
-    """A conversation of one question in which the reply is shown as it is in the whole one."""
+    """A conversation of one question in which the reply is shown as in the whole one; None where it is not."""
     before = [probe(USER, _ASKED, str)]
     try:
         text, whole = form.text(before, None), form.text([*before, reply, *new], None)

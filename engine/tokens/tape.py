@@ -1,16 +1,16 @@
-"""One append-only tape of tokens in typed spans; a training row is derived from it, never kept beside it.
+"""One append-only tape of tokens in typed spans. Training rows are derived from it.
 
-Invariant: tokens come in by `append` alone, which lets in only what keeps these true.
+Invariants, which `append` checks; there is no other way to add tokens:
 
-- The first span is the `prompt`, and there is no other.
+- The first span is the `prompt`, and there is only one.
 - Sampled tokens are in `generated` spans and nowhere else; each of them has its log-probability, its weight
   version and its assistant turn, and turns only grow.
-- Placeholders of images stand inside of images and nowhere else, as many as each image has; nobody samples one.
-- A written token is never changed. Prompt tokens that nothing was sampled after can be taken back (`cut`). A view that
-  `ids` gave stays right whatever happens to the tape.
+- Placeholders of images are inside images and nowhere else, as many as each image has; none is sampled.
+- A token is never changed. Prompt tokens with no sampled token after them can be removed (`cut`). A view that `ids` gave
+  stays valid.
 
-What is kept is one int32 buffer of ids, one float32 buffer of the sampled tokens' log-probs, and a few integers a
-span: about 4 bytes a token and 4 more where it was sampled.
+The tape holds one int32 buffer of ids, one float32 buffer of the sampled tokens' log-probs, and a few integers per
+span: about 4 bytes per token, and 4 more per sampled token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from engine.made import maker, row_maker
 from engine.schemas.generation import VersionSpan
 from engine.schemas.trajectory import Branch, ImageSpan, Span, SpanKind
-from engine.tokens.images import Picture
+from engine.tokens.images import ProcessedImage
 
 IntVector = npt.NDArray[np.int32]
 FloatVector = npt.NDArray[np.float32]
@@ -45,15 +45,18 @@ _Run = tuple[int, int, int]
 
 
 def largest(ids: IntVector) -> int:
-    """The largest id, where a negative one counts as larger than any vocabulary; -1 where there are none.
+    """The largest id; a negative id counts as 2**31 or more; -1 where there are no ids.
 
-    One pass checks both ends: read as unsigned, a negative id is 2**31 at least.
+    Read as unsigned, a negative id is at least 2**31, so one pass checks both bounds.
+
+    Args:
+        ids: int32 [tokens].
     """
     return int(np.maximum.reduce(ids.view(np.uint32))) if len(ids) else -1
 
 
 def _grown(buffer: np.ndarray, used: int, more: int) -> np.ndarray:
-    """`buffer` with room for `more` elements after the first `used`: itself, or a copy half as large again."""
+    """`buffer` with room for `more` elements after the first `used`: itself, or a copy that is half as large again."""
     if used + more <= len(buffer):
         return buffer
     room = used + more
@@ -74,7 +77,7 @@ class Tape:
 
     Args:
         vocab_size: Ids must be below it; None checks only that they are not negative.
-        placeholder: The id that images are made of; None for a model that sees nothing.
+        placeholder: The id that images are made of; None for a model without images.
     """
 
     __slots__ = (
@@ -94,12 +97,12 @@ class Tape:
     def __init__(self, vocab_size: int | None = None, placeholder: int | None = None) -> None:
         self._vocab = vocab_size if vocab_size is not None else 1 << 31
         self._placeholder = placeholder
-        self.images: list[tuple[Picture, int]] = []
-        """Its images in order, and where each begins."""
+        self.images: list[tuple[ProcessedImage, int]] = []
+        """Its images in order, each with the position of its first token."""
         self._ids: IntVector = np.empty(0, np.int32)
         self._length = 0
         self._view: IntVector | None = None
-        """What `ids` gave since the last append."""
+        """The view that `ids` gave since the last append."""
         self._logprobs: FloatVector = np.empty(0, np.float32)
         self._sampled = 0
         self._spans = array("i")
@@ -111,7 +114,7 @@ class Tape:
 
     @property
     def ids(self) -> IntVector:
-        """Every id so far: a read-only view, int32 [tokens], in constant time."""
+        """All ids: a read-only view, int32 [tokens], in constant time."""
         if self._view is None:
             self._view = self._ids[: self._length]
             self._view.flags.writeable = False
@@ -132,7 +135,7 @@ class Tape:
 
     @property
     def has_turns(self) -> bool:
-        """Whether an assistant turn is on this tape, be it empty."""
+        """Whether an assistant turn is on this tape, even an empty one."""
         return self._turn >= 0
 
     def append(
@@ -143,22 +146,25 @@ class Tape:
         turn: int = -1,
         logprobs: Sequence[float] | FloatVector | None = None,
         versions: Iterable[VersionSpan] = (),
-        images: Sequence[tuple[Picture, int]] = (),
+        images: Sequence[tuple[ProcessedImage, int]] = (),
         checked: bool = False,
     ) -> tuple[int, int]:
-        """Write one span and answer where it lies: (start, end).
+        """Append one span.
 
         Args:
-            kind: What the tokens are.
-            ids: Their ids, [tokens]. Only a `generated` span may be empty and still leave a record.
+            kind: The span's kind.
+            ids: Its ids, int32 [tokens]. An empty span leaves a record only if it is `generated`.
             turn: For `generated`: the assistant turn, from 0, above every earlier one.
-            logprobs: For `generated`: one for each id.
+            logprobs: For `generated`: one for each id, float32 [tokens].
             versions: For `generated`: weight versions that cover [0, tokens); none means version 0.
-            images: The images among `ids`, in order, and where in them each begins.
-            checked: The ids are known to lie in the vocabulary, and to hold no placeholder but those of `images`.
+            images: The images in `ids`, in order, each with the position of its first token in `ids`.
+            checked: The caller has checked that the ids are in the vocabulary and have no placeholders except those of `images`.
+
+        Returns:
+            The span's (start, end).
 
         Raises:
-            ValueError: The span would break one of the tape's invariants. Nothing was written.
+            ValueError: The span would break one of the tape's invariants. The tape is unchanged.
         """
         tokens = np.asarray(ids, dtype=np.int32)
         count = len(tokens)
@@ -191,30 +197,30 @@ class Tape:
         return start, end
 
     def mark(self) -> tuple[int, int, int]:
-        """Where it ends now, for `cut`: tokens, integers of spans, images."""
+        """The end of the tape, for `cut`: tokens, integers of spans, images."""
         return self._length, len(self._spans), len(self.images)
 
     def cut(self, mark: tuple[int, int, int]) -> None:
-        """Take back the spans that were appended since `mark`, none of which may be `generated`.
+        """Remove the spans that were appended since `mark`; none may be `generated`.
 
-        The ids move to a buffer of their own, so views that were given stay as they are.
+        The ids are copied to a new buffer, so views that `ids` gave before stay valid.
 
         Raises:
-            ValueError: A turn was written since.
+            ValueError: A `generated` span was appended since.
         """
         length, spans, images = mark
         if any(code == _GENERATED for code in self._spans[spans::_FIELDS]):
-            raise ValueError("a turn was written since then; sampled tokens are never taken back")
+            raise ValueError("a turn was appended since then; sampled tokens are never removed")
         self._ids = self._ids[:length].copy()
         self._length, self._view = length, None
         del self._spans[spans:], self.images[images:]
 
     def branch(self, index: int, reason: str) -> Branch:
-        """The training row that this tape is: everything derived from its spans.
+        """The training row of this tape; everything is derived from its spans.
 
         Args:
-            index: Its number in the trajectory.
-            reason: Why it was begun; empty for the first.
+            index: The branch's number in the trajectory.
+            reason: Why the branch began; empty for the first.
         """
         n = self._length
         kinds, starts, ends, turns_of = np.array(self._spans, np.int32).reshape(-1, _FIELDS).T
@@ -246,9 +252,9 @@ class Tape:
 
     def _admit_ids(self, tokens: IntVector) -> None:
         if tokens.ndim != 1:
-            raise ValueError(f"ids are a flat list, not of shape {tokens.shape}")
+            raise ValueError(f"ids must be a flat list; their shape is {tokens.shape}")
         if largest(tokens) >= self._vocab:
-            raise ValueError(f"ids must lie in [0, {self._vocab}); found {int(tokens.min())} to {int(tokens.max())}")
+            raise ValueError(f"ids must be in [0, {self._vocab}); found {int(tokens.min())} to {int(tokens.max())}")
 
     def _admit(self, code: int, count: int, turn: int) -> None:
         last = self._spans[-_FIELDS] if self._spans else None
@@ -257,12 +263,12 @@ class Tape:
         if code == _PROMPT and not count:
             raise ValueError("the prompt is empty")
         if code == _CLOSING and last == _PROMPT:
-            raise ValueError("a closing span closes a turn; there is none yet")
+            raise ValueError("a closing span follows a turn; there is no turn yet")
         if code != _GENERATED and turn != -1:
             raise ValueError(f"a {_KINDS[code]} span belongs to no turn")
 
-    def _admit_images(self, tokens: IntVector, images: Sequence[tuple[Picture, int]]) -> None:
-        """Placeholders = images = grid rows: as many as the images have, each image whole and at its place."""
+    def _admit_images(self, tokens: IntVector, images: Sequence[tuple[ProcessedImage, int]]) -> None:
+        """Checks that the placeholders are those of the images, and that each image is complete and at its position."""
         found = int(np.count_nonzero(tokens == self._placeholder)) if self._placeholder is not None else 0
         wanted, end = 0, 0
         for picture, at in images:
@@ -277,7 +283,7 @@ class Tape:
         if turn <= self._turn:
             raise ValueError(f"turn {turn} does not follow turn {self._turn}")
         if self._spans[-_FIELDS] == _GENERATED:
-            raise ValueError("two turns need something between them")
+            raise ValueError("there must be a bridge between two turns")
         if logprobs is None or len(logprobs) != count:
             raise ValueError(
                 f"{count} sampled ids need as many log-probs, not {'none' if logprobs is None else len(logprobs)}"
@@ -293,11 +299,11 @@ class Tape:
 
 
 def as_seen(branch: Branch) -> Branch:
-    """A branch up to its last sampled token: no model has seen a bridge that nothing was sampled after.
+    """A branch up to its last sampled token: no model has read a bridge after it.
 
-    One that nothing was sampled on is left whole.
+    A branch without sampled tokens is returned whole.
     """
-    # The cut lies behind sampled tokens, which no image holds: never inside of one.
+    # The cut is after sampled tokens, and images hold none: it is never inside an image.
     end = max((span.end for span in branch.spans if span.kind == "generated"), default=len(branch.input_ids))
     if end == len(branch.input_ids):
         return branch

@@ -1,4 +1,4 @@
-"""What the tiny models that are made on the spot share: a tokenizer of a few words, and their files.
+"""Shared by the tiny models that are made locally: a tokenizer of a few words, and their files.
 
 Invariant: the same words and the same seed give the same files.
 """
@@ -16,7 +16,7 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen2's: transformers gives a Qwen2 model this one, whatever tokenizer.json says."""
+"""Qwen2's expression. transformers uses it for a Qwen2 model, whatever tokenizer.json says."""
 
 
 def save_tokenizer(
@@ -32,16 +32,16 @@ def save_tokenizer(
     """Train a byte-level BPE tokenizer on a few words and save it.
 
     Args:
-        folder: Where to.
-        words: What it is trained on.
-        size: Most tokens, special ones included.
+        folder: The folder that the files go to.
+        words: The texts that it is trained on.
+        size: Largest number of tokens, special ones included.
         special: Special tokens; `END`, `TURN` and `TURN_END` first.
-        markup: Added tokens that are text to a reader.
+        markup: Added tokens that are not special.
         template: The chat template.
-        context: Most tokens of a conversation.
+        context: Largest number of tokens of a conversation.
 
     Returns:
-        The special tokens' ids, and how many tokens there are.
+        The special tokens' ids, and the number of tokens.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -79,13 +79,13 @@ def save_tokenizer(
 
 
 def save_model(folder: Path, make: Callable[[], Any], seed: int, ids: dict[str, int]) -> None:
-    """Make a model of random weights, and save it with what ends its replies.
+    """Make a model with random weights, and save it with the ids that end its replies.
 
     Args:
-        folder: Where to.
-        make: Makes it.
-        seed: Of the weights; torch's own random state stays as it is.
-        ids: The special tokens'.
+        folder: The folder that the files go to.
+        make: Makes the model.
+        seed: Seed of the weights; torch's own random state does not change.
+        ids: The special tokens' ids.
     """
     import torch
 

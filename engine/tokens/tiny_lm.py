@@ -1,10 +1,10 @@
-"""A tiny but real language model, made on the spot: configuration, weights, tokenizer, chat template.
+"""A tiny but real language model, made locally: configuration, weights, tokenizer, chat template.
 
-A tenth of a million parameters of transformers' own Qwen2, with a byte-level BPE tokenizer that knows a few words
-whole, so that a model can be trained in seconds on a machine that can reach no hub. Its weights are random: what it
-says is noise until it is taught.
+A tenth of a million parameters of transformers' own Qwen2, with a byte-level BPE tokenizer with tokens for a few
+words, so that a model can be trained in seconds on a machine without a network. Its weights are random: its
+replies are noise until it is trained.
 
-Invariant: the same seed gives the same files. Nothing is read but this file's own words.
+Invariant: the same seed gives the same files. No other file is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from engine.tokens.tiny import save_model, save_tokenizer
 
 VOCABULARY = 512
-"""Most tokens of the tokenizer, special ones included; its few words make fewer."""
+"""Largest number of tokens of the tokenizer, special ones included; its few words give fewer."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 _WORDS = (
@@ -39,8 +39,8 @@ def build(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Make the model's folder.
 
     Args:
-        folder: Where to; it is made.
-        seed: Seeds the weights.
+        folder: The folder that the files go to; it is created.
+        seed: Seed of the weights.
         changes: Changes to the model's configuration.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -1,9 +1,9 @@
-"""A tiny but real Qwen2.5-VL, made on the spot: configuration, weights, tokenizer, chat template, image processor.
+"""A tiny but real Qwen2.5-VL, made locally: configuration, weights, tokenizer, chat template, image processor.
 
 Under half a million parameters of transformers' own classes, so that every part of a vision episode runs on a machine
-that can reach no hub. Its weights are random: what it says is noise, and exact to the token all the same.
+without a network. Its weights are random: its replies are noise, but every token and log-prob is exact.
 
-Invariant: the same seed gives the same files. Nothing is read but this file's own words.
+Invariant: the same seed gives the same files. No other file is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from engine.tokens.tiny import save_model, save_tokenizer
 
 VOCABULARY = 1024
-"""Most tokens of the tokenizer, special ones included; its few words make fewer."""
+"""Largest number of tokens of the tokenizer, special ones included; its few words give fewer."""
 SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -27,7 +27,7 @@ SPECIAL = (
     "<|video_pad|>",
 )
 MARKUP = ("<tool_call>", "</tool_call>")
-"""Added tokens that are text to a reader, as in Qwen2.5."""
+"""Added tokens that are not special, as in Qwen2.5."""
 
 _WORDS = (
     "What colour is the square? And this one? Right. No. Answer in one word.",
@@ -82,8 +82,8 @@ def build(folder: Path, seed: int = 0, **text: Any) -> Path:
     """Make the model's folder.
 
     Args:
-        folder: Where to; it is made.
-        seed: Seeds the weights.
+        folder: The folder that the files go to; it is created.
+        seed: Seed of the weights.
         text: Changes to the language model's configuration.
     """
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration

@@ -1,4 +1,4 @@
-"""A tokenizer with only what turns need of it, at the speed of the Rust library beneath transformers.
+"""A tokenizer with only what turns need, at the speed of the Rust library below transformers.
 
 Invariant: `encode` adds no special token of its own and reads special tokens that are spelled out, exactly as
 `apply_chat_template` does; `decode` leaves nothing out and cleans nothing up. Character offsets are deliberately
@@ -20,17 +20,17 @@ from engine.fast.plain_tokenizer import PlainTokenizer
 from engine.tokens.literal import MARK, LiteralEncoder, Quoting
 
 _SHORT = 32
-"""Longest text, in characters, whose ids are remembered: the wrappers that templates repeat."""
+"""Longest text, in characters, whose ids are kept: texts that templates repeat."""
 _REMEMBERED = 4096
 _LONG = 1 << 16
-"""Characters from which a text is encoded without its offsets, and without holding up other threads."""
+"""A longer text, in characters, is encoded without offsets and without blocking other threads."""
 
 
 class FastTokenizer:
     """A tokenizer of transformers, called directly.
 
     Args:
-        tokenizer: What `AutoTokenizer.from_pretrained` gives, or a `PlainTokenizer`, which has the same names.
+        tokenizer: A tokenizer of transformers, or a `PlainTokenizer`, which has the same names.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -45,14 +45,14 @@ class FastTokenizer:
         self.unk_token_id: int | None = tokenizer.unk_token_id
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.added: dict[str, int] = {str(token): id_ for id_, token in tokenizer.added_tokens_decoder.items()}
-        """Special and added tokens, text -> id: text is cut at them before it is tokenised."""
+        """Special and added tokens, text -> id: text is split at them before it is tokenised."""
         self._added_ids = frozenset(self.added.values())
         characters = {byte: character for character, byte in BYTE_CHARACTERS.items()}
         self._ascii = None if self._backend is None else ascii_encoder(self._backend, self.added, characters)
 
     @property
     def real(self) -> Any:
-        """The tokenizer of transformers itself; a plain one imports it now."""
+        """The tokenizer of transformers; a `PlainTokenizer` imports it now."""
         return self.full.real if isinstance(self.full, PlainTokenizer) else self.full
 
     @property
@@ -62,9 +62,9 @@ class FastTokenizer:
 
     @cached_property
     def longest(self) -> int:
-        """Characters of the longest token as the vocabulary spells it; a text of n characters has at least n / longest tokens.
+        """Characters of the longest token in the vocabulary; a text of n characters has at least n / longest tokens.
 
-        A byte-level vocabulary spells bytes, of which a text has at least as many as characters.
+        This also holds for a byte-level vocabulary: a text has at least as many bytes as characters.
         """
         return max(map(len, self._vocab), default=1)
 
@@ -82,9 +82,9 @@ class FastTokenizer:
         return LiteralEncoder(self._backend, self.added)
 
     def borders(self, text: str) -> list[str]:
-        """Those added tokens in a text that it is cut at before anything else is done, whatever is put around it.
+        """Added tokens in a text at which it is always split first, whatever is put around it.
 
-        They take in no white space, are looked for in the text as it is written, and overlap with no added token.
+        They absorb no white space, are matched in the text before normalisation, and overlap with no other added token.
         """
         return [token for token in self.added if token and token in text and self._is_border(token)]
 
@@ -119,14 +119,14 @@ class FastTokenizer:
         if self._ascii is not None and (known := self._ascii.encode(text)) is not None:
             return known
         if self._backend is not None:
-            if len(text) > _LONG:  # in half the time, and other threads run meanwhile
+            if len(text) > _LONG:  # half the time, and releases the GIL
                 return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
             return ids
         return list(self.full.encode(text, add_special_tokens=False))
 
     def decode(self, ids: int | Sequence[int] | np.ndarray, *_: Any, **__: Any) -> str:
-        """Ids -> text, special tokens spelled out."""
+        """Ids -> text, with special tokens as text. ids: int, or int [tokens]."""
         if isinstance(ids, int):
             ids = [ids]
         plain = ids.tolist() if isinstance(ids, np.ndarray) else ids
@@ -139,7 +139,7 @@ class FastTokenizer:
         return str(self.full.decode(plain, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def spelled(self, ids: Sequence[int] | np.ndarray) -> tuple[str, list[tuple[int, int]]]:
-        """`decode`, and the characters [start, end) that come of an added token."""
+        """The decoded text, and the characters [start, end) of each added token in it. ids: int [tokens]."""
         parts: list[str] = []
         spans: list[tuple[int, int]] = []
         length = begin = 0

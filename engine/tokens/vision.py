@@ -1,12 +1,12 @@
 """Vision: how one model family's images become placeholder tokens, through its own processor of transformers.
 
-A chat template writes one *marker* for an image. The tape holds its *expansion*: as many placeholders as the vision
-tower gives features, and what the family puts around them. Both sides are made of added tokens at their edges, where
-text is cut before it is tokenised, so that exchanging one for the other inside ids is what the processor does in text.
+A chat template writes one *marker* for an image. The tape holds its *expansion*: one placeholder per feature of the vision
+tower, and the tokens that the family puts around them. Both begin and end with added tokens, at which text is split before it
+is tokenised. So replacing one by the other in ids gives the same as the processor's replacement in text.
 
 Invariants, checked whenever ids are appended and before every request:
-- there are as many markers as images, and as many placeholders as the images' grids say;
-- placeholders stand in image spans and nowhere else: text that spells one is refused, and the model may not sample one.
+- there are as many markers as images, and as many placeholders as the images' grids require;
+- placeholders are in image spans and nowhere else: text that spells one is refused, and so is a reply with a sampled one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from engine.errors import ImageError, RenderError
-from engine.tokens.images import ImageBank, Picture, Tensors, open_pixels
+from engine.tokens.images import ImageBank, ProcessedImage, Tensors, open_pixels
 
 if TYPE_CHECKING:
     from engine.schemas.model import ModelSpec
@@ -29,52 +29,56 @@ if TYPE_CHECKING:
     from engine.tokens.tokenizer import FastTokenizer
 
 
-class Placed(NamedTuple):
-    """A picture, and where its tokens begin."""
+class PlacedImage(NamedTuple):
+    """A processed image, and the position of its first token."""
 
-    picture: Picture
+    picture: ProcessedImage
     start: int
 
 
-class Family(Protocol):
-    """What differs between families: see vision_families.py."""
+class VisionFamily(Protocol):
+    """The differences between families: see vision_families.py."""
 
     marker: str
     """The token that a chat template writes for an image."""
     placeholder: str
     """The token that stands for one feature of the vision tower."""
     forbidden: tuple[str, ...]
-    """Tokens that are the processor's alone: in nobody's text, and never sampled."""
+    """Tokens that only the processor writes: texts must not spell them, and replies must not have them."""
     names: tuple[str, ...]
-    """Names of the tensors that a forward pass takes."""
+    """Names of the forward pass's tensors."""
     served: bool
-    """Whether a server can be sent an image that it need not scale: see `Vision.scaled`."""
+    """Whether an image can be sent to a server so that it does not scale it: see `Vision.scaled`."""
 
     def processor(self, folder: Path, tokenizer: Any) -> Any:
-        """The model's processor, for images alone."""
+        """The model's processor, for images only."""
         ...
 
     def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
-        """One image -> tensors, its expansion as text, its grid, and how many placeholders that grid means."""
+        """One image -> tensors, its expansion as text, its grid, and the number of placeholders for that grid.
+
+        Raises:
+            ValueError: The processor's result is inconsistent.
+        """
         ...
 
     def scale(self, processor: Any, image: Any, grid: tuple[int, ...]) -> Any:
-        """The pixels that `process` makes patches of, as an RGB image: what a server is sent.
+        """The pixels that `process` cuts into patches, as an RGB image, which is sent to servers.
 
         Raises:
-            ValueError: No one image gives the same tensors; `served` is False.
+            ValueError: No single image gives the same tensors; `served` is False.
         """
         ...
 
     def stack(self, rows: Sequence[Sequence[Tensors]]) -> Tensors:
-        """The tensors of a batch, for each of its sequences' images in order."""
+        """The tensors of a batch, from each sequence's images in order."""
         ...
 
 
 class Vision:
-    """One model's images. Made by `load_vision`; shared by all episodes."""
+    """The images of one model. Made by `load_vision`; shared by all episodes."""
 
-    def __init__(self, family: Family, folder: Path, tokenizer: FastTokenizer, spec: ModelSpec) -> None:
+    def __init__(self, family: VisionFamily, folder: Path, tokenizer: FastTokenizer, spec: ModelSpec) -> None:
         self.family = family
         self.most_images = spec.max_images
         self.most_pixels = spec.max_image_pixels
@@ -83,7 +87,7 @@ class Vision:
         added = tokenizer.added
         missing = [token for token in (family.marker, family.placeholder) if token not in added]
         if missing:
-            raise RenderError(f"the tokenizer has no token {missing[0]!r}, which its model's images are shown with")
+            raise RenderError(f"the tokenizer has no token {missing[0]!r}, which stands for images of this model")
         self.marker_id = added[family.marker]
         self.placeholder_id = added[family.placeholder]
         self.forbidden = tuple(token for token in family.forbidden if token in added)
@@ -94,13 +98,17 @@ class Vision:
 
     @cached_property
     def processor(self) -> Any:
-        """The model's own processor (transformers), without its video part."""
+        """The model's own processor (transformers), without its video part.
+
+        Raises:
+            RenderError: It cannot be loaded.
+        """
         try:
             return self.family.processor(self._folder, self._tokenizer.real)
         except (OSError, ValueError, ImportError, TypeError) as error:
             raise RenderError(f"the image processor of {self._folder} cannot be loaded: {error}") from error
 
-    def _process(self, digest: str, data: bytes) -> tuple[Picture, Tensors]:
+    def _process(self, digest: str, data: bytes) -> tuple[ProcessedImage, Tensors]:
         image = open_pixels(data)
         try:
             tensors, text, grid, wanted = self.family.process(self.processor, image)
@@ -113,23 +121,22 @@ class Vision:
         found = int(np.count_nonzero(ids == self.placeholder_id))
         if found != wanted:
             raise ImageError(
-                f"an image of grid {grid} stands for {wanted} placeholders; its tokens hold {found}",
+                f"an image with the grid {grid} needs {wanted} placeholders; its tokens have {found}",
                 kind="image_mismatch",
                 blame="engine",
             )
         ids.flags.writeable = False
-        return Picture(digest, ids, found, grid), tensors
+        return ProcessedImage(digest, ids, found, grid), tensors
 
     def scaled(self, digest: str) -> bytes:
-        """An image at the size of its grid, as an RGB PNG: what a server is sent in its place.
+        """An image at the size of its grid, as an RGB PNG, which is sent to servers in its place.
 
         Servers process images themselves, and their processors decode and scale differently (Pillow, torchvision,
-        nvJPEG: up to 17 grey levels). An image that has its grid's size already is scaled by none of them, so the
-        server's pixels are the rows' pixels, whatever its processor is. Checked here: the copy's tensors are the
-        image's own, bit for bit.
+        nvJPEG: up to 17 grey levels). None of them scales an image that already has its grid's size, so the server's pixels
+        are the pixels of the training rows. This method checks that the copy's tensors equal the image's, bit for bit.
 
         Raises:
-            ImageError: Kind `image_refused`: the processor scales the copy again (its sides are too unequal).
+            ImageError: Kind `image_refused`: the processor scales the copy again, because its aspect ratio is too large.
         """
         image = open_pixels(self.bank.source(digest).data)
         picture, tensors = self.bank.picture(digest), self.bank.tensors(digest)
@@ -153,7 +160,7 @@ class Vision:
     # --- checks ---------------------------------------------------------------------------------------------
 
     def check_text(self, text: str, blame: Blame = "environment") -> None:
-        """Refuse text that spells a token of the processor's.
+        """Refuse text that spells a token which only the processor writes.
 
         Raises:
             ImageError: Kind `image_placeholder`.
@@ -163,28 +170,35 @@ class Vision:
         for token in self.forbidden:
             if token in text:
                 raise ImageError(
-                    f"a text holds {token!r}, which this model reads as an image: take it out, or show an image part",
+                    f"a text contains {token!r}, which this model reads as an image: remove it, or use an image part",
                     kind="image_placeholder",
                     blame=blame,
                 )
 
     def check_sampled(self, ids: IntVector) -> None:
-        """Refuse a reply that holds a token of the processor's.
+        """Refuse a reply with a token which only the processor writes.
+
+        Args:
+            ids: The reply, int32 [tokens].
 
         Raises:
-            ImageError: Kind `sampled_placeholder`; the policy's own failure.
+            ImageError: Kind `sampled_placeholder`; blamed on the policy.
         """
         if len(ids) and (wrong := np.isin(ids, self._banned)).any():
             at = int(np.flatnonzero(wrong)[0])
             raise ImageError(
                 f"the model sampled {self._tokenizer.decode([int(ids[at])])!r} (id {int(ids[at])}), which stands for an "
-                "image that is not there",
+                "image, and there is none",
                 kind="sampled_placeholder",
                 blame="policy",
             )
 
-    def check_spans(self, ids: IntVector, placed: Sequence[Placed]) -> None:
-        """Hold ids to their images: placeholders are those of the pictures, at the pictures' places, and no others.
+    def check_spans(self, ids: IntVector, placed: Sequence[PlacedImage]) -> None:
+        """Check that the placeholders are those of the images, at the images' positions, and no others.
+
+        Args:
+            ids: int32 [tokens].
+            placed: The images, in order.
 
         Raises:
             ImageError: Kind `image_mismatch`.
@@ -193,7 +207,7 @@ class Vision:
         found = int(np.count_nonzero(ids == self.placeholder_id))
         if found != wanted:
             raise ImageError(
-                f"{found} placeholders for {len(placed)} images of {wanted}", kind="image_mismatch", blame="engine"
+                f"{found} placeholders where {len(placed)} images have {wanted}", kind="image_mismatch", blame="engine"
             )
         for picture, start in placed:
             if not np.array_equal(ids[start : start + len(picture.ids)], picture.ids):
@@ -203,8 +217,15 @@ class Vision:
 
     # --- markers and expansions -----------------------------------------------------------------------------
 
-    def expand(self, ids: Sequence[int] | IntVector, digests: Sequence[str]) -> tuple[IntVector, list[Placed]]:
-        """Exchange each marker for its image's tokens.
+    def expand(self, ids: Sequence[int] | IntVector, digests: Sequence[str]) -> tuple[IntVector, list[PlacedImage]]:
+        """Replace each marker by its image's tokens.
+
+        Args:
+            ids: int32 [tokens], with one marker per image.
+            digests: The images, in order.
+
+        Returns:
+            The expanded ids, int32 [tokens], and the images with their positions.
 
         Raises:
             ImageError: There are not as many markers as images (kind `image_mismatch`).
@@ -224,13 +245,13 @@ class Vision:
         for place, digest in zip(at.tolist(), digests, strict=True):
             picture = self.bank.picture(digest)
             pieces += [flat[done:place], picture.ids]
-            placed.append(Placed(picture, length + place - done))
+            placed.append(PlacedImage(picture, length + place - done))
             length += place - done + len(picture.ids)
             done = place + 1
         return np.concatenate([*pieces, flat[done:]]), placed
 
     def compact(self, ids: IntVector, spans: Sequence[tuple[int, int]]) -> IntVector:
-        """`expand`, back: one marker an image, as servers want it that expand for themselves."""
+        """The reverse of `expand`: one marker per image, for servers that expand images themselves. int32 [tokens]"""
         marker = np.array([self.marker_id], np.int32)
         pieces, done = [], 0
         for start, end in spans:
@@ -241,12 +262,19 @@ class Vision:
     # --- what a forward pass takes --------------------------------------------------------------------------
 
     def tensors(self, rows: Sequence[Sequence[str]]) -> Tensors:
-        """The images of a batch of sequences, by digest and in order, as the model's forward pass takes them."""
+        """Inputs of the model's forward pass for a batch of sequences.
+
+        Args:
+            rows: For each sequence, the digests of its images, in order.
+
+        Raises:
+            ImageError: An image is missing, or the processor refuses it.
+        """
         found = [[self.bank.tensors(digest) for digest in digests] for digests in rows]
         return self.family.stack(found) if any(found) else {}
 
     def token_types(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
-        """`mm_token_type_ids`, by the processor's own code: 1 on placeholders."""
+        """`mm_token_type_ids` [sequences][tokens], computed by the processor's own code: 1 on placeholders."""
         from transformers.processing_utils import ProcessorMixin
 
         found: list[list[int]] = ProcessorMixin.create_mm_token_type_ids(self.processor, [list(row) for row in ids])
@@ -254,7 +282,7 @@ class Vision:
 
 
 def load_vision(folder: Path, config: dict[str, Any], tokenizer: FastTokenizer, spec: ModelSpec) -> Vision | None:
-    """The vision of a model; None for one that sees nothing. Loads neither processor nor weights.
+    """The vision of a model; None for one without images. Loads neither processor nor weights.
 
     Args:
         folder: The model's files.
@@ -263,7 +291,7 @@ def load_vision(folder: Path, config: dict[str, Any], tokenizer: FastTokenizer, 
         spec: The spec's `model`.
 
     Raises:
-        RenderError: It sees, but its tokenizer lacks the tokens for it.
+        RenderError: The model takes images, but its tokenizer lacks the tokens for them.
     """
     from engine.tokens.vision_families import family_of
 

@@ -1,7 +1,7 @@
 """Vision families: Qwen2-VL's grid of patches, and Idefics3's tiles, each through its processor of transformers.
 
-Invariant: what an image becomes is what the model's own processor makes of it: its image processor's tensors, and the
-text of its `replace_image_token`. Only the video part is left out, which needs torchvision.
+Invariant: an image becomes what the model's own processor gives: its image processor's tensors, and the text of its
+`replace_image_token`. Only the video part, which needs torchvision, is left out.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _QWEN = {
     "qwen3_vl": "Qwen3VLProcessor",
     "qwen3_vl_moe": "Qwen3VLProcessor",
 }
-"""Model types with Qwen2-VL's scheme, and their processors."""
+"""Model types with Qwen2-VL's scheme, and their processor classes."""
 _TILED = {"idefics3": "Idefics3Processor", "smolvlm": "SmolVLMProcessor"}
 """Model types with Idefics3's scheme."""
 _MODULES = {"qwen3_vl_moe": "qwen3_vl"}
 FAMILIES = (*_QWEN, *_TILED)
-"""Model types whose images are known here."""
+"""Model types whose images are supported."""
 
 
 def family_of(config: dict[str, Any]) -> QwenFamily | TiledFamily | None:
-    """The family of a model by its config.json; None where its images are not known."""
+    """The family of a model by its config.json; None where its images are not supported."""
     kind = str(config.get("model_type") or "")
     if kind in _QWEN:
         return QwenFamily(kind)
@@ -46,7 +46,7 @@ def _image_processor(folder: Path) -> Any:
 def _image_only(kind: str, name: str, begin: Callable[..., None]) -> Any:
     """The processor class of a model type without its video part; `begin` is its `__init__`.
 
-    A processor's parts are those that its `__init__` names.
+    A processor has the parts that its `__init__` names.
     """
     module = _MODULES.get(kind, kind)
     base = getattr(import_module(f"transformers.models.{module}.processing_{module}"), name)
@@ -54,7 +54,7 @@ def _image_only(kind: str, name: str, begin: Callable[..., None]) -> Any:
 
 
 class QwenFamily:
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: a placeholder for each merge_size x merge_size square of patches."""
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: one placeholder per merge_size x merge_size square of patches."""
 
     marker = placeholder = "<|image_pad|>"
     forbidden: tuple[str, ...] = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -97,13 +97,13 @@ class QwenFamily:
         return Image.fromarray(pixels.astype(np.uint8))
 
     def stack(self, rows: Sequence[Sequence[Tensors]]) -> Tensors:
-        """pixel_values [patches of all images, values], image_grid_thw [images, 3]: sequence after sequence."""
+        """pixel_values [patches of all images, values], image_grid_thw [images, 3]; one sequence after another."""
         images = [tensors for row in rows for tensors in row]
         return {name: np.concatenate([tensors[name] for tensors in images]) for name in self.names}
 
 
 class TiledFamily:
-    """Idefics3 and SmolVLM: an image is cut into rows and columns of tiles, with the whole of it behind them."""
+    """Idefics3 and SmolVLM: an image is cut into rows and columns of tiles, and the whole image follows them."""
 
     marker = placeholder = "<image>"
     names: tuple[str, ...] = ("pixel_values", "pixel_attention_mask")
@@ -124,7 +124,7 @@ class TiledFamily:
         slots = self.slots
 
         def begin(self: Any, image_processor: Any, tokenizer: Any) -> None:
-            # What Idefics3's and SmolVLM's set, each under its own names; SmolVLM's needs num2words for videos.
+            # The attributes that Idefics3's and SmolVLM's `__init__` set, under their names; SmolVLM's needs num2words for videos.
             self.fake_image_token, self.image_token = "<fake_token_around_image>", "<image>"
             self.global_image_token = self.global_image_tag = "<global-img>"
             self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
@@ -145,10 +145,10 @@ class TiledFamily:
 
     def scale(self, processor: Any, image: Any, grid: tuple[int, ...]) -> Any:
         """See `Family.scale`."""
-        raise ValueError("its tiles and the whole of it are scaled separately")
+        raise ValueError("its tiles and the whole image are scaled separately")
 
     def stack(self, rows: Sequence[Sequence[Tensors]]) -> Tensors:
-        """pixel_values [sequences, tiles, 3, height, width], pixel_attention_mask likewise: zeros where there are fewer."""
+        """pixel_values [sequences, tiles, 3, height, width], pixel_attention_mask likewise; padded with zeros."""
         joined = [
             {name: np.concatenate([tensors[name] for tensors in row]) for name in self.names} if row else None
             for row in rows

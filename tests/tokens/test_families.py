@@ -204,3 +204,24 @@ def test_reasoning_that_the_prompt_opened_is_reasoning(formats: Formats) -> None
         assert (found.reasoning, found.content) == ("Hm.", "42")
         cut = parse(form, "Hm", "<|im_start|>assistant\n<think>\n")
         assert (cut.reasoning, cut.content, cut.thinking) == ("Hm", "", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "calls"),
+    [
+        ("42", "42", None, []),
+        (f"I add.\n{CALL}", "I add.", None, ["f"]),
+        (f"<think>\nHm.\n</think>\n\n{CALL}\n{CALL}", "", "Hm.", ["f", "f"]),
+    ],
+)
+def test_a_reply_of_an_endpoint_without_ids_is_read_by_the_family_too(
+    formats: Formats, text: str, content: str, reasoning: str | None, calls: list[str]
+) -> None:
+    """A text reply is encoded and read by token: where only tool-call formats read text, its calls were answers."""
+    form = formats("thinking")
+    assert (form.call_format, form.reader is None) == (None, False)
+    found = form.replies.parse_text(text, turn=3)
+    assert (found.content, found.reasoning) == (content, reasoning)
+    assert [(call.id, call.name) for call in found.attempts if isinstance(call, ToolCall)] == [
+        (f"call_3_{number}", name) for number, name in enumerate(calls)
+    ]

@@ -55,7 +55,7 @@ def begun() -> Tape:
     ("kind", "ids", "given_", "problem"),
     [
         ("prompt", [1], {}, "one prompt"),
-        ("closing", [1], {}, "closes a turn"),
+        ("closing", [1], {}, "a closing span follows a turn"),
         ("bridge", [1], {"turn": 0}, "belongs to no turn"),
         ("bridge", [100], {}, r"\[0, 100\); found 100 to 100"),
         ("bridge", [4, -1], {}, "found -1 to 4"),
@@ -90,7 +90,7 @@ def test_a_tape_begins_with_a_prompt_that_is_not_empty() -> None:
 def test_turns_grow_and_are_apart() -> None:
     tape = begun()
     tape.append("generated", [5], turn=1, logprobs=[0.0])
-    with pytest.raises(ValueError, match="something between"):
+    with pytest.raises(ValueError, match="must be a bridge between two turns"):
         tape.append("generated", [5], turn=2, logprobs=[0.0])
     tape.append("bridge", [6])
     with pytest.raises(ValueError, match="turn 1 does not follow turn 1"):

@@ -258,7 +258,7 @@ async def test_a_guard_may_count_images(make_spec: Any, run_spec: Any) -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
-        ("bytes", "image_unreadable", "bytes are no image that can be read"),
+        ("bytes", "image_unreadable", "bytes cannot be read as an image"),
         ("empty", "image_empty", "an image of no bytes was shown"),
         ("cut", "image_unreadable", "cannot be decoded"),
         ("missing", "image_unreadable", "no such file.png cannot be read"),
@@ -266,7 +266,7 @@ async def test_a_guard_may_count_images(make_spec: Any, run_spec: Any) -> None:
         ("digest", "image_missing", "is not in the run store"),
         ("large", "image_too_large", "an image of 400 x 400 pixels was shown; the spec takes at most 100000"),
         ("thin", "image_refused", "refuses an image of 1 x 400 pixels"),
-        ("text", "image_placeholder", "a text holds '<|image_pad|>', which this model reads as an image"),
+        ("text", "image_placeholder", "a text contains '<|image_pad|>', which this model reads as an image"),
     ],
 )
 @pytest.mark.parametrize("where", ["reset", "user"])

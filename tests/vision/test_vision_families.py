@@ -153,7 +153,7 @@ def test_markers_and_images_must_be_as_many(vlm: Callable[[str], Path]) -> None:
         vision.expand([1, vision.marker_id], [digest, digest])
     assert (raised.value.kind, raised.value.blame) == ("image_mismatch", "spec")
     expanded, placed = vision.expand([1, vision.marker_id, 2], [digest])
-    with pytest.raises(ImageError, match="5 placeholders for 1 images of 4"):
+    with pytest.raises(ImageError, match="5 placeholders where 1 images have 4"):
         vision.check_spans(np.append(expanded, vision.placeholder_id), placed)
     with pytest.raises(ImageError, match="the tokens at 1 are not those of"):
         vision.check_spans(np.roll(expanded, 1), placed)
