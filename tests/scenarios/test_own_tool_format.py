@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from arrow_calls import ArrowCalls
 
 from engine.scenarios.suite import ScenarioResult
+from engine.tokens.toolcalls import FORMATS
 
 Play = Callable[..., ScenarioResult]
 
@@ -39,6 +41,21 @@ def test_scripted_calls_are_made_in_every_format(play: Play, tiny_tokenizer_dir:
     )
     assert [difference.text for difference in result.differences] == []
     assert [str(problem) for problem in result.problems] == []
+
+
+def test_a_built_in_format_is_one_class_and_one_entry(
+    play: Play, tiny_tokenizer_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FORMATS, "arrow", ArrowCalls)
+    result = play(
+        {
+            "replies": [{"tool_calls": CALLS[:1]}, "5."],
+            "user": [{"satisfied": True}],
+            "expect": {"messages": [{"role": "assistant", "calls": CALLS[:1]}, "..."], "counts": {"tool_calls": 1}},
+        },
+        model=model(tiny_tokenizer_dir, "arrow"),
+    )
+    assert [difference.text for difference in result.differences] == []
 
 
 def test_a_malformed_call_of_an_own_format_is_malformed(play: Play, tiny_tokenizer_dir: Any) -> None:

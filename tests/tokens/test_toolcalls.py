@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RenderError
 from engine.schemas.message import MalformedCall, ToolCall
-from engine.tokens.toolcalls import tool_call_format
+from engine.tokens.toolcalls import FORMATS, tool_call_format
 
 
 def schema(name: str, **types: str) -> dict[str, Any]:
@@ -211,3 +212,38 @@ def test_a_format_of_your_own_is_named_by_entry_point(tmp_path: Path) -> None:
 def test_an_unknown_format_names_what_there_is() -> None:
     with pytest.raises(RenderError, match="'xml' is unknown; write auto, hermes, plain"):
         tool_call_format("xml")
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_characters="<", exclude_categories=["Cs"]), max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "b c", "é"]), inner, max_size=2),
+    max_leaves=6,
+)
+CALLS = st.lists(
+    st.tuples(st.sampled_from(["add", "look.up"]), st.dictionaries(st.sampled_from("xyz"), VALUES, max_size=3)),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+@given(text=st.sampled_from(["", "So:", "I add.\n\nThen"]), calls=CALLS)
+@settings(max_examples=100, deadline=None)
+def test_a_format_reads_the_calls_that_it_writes(name: str, text: str, calls: list[tuple[str, Any]]) -> None:
+    form = tool_call_format(name)
+    found = form.parse(form.write(text, calls), [], "call_0")
+    assert (found.content, [(type(one), one.id) for one in found.attempts]) == (
+        text,
+        [(ToolCall, f"call_0_{number}") for number in range(len(calls))],
+    )
+    assert json.dumps([(one.name, one.arguments) for one in found.attempts]) == json.dumps(calls)
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_marks_are_in_the_calls_that_a_format_writes(name: str) -> None:
+    written = FORMATS[name]().write("", [("now", {})])
+    assert [written.count(mark) for mark in FORMATS[name].marks] == [1, 1]
