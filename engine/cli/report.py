@@ -37,7 +37,7 @@ class Panel:
         states = " ".join(f"{state}={count}" for state, count in live.states.items() if count > 0)
         return (
             f"{summary.episodes}/{live.total} episodes · {live.tokens_per_second:.0f} tokens/s · "
-            f"mean reward {summary.mean_reward:.3f} · {states or 'none alive'}"
+            f"mean reward {summary.mean_reward:.3f} · {states or '0 running'}"
             + (f" · {live.waits}" if live.waits else "")
         )
 

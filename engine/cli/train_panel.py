@@ -1,4 +1,4 @@
-"""What `engine train` shows while it trains: a live table on a terminal, a line a step elsewhere."""
+"""The output of `engine train`: a live table on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40
-"""Steps that the curves show, at most."""
+"""Maximum number of steps in a curve."""
 
 _GROUPS = (
     ("policy", (("KL", "policy/approx_kl"), ("KL to reference", "policy/kl_ref"), ("entropy", "policy/entropy"),
                 ("clipped low", "policy/clip_low"), ("clipped high", "policy/clip_high"), ("ESS", "policy/ess"),
                 ("gradient", "grad_norm"), ("lr", "lr"))),
-    ("sampler", (("apart, mean", "sampler/diff_mean"), ("apart, max", "sampler/diff_max"),
-                 ("staleness", "staleness/mean"), ("at most", "staleness/max"))),
+    ("sampler", (("mean log-prob gap", "sampler/diff_mean"), ("max", "sampler/diff_max"),
+                 ("mean staleness", "staleness/mean"), ("max", "staleness/max"))),
 )  # fmt: skip
 
 
 def spark(values: list[float], width: int = WIDTH) -> str:
-    """The newest `width` values as bars between their least and their greatest; a space for what is no number."""
+    """The newest `width` values as bars between their minimum and maximum; a space for a value that is not finite."""
     newest = values[-width:]
     finite = [value for value in newest if math.isfinite(value)]
     if not finite:
@@ -47,7 +47,7 @@ def spark(values: list[float], width: int = WIDTH) -> str:
 
 
 class TrainPanel:
-    """The live table: rich asks for it anew at each refresh.
+    """The live table; rich renders it at each refresh.
 
     panel = TrainPanel(steps=100, live=live)
     with shown(panel, console, quiet=False):
@@ -58,12 +58,12 @@ class TrainPanel:
     def __init__(self, steps: int, live: Live | None = None) -> None:
         """
         Args:
-            steps: That the run is to have.
-            live: Counts of the episodes under way; may be set later.
+            steps: Steps of the training.
+            live: Counts of the running episodes; can be set later.
         """
         self.live = live
         self.printer: Console | None = None
-        """Where each update is printed as a line; nowhere while None."""
+        """Where each update is printed as a line. None: nowhere."""
         self._steps = steps
         self._step = 0
         self._doing = ""
@@ -73,11 +73,11 @@ class TrainPanel:
         self._began = time.perf_counter()
 
     def phase(self, name: str) -> None:
-        """What goes on from now: `rollout`, `update`, `sync`, `eval`, `checkpoint`."""
+        """Set the current phase: `rollout`, `update`, `sync`, `eval`, `checkpoint`."""
         self._doing = name
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """A step's metrics, by their names in `metrics.jsonl`."""
+        """Show the metrics of a step, by their names in `metrics.jsonl`."""
         self._step = step
         self._evaluated |= {name: value for name, value in values.items() if name.startswith("eval/")}
         self._now = dict(values)
@@ -96,8 +96,8 @@ class TrainPanel:
             ("loss", "loss", "{:.4g}"),
             ("KL", "policy/approx_kl", "{:.2g}"),
             ("entropy", "policy/entropy", "{:.3f}"),
-            ("apart", "sampler/diff_mean", "{:.2g}"),
-            ("stale", "staleness/mean", "{:.1f}"),
+            ("sampler/trainer log-prob gap", "sampler/diff_mean", "{:.2g}"),
+            ("staleness", "staleness/mean", "{:.2g}"),
             ("tokens/s", "tokens_per_second", "{:.0f}"),
         ):
             if key in now:
@@ -146,15 +146,15 @@ class TrainPanel:
         speed = self._now.get("tokens_per_second")
         if self.live is None:
             return "–" if speed is None else f"{speed:.0f} tokens/s"
-        alive = [f"{state} {count}" for state, count in self.live.states.items() if count > 0]
+        running = [f"{state} {count}" for state, count in self.live.states.items() if count > 0]
         shown = self.live.tokens_per_second if speed is None else speed
         waits = [self.live.waits] if self.live.waits else []
-        return "  ".join([*(alive or ["none alive"]), f"{shown:.0f} tokens/s", *waits])
+        return "  ".join([*(running or ["0 running"]), f"{shown:.0f} tokens/s", *waits])
 
 
 @contextmanager
 def shown(panel: TrainPanel, console: Console, *, quiet: bool = False) -> Iterator[None]:
-    """Show the panel inside: live on a terminal, a line a step where there is none, not at all when `quiet`."""
+    """Show the panel: live on a terminal, one line per step elsewhere, nothing if `quiet`."""
     if quiet:
         yield
         return

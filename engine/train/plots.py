@@ -1,6 +1,8 @@
-"""Pictures of a training run: PNG files, drawn without a display.
+"""Plots of a training run as PNG files, drawn by matplotlib without a display.
 
-`panels` says what is drawn and is a pure function of the metrics; the rest is matplotlib.
+`panels` selects the metrics of each plot and is a pure function of them. A tracker (`report_to`) shows the same metrics
+interactively; these files are for a machine without one, and for docs. matplotlib is in the extra `train` alone, and a training
+without it writes no plots. A plotting library on top of matplotlib would not shorten `panels`, which is most of this file.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.ticker import Locator
 
 PHASES = ("rollout", "update", "sync", "eval", "checkpoint")
-"""Of a step's time, in the order in which they are stacked; others come after."""
+"""Parts of a step's time, in the order in which they are stacked; other parts follow."""
 _POINTS = 60
-"""With fewer points than this each has a mark."""
+"""Lines with fewer points than this have markers."""
 
 
 class Line(NamedTuple):
-    """A metric's course."""
+    """The values of a metric by step."""
 
     label: str
     steps: list[int]
@@ -33,18 +35,18 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One pair of axes."""
+    """One plot area."""
 
     title: str
     lines: list[Line]
     stacked: bool = False
-    """The lines add up: areas on top of one another."""
+    """The lines are stacked areas."""
     limits: tuple[float, float] | None = None
-    """Of the vertical axis; by the values when left out."""
+    """Limits of the vertical axis. Default: from the values."""
 
 
 def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[Panel]]:
-    """Each picture's panels, by the picture's name; what was never measured is left out.
+    """Select the panels of each plot, by the name of the plot; metrics without values are left out.
 
     Args:
         rows: The lines of a `metrics.jsonl`.
@@ -57,7 +59,7 @@ def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[Panel]]:
     first = [f"time/{phase}" for phase in PHASES if f"time/{phase}" in phases]
     drawn = {
         "reward": [
-            Panel("reward, mean of a batch", _lines(rows, whole)),
+            Panel("mean reward of a batch", _lines(rows, whole)),
             Panel("reward by name", _lines(rows, named)),
             Panel("reward by turn", _lines(rows, turns, lambda name: f"turn {name.rpartition('/')[2]}")),
         ],
@@ -67,18 +69,18 @@ def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[Panel]]:
         ],
         "policy": [
             Panel("KL", _lines(rows, ["policy/approx_kl", "policy/kl_ref", "policy/token_kl_max"])),
-            Panel("clipped tokens, share", _lines(rows, ["policy/clip_low", "policy/clip_high"])),
-            Panel("entropy of a token, nats", _lines(rows, ["policy/entropy"])),
-            Panel("probability of what was sampled", _lines(rows, ["policy/confidence"])),
-            Panel("effective sample size, share", _lines(rows, ["policy/ess"]), limits=(0.0, 1.05)),
+            Panel("fraction of clipped tokens", _lines(rows, ["policy/clip_low", "policy/clip_high"])),
+            Panel("entropy per token, nats", _lines(rows, ["policy/entropy"])),
+            Panel("probability of sampled tokens", _lines(rows, ["policy/confidence"])),
+            Panel("effective sample size, fraction", _lines(rows, ["policy/ess"]), limits=(0.0, 1.05)),
             Panel("gradient norm", _lines(rows, ["grad_norm"])),
         ],
         "sampler": [
-            Panel("log-probs, sampler and trainer apart", _lines(rows, ["sampler/diff_mean", "sampler/diff_max"]))
+            Panel("sampler/trainer log-prob difference", _lines(rows, ["sampler/diff_mean", "sampler/diff_max"]))
         ],
-        "staleness": [Panel("versions behind", _lines(rows, ["staleness/mean", "staleness/max"]))],
+        "staleness": [Panel("staleness, weight versions", _lines(rows, ["staleness/mean", "staleness/max"]))],
         "time": [
-            Panel("seconds of a step, by phase", _stack(rows, [*first, *sorted(phases - set(first))]), stacked=True)
+            Panel("seconds per step, by phase", _stack(rows, [*first, *sorted(phases - set(first))]), stacked=True)
         ],
     }
     kept = {name: [panel for panel in group if panel.lines] for name, group in drawn.items()}
@@ -86,17 +88,17 @@ def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[Panel]]:
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draw a run's pictures into its `plots` folder.
+    """Draw the plots of a training into its folder `plots`.
 
     Args:
-        folder: Holds `metrics.jsonl`.
+        folder: The training's folder, with `metrics.jsonl`.
 
     Returns:
         The files.
 
     Raises:
-        StoreError: The metrics cannot be read.
-        TrainError: Kind `train_setup`: matplotlib is not installed.
+        StoreError: the metrics cannot be read.
+        TrainError: kind `train_setup`: matplotlib is not installed.
     """
     pictures = panels(read_metrics(folder))
     made = []
@@ -109,31 +111,31 @@ def draw(folder: Path) -> list[Path]:
 
 
 class Curve(NamedTuple):
-    """Several runs of one kind, step by step."""
+    """A metric over several runs, by step."""
 
     steps: list[int]
-    """Those that every run measured."""
+    """Steps for which every run has a value."""
     mean: list[float]
     low: list[float]
-    """Of the lowest run."""
+    """Values of the lowest run."""
     high: list[float]
-    """Of the highest run."""
+    """Values of the highest run."""
 
 
 def curve(runs: Sequence[Path], metric: str) -> Curve:
-    """One metric over runs that differ in their seed.
+    """Combine one metric of runs that differ in their seed.
 
     Args:
         runs: Their `metrics.jsonl`, or the folders that hold one.
-        metric: Its name.
+        metric: The name of the metric.
 
     Raises:
-        StoreError: A file cannot be read, or there is no step that every run measured.
+        StoreError: a file cannot be read, or no step has the metric in every run.
     """
     found = [dict(zip(*series(read_metrics(run), metric), strict=True)) for run in runs]
     steps = sorted(set.intersection(*map(set, found))) if found else []
     if not steps:
-        raise StoreError(f"no step has {metric!r} in every one of: {', '.join(map(str, runs)) or 'no run at all'}")
+        raise StoreError(f"no step has {metric!r} in all of these runs: {', '.join(map(str, runs)) or 'none given'}")
     columns = [[run[step] for run in found] for step in steps]
     return Curve(steps, [math.fsum(c) / len(c) for c in columns], [min(c) for c in columns], [max(c) for c in columns])
 
@@ -146,18 +148,18 @@ def draw_curves(
     target: float | None = None,
     title: str | None = None,
 ) -> Path:
-    """Draw a metric of several kinds of run: the mean over seeds, in a band from the lowest to the highest.
+    """Draw one metric of several configurations: the mean over seeds, and a band from the lowest to the highest seed.
 
     Args:
-        runs: Label -> the runs' `metrics.jsonl`, one a seed.
-        metric: Its name.
-        out: The PNG.
-        target: Where a line is drawn across.
-        title: Above it; the metric's name when left out.
+        runs: Label -> the `metrics.jsonl` of its runs, one per seed.
+        metric: The name of the metric.
+        out: The PNG file to write.
+        target: Value of a horizontal line.
+        title: Title of the plot. Default: the name of the metric.
 
     Raises:
-        StoreError: See `curve`.
-        TrainError: Kind `train_setup`: matplotlib is not installed.
+        StoreError: as in `curve`.
+        TrainError: kind `train_setup`: matplotlib is not installed.
     """
     curves = {label: curve(paths, metric) for label, paths in runs.items()}
     figure, (axes,) = _figure(1)
@@ -183,7 +185,7 @@ def _number(name: str) -> tuple[int, str]:
 
 
 def _is_rate(name: str) -> bool:
-    """Whether it is a share or a reward, which share an axis."""
+    """Whether the metric is a fraction or a reward; these share an axis."""
     return name not in ("eval/turns", "eval/tokens")
 
 
@@ -195,7 +197,7 @@ def _lines(
 
 
 def _stack(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[Line]:
-    """Lines over the same steps: a phase that a step had not took no time."""
+    """Lines over the same steps; a phase that a step does not have counts 0 seconds."""
     measured = {name: dict(zip(*series(rows, name), strict=True)) for name in names}
     steps = sorted({step for found in measured.values() for step in found})
     return [
@@ -214,11 +216,11 @@ def _figure(count: int) -> tuple[Figure, list[Axes]]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise TrainError(
-            f"drawing needs matplotlib ({error}): pip install 'episode-engine[train]'", kind="train_setup"
+            f"plots need matplotlib ({error}): pip install 'episode-engine[train]'", kind="train_setup"
         ) from error
     columns = min(count, 3)
     rows = -(-count // columns)
-    # A figure of its own, not pyplot's: no display, no state that threads share.
+    # `Figure` and not pyplot: it needs no display and has no state that threads share.
     figure = Figure(figsize=(5.6 * columns, 3.6 * rows), dpi=110, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for spare in axes[count:]:

@@ -69,7 +69,7 @@ async def test_a_webhook_gets_the_event_as_json(hook: Hook) -> None:
     event = hook.next()
     assert isinstance(event.pop("time"), float)
     assert event == {
-        "kind": "diverged", "run": "run-1", "step": 12, "reason": "the loss is nan", "loss": "nan", "folder": "x",
+        "kind": "diverged", "run": "run-1", "step": 12, "reason": "the loss is nan", "loss": "NaN", "folder": "x",
         "text": "run-1: training diverged at step 12: the loss is nan",
     }  # fmt: skip
 
@@ -90,8 +90,8 @@ async def test_a_server_that_refuses_is_said_aloud_once(hook: Hook) -> None:
         await notifier.tell("failed")
         await notifier.tell("failed")
     assert [(entry["log_level"], entry["reason"]) for entry in logs] == [
-        ("warning", "the URL in HOOK answered 500: "),
-        ("debug", "the URL in HOOK answered 500: "),
+        ("warning", "the URL in HOOK replied with 500: "),
+        ("debug", "the URL in HOOK replied with 500: "),
     ]
 
 
@@ -115,7 +115,7 @@ async def test_a_command_reads_the_event_from_its_standard_input(tmp_path: Path)
     code = f"import sys; open({str(out)!r}, 'w').write(sys.stdin.read())"
     await Notifier(NotifySpec(command=[sys.executable, "-c", code]), "run").tell("finished", step=3)
     event = json.loads(out.read_text())
-    assert (event["kind"], event["step"], event["text"]) == ("finished", 3, "run: training is finished at step 3")
+    assert (event["kind"], event["step"], event["text"]) == ("finished", 3, "run: training finished at step 3")
 
 
 async def test_a_command_that_fails_is_told_with_what_it_said() -> None:
@@ -123,7 +123,7 @@ async def test_a_command_that_fails_is_told_with_what_it_said() -> None:
     notifier = Notifier(NotifySpec(command=[sys.executable, "-c", code]), "run")
     with structlog.testing.capture_logs() as logs:
         await notifier.tell("failed")
-    assert [entry["reason"] for entry in logs] == [f"{sys.executable} ended with 1: no such room"]
+    assert [entry["reason"] for entry in logs] == [f"{sys.executable} exited with 1: no such room"]
 
 
 def ends(pid: int) -> bool:
@@ -145,7 +145,7 @@ async def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path: Pat
     notifier = Notifier(NotifySpec(command=command), "run", seconds=1.0)
     with structlog.testing.capture_logs() as logs:
         await notifier.tell("failed")
-    assert [entry["reason"] for entry in logs] == ["sh was not done within 1 s"]
+    assert [entry["reason"] for entry in logs] == ["sh did not end within 1 s"]
     assert ends(int(pid.read_text()))
 
 
@@ -199,7 +199,7 @@ def test_a_stall_is_told_once_until_something_happens(hook: Hook) -> None:
     watch.check()
     event = hook.next()
     assert (event["kind"], event["step"], event["seconds"]) == ("stalled", 4, 61.0)
-    assert event["text"] == "run: training stalls at step 4: no episode and no step for 61 s"
+    assert event["text"] == "run: training stalled at step 4: no episode and no step for 61 s"
     assert hook.events.empty()
     watch.tick()
     now[0] = 261.0

@@ -26,7 +26,7 @@ def test_rewards_are_drawn_whole_by_name_and_by_turn() -> None:
         {"step": 2, "reward/mean": 0.75, "episode/solved": 0.25},
     ]
     assert panels(rows)["reward"] == [
-        Panel("reward, mean of a batch", [Line("mean", [1, 2], [0.5, 0.75]), Line("solved", [2], [0.25])]),
+        Panel("mean reward of a batch", [Line("mean", [1, 2], [0.5, 0.75]), Line("solved", [2], [0.25])]),
         Panel("reward by name", [Line("format", [1], [3.0])]),
         Panel("reward by turn", [Line("turn 2", [1], [2.0]), Line("turn 10", [1], [1.0])]),
     ]
@@ -39,7 +39,7 @@ def test_phases_are_stacked_in_their_order_and_a_missing_one_took_no_time() -> N
     ]
     assert panels(rows)["time"] == [
         Panel(
-            "seconds of a step, by phase",
+            "seconds per step, by phase",
             [Line("rollout", [1, 2], [3.0, 4.0]), Line("update", [1, 2], [2.0, 0.0]), Line("zeta", [1, 2], [1.0, 0.0])],
             stacked=True,
         )
@@ -85,7 +85,7 @@ def test_a_curve_is_the_mean_of_the_seeds_where_all_were_measured(tmp_path: Path
 
 def test_seeds_with_no_step_in_common_are_an_error(tmp_path: Path) -> None:
     runs = [run(tmp_path / "a", "loss", {1: 0.0}), run(tmp_path / "b", "loss", {2: 0.0})]
-    with pytest.raises(StoreError, match="no step has 'loss' in every one of"):
+    with pytest.raises(StoreError, match="no step has 'loss' in all of these runs"):
         curve(runs, "loss")
 
 

@@ -4,8 +4,8 @@ Methods that compare have these keys:
 - `baseline: mean` subtracts the group's mean; in a group of one episode every advantage is then 0. `leave_one_out` subtracts
   the mean of the other episodes (RLOO, arXiv 2402.14740, section 3.2), and nothing if there are no others.
 - `scale: std` divides by the group's sample standard deviation (with n - 1, as other trainers compute it) plus `EPSILON`.
-  Equal returns and a group of one are not scaled, because dividing by `EPSILON` alone would make them huge. `scale: none` is Dr. GRPO's choice (arXiv 2503.20783): dividing gives more weight to tasks that
-  are nearly always or nearly never solved.
+  Equal returns and a group of one are not scaled, because dividing by `EPSILON` alone would make them huge. `scale: none` is
+  Dr. GRPO's choice (arXiv 2503.20783): dividing gives more weight to tasks that are nearly always or nearly never solved.
 - An episode that has already ended counts with 0 in the baseline of later turns, because nothing more can be earned. A mean
   over only the episodes that are still running is biased, because the policy decides which episodes run on.
 """
