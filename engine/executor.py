@@ -405,7 +405,11 @@ class Executor:
             raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) answers otherwise now")
 
     def follow(self, episode: Episode, entry: JournalEntry) -> None:
-        """Feed one journal entry, and hold it to where it says that it leads."""
+        """Feed one journal entry, and hold it to where it says that it leads.
+
+        Raises:
+            ReplayError: the entry is not of this step and state, or now leads elsewhere.
+        """
         if entry.seq != episode.seq or entry.state != episode.state:
             raise ReplayError(
                 f"{episode.id}: the journal's step {entry.seq} is of {entry.state}; "

@@ -33,7 +33,11 @@ class AskUserAction(BuiltInAction):
         return self._bounds_with.get(episode.task.user or "", self._bounds)
 
     async def perform(self, episode: Episode, world: World) -> UserRecord:
-        """The user's answer, or the engine's own to a reply that nobody could read."""
+        """The user's answer, or the engine's own to a reply that nobody could read.
+
+        Raises:
+            WorldError: the spec has no user, or the user failed or returned an invalid answer.
+        """
         if episode.malformed:
             return UserRecord(turn=UserTurn(content=self._malformed(episode)), canned=True)
         user = self._people.get(world.user_name)

@@ -28,7 +28,11 @@ class CallToolsAction(BuiltInAction):
         self._most = services.spec.limits.tool_calls
 
     async def perform(self, episode: Episode, world: World) -> ToolsRecord:
-        """One result for each attempt."""
+        """One result for each attempt.
+
+        Raises:
+            WorldError: the spec has no tools.
+        """
         if world.toolbox is None:
             raise WorldError("tools are called, but the spec has none", blame="spec", kind="no_tools")
         left = self._most - episode.tool_calls if self._most is not None else len(episode.attempts)

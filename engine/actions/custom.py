@@ -40,7 +40,11 @@ class StepAction(LimitedAction):
         raise NotImplementedError
 
     async def perform(self, episode: Episode, world: World) -> StepRecord:
-        """Its answer, checked: a declared event, and nothing said in the model's name."""
+        """Its answer, checked: a declared event, and nothing said in the model's name.
+
+        Raises:
+            WorldError: it failed, or returned no `Step`, an undeclared event, or a message of role assistant.
+        """
         step = await call_world(
             self._services.workers,
             self._target(world),
@@ -92,6 +96,11 @@ class EnvironmentStep(StepAction):
     """`step`: the environment's."""
 
     def __init__(self, services: Services, base: Path) -> None:
+        """Read the environment's events.
+
+        Raises:
+            WorldError: the spec has no environment.
+        """
         spec = services.spec.environment
         if spec is None:
             raise WorldError(
@@ -117,6 +126,11 @@ class OwnAction(StepAction):
     """An action of the spec's own, by entry point."""
 
     def __init__(self, services: Services, base: Path, state: StateSpec) -> None:
+        """Load the function and read its events.
+
+        Raises:
+            WorldError: the function declares no events.
+        """
         assert state.action is not None
         isolation = services.spec.isolation_of(None)
         self._origin = Origin(state.action, base, state.with_, "function")

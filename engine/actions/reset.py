@@ -26,7 +26,11 @@ class ResetAction(BuiltInAction):
         self._pictured = any(not isinstance(message.content, str) for message in services.spec.prompt)
 
     async def perform(self, episode: Episode, world: World) -> ResetRecord:
-        """The environment's first word; an empty one where the spec has no environment."""
+        """The environment's first word; an empty one where the spec has no environment.
+
+        Raises:
+            WorldError: the environment failed, or returned no `Reset`.
+        """
         prompt = self._prompt(episode) if self._pictured else None
         if self._environment is None:
             return ResetRecord(reset=Reset(), prompt=prompt)

@@ -40,7 +40,11 @@ class Threads:
         """Threads that are not given up."""
 
     def start(self, call: Call) -> None:
-        """Run a call as soon as a thread is free."""
+        """Run a call as soon as a thread is free.
+
+        Raises:
+            WorldError: the system starts no thread.
+        """
         self._open += 1
         self._grow()
         if self._count == 0:

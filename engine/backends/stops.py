@@ -43,7 +43,7 @@ class StopStrings:
         """The stop string that the newest of `output_ids` completes; the earliest in the text where several are.
 
         Args:
-            output_ids: The sampled ids so far. Their last token is the only one that is asked about.
+            output_ids: The sampled ids so far, shape [tokens]. Their last token is the only one that is asked about.
         """
         if not self._strings or not len(output_ids):
             return None
@@ -69,7 +69,7 @@ def finish_reason(
 
     Args:
         request: What was asked for.
-        output_ids: The sampled ids so far, at least one.
+        output_ids: The sampled ids so far, shape [tokens], at least one.
         most: Maximum number of sampled ids.
         stops: The request's stop strings.
     """

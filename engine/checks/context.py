@@ -115,7 +115,11 @@ class CheckContext:
         return found
 
     def described(self, use: str) -> Any:
-        """The same, for a rule that a `NotImported` tells enough: it does not count as skipped."""
+        """The same, for a rule that a `NotImported` tells enough: it does not count as skipped.
+
+        Raises:
+            TooMuch: the spec names too many entry points to read.
+        """
         if use not in self._entries:
             if len(self._entries) == MAX_ENTRIES:
                 raise TooMuch

@@ -43,7 +43,11 @@ def _fix(cycle: Cycle) -> str:
 
 @rule("machine.unbounded-cycle", "error", "a cycle that no limit bounds")
 def unbounded_cycle(ctx: CheckContext) -> Iterator[Finding]:
-    """No limit of turns or calls and no time limit ends it."""
+    """No limit of turns or calls and no time limit ends it.
+
+    Raises:
+        TooMuch: there are too many cycles to look at each.
+    """
     for cycle in _cycles(ctx):
         if cycle.late or not ctx.graph.chart.timed:
             when = " even after the time limit" if cycle.late else ""

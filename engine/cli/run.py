@@ -185,7 +185,12 @@ def prepare(
     *,
     evaluation: bool = False,
 ) -> tuple[LoadedSpec, list[Task], RunStore]:
-    """Load and check the spec, read its tasks, and open the store."""
+    """Load and check the spec, read its tasks, and open the store.
+
+    Raises:
+        SpecError: the spec has errors.
+        StoreError: the run to resume cannot be opened, or the new one cannot be made.
+    """
     from engine.checks import check_spec
     from engine.errors import SpecError
     from engine.spec.load import load_spec

@@ -144,6 +144,7 @@ class Runner:
         Raises:
             StoreError: it is done already, or what happens can no longer be stored.
             OutageError: no server replied for too long; the journal keeps what the episode did.
+            ReplayError: the episode must begin anew, but shares turns with a fork of its run.
         """
         episode_id = episode_id_of(task.id, sample)
         async with self._suspects.admitted(episode_id) as alone:

@@ -43,12 +43,12 @@ _SWAP = sys.byteorder == "big"
 
 
 def array_bytes(array: np.ndarray) -> bytes:
-    """A 4-byte array -> little-endian bytes."""
+    """A 4-byte array of any shape -> little-endian bytes, in C order."""
     return array.astype(array.dtype.newbyteorder("<")).tobytes() if _SWAP else array.tobytes()
 
 
 def array_from(data: bytes, dtype: type[np.int32] | type[np.float32]) -> np.ndarray:
-    """Little-endian bytes -> an array of its own, writable and in the machine's order."""
+    """Little-endian bytes -> an array [n] of its own, writable and in the machine's byte order."""
     little = np.dtype(dtype).newbyteorder("<")
     return np.frombuffer(data, dtype=little).astype(dtype)
 

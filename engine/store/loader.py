@@ -78,6 +78,8 @@ class TensorFolder:
     def write(self, digest: str, tensors: Callable[[str], Tensors]) -> None:
         """Write an image's tensors, unless that was done.
 
+        The tensors keep their shapes.
+
         Raises:
             StoreError: The file cannot be written.
         """
@@ -97,7 +99,7 @@ class TensorFolder:
         self._written.add(digest)
 
     def read(self, digest: str) -> Tensors | None:
-        """An image's tensors; None where they are not here."""
+        """An image's tensors, in the shapes that were written; None if they are not here."""
         from safetensors.numpy import load_file
 
         path = self._file(digest)
@@ -202,7 +204,10 @@ def collate(rows: Sequence[Row], vision: Vision | None = None, *, pad_id: int = 
 
 
 def forward_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The part of a batch that the model's forward pass takes; Idefics3's and SmolVLM's take no token types."""
+    """The part of a batch that the model's forward pass takes; Idefics3's and SmolVLM's take no token types.
+
+    The tensors are those of the batch, in their shapes: [rows, tokens] for ids, mask and token types.
+    """
     tiled = "pixel_attention_mask" in batch
     names = [name for name in _INPUTS if name in batch and not (tiled and name == "mm_token_type_ids")]
     known = {*_INPUTS, *_BY_TOKEN, "banned_token_ids"}

@@ -126,7 +126,11 @@ class FamilyFormat(ChatFormat):
             self.reads_calls = reads_template(self, self.call_format)
 
     def render_views(self, views: Sequence[View], tools: list[View] | None) -> list[int]:
-        """See `ChatFormat.render_views`."""
+        """See `ChatFormat.render_views`.
+
+        Raises:
+            RenderError: the renderer refuses the messages.
+        """
         try:
             return list(self._renderer.render_ids(_shown(views), tools=tools, add_generation_prompt=True))
         except Exception as error:

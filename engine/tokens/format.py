@@ -109,7 +109,7 @@ class ChatFormat(ABC):
         return self.fast.encode(text)
 
     def decode(self, ids: Sequence[int] | IntVector) -> str:
-        """Ids -> text, nothing left out."""
+        """Ids [tokens] -> text, nothing left out."""
         return self.fast.decode(ids)
 
     @cached_property

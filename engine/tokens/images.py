@@ -217,7 +217,10 @@ class ImageBank:
         self._fetch = fetch
 
     def read_tensors_from(self, made: Callable[[str], Tensors | None]) -> None:
-        """Set where tensors that were computed before are read from: the files beside exported rows, by digest."""
+        """Set where tensors that were computed before are read from: the files beside exported rows, by digest.
+
+        The tensors have the shapes that `VisionFamily.process` gave them.
+        """
         self._made = made
 
     def put(self, digest: str, data: bytes, mime: str) -> None:
@@ -286,6 +289,8 @@ class ImageBank:
 
     def tensors(self, digest: str) -> Tensors:
         """Inputs of the model's forward pass for an image, by name.
+
+        The shapes are the family's: see `VisionFamily.process`.
 
         Raises:
             ImageError: As in `picture`.

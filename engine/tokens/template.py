@@ -79,7 +79,11 @@ class TemplateFormat(ChatFormat):
         return self.fast.encode(self._template.text(views, tools))
 
     def extension(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Extension | None:
-        """See `ChatFormat.extension`: O(new), one pass of the template and one of the tokenizer."""
+        """See `ChatFormat.extension`: O(new), one pass of the template and one of the tokenizer.
+
+        Raises:
+            RenderError: the template writes no added token after a reply.
+        """
         if not self._ends.tokens:
             raise RenderError("the template writes no added token after a reply")
         stand_in, end = stand_in_for(reply)

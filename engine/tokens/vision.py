@@ -57,6 +57,8 @@ class VisionFamily(Protocol):
     def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
         """One image -> tensors, its expansion as text, its grid, and the number of placeholders for that grid.
 
+        The tensors have the shapes of the processor: [1, …] for an image, or [patches, …] where the family packs patches.
+
         Raises:
             ValueError: The processor's result is inconsistent.
         """
@@ -71,12 +73,19 @@ class VisionFamily(Protocol):
         ...
 
     def stack(self, rows: Sequence[Sequence[Tensors]]) -> Tensors:
-        """The tensors of a batch, from each sequence's images in order."""
+        """The tensors of a batch, from each sequence's images in order.
+
+        Shapes: [images, …] or [patches, …] over all images, as the model's forward pass takes them.
+        """
         ...
 
 
 class Vision:
-    """The images of one model. Made by `load_vision`; shared by all episodes."""
+    """The images of one model. Made by `load_vision`; shared by all episodes.
+
+    Raises:
+        RenderError: the tokenizer lacks a token that stands for images of this model.
+    """
 
     def __init__(self, family: VisionFamily, folder: Path, tokenizer: FastTokenizer, spec: ModelSpec) -> None:
         self.family = family
@@ -263,6 +272,8 @@ class Vision:
 
     def tensors(self, rows: Sequence[Sequence[str]]) -> Tensors:
         """Inputs of the model's forward pass for a batch of sequences.
+
+        The shapes are those of `VisionFamily.stack`.
 
         Args:
             rows: For each sequence, the digests of its images, in order.

@@ -78,10 +78,16 @@ class ProcessGroup(Protocol):
         """A context in which process 0's model has full weights. With `write`, changes to them are kept in all shards."""
 
     def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Full tensors of sharded tensors in process 0, and {} in the others. One process: the tensors themselves."""
+        """Full tensors of sharded tensors in process 0, and {} in the others. One process: the tensors themselves.
+
+        A full tensor has the shape of the whole parameter.
+        """
 
     def shard_like(self, value: Tensor, like: Tensor) -> Tensor:
-        """The full value of process 0, sharded and placed like `like`. The other processes' values are ignored."""
+        """The full value of process 0, sharded and placed like `like`. The other processes' values are ignored.
+
+        `value` has the shape of the whole of `like`.
+        """
 
     def close(self) -> None:
         """In process 0: end `serve_calls` in the others. After an error in process 0 alone, exit instead: the launcher ends them."""
@@ -175,6 +181,9 @@ class ShardedProcessGroup:
         Every process must have loaded the same weights. Sharding replaces the parameters: each process holds a part of
         the rows, and tied parameters stay tied. Weights that are used outside of the model's own `forward` (the output
         layer) are gathered as well, because the pass is the function that is called through the result.
+
+        Raises:
+            TrainError: the installed torch cannot sum gradients over processes.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -34,6 +34,8 @@ def tensor_names(folder: Path) -> set[str]:
 def under_file_names(model: Any, state: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
     """A model's weights under the names that its files use.
 
+    The tensors keep their shapes.
+
     Args:
         model: The transformers model, loaded from `folder`.
         state: The weights under the model's own names.
@@ -60,6 +62,8 @@ def under_file_names(model: Any, state: Mapping[str, torch.Tensor], folder: Path
 
 def write_model(state: Mapping[str, torch.Tensor], source: Path, folder: Path) -> None:
     """Write a model folder: new weights, and copies of all other files of `source`.
+
+    The tensors are written in their shapes.
 
     Args:
         state: Weights by their names in the files.

@@ -45,6 +45,9 @@ class Learner:
         spec: The `train:` section.
         episode_tokens: Maximum number of tokens of an episode, for `dr_grpo` without `length`.
         process_group: The processes of the training. Each has a learner; process 0's learner calls the others.
+
+    Raises:
+        TrainError: kind `train_setup`: no parameter is trained.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Learner:
         Args:
             rows: The training rows of the batch.
             step: The batch's number, from 0. It sets the learning rate and the order of mini-batches.
-            images: Tensors of the rows' images by digest, for processes that did not sample the rows.
+            images: Tensors of the rows' images by digest, in the processor's shapes, for processes that did not sample the rows.
 
         Returns:
             Metrics: means over the updates; maxima for names that end in `max`.
@@ -235,7 +238,10 @@ class Learner:
         return wanted.lr * 0.5 * (1.0 + math.cos(math.pi * over))
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """AdamW's moments and step counts by `<parameter>::exp_avg` and so on: full tensors in process 0, {} in the others."""
+        """AdamW's moments and step counts by `<parameter>::exp_avg` and so on: full tensors in process 0, {} in the others.
+
+        Moments have the shapes of their parameters; step counts are scalars.
+        """
         self.process_group.call_others("optimizer_state")
         told: dict[str, torch.Tensor] = {}
         for name, parameter in zip(self._names, self._parameters, strict=True):
@@ -245,6 +251,8 @@ class Learner:
 
     def read_optimizer_state(self, file: Path) -> torch.Tensor:
         """Load what `optimizer_state` returned, from a safetensors file that every process can read.
+
+        The state returned has shape [bytes], dtype uint8.
 
         Returns:
             torch's random state from the same file.

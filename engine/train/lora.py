@@ -86,7 +86,10 @@ class Adapter:
                 layer._disable_adapters = False
 
     def merged(self) -> dict[str, torch.Tensor]:
-        """The model's weights with the adapter merged in, under their names without adapter. The model is not changed."""
+        """The model's weights with the adapter merged in, under their names without adapter. The model is not changed.
+
+        Each weight has the shape of the model's parameter.
+        """
         state: dict[str, torch.Tensor] = {}
         for name, tensor in self._model.state_dict().items():
             if ".lora_" not in name:

@@ -174,6 +174,8 @@ class Policy:
 
         Without LoRA these are the parameters themselves, which the next step changes. Copy them to keep them.
 
+        Each weight has the shape of the model's parameter.
+
         Args:
             names: `files`: the names in the model's files, which servers use. `model`: the names in the transformers model,
                 with tied weights under each of their names. For most models both are the same.
@@ -202,11 +204,16 @@ class Policy:
         self._adapter.save(folder)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The trained parameters by name, detached but not copied, for a checkpoint."""
+        """The trained parameters by name, detached but not copied, for a checkpoint.
+
+        Each tensor has the shape of its parameter.
+        """
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load what `state` returned.
+
+        Each tensor has the shape of its parameter.
 
         Raises:
             TrainError: kind `checkpoint`: names or shapes differ from those of this model.

@@ -43,6 +43,9 @@ class TaskOrder:
 
     >>> order = TaskOrder(tasks, shuffle=True, seed=0)
     >>> order[0], order[len(tasks)]                        # the task of any group, without reading the ones before
+
+    Raises:
+        TrainError: there are no tasks.
     """
 
     def __init__(self, tasks: Sequence[Task], *, shuffle: bool, seed: int) -> None:

@@ -30,7 +30,10 @@ _SHARING_STRATEGY_LOCK = threading.Lock()
 
 
 def buckets(weights: Mapping[str, torch.Tensor], most: int = BUCKET_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Split weights, in order, into buckets of at most `most` bytes. A larger tensor is a bucket of its own."""
+    """Split weights, in order, into buckets of at most `most` bytes. A larger tensor is a bucket of its own.
+
+    The tensors keep their shapes.
+    """
     piece: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in weights.items():
@@ -70,7 +73,10 @@ class SharedBuffer:
         self._views: list[tuple[str, torch.Tensor]] = []
 
     def write(self, piece: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy a bucket into the buffer."""
+        """Copy a bucket into the buffer.
+
+        Tensors of any shape, one after another.
+        """
         at = 0
         self._views = []
         for name, tensor in piece:
@@ -88,7 +94,10 @@ class SharedBuffer:
 
 
 def buffer_bytes(piece: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Bytes that a bucket needs in a buffer, with alignment."""
+    """Bytes that a bucket needs in a buffer, with alignment.
+
+    The tensors may have any shape.
+    """
     return sum(_padded(tensor.nbytes) for _, tensor in piece)
 
 

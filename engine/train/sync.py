@@ -79,7 +79,11 @@ class LocalSync:
         self._backend = backend
 
     async def push(self, policy: Policy, version: int) -> None:
-        """See `WeightSync`. Replies that are being made go on with the new weights (a model that sees ends them first)."""
+        """See `WeightSync`. Replies that are being made go on with the new weights (a model that sees ends them first).
+
+        Raises:
+            TrainError: the backend does not take the weights.
+        """
         weights = await asyncio.to_thread(policy.weights, "model")
         try:
             await self._backend.update_weights(weights, version)

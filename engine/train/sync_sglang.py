@@ -37,7 +37,11 @@ PROBE_SECONDS = 30.0
 
 
 def open_sglang_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) -> WeightSync:
-    """See `engine.train.sync.open_sync`."""
+    """See `engine.train.sync.open_sync`.
+
+    Raises:
+        TrainError: the backend cannot take weights in the way that the spec asks for.
+    """
     assert isinstance(backend, SGLangBackend)
     assert spec.train is not None
     assert spec.backend.kind == "sglang"

@@ -216,6 +216,8 @@ class LocalBackend:
         Everything cached is dropped. Replies that are being made go on where they were, over a context computed
         anew: their earlier tokens keep the version that sampled them.
 
+        A weight has the shape of the parameter that it replaces.
+
         Args:
             weights: Every parameter by name, or a folder of safetensors.
             version: What `VersionSpan` says of tokens sampled from now on.

@@ -213,7 +213,10 @@ class RowsCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store what is new; attention reads the rows itself."""
+        """Store what is new; attention reads the rows itself.
+
+        `key_states` and `value_states`: [1, key-value heads, tokens, head_dim]; they are returned as they are.
+        """
         assert self.plan is not None
         self.store.write(layer_idx, key_states, value_states, self.plan)
         return key_states, value_states
@@ -256,6 +259,9 @@ def attend(
 
     Returns:
         [1, tokens, heads, value_dim], and no weights.
+
+    Raises:
+        BackendError: it is called outside of the local backend's forward pass, or the model wants attention that is not supported.
     """
     cache = _active.cache
     if cache is None or cache.plan is None or cache.store.keys is None or cache.store.values is None:

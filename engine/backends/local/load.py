@@ -215,6 +215,8 @@ class PackedModel:
     def load_weights(self, state: dict[str, torch.Tensor]) -> None:
         """Copy new weights over the old ones, all or none.
 
+        A weight has the shape of the parameter that it replaces.
+
         Raises:
             BackendError: Names or shapes differ from the model's.
         """
@@ -223,6 +225,8 @@ class PackedModel:
 
 def copy_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
     """Copy new weights over a model's, all or none.
+
+    A weight has the shape of the parameter that it replaces.
 
     Raises:
         BackendError: Names or shapes differ from the model's.
@@ -244,6 +248,8 @@ def copy_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a folder's safetensors files.
+
+    The tensors have the shapes in the files.
 
     Raises:
         BackendError: There are none.

@@ -71,7 +71,7 @@ class Row:
 
     @property
     def known(self) -> np.ndarray:
-        """The tokens, without the room for more."""
+        """The tokens, shape [tokens], without the room for more."""
         return self.ids[: self.length]
 
     @property
@@ -110,7 +110,7 @@ class _Shelved:
 
 
 def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
-    """How many tokens two sequences begin with in common."""
+    """How many tokens two sequences, of shapes [n] and [m], begin with in common."""
     length = min(len(left), len(right))
     different = left[:length] != right[:length]
     return int(different.argmax()) if different.any() else length

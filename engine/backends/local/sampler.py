@@ -144,7 +144,10 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequen
 
 
 def sample_each(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequence[int]) -> Sampled:
-    """`sample`, row after row: sums over a row add in the same order however many rows there are."""
+    """`sample`, row after row: sums over a row add in the same order however many rows there are.
+
+    `logits` has shape [rows, vocabulary]; the arrays of the result have shape [rows].
+    """
     found = [
         sample(logits[row : row + 1].clone(), states[row : row + 1], places[row : row + 1])
         for row in range(len(states))

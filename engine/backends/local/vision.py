@@ -101,7 +101,10 @@ class VisionBackend(LocalBackend):
             self._model.forget(episode_id)
 
     async def update_weights(self, weights: Mapping[str, torch.Tensor] | Path, version: int) -> None:
-        """See `LocalBackend.update_weights`; a reply that is being made is finished first."""
+        """See `LocalBackend.update_weights`; a reply that is being made is finished first.
+
+        A weight has the shape of the parameter that it replaces.
+        """
         from engine.backends.local.load import read_weights
 
         self._rows()

@@ -86,7 +86,7 @@ def sample_prompt(format: ChatFormat) -> tuple[IntVector, list[int], str | None]
     """A prompt that asks about an image, where the model takes any.
 
     Returns:
-        Its ids on the tape; the ids that a server is sent; the image's digest, None without one.
+        Its ids on the tape, shape [tokens]; the ids that a server is sent; the image's digest, None without one.
     """
     text = TextPart(text="What is it? 17 × 25 = 425, naïve.")
     conversation = Conversation(format, [])

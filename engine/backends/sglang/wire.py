@@ -304,7 +304,10 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class PromptMismatch(BackendError):
-    """The server worked on another prompt than the one it was sent."""
+    """The server worked on another prompt than the one it was sent.
+
+    It shows the first difference between the ids that were sent, shape [n], and those that the server saw.
+    """
 
     def __init__(self, sent: np.ndarray, seen: Sequence[int]) -> None:
         at = next(

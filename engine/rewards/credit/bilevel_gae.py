@@ -20,6 +20,8 @@ def bilevel_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[Values]
     V_t is the critic's value at the last sampled token of turn t. The caller gives the ends of turns, because a turn without a
     reward is a turn as well.
 
+    The result holds one array, float64 [turns], for each episode of the group.
+
     Raises:
         LedgerError: there are no values, or not one for each sampled token.
     """

@@ -23,6 +23,8 @@ def gigpo(spec: GigpoCredit, group: Sequence[Member]) -> list[Values]:
     in the group has A^S = 0. An episode that returns to a state is in that state's group once per visit, as in the paper; in
     A^E it counts once.
 
+    The result holds one array, float64 [turns], for each episode of the group.
+
     Raises:
         LedgerError: the states were not stored when the episodes ran.
     """

@@ -20,6 +20,8 @@ def mt_grpo(spec: MtGrpoCredit, group: Sequence[Member]) -> list[Values]:
     R^O is the sum of the outcome's rewards: the rewards that the spec names, at any turn, or by default all rewards of the last
     turn. R^T_i,k is the rest of what turn k holds. The paper has two turns, of which the first has its own reward. An episode
     without a turn k counts with R^T_i,k = 0.
+
+    The result holds one array, float64 [turns], for each episode of the group.
     """
     outcomes, own = [], []
     for member in group:

@@ -23,6 +23,8 @@ def progress(spec: ProgressCredit, group: Sequence[Member]) -> list[Values]:
     turn has its own part only) is compared with the group at the same turn, as in `turn_return`.
 
     A turn has a score if the reward (any reward, if the spec names none) was written to it, even if it is 0.
+
+    The result holds one array, float64 [turns], for each episode of the group.
     """
 
     def rise(scores: Values, member: Member) -> Values:

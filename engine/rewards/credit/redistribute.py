@@ -26,6 +26,8 @@ def redistribute(spec: RedistributeCredit, group: Sequence[Member]) -> list[Valu
     `state_key`, or by default (number of turns, sum of their rewards). An episode counts once in a state, however often it was
     there. The advantage of a turn is its r' relative to the group's at the same turn, so g before the first turn cancels.
 
+    The result holds one array, float64 [turns], for each episode of the group.
+
     Raises:
         LedgerError: the spec has a `state_key`, and the states were not stored when the episodes ran.
     """

@@ -17,6 +17,8 @@ def score(spec: ScoreCredit, group: Sequence[Member]) -> list[Values]:
 
     then the return from each turn on (`gamma`), compared with the group at the same turn as in `turn_return`. The paper has two
     attempts, and the second gets the bonus alpha * (r(y_2) - r(y_1)). Every turn is an attempt.
+
+    The result holds one array, float64 [turns], for each episode of the group.
     """
     rewards = shaped(group, spec.reward, lambda chosen, _: bonus(chosen, spec.alpha))
     return compare_turns(spec, [returns_to_go(row, spec.gamma) for row in rewards])

@@ -23,6 +23,8 @@ def turn_discount(spec: TurnDiscountCredit, group: Sequence[Member]) -> list[Val
     r * gamma^(t - 1) for all its turns.
 
     An episode that has ended counts with 0 in the baseline of later turns.
+
+    The result holds one array, float64 [turns], for each episode of the group.
     """
     ledgers = [member.ledger for member in group]
     if spec.form == "attempts":

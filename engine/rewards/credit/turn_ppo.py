@@ -19,6 +19,8 @@ def turn_ppo(spec: TurnPpoCredit, group: Sequence[Member]) -> list[Values]:
     V_t is the critic's value before the first sampled token of turn t. The caller gives the ends of turns, because most turns
     have no reward.
 
+    The result holds one array, float64 [turns], for each episode of the group.
+
     Raises:
         LedgerError: there are no values, or not one for each sampled token.
     """

@@ -21,5 +21,7 @@ def turn_return(spec: TurnReturnCredit, group: Sequence[Member]) -> list[Values]
     between turns; and because the policy decides which episodes run on, that gradient would point in another direction than
     that of the return. With `leave_one_out` the gradient is not scaled. With gamma 1 the first turn's advantage is that of
     `outcome`.
+
+    The result holds one array, float64 [turns], for each episode of the group.
     """
     return compare_turns(spec, [returns_to_go(member.ledger.totals, spec.gamma) for member in group])
