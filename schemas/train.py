@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,10 @@ from engine.schemas.loss import DrGrpoLoss, LossSpec
 
 Level = Literal["token", "turn", "sequence"]
 """Level at which a probability ratio is taken: one token, the tokens of a turn, or the tokens of a row."""
+
+
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+"""Decay rate of a running mean."""
 
 
 class KlSpec(Contract):
@@ -57,7 +61,7 @@ class OptimizerSpec(Contract):
 
     lr: float = Field(default=1e-6, gt=0.0)
     """The learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: list[Decay] = Field(default_factory=lambda: [0.9, 0.999], min_length=2, max_length=2)
     """Decay rates of the running means of the gradient and of its square."""
     eps: float = Field(default=1e-8, gt=0.0)
     """Added to the denominator of the update."""

@@ -94,8 +94,9 @@ def episode_schema() -> Schema:
     properties["machine"] = _machine(definitions["MachineSpec"]["properties"]["preset"])
     properties["extends"] = {
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
-        "description": "Specs that this one begins with, relative to this file; later ones win over earlier ones, "
-        "and this file over all. Mappings are merged, anything else is replaced.",
+        "description": "Specs that this one begins with, relative to this file, or names of published settings "
+        "(docs/published.md); later ones win over earlier ones, and this file over all. Mappings are merged, anything else "
+        "is replaced.",
     }
     definitions["Variable"] = VARIABLE
     definitions["ReassignRule"]["allOf"] = _reassign_rules()

@@ -16,7 +16,9 @@ from pathlib import Path
 
 from engine.spec.access import OUTSIDE_FIX, Access, OutsideError
 from engine.spec.diagnostic import SET_FILE, Diagnostic, Origin
-from engine.spec.near import nearest_name
+from engine.spec.near import nearest_name, short
+from engine.spec.published_settings import FOLDER as PUBLISHED
+from engine.spec.published_settings import is_published_name, published_file, published_names
 from engine.spec.references import VARIABLE
 from engine.spec.scalars import read_scalar
 from engine.spec.tree import MAX_DEPTH, Mapping, Node, Place, Scalar, Sequence, parse
@@ -93,7 +95,7 @@ class Resolver:
     def _read(self, file: str, via: str, asked: Origin) -> Mapping | None:
         rule, at = ("spec.extends", asked) if via else ("spec.unreadable", Origin(file, 1, 1))
         try:
-            with self._access.open(Path(file)) as stream:
+            with self._access.below(PUBLISHED).open(Path(file)) as stream:
                 data = stream.read(MAX_BYTES + 1 - self._bytes)
             self._bytes += len(data)
             if self._bytes > MAX_BYTES:
@@ -137,20 +139,33 @@ class Resolver:
             if not isinstance(node, Scalar) or not isinstance(node.value, str) or not node.value:
                 self._problem(
                     "spec.extends",
-                    "`extends` takes a file's name, or a list of them",
+                    "`extends` takes a file's name, the name of published settings, or a list of them",
                     "extends: base.yaml",
                     node.origin,
                 )
                 complete = False
                 continue
-            base = os.path.normpath(Path(file).parent / node.value)
-            loaded = self._base(base, node, chain)
+            base = self._base_file(node.value, file, node.origin)
+            loaded = None if base is None else self._base(base, node, chain)
             complete = complete and loaded is not None
             if loaded is not None:
                 merged = loaded if merged is None else _merge(merged, loaded, ())
         if not complete:
             return None
         return own if merged is None else _merge(merged, own, ())
+
+    def _base_file(self, value: str, file: str, at: Origin) -> str | None:
+        """The file that a value of `extends` names: beside the spec, else of published settings. None if there is neither."""
+        beside = os.path.normpath(Path(file).parent / value)
+        if not is_published_name(value) or self._access.is_file(Path(beside)):
+            return beside
+        if value in (names := published_names()):
+            return published_file(value)
+        message = f"there is neither a file nor published settings of the name `{short(value)}`"
+        fix = f"published settings are {', '.join(names)}; a file has its suffix: `base.yaml`"
+        near = nearest_name(value, names)
+        self._problem("spec.extends", message, f"did you mean `{near}`? {fix}" if near else fix, at)
+        return None
 
     def _base(self, base: str, node: Scalar, chain: list[str]) -> Mapping | None:
         real = _real(base)

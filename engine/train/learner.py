@@ -74,7 +74,11 @@ class Learner:
             )
         wanted = spec.optimizer
         self.optimizer = torch.optim.AdamW(
-            self._parameters, lr=wanted.lr, betas=wanted.betas, eps=wanted.eps, weight_decay=wanted.weight_decay
+            self._parameters,
+            lr=wanted.lr,
+            betas=(wanted.betas[0], wanted.betas[1]),
+            eps=wanted.eps,
+            weight_decay=wanted.weight_decay,
         )
         self.lora = spec.lora is not None
         self.dirty = False

@@ -285,7 +285,9 @@ def test_a_base_that_is_not_there() -> None:
 @pytest.mark.parametrize("value", ["5", "{a: b}", "[[a]]", "''", "null"])
 def test_extends_takes_names_of_files(value: str) -> None:
     (line,) = errors(write("s.yaml", f"extends: {value}\n"))
-    assert "error[spec.extends] `extends` takes a file's name, or a list of them" in line
+    assert (
+        "error[spec.extends] `extends` takes a file's name, the name of published settings, or a list of them" in line
+    )
 
 
 def test_a_chain_that_is_too_long_is_refused() -> None:
