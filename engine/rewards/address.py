@@ -1,4 +1,4 @@
-"""Which turns a reward event means, at the moment when it is written."""
+"""Resolves the turns of a reward event when it is written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.schemas.reward import TurnAddress
 
 
 def resolve_address(address: TurnAddress, at_turn: int, discount: float = 1.0) -> list[tuple[int, float]]:
-    """The turns that an address means, each with its weight.
+    """The turns of an address, each with its weight.
 
     Args:
         address: A turn, by number or by name.
@@ -20,7 +20,7 @@ def resolve_address(address: TurnAddress, at_turn: int, discount: float = 1.0) -
         (turn, weight), oldest first: 1 for a single turn, 1 / turns for `all`, `discount ** distance` for `each`.
 
     Raises:
-        LedgerError: there is no such turn yet.
+        LedgerError: there is no such turn yet, or a power of `discount` is not finite.
     """
     turns = at_turn + 1
     if address == "all":
@@ -50,5 +50,5 @@ def _power(discount: float, distance: int) -> float:
         return discount**distance
     except OverflowError:
         raise LedgerError(
-            f"`discount: {discount}` to the power of {distance} is no number; use a smaller one"
+            f"`discount: {discount}` to the power of {distance} is not finite; use a smaller one"
         ) from None

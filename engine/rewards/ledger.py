@@ -1,11 +1,11 @@
-"""The ledger of one episode: append-only rewards of its turns, and who moved what, when and why.
+"""The ledger of one episode: append-only postings of rewards to turns, each with its source and cause.
 
 Invariants:
-- Nothing is ever changed or taken back; what a turn holds is the fold of its postings.
-- A transfer is written as pairs of postings, -x and +x of the very same x, and the fold sums without rounding, so
-  the sum over turns is the same before and after, whatever is transferred.
-- An event is carried out wholly or not at all.
-- Addresses are resolved when the event is written: `last` is the newest turn of that moment.
+- A posting is never changed or removed; what a turn holds is computed from its postings.
+- A transfer is written as pairs of postings, -x and +x of the same x, and sums are exact, so a transfer does not change the
+  sum over turns.
+- An event is applied completely or not at all.
+- Addresses are resolved when the event is written: `last` is the newest turn at that time.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Blame
 
 REWARD = "reward"
-"""The name of a reward that was given none."""
+"""The name of a reward without a name."""
 
 LARGEST = 1e30
-"""No turn may hold more, and no event write more: sums stay finite, also as the float32 of a training row."""
+"""Maximum absolute value of a turn's reward and of an event, so that sums are finite in the float32 of training rows too."""
 
 _BLAME: Mapping[str, Blame] = {"environment": "environment", "user": "user", "tool": "tool", "score": "environment"}
 
 
 def blame_of(source: str) -> Blame:
-    """Whose fault an event that cannot be carried out is, by its `source`: the spec's, unless a world wrote it."""
+    """The blame for an event that cannot be applied, by its `source`: the spec, unless an environment, user or tool wrote it."""
     return _BLAME.get(source.partition(":")[0], "spec")
 
 
 class _Account:
-    """What one turn holds under one name: an exact sum, rounded only when it is read.
+    """The sum of one reward of one turn: exact, and rounded only when it is read.
 
-    The partials are Shewchuk's non-overlapping floats (Discrete & Computational Geometry 18, 1997, fig. 7), which is
-    what `math.fsum` keeps: their sum is the exact one, so the order of postings does not matter.
+    The partials are Shewchuk's non-overlapping floats (Discrete & Computational Geometry 18, 1997, fig. 7), as in `math.fsum`.
+    Their sum is exact, so the order of postings does not matter.
     """
 
     __slots__ = ("held", "partials")
@@ -68,42 +68,46 @@ class _Account:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One arithmetic step, before it is written."""
+    """One posting before it is written."""
 
     turn: int
     name: str
     value: float
-    """What is added; for `set`, what the turn holds afterwards."""
+    """The amount to add; for `set`, the new amount."""
 
 
 @dataclass(frozen=True, eq=False)
 class SealedLedger:
-    """A ledger that is over: what credit assignment works on."""
+    """A closed ledger: the input of credit assignment."""
 
     turns: int
     """Assistant turns of the episode."""
     names: tuple[str, ...]
-    """Rewards that any turn holds, in the order in which they were first written."""
+    """Names of all rewards, in the order in which they were first written."""
     matrix: Mapping[str, npt.NDArray[np.float64]]
-    """Name -> what each turn holds of it, shape [turns], read-only."""
+    """Name -> the reward of each turn, float64 [turns], read-only."""
     totals: npt.NDArray[np.float64]
-    """What each turn holds, all names summed, shape [turns], read-only."""
+    """The sum over names for each turn, float64 [turns], read-only."""
     postings: tuple[Posting, ...]
-    """Every step that led here."""
+    """All postings."""
 
     @property
     def total(self) -> float:
-        """The episode's reward: all turns, all names."""
+        """The episode's reward: the sum over turns and names."""
         return math.fsum(self.totals)
 
     @classmethod
     def from_postings(cls, postings: Iterable[Posting], turns: int) -> SealedLedger:
-        """Fold stored postings again.
+        """Rebuild a ledger from stored postings.
 
-        The sum of the deltas since the last `set` of a (turn, name), which starts it anew at its `after`.
+        The amount of a (turn, name) is the sum of the deltas since its last `set`, whose `after` is the start.
+
+        Args:
+            postings: All postings, oldest first.
+            turns: Assistant turns of the episode.
 
         Raises:
-            LedgerError: a posting is of a turn that the episode does not have.
+            LedgerError: a posting names a turn that the episode does not have.
         """
         ledger = Ledger()
         for posting in postings:
@@ -112,7 +116,7 @@ class SealedLedger:
 
 
 class Ledger:
-    """The rewards of one episode, while it goes on.
+    """The rewards of a running episode.
 
     ledger = Ledger()
     ledger.post(RewardEvent(turn="last", value=1.0, cause="right answer", source="user"), at_turn=2)
@@ -130,22 +134,22 @@ class Ledger:
 
     @property
     def postings(self) -> Sequence[Posting]:
-        """Every step so far, oldest first."""
+        """All postings so far, oldest first."""
         return tuple(self._postings)
 
     def post(self, event: RewardEvent, at_turn: int) -> list[Posting]:
-        """Carry an event out.
+        """Apply an event.
 
         Args:
-            event: What to add, set or transfer.
+            event: The amount to add, set or transfer.
             at_turn: The newest assistant turn, from 0.
 
         Returns:
-            What was written: one posting for each turn and name that was touched; for a transfer, a pair for each
-            payer, receiver and name (another pair where a share of 1 is no single float).
+            The new postings: one for each turn and name; for a transfer, a pair for each payer, receiver and name (more than
+            one pair if a share of 1 is not a single float).
 
         Raises:
-            LedgerError: it cannot be carried out; the ledger is as it was. Blamed on who wrote it.
+            LedgerError: the event cannot be applied; the ledger is unchanged. Blamed on the source of the event.
         """
         try:
             if self._sealed:
@@ -166,7 +170,7 @@ class Ledger:
         return [_Change(turn, name, event.value * weight) for turn, weight in turns]
 
     def _transfers(self, event: RewardEvent, at_turn: int) -> list[_Change]:
-        """`transfer`: from each payer to each receiver, in pairs that sum to zero."""
+        """`transfer`: from each payer to each receiver, in pairs whose sum is 0."""
         assert event.to is not None  # RewardEvent holds to it
         payers = resolve_address(event.turn, at_turn, event.discount)
         receivers = resolve_address(event.to, at_turn, event.discount)
@@ -177,15 +181,15 @@ class Ledger:
         changes: list[_Change] = []
         for payer, name, amount in self._payments(event, payers):
             for receiver, weight in receivers:
-                if receiver != payer:  # what a turn would pay to itself stays where it is
+                if receiver != payer:  # a turn's payment to itself changes nothing
                     part = amount * (weight / whole)
                     changes += [_Change(payer, name, 0.0 - part), _Change(receiver, name, part)]
         return changes
 
     def _payments(self, event: RewardEvent, payers: list[tuple[int, float]]) -> list[tuple[int, str, float]]:
-        """What each payer gives up: (turn, name, amount).
+        """What each payer pays: (turn, name, amount).
 
-        With `share`, that part of what it holds of each name; with `value`, the amount, below zero if need be.
+        With `share`, that part of each reward of the turn; with `value`, that amount, even if the rest is negative.
         """
         payments: list[tuple[int, str, float]] = []
         for turn, weight in payers:
@@ -204,7 +208,7 @@ class Ledger:
                 raise LedgerError(f"`share` {event.share} times its discount is {share}: more than turn {turn} holds")
             names_held = [event.name] if event.name in held else held if event.name is None else []
             for name in names_held:
-                # All of it is all of it: the exact sum, whose rounded value would leave dust behind.
+                # A share of 1 moves the exact sum; its rounded value would leave a remainder.
                 amounts = held[name].partials if share == 1.0 else [share * held[name].held]
                 payments += [(turn, name, amount) for amount in amounts]
         if not payments:
@@ -220,7 +224,7 @@ class Ledger:
         return any(name in self._accounts.get(turn, {}) for turn, _ in payers)
 
     def _write(self, changes: list[_Change], event: RewardEvent, at_turn: int) -> list[Posting]:
-        """Write all of an event's steps, or none."""
+        """Write all postings of an event, or none."""
         after: dict[tuple[int, str], _Account] = {}
         postings: list[Posting] = []
         for change in changes:
@@ -228,7 +232,7 @@ class Ledger:
             before = after.get(key) or self._accounts.get(change.turn, {}).get(change.name) or _Account()
             if not abs(change.value) <= LARGEST or not abs(before.held + change.value) <= LARGEST:
                 raise LedgerError(f"{change.value} on top of {before.held} is beyond {LARGEST}; check the value")
-            # A set starts the sum anew: it is exactly what was asked for, however its delta was rounded.
+            # After a set the sum is exactly the given value, however its delta was rounded.
             account = _Account([change.value]) if event.op == "set" else before.plus(change.value)
             after[key] = account
             postings.append(
@@ -255,7 +259,7 @@ class Ledger:
         self._totals.pop(turn, None)
 
     def restore(self, posting: Posting) -> None:
-        """Write down again a step that another ledger took."""
+        """Append a posting of another ledger."""
         before = self._accounts.get(posting.turn, {}).get(posting.name) or _Account()
         account = _Account([posting.after]) if posting.op == "set" else before.plus(posting.delta)
         self._put(posting.turn, posting.name, account)
@@ -266,17 +270,17 @@ class Ledger:
         return account.held if account else 0.0
 
     def turn(self, turn: int) -> dict[str, float]:
-        """What a turn holds, by name, in the order in which the names were first written."""
+        """The rewards of a turn by name, in the order in which the names were first written."""
         return {name: account.held for name, account in self._accounts.get(turn, {}).items()}
 
     def totals(self, turns: int) -> list[float]:
-        """What each of the first so many turns holds, all names summed."""
+        """The sum over names for each of the first `turns` turns; [turns]."""
         if not self._accounts:
             return [0.0] * turns
         return [self._total(turn) for turn in range(turns)]
 
     def _total(self, turn: int) -> float:
-        """What a turn holds, all names summed: added up when it is read, so that writing costs the same however many names."""
+        """The sum over names for a turn, computed when it is read, so that writing does not depend on the number of names."""
         total = self._totals.get(turn)
         if total is None:
             total = self._totals[turn] = math.fsum(each.held for each in self._accounts.get(turn, {}).values())
@@ -293,13 +297,13 @@ class Ledger:
         return tuple(dict.fromkeys(posting.name for posting in self._postings))
 
     def seal(self, turns: int) -> SealedLedger:
-        """Close the ledger: nothing can be posted any more.
+        """Close the ledger: nothing can be posted afterwards.
 
         Args:
-            turns: Assistant turns that the episode took.
+            turns: Assistant turns of the episode.
 
         Raises:
-            LedgerError: a turn beyond them holds a reward.
+            LedgerError: a later turn has a reward.
         """
         beyond = [turn for turn in self._accounts if turn >= turns]
         if beyond:

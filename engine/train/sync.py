@@ -1,7 +1,7 @@
-"""New weights reach who samples.
+"""Sends new weights to the backend.
 
-Invariant: when `push` returns, a request that is sent from then on is sampled with these weights and its tokens carry
-their version; where that cannot be said, it raises.
+Invariant: after `push` returns, every new request is sampled with these weights and its tokens carry their version. If that is
+not certain, `push` raises.
 """
 
 from __future__ import annotations
@@ -20,35 +20,33 @@ if TYPE_CHECKING:
 
 
 class WeightSync(Protocol):
-    """A way for weights."""
+    """A way to send weights."""
 
     async def push(self, policy: Policy, version: int) -> None:
-        """Have the backend sample with the policy as it is now.
-
-        The policy must not change until this returns.
+        """Let the backend sample with the present weights of the policy, which must not change until this returns.
 
         Args:
-            policy: What learns.
-            version: What every token that is sampled from now on carries; not negative.
+            policy: The policy that is trained.
+            version: The version that every token sampled from now on carries; not negative.
 
         Raises:
-            TrainError: Kind `weights_not_taken`: the backend did not take them, or reports another version; the message
-                says which server, and with what the others sample.
+            TrainError: kind `weights_not_taken`: the backend did not load the weights, or reports another version. The message
+                names the server and the versions of the others.
         """
         ...
 
 
 def open_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) -> WeightSync:
-    """The way that `train.weight_sync` names.
+    """Make the `WeightSync` of `train.weight_sync`.
 
     Args:
-        spec: Its `train.weight_sync` says how.
-        backend: Started.
-        folder: The training's; weights for `disk` and `adapter` lie under its `weights`, unless the spec names another.
-        lora: Whether the policy is an adapter.
+        spec: The spec.
+        backend: The backend, started.
+        folder: The training's folder; weights for `disk` and `adapter` are in its folder `weights`, unless the spec names another.
+        lora: Whether the policy is a LoRA adapter.
 
     Raises:
-        TrainError: Kind `train_setup`: this backend or this policy does not have this way.
+        TrainError: kind `train_setup`: this backend or this policy does not support the method.
     """
     if spec.train is None:
         raise TrainError("the spec has no `train:` section", kind="train_setup")
@@ -73,16 +71,16 @@ def open_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) 
 
 
 class LocalSync:
-    """Into the model in this process: copied over the old weights between two of its steps, in its own precision."""
+    """Copies weights into the model of the local backend between two of its steps, in the precision of that model."""
 
     def __init__(self, backend: LocalBackend) -> None:
         self._backend = backend
 
     async def push(self, policy: Policy, version: int) -> None:
-        """See `WeightSync`. Replies that are being made go on with the new weights (a model that sees ends them first).
+        """See `WeightSync`. Running replies continue with the new weights; a model with images finishes them first.
 
         Raises:
-            TrainError: the backend does not take the weights.
+            TrainError: kind `weights_not_taken`: the backend did not load the weights.
         """
         weights = await asyncio.to_thread(policy.weights, "model")
         try:
@@ -94,6 +92,6 @@ class LocalSync:
         taken = self._backend.stats().get("weights_version")
         if taken != version:
             raise TrainError(
-                f"the local backend samples with version {taken}, not {version}, which it was given",
+                f"the local backend samples with version {taken}, but was sent version {version}",
                 kind="weights_not_taken",
             )

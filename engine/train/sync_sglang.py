@@ -1,8 +1,8 @@
-"""New weights for SGLang servers: from a folder, through shared memory, or as an adapter.
+"""Sends new weights to SGLang servers: through a folder, through shared memory, or as a LoRA adapter.
 
 Invariants:
-- A server that did not take what it was given is given no requests until it has (`engine.backends.sglang.control`).
-- What a server may still read from a folder stays there: the newest weights, and adapters that requests name.
+- A server that did not load the weights gets no requests until it has (`engine.backends.sglang.control`).
+- Files that a server may still read stay in the folder: the newest weights, and adapters that running requests name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 PROBE_SECONDS = 30.0
-"""How long a server's first answer with new weights is waited for, before it is asked for its version alone."""
+"""Time limit of a server's first reply with new weights, in seconds. After it the server is only asked for its version."""
 
 
 def open_sglang_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) -> WeightSync:
@@ -49,11 +49,11 @@ def open_sglang_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora:
     method = weights.method if weights.method != "auto" else ("adapter" if lora else "disk")
     if spec.backend.adapter is not None:
         raise TrainError(
-            f"`backend.adapter: {spec.backend.adapter}` and `train:` do not go together: the trainer begins from the base "
-            "model; merge the adapter into it, and name that as `model.path`",
+            f"`backend.adapter: {spec.backend.adapter}` cannot be used with `train`: the trainer starts from the base "
+            "model; merge the adapter into the model and set `model.path` to the result",
             kind="train_setup",
         )
-    # A folder that was named may be several trainings'.
+    # Several trainings can use one folder.
     place = Path(weights.folder).expanduser() / folder.name if weights.folder is not None else folder / "weights"
     mode: PauseMode = "retract" if weights.pause_generation else "in_place"
     if method == "disk":
@@ -74,7 +74,7 @@ def open_sglang_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora:
 
 
 class DiskSync:
-    """A folder that every server reads."""
+    """Through a folder that every server reads."""
 
     def __init__(self, backend: SGLangBackend, folder: Path, mode: PauseMode) -> None:
         self._backend = backend
@@ -82,7 +82,7 @@ class DiskSync:
         self._mode = mode
 
     async def push(self, policy: Policy, version: int) -> None:
-        """See `WeightSync`. The folder stays until the next one is taken: a server that comes back reads it."""
+        """See `WeightSync`. The folder stays until the next one is loaded, so that a server that comes back can read it."""
         target = self._folder / f"version-{version}"
         await asyncio.to_thread(policy.save, target)
         load = _with_retry(from_disk(str(target), version))
@@ -92,19 +92,19 @@ class DiskSync:
 
 
 class TensorSync:
-    """Shared memory: nothing is written, and a bucket at a time is held twice."""
+    """Through shared memory: no file is written, and one bucket at a time is in memory twice."""
 
     def __init__(self, backend: SGLangBackend, mode: PauseMode) -> None:
         self._backend = backend
         self._mode = mode
 
     async def push(self, policy: Policy, version: int) -> None:
-        """See `WeightSync`. A server that was away meanwhile stays out until the next push."""
+        """See `WeightSync`. A server that was not there stays out until the next push."""
         pieces = list(buckets(await asyncio.to_thread(policy.weights)))
 
         async def load(server: Server, flush: bool) -> None:
             ranks = int((await server.json("GET", "/server_info")).get("tp_size") or 1)
-            await _ignore_failure(_post(server, "/end_weight_update", {}))  # of a push that was broken off
+            await _ignore_failure(_post(server, "/end_weight_update", {}))  # of a push that was interrupted
             await _post(server, "/begin_weight_update", {})
             try:
                 buffer = SharedBuffer(max(map(buffer_bytes, pieces)))
@@ -115,7 +115,7 @@ class TensorSync:
                         "serialized_named_tensors": [buffer.serialize() for _ in range(ranks)],
                         "flush_cache": flush and last,
                     }
-                    # Its name comes with the last of it: a server with half of it is not taken for one that has it.
+                    # The version comes with the last bucket, so a server with only some of them does not report it.
                     if last:
                         body["weight_version"] = str(version)
                     await _post(server, "/update_weights_from_tensor", body)
@@ -131,9 +131,9 @@ class TensorSync:
 
 
 class AdapterSync:
-    """The LoRA adapter alone, under a new name for each version.
+    """Only the LoRA adapter, under a new name for each version.
 
-    Nothing is paused: a reply ends with the adapter that it began with, and carries that one's version.
+    Nothing is paused: a reply keeps the adapter with which it began, and carries the version of that adapter.
     """
 
     def __init__(self, backend: SGLangBackend, folder: Path) -> None:
@@ -143,7 +143,7 @@ class AdapterSync:
         self._old: list[str] = []
 
     async def push(self, policy: Policy, version: int) -> None:
-        """See `WeightSync`. Older adapters are unloaded when no request names them any more, at this push or a later one."""
+        """See `WeightSync`. Older adapters are unloaded at this push or a later one, when no request names them any more."""
         backend = self._backend
         name = f"{self._stem}-{version}"
         target = self._folder / name
@@ -163,7 +163,7 @@ class AdapterSync:
             self._old.remove(old)
             try:
                 await backend.control.unload_adapter(old)
-            except BackendError as error:  # it takes memory there, and is asked for by nobody
+            except BackendError as error:  # it uses memory of the server, but no request names it
                 log.warning("an old adapter was not unloaded", adapter=old, reason=str(error))
             await asyncio.to_thread(shutil.rmtree, self._folder / old, True)
 
@@ -189,7 +189,7 @@ def _update_failed(backend: SGLangBackend, version: int, error: BackendError) ->
 
 
 async def _check_versions(backend: SGLangBackend, version: int, adapter: str | None = None) -> None:
-    """Have every server sample a token, and hold the version that it says against the one that it was given."""
+    """Let every server sample a token, and compare the version that it reports with the one that it was sent."""
     servers = [server for server in backend.workers if server.healthy]
     outcomes = await asyncio.gather(*(_reported_version(server, adapter) for server in servers), return_exceptions=True)
     for server, outcome in zip(servers, outcomes, strict=True):
@@ -199,11 +199,11 @@ async def _check_versions(backend: SGLangBackend, version: int, adapter: str | N
             )
         if isinstance(outcome, BaseException):
             raise outcome
-        # With an adapter it names the base model's weights; that it knows the adapter is what is asked.
+        # With an adapter a server reports the version of the base model; that it accepts the adapter is enough.
         if adapter is None and outcome != str(version):
             raise TrainError(
-                f"{server.url} was given version {version}, and reports {outcome!r} with its next reply: it is not the "
-                "only one that updates this server, or the server keeps no versions",
+                f"{server.url} was sent version {version}, but reports {outcome!r} with its next reply: another process "
+                "updates this server as well, or the server does not keep versions",
                 kind="weights_not_taken",
             )
 
@@ -220,7 +220,7 @@ async def _reported_version(server: Server, adapter: str | None) -> str:
             raise
     except (KeyError, TypeError):
         return "none"
-    # It works off a long queue: what it says of itself has to do.
+    # The server has a long queue: the version that it reports without a reply must be enough.
     return str((await server.json("GET", "/model_info")).get("weight_version"))
 
 
@@ -232,13 +232,13 @@ def _with_retry(load: Load) -> Load:
 
 
 async def _retry_once(call: Callable[[], Awaitable[None]]) -> None:
-    """A second try where a connection failed."""
+    """Call again once if the connection failed."""
     try:
         await call()
     except BackendError as error:
         if error.kind != "unreachable":
             raise
-        log.info("a server is given its weights once more", reason=str(error))
+        log.info("sending weights to a server once more", reason=str(error))
         await call()
 
 
@@ -271,7 +271,11 @@ def _remove_others(folder: Path, pattern: str, keep: set[str]) -> None:
 
 
 def _same_host(urls: list[str]) -> None:
-    """Shared memory reaches no further than this host."""
+    """Check that all servers are on this host, because shared memory is limited to one host.
+
+    Raises:
+        TrainError: kind `train_setup`: a server is on another host.
+    """
     for url in urls:
         host = urlsplit(url).hostname or ""
         try:
@@ -280,7 +284,7 @@ def _same_host(urls: list[str]) -> None:
                 trial.bind(address)  # an address that is this host's own
         except OSError:
             raise TrainError(
-                f"`train.weight_sync.method: tensors` goes through shared memory, and {url} is not on this host: use `disk` with a "
-                "folder that both see (`train.weight_sync.folder`)",
+                f"`train.weight_sync.method: tensors` uses shared memory, and {url} is not on this host: use `disk` with a "
+                "folder that both hosts share (`train.weight_sync.folder`)",
                 kind="train_setup",
             ) from None

@@ -48,7 +48,7 @@ def test_a_turn_that_is_not_there_yet_is_an_error(address: Any, at_turn: int, th
 
 def test_a_discount_may_be_zero_and_may_not_overflow() -> None:
     assert resolve_address("each", 2, discount=0.0) == [(0, 0.0), (1, 0.0), (2, 1.0)]
-    with pytest.raises(LedgerError, match=re.escape("`discount: 1e+300` to the power of 2 is no number")):
+    with pytest.raises(LedgerError, match=re.escape("`discount: 1e+300` to the power of 2 is not finite")):
         resolve_address("each", 2, discount=1e300)
 
 

@@ -219,7 +219,7 @@ async def test_a_version_that_the_server_does_not_report_is_said(
     backend: SGLangBackend, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     await open_sync(spec_of(tiny_model_dir), backend, tmp_path, lora=False).push(policy_of(tiny_model_dir), 4)
-    with pytest.raises(TrainError, match=r"was given version 5, and reports '4' with its next reply") as caught:
+    with pytest.raises(TrainError, match=r"was sent version 5, but reports '4' with its next reply") as caught:
         await _check_versions(backend, 5)
     assert caught.value.kind == "weights_not_taken"
 

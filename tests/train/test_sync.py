@@ -227,7 +227,7 @@ def serving(model: Path, url: str) -> SGLangBackend:
             None,
             {"adapter": "tutor"},
             {},
-            r"`backend\.adapter: tutor` and `train:` do not go together",
+            r"`backend\.adapter: tutor` cannot be used with `train`",
         ),
     ],
 )
