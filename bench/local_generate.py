@@ -66,14 +66,16 @@ def plain(model: Any, rows: list[np.ndarray], most: int, pad: int) -> np.ndarray
 
 def request(episode: str, turn: int, ids: np.ndarray, most: int) -> GenerateRequest:
     """One reply of exactly `most` tokens."""
-    return GenerateRequest(
-        episode_id=episode,
-        turn=turn,
-        input_ids=ids,
-        sampling=SamplingParams(ignore_eos=True),
-        max_new_tokens=most,
-        stop_token_ids=[],
-        seed=turn,
+    return GenerateRequest.read(
+        {
+            "episode_id": episode,
+            "turn": turn,
+            "input_ids": ids,
+            "sampling": SamplingParams(ignore_eos=True),
+            "max_new_tokens": most,
+            "stop_token_ids": [],
+            "seed": turn,
+        }
     )
 
 

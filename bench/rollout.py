@@ -95,14 +95,16 @@ async def _client(url: str, workload: Workload, turns: int, episodes: int, concu
         for number in left:
             ids = np.array(workload.prompt, np.int32)
             for turn in range(turns):
-                request = GenerateRequest(
-                    episode_id=str(number),
-                    turn=turn,
-                    input_ids=ids,
-                    sampling=sampling,
-                    max_new_tokens=512,
-                    stop_token_ids=[2],
-                    seed=0,
+                request = GenerateRequest.read(
+                    {
+                        "episode_id": str(number),
+                        "turn": turn,
+                        "input_ids": ids,
+                        "sampling": sampling,
+                        "max_new_tokens": 512,
+                        "stop_token_ids": [2],
+                        "seed": 0,
+                    }
                 )
                 generation = await backend.generate(request)
                 ids = np.concatenate([ids, generation.output_ids, observation])

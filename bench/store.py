@@ -30,14 +30,16 @@ TURNS = 16
 def records() -> tuple[Record, Record]:
     """One turn: what the model said and what the tool answered."""
     rng = np.random.default_rng(0)
-    generation = Generation(
-        output_ids=rng.integers(0, 150_000, 128),
-        logprobs=-rng.exponential(size=128),
-        finish=FinishReason(type="stop", matched=151645),
-        versions=[VersionSpan(version=0, start=0, end=128)],
-        prompt_tokens=412,
-        cached_tokens=380,
-        seconds=0.23,
+    generation = Generation.read(
+        {
+            "output_ids": rng.integers(0, 150_000, 128),
+            "logprobs": -rng.exponential(size=128),
+            "finish": FinishReason(type="stop", matched=151645),
+            "versions": [VersionSpan(version=0, start=0, end=128)],
+            "prompt_tokens": 412,
+            "cached_tokens": 380,
+            "seconds": 0.23,
+        }
     )
     answer = "408\n" + "The expression 12 * 34 was evaluated with exact integer arithmetic. " * 2
     result = ToolResult(call_id="call_0_0", name="calculate", content=answer, seconds=0.0004)

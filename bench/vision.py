@@ -70,7 +70,13 @@ def engine_turns(form: Any, shown: list[bytes], store_images: Callable[[Any, Any
             conversation.shown()
             seconds.append(time.perf_counter() - began)
             conversation.reply(
-                Generation(output_ids=said, logprobs=np.zeros(len(said), np.float32), finish=FinishReason(type="stop")),
+                Generation.read(
+                    {
+                        "output_ids": said,
+                        "logprobs": np.zeros(len(said), np.float32),
+                        "finish": FinishReason(type="stop"),
+                    }
+                ),
                 turn,
             )
     finally:

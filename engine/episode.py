@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from engine.limits import LIMITS, UNBOUNDED
-from engine.made import maker, row_maker
 from engine.rewards.ledger import Ledger
 from engine.schemas.environment import EpisodeView, Task
 from engine.schemas.generation import FinishReason
@@ -26,9 +24,6 @@ from engine.tokens.tape import as_seen
 if TYPE_CHECKING:
     from engine.schemas.limits import LimitsSpec
     from engine.tokens.conversation import Conversation
-
-_make_turns = row_maker(Turn)
-_make_trajectory = maker(Trajectory)
 
 _NO_FEEDBACK: dict[str, Any] = {"solved": False, "satisfied": False, "malformed": False}
 
@@ -70,18 +65,6 @@ class GrowingView(Sequence[Any]):
 
     def __repr__(self) -> str:
         return repr(self._items[: self._length])
-
-
-class TurnNote(msgspec.Struct, frozen=True):
-    """Turn metadata other than its position and rewards, which are known at the end. See `Turn`."""
-
-    finish: FinishReason
-    event: str
-    anchor: str | None
-    seconds: float
-    queue_seconds: float
-    cached_tokens: int
-    prompt_tokens: int
 
 
 class Episode:
@@ -169,7 +152,8 @@ class Episode:
         self.text = ""
         self.finish: FinishReason | None = None
         self.attempts: list[ToolCall | MalformedCall] = []
-        self.turns: list[TurnNote] = []
+        self.turns: list[Turn] = []
+        """Turns so far, without their rewards, which are known at the end."""
         self.facts: dict[str, Any] = {}
         self.feedback: dict[str, Any] = _NO_FEEDBACK
         self.path: list[tuple[str, str, str]] = []
@@ -252,24 +236,7 @@ class Episode:
         """What is handed on. Seals the ledger."""
         sealed = self.ledger.seal(self.turn + 1)
         conversation = self.conversation
-        turns = _make_turns(
-            {
-                "index": index,
-                "branch": place.branch,
-                "start": place.start,
-                "end": place.end,
-                "finish": note.finish,
-                "event": note.event,
-                "rewards": self.ledger.turn(index),
-                "anchor": note.anchor,
-                "seconds": note.seconds,
-                "queue_seconds": note.queue_seconds,
-                "cached_tokens": note.cached_tokens,
-                "prompt_tokens": note.prompt_tokens,
-            }
-            for index, (note, place) in enumerate(zip(self.turns, conversation.turns, strict=True))
-        )
-        return _make_trajectory(
+        return Trajectory(
             run_id=run_id,
             episode_id=self.id,
             task_id=self.task.id,
@@ -278,7 +245,7 @@ class Episode:
             history=conversation.history,
             outcome=self.outcome(exact=exact),
             messages=list(conversation.messages),
-            turns=turns,
+            turns=[replace(turn, rewards=self.ledger.turn(turn.index)) for turn in self.turns],
             branches=[as_seen(branch) for branch in conversation.branches()],
             postings=list(sealed.postings),
             facts=self.facts,

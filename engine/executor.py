@@ -34,7 +34,7 @@ from engine.limits import CONTEXT, EPISODE_SECONDS, MAX_STEPS
 from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
 from engine.schemas.trajectory import Blame, Failure
 from engine.storable import valid_text, words_of
-from engine.store.codec import Draft, Ending, Written, write_record
+from engine.store.codec import Ending, Written, write_record
 
 if TYPE_CHECKING:
     from engine.actions.images import StoreImages
@@ -58,7 +58,7 @@ class _StateWork(NamedTuple):
 _UNTIMED = nullcontext()
 
 
-Append = Callable[[str, Draft, Written], Awaitable[None]]
+Append = Callable[[str, JournalEntry, Written], Awaitable[None]]
 """Appends an entry, given its record in columns. The awaitable is done when the entry is durable; where it is a future,
 the entry already has its position in the journal."""
 Watch = Callable[[Episode, str, str], None]
@@ -245,7 +245,9 @@ class Executor:
         columns = _written(record, episode)
         record = columns.record  # as a replay will read it, so that both do the same
         event, dest = self.feed(episode, record)
-        entry = Draft(episode.seq, state, event, dest, record, at, seconds)
+        entry = JournalEntry(
+            seq=episode.seq, state=state, event=event, dest=dest, record=record, at=at, seconds=seconds
+        )
         episode.seq += 1
         episode.seconds[state] = episode.seconds.get(state, 0.0) + seconds
         return Ending(entry, columns)
@@ -275,7 +277,7 @@ class Executor:
                 await preparing
             reached = None if stage.final else action.limit(episode)
             if reached is not None:
-                return LimitRecord(limit=reached[0], value=reached[1])
+                return LimitRecord(limit=reached[0], value=float(reached[1]))
             try:
                 with timed or _UNTIMED:
                     record = await action.perform(episode, world)
@@ -292,7 +294,7 @@ class Executor:
                 raise
             return FailureRecord(failure=failure_of(error, episode))
         except ContextOverflow:
-            return LimitRecord(limit=CONTEXT.name, value=episode.conversation.length)
+            return LimitRecord(limit=CONTEXT.name, value=float(episode.conversation.length))
         except EngineError as error:
             if error.stops_run:
                 raise
@@ -446,7 +448,7 @@ def _written(record: Record, episode: Episode) -> Written:
 
 def _told(record: Record) -> Any:
     """What a record says, without how long it took to say, and where in the code it failed."""
-    told = record.model_dump()
+    told = record.plain()
     for result in told.get("results", ()):
         result.pop("seconds", None)
     told.get("failure", {}).pop("trace", None)

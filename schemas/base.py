@@ -1,31 +1,84 @@
-"""What every contract shares: strict, frozen Pydantic models.
+"""What the public data classes share.
 
-Invariant: a contract never accepts a key that it does not name, and a value that
-has passed one boundary is never changed behind the other side's back.
+There are two kinds, and each class is one of them:
+
+- A `Contract` is what people write: specs, scripts, the answers of environments, tools and users. It is a Pydantic model, so
+  it is validated where it is built.
+- A `Struct` is what the engine makes: messages, requests, generations, spans, turns, journal records. It is a frozen, slotted
+  dataclass. Building one validates nothing; `read` validates data from outside or from a file over the same class.
+
+Both refuse unknown keys and never change once they are built.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter, WithJsonSchema
+
+_CONFIG = ConfigDict(
+    extra="forbid",
+    use_attribute_docstrings=True,
+    arbitrary_types_allowed=True,
+    allow_inf_nan=False,
+    ser_json_inf_nan="constants",  # NaN inside free-form facts stays NaN; null would be another value
+    protected_namespaces=(),
+)
 
 
 class Contract(BaseModel):
-    """Base of every model that crosses a boundary: unknown keys refused, frozen."""
+    """Base of what people write: validated when it is built, unknown keys refused, frozen."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        use_attribute_docstrings=True,
-        arbitrary_types_allowed=True,
-        allow_inf_nan=False,
-        ser_json_inf_nan="constants",  # NaN inside free-form facts stays NaN; null would be another value
-        protected_namespaces=(),
-        populate_by_name=True,
-    )
+    model_config = _CONFIG | ConfigDict(frozen=True, populate_by_name=True)
+
+
+class Struct:
+    """Base of what the engine makes: `@dataclass(frozen=True, slots=True, kw_only=True)`. Building one validates nothing.
+
+    VersionSpan(version=0, start=0, end=4)                   # as it is
+    VersionSpan.read({"version": 0, "start": 0, "end": 4})   # validated
+    VersionSpan(version=0, start=0, end=4).plain()           # {"version": 0, "start": 0, "end": 4}
+    """
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG | ConfigDict(revalidate_instances="always")
+
+    @classmethod
+    def read(cls, data: Any) -> Self:
+        """Validate data from outside: a mapping, or an instance that nobody has validated.
+
+        Raises:
+            ValidationError: it is not of this class's form.
+        """
+        return adapter(cls).validate_python(data)
+
+    @classmethod
+    def read_json(cls, text: str | bytes) -> Self:
+        """`read` from JSON text. Raises: ValidationError."""
+        return adapter(cls).validate_json(text)
+
+    def plain(self) -> dict[str, Any]:
+        """The fields as JSON values, arrays as lists."""
+        fields: dict[str, Any] = adapter(type(self)).dump_python(self, mode="json")
+        return fields
+
+    def json(self) -> str:
+        """The fields as JSON text, arrays as lists."""
+        return adapter(type(self)).dump_json(self).decode()
+
+
+T = TypeVar("T")
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
+
+
+def adapter(type_: type[T]) -> TypeAdapter[T]:
+    """Pydantic's validator and serializer of a class, built when it is asked for first."""
+    found = _ADAPTERS.get(type_)
+    if found is None:
+        found = _ADAPTERS[type_] = TypeAdapter(type_)
+    return found
 
 
 _SECONDS = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h)\s*$")

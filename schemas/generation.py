@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.schemas.base import Contract, FloatArray, IntArray
+from engine.schemas.base import Contract, FloatArray, IntArray, Struct
 from engine.schemas.message import ImagePart, Message
 
 Weight = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -59,7 +60,8 @@ class SamplingParams(Contract):
         return value
 
 
-class GenerateRequest(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest(Struct):
     """One reply that is asked of a backend."""
 
     episode_id: str
@@ -68,17 +70,17 @@ class GenerateRequest(Contract):
     input_ids: IntArray
     """The whole prompt, int32 [tokens]."""
     sampling: SamplingParams
-    max_new_tokens: int = Field(ge=1)
+    max_new_tokens: Annotated[int, Field(ge=1)]
     """What limits leave for this reply; never more than the context can hold."""
     stop_token_ids: list[int]
     """The chat format's stop ids together with the spec's."""
-    banned_token_ids: list[int] = Field(default_factory=list)
+    banned_token_ids: list[int] = field(default_factory=list)
     """Ids that must not be sampled (image placeholders, say)."""
     seed: int
     """Sampling seed of this turn, in [0, 2**63)."""
-    images: list[ImagePart] = Field(default_factory=list)
+    images: list[ImagePart] = field(default_factory=list)
     """One for each image in `input_ids`, in order; by digest."""
-    image_spans: list[tuple[int, int]] = Field(default_factory=list)
+    image_spans: list[tuple[int, int]] = field(default_factory=list)
     """Beside `images`: the tokens [start, end) that each stands at."""
     adapter: str | None = None
     """Name of a LoRA adapter that is loaded in the backend; None is the base model."""
@@ -88,7 +90,8 @@ class GenerateRequest(Contract):
     """Beside `messages`: the tools, as OpenAI function schemas."""
 
 
-class FinishReason(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishReason(Struct):
     """Why a reply ended."""
 
     type: Literal["stop", "length", "abort"]
@@ -98,7 +101,8 @@ class FinishReason(Contract):
     """For `abort`: the backend's reason."""
 
 
-class VersionSpan(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan(Struct):
     """Tokens [start, end) of one reply were sampled with weights `version`."""
 
     version: int
@@ -106,7 +110,8 @@ class VersionSpan(Contract):
     end: int
 
 
-class Generation(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation(Struct):
     """A backend's reply, exact to the token."""
 
     output_ids: IntArray
@@ -114,7 +119,7 @@ class Generation(Contract):
     logprobs: FloatArray
     """log p of each sampled id under softmax(logits / temperature). float32 [tokens]."""
     finish: FinishReason
-    versions: list[VersionSpan] = Field(default_factory=list)
+    versions: list[VersionSpan] = field(default_factory=list)
     """Weight versions that cover [0, tokens) without a gap; empty means version 0 throughout."""
     prompt_tokens: int = 0
     """Length of the prompt as the backend counted it."""

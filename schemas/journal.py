@@ -7,19 +7,46 @@ fork are one thing: apply the records again.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.schemas.base import Contract
+from engine.schemas.base import Struct
 from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.generation import Generation
 from engine.schemas.message import Message, ToolResult
 from engine.schemas.reward import RewardEvent
-from engine.schemas.trajectory import Failure
+from engine.schemas.trajectory import Blame, Failure
 
 
-class ResetRecord(Contract):
+class RecordBase(Struct):
+    """What the store asks of every record."""
+
+    __slots__ = ()
+    blame: ClassVar[Blame] = "environment"
+    """Whose fault it is where the record holds what cannot be stored."""
+
+    def answers(self) -> Mapping[str, Any] | None:
+        """The values of any JSON form that code outside the engine gave, by their place; None where it gave nothing.
+
+        A record with answers is validated once more when it is stored, and the episode goes on with what a reader would get.
+        """
+        return None
+
+
+def _arguments(messages: list[Message]) -> dict[str, Any]:
+    """Arguments of the calls in worked examples, by their place."""
+    return {
+        f"messages[{at}].{call.name}": call.arguments
+        for at, message in enumerate(messages)
+        for call in message.tool_calls
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResetRecord(RecordBase):
     """The environment began."""
 
     kind: Literal["reset"] = "reset"
@@ -27,45 +54,76 @@ class ResetRecord(Contract):
     prompt: list[Message] | None = None
     """What the spec's prompt says, where it holds images; None where spec and task alone determine it."""
 
+    def answers(self) -> Mapping[str, Any]:
+        """Facts, and arguments in worked examples."""
+        return {"facts": self.reset.facts} | _arguments(self.reset.messages)
 
-class GenerationRecord(Contract):
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRecord(RecordBase):
     """The model replied."""
 
+    blame: ClassVar[Blame] = "backend"
     kind: Literal["generation"] = "generation"
     generation: Generation
 
 
-class ToolsRecord(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolsRecord(RecordBase):
     """Tools answered, in the order of the calls."""
 
+    blame: ClassVar[Blame] = "tool"
     kind: Literal["tools"] = "tools"
     results: list[ToolResult]
 
+    def answers(self) -> Mapping[str, Any] | None:
+        """Facts; None where every result is a plain text."""
+        if all(type(result.content) is str and not result.rewards and not result.facts for result in self.results):
+            return None
+        return {f"results[{at}].facts": result.facts for at, result in enumerate(self.results)}
 
-class UserRecord(Contract):
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserRecord(RecordBase):
     """The user answered."""
 
+    blame: ClassVar[Blame] = "user"
     kind: Literal["user"] = "user"
     turn: UserTurn
     canned: bool = False
     """True where the engine answered in the user's place (a malformed call)."""
 
+    def answers(self) -> Mapping[str, Any]:
+        """Facts, and fields of templates."""
+        return {"facts": self.turn.facts, "fields": self.turn.fields}
 
-class StepRecord(Contract):
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord(RecordBase):
     """The environment's `step`, or a custom action, answered."""
 
     kind: Literal["step"] = "step"
     step: Step
 
+    def answers(self) -> Mapping[str, Any]:
+        """Facts, and arguments in worked examples."""
+        return {"facts": self.step.facts} | _arguments(self.step.messages)
 
-class ScoreRecord(Contract):
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRecord(RecordBase):
     """The final scorer answered."""
 
     kind: Literal["score"] = "score"
     rewards: list[RewardEvent]
 
+    def answers(self) -> Mapping[str, Any]:
+        """No value of any form: the rewards are validated."""
+        return {}
 
-class LimitRecord(Contract):
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitRecord(RecordBase):
     """A limit was met: before an action began or, for `episode_seconds`, while it waited."""
 
     kind: Literal["limit"] = "limit"
@@ -76,7 +134,8 @@ class LimitRecord(Contract):
     """The action had begun: the episode's time was over before it had an answer."""
 
 
-class FailureRecord(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureRecord(RecordBase):
     """An action could not be carried out."""
 
     kind: Literal["failure"] = "failure"
@@ -91,7 +150,8 @@ Record = Annotated[
 ]
 
 
-class JournalEntry(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEntry(Struct):
     """One step of one episode: a record, and where it led."""
 
     seq: int

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from dataclasses import dataclass, field
 from io import BytesIO
 from os import PathLike, fspath
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from engine.schemas.base import Contract
+from engine.schemas.base import Contract, Struct
 from engine.schemas.reward import RewardEvent
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -92,7 +93,8 @@ def image_part(image: Any) -> ImagePart:
     raise TypeError(f"a {type(image).__name__} is no image; give a PIL image, a file's bytes, a path or a data: URI")
 
 
-class ToolCall(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall(Struct):
     """One call of a tool, as the model asked for it."""
 
     id: str
@@ -103,7 +105,8 @@ class ToolCall(Contract):
     """Arguments by name, parsed but not yet validated against the tool's schema."""
 
 
-class MalformedCall(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MalformedCall(Struct):
     """An attempt at a tool call that could not be read."""
 
     raw: str
@@ -112,7 +115,8 @@ class MalformedCall(Contract):
     """What is wrong, in words that the model can act on."""
 
 
-class ToolResult(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult(Struct):
     """What came of one tool call. A failed call has a result too: none is dropped."""
 
     call_id: str
@@ -121,22 +125,23 @@ class ToolResult(Contract):
     """What the model is shown."""
     error: Literal["timeout", "invalid_arguments", "unknown_tool", "raised", "limit", "malformed"] | None = None
     """Why the call failed; None when it did not."""
-    rewards: list[RewardEvent] = Field(default_factory=list)
+    rewards: list[RewardEvent] = field(default_factory=list)
     """Reward events that the tool wrote, addressed to assistant turns."""
-    facts: dict[str, Any] = Field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     """What guards may read as `facts.<name>`; later values replace earlier ones."""
     seconds: float = 0.0
     """Wall time of the call."""
 
 
-class Message(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message(Struct):
     """One message of a conversation."""
 
     role: Role
     content: str | list[ContentPart] = ""
     reasoning: str | None = None
     """The model's reasoning, where its template keeps it apart from the content."""
-    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
     """Calls that this assistant message makes, in order."""
     tool_call_id: str | None = None
     """For role `tool`: the call that this answers."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from engine.schemas.base import Contract
+from engine.schemas.base import Contract, Struct
 
 TurnAddress = Annotated[int, Field(ge=0)] | Literal["first", "second", "previous", "last", "all", "each"]
 """Which assistant turns are meant, counted when the event is written.
@@ -58,7 +59,8 @@ class RewardEvent(Contract):
         return self
 
 
-class Posting(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posting(Struct):
     """One arithmetic step that the ledger took: the provenance of a turn's reward.
 
     A `RewardEvent` becomes one posting for each turn and name that it touches; a transfer becomes

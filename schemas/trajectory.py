@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pydantic import Field
-
-from engine.schemas.base import Contract, FloatArray, IntArray
+from engine.schemas.base import FloatArray, IntArray, Struct
 from engine.schemas.generation import FinishReason
 from engine.schemas.message import Message
 from engine.schemas.reward import Posting
@@ -15,7 +14,8 @@ Blame = Literal["policy", "tool", "user", "environment", "backend", "spec", "eng
 """Whose fault a failure is. Only the policy's own failures train it."""
 
 
-class Failure(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure(Struct):
     """Why an episode could not go on: a value, never a crash."""
 
     kind: str
@@ -29,7 +29,8 @@ class Failure(Contract):
     """The traceback of what a world raised, where there is one."""
 
 
-class Outcome(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome(Struct):
     """How an episode ended."""
 
     state: str
@@ -47,11 +48,12 @@ class Outcome(Contract):
     """False where the failure is not the policy's, or where ids are not known."""
     reward: float = 0.0
     """Sum over turns and names."""
-    rewards: dict[str, float] = Field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
     """Sum over turns, by name."""
 
 
-class Turn(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn(Struct):
     """One assistant turn."""
 
     index: int
@@ -64,7 +66,7 @@ class Turn(Contract):
     finish: FinishReason
     event: str
     """What it led to: tool_calls, answered, truncated, malformed, aborted."""
-    rewards: dict[str, float] = Field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
     anchor: str | None = None
     """The state that it began in, where the spec's credit asks for it: equal only for equal ones, empty for one that
     nobody told."""
@@ -77,7 +79,8 @@ class Turn(Contract):
 SpanKind = Literal["prompt", "generated", "bridge", "closing"]
 
 
-class Span(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span(Struct):
     """A run of tokens on a tape."""
 
     kind: SpanKind
@@ -87,7 +90,8 @@ class Span(Contract):
     """For `generated`: the assistant turn, from 0."""
 
 
-class ImageSpan(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSpan(Struct):
     """Where one image stands in a branch: tokens [start, end) are its placeholders and what its family puts around them."""
 
     image: str
@@ -98,7 +102,8 @@ class ImageSpan(Contract):
     """What the family's processor made of it: (t, h, w) in patches for Qwen-VL, (rows, columns) of tiles for Idefics3."""
 
 
-class Branch(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch(Struct):
     """One exact sequence that a model saw and sampled from: one training row.
 
     The four arrays are of one length. They are derived from the tape's spans.
@@ -117,11 +122,12 @@ class Branch(Contract):
     """-1 where the mask is 0."""
     turn_ids: IntArray
     """Assistant turn from 0 on sampled tokens; -1 elsewhere."""
-    images: list[ImageSpan] = Field(default_factory=list)
+    images: list[ImageSpan] = field(default_factory=list)
     """Exactly the images that this branch holds, in order."""
 
 
-class Trajectory(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory(Struct):
     """A finished episode."""
 
     run_id: str
@@ -135,33 +141,34 @@ class Trajectory(Contract):
     messages: list[Message]
     turns: list[Turn]
     branches: list[Branch]
-    postings: list[Posting] = Field(default_factory=list)
+    postings: list[Posting] = field(default_factory=list)
     """The sealed ledger."""
-    facts: dict[str, Any] = Field(default_factory=dict)
-    path: list[tuple[str, str, str]] = Field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    path: list[tuple[str, str, str]] = field(default_factory=list)
     """The transitions taken: (source, event, dest)."""
-    counts: dict[str, int] = Field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     """tool_calls, tool_errors, user_turns, user_tokens (of a model that plays the user, where there are any), sampled_tokens, context_tokens, images."""
-    seconds: dict[str, float] = Field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by state."""
 
 
-class EpisodeScore(Contract):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeScore(Struct):
     """What other rules make of a finished episode: kept beside what its own rules made of it."""
 
     outcome: Outcome
     """With a failure where these rules cannot be carried out, or would have led elsewhere."""
     rewards: list[dict[str, float]]
     """What each turn holds, by name."""
-    anchors: list[str | None] = Field(default_factory=list)
+    anchors: list[str | None] = field(default_factory=list)
     """`Turn.anchor` of each turn."""
-    postings: list[Posting] = Field(default_factory=list)
+    postings: list[Posting] = field(default_factory=list)
     """The sealed ledger."""
 
     def over(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory as these rules see it: the same tokens and words, other rewards."""
         turns = [
-            turn.model_copy(update={"rewards": rewards, "anchor": anchor})
+            replace(turn, rewards=rewards, anchor=anchor)
             for turn, rewards, anchor in zip(trajectory.turns, self.rewards, self.anchors, strict=True)
         ]
-        return trajectory.model_copy(update={"outcome": self.outcome, "turns": turns, "postings": self.postings})
+        return replace(trajectory, outcome=self.outcome, turns=turns, postings=self.postings)

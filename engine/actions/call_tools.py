@@ -7,12 +7,8 @@ from pathlib import Path
 from engine.actions.base import BuiltInAction, Services, World, post_rewards
 from engine.episode import Episode
 from engine.errors import WorldError
-from engine.made import maker
 from engine.schemas.journal import ToolsRecord
 from engine.schemas.message import Message
-
-_make_record = maker(ToolsRecord)
-_make_message = maker(Message)
 
 
 class CallToolsAction(BuiltInAction):
@@ -37,7 +33,7 @@ class CallToolsAction(BuiltInAction):
             raise WorldError("tools are called, but the spec has none", blame="spec", kind="no_tools")
         left = self._most - episode.tool_calls if self._most is not None else len(episode.attempts)
         results = await world.toolbox.call_all(episode.attempts, episode.turn, episode.view, budget=left)
-        return _make_record(kind="tools", results=results)
+        return ToolsRecord(results=results)
 
     def apply(self, episode: Episode, record: ToolsRecord) -> str:
         """Show the results; write their rewards and facts. A fact `solved: true` marks the outcome as solved."""
@@ -51,14 +47,7 @@ class CallToolsAction(BuiltInAction):
             episode.solved = episode.solved or result.facts.get("solved") is True
         episode.conversation.add(
             [
-                _make_message(
-                    role="tool",
-                    content=result.content,
-                    reasoning=None,
-                    tool_calls=[],
-                    tool_call_id=result.call_id,
-                    name=result.name,
-                )
+                Message(role="tool", content=result.content, tool_call_id=result.call_id, name=result.name)
                 for result in record.results
             ]
         )

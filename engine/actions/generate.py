@@ -9,19 +9,17 @@ from math import inf
 from pathlib import Path
 
 from engine.actions.base import BuiltInAction, Services, World
-from engine.episode import Episode, TurnNote
+from engine.episode import Episode
 from engine.errors import BackendError
 from engine.limits import CONTEXT, Limit, limits_of
-from engine.made import maker
 from engine.rewards.state_key import compile_state_key
 from engine.schemas.generation import GenerateRequest, Generation
 from engine.schemas.journal import GenerationRecord
+from engine.schemas.trajectory import Turn
 
 LONG_TEXT = 1 << 16
 """Characters that are tokenised on the event loop, at most."""
 _TOKENIZING = ThreadPoolExecutor(1, "tokenize")
-_make_request = maker(GenerateRequest)
-_make_record = maker(GenerationRecord)
 
 
 class GenerateAction(BuiltInAction):
@@ -75,7 +73,7 @@ class GenerateAction(BuiltInAction):
         """One reply. It holds a generation slot while it is asked for, and at no other time."""
         prompt = episode.conversation.prompt()
         images, spans = episode.conversation.shown()
-        request = _make_request(
+        request = GenerateRequest(
             episode_id=episode.id,
             turn=episode.turn + 1,
             input_ids=prompt,
@@ -98,7 +96,7 @@ class GenerateAction(BuiltInAction):
         finally:
             slots.give()
         self._check(episode, generation, request.max_new_tokens)
-        return _make_record(kind="generation", generation=generation)
+        return GenerationRecord(generation=generation)
 
     def _check(self, episode: Episode, generation: Generation, most: int) -> None:
         """What a backend may not do, whoever wrote it: checked before anything is written down."""
@@ -120,8 +118,13 @@ class GenerateAction(BuiltInAction):
         episode.turn_tokens = len(generation.output_ids)
         episode.sampled += episode.turn_tokens
         event = self._event(episode)
+        place = episode.conversation.turns[-1]
         episode.turns.append(
-            TurnNote(
+            Turn(
+                index=episode.turn,
+                branch=place.branch,
+                start=place.start,
+                end=place.end,
                 finish=generation.finish,
                 event=event,
                 anchor=anchor,

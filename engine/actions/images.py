@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import ImageError, RenderError, WorldError
@@ -96,36 +97,32 @@ class ImageStorer:
             own = await self._messages(record.reset.messages, "environment", episode)
             if spec is None and own is None:
                 return self._counted(record, episode, record.prompt or (), record.reset.messages)
-            stored = record.model_copy(
-                update={
-                    "prompt": record.prompt if spec is None else spec,
-                    "reset": record.reset if own is None else record.reset.model_copy(update={"messages": own}),
-                }
-            )
+            reset = record.reset if own is None else record.reset.model_copy(update={"messages": own})
+            stored = replace(record, prompt=record.prompt if spec is None else spec, reset=reset)
             return self._counted(stored, episode, stored.prompt or (), stored.reset.messages)
         if isinstance(record, StepRecord):
             messages = await self._messages(record.step.messages, "environment", episode)
             if messages is None:
                 return record
             stored_step = record.step.model_copy(update={"messages": messages})
-            return self._counted(record.model_copy(update={"step": stored_step}), episode, messages)
+            return self._counted(replace(record, step=stored_step), episode, messages)
         if isinstance(record, ToolsRecord):
             contents = [await self._content(result.content, "tool", episode) for result in record.results]
             if all(content is None for content in contents):
                 return record
             results = [
-                result if content is None else result.model_copy(update={"content": content})
+                result if content is None else replace(result, content=content)
                 for result, content in zip(record.results, contents, strict=True)
             ]
             said = [Message(role="tool", content=result.content) for result in results]
-            return self._counted(record.model_copy(update={"results": results}), episode, said)
+            return self._counted(replace(record, results=results), episode, said)
         if isinstance(record, UserRecord) and record.turn.content is not None:
             content = await self._content(record.turn.content, "user", episode)
             if content is None:
                 return record
             stored_turn = record.turn.model_copy(update={"content": content})
             said = [Message(role="user", content=content)]
-            return self._counted(record.model_copy(update={"turn": stored_turn}), episode, said)
+            return self._counted(replace(record, turn=stored_turn), episode, said)
         return record
 
     def _counted(self, record: Record, episode: Episode, *said: Sequence[Message]) -> Record:
@@ -148,7 +145,7 @@ class ImageStorer:
         if all(content is None for content in contents):
             return None
         return [
-            message if content is None else message.model_copy(update={"content": content})
+            message if content is None else replace(message, content=content)
             for message, content in zip(messages, contents, strict=True)
         ]
 

@@ -16,6 +16,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from engine.actions.slots import Slots
 from engine.backends.base import open_backend
 from engine.errors import ContextOverflow, EngineError, WorldError
@@ -28,8 +30,6 @@ from engine.spec.load import LoadedSpec
 from engine.tokens.loading import load_format
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from engine.backends.base import Backend
     from engine.backends.outage import Outage
     from engine.schemas.trajectory import Blame
@@ -144,7 +144,7 @@ class RoleModel:
         return GenerateRequest(
             episode_id=own,
             turn=turn,
-            input_ids=prompt,
+            input_ids=np.asarray(prompt, np.int32),
             sampling=self._spec.sampling,
             max_new_tokens=self._room(prompt),
             stop_token_ids=self._stop,

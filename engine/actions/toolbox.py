@@ -20,7 +20,6 @@ from engine.actions.calls import LoopReplacedError
 from engine.actions.workers import Workers, call_world
 from engine.errors import EngineError, WorldError
 from engine.isolation.remote import InvalidArguments, RemoteTool
-from engine.made import maker
 from engine.schemas.message import MalformedCall, ToolCall, ToolResult
 from engine.spec.signature import ToolShape, explain, reply_of, shape_of
 from engine.storable import message_of
@@ -28,8 +27,6 @@ from engine.storable import message_of
 if TYPE_CHECKING:
     from engine.schemas.entry import Effects
     from engine.schemas.environment import EpisodeView
-
-_make_result = maker(ToolResult)
 
 
 @dataclass(slots=True)
@@ -167,19 +164,11 @@ async def _answer(call_id: str, name: str, error: Any, words: str) -> ToolResult
 
 def _result(call: ToolCall, value: Any, seconds: float) -> ToolResult:
     if type(value) is str and value.isascii():
-        return _make_result(
-            call_id=call.id, name=call.name, content=value, error=None, rewards=[], facts={}, seconds=seconds
-        )
+        return ToolResult(call_id=call.id, name=call.name, content=value, seconds=seconds)
     try:
         reply = reply_of(value)
-        return ToolResult(
-            call_id=call.id,
-            name=call.name,
-            content=reply.content,
-            rewards=list(reply.rewards),
-            facts=dict(reply.facts),
-            seconds=seconds,
-        )
+        shown = {"content": reply.content, "rewards": reply.rewards, "facts": reply.facts}
+        return ToolResult.read({"call_id": call.id, "name": call.name, "seconds": seconds} | shown)
     except TypeError as error:
         raise WorldError(
             f"tool `{call.name}` returned {type(value).__name__}, which JSON cannot hold; "

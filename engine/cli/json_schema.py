@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pydantic import BaseModel
-
 from engine.cli.schema_words import add_words
+from engine.schemas.base import Contract, Struct, adapter
 from engine.schemas.environment import Reset, Step, Task, ToolReply, UserTurn
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
@@ -25,7 +24,7 @@ from engine.schemas.trajectory import Branch, Outcome, Trajectory, Turn
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 Schema = dict[str, Any]
 
-CONTRACTS: dict[str, type[BaseModel]] = {
+CONTRACTS: dict[str, type[Contract | Struct]] = {
     "branch": Branch,
     "generate-request": GenerateRequest,
     "generation": Generation,
@@ -60,7 +59,7 @@ def documents() -> dict[str, str]:
     """Every JSON Schema file's text, by its name without `.schema.json`."""
     schemas = {"episode": episode_schema()}
     for name, model in CONTRACTS.items():
-        schemas[name] = _untitled({"$schema": DIALECT, **model.model_json_schema(by_alias=True)})
+        schemas[name] = _untitled({"$schema": DIALECT, **adapter(model).json_schema(by_alias=True)})
     _shorten(schemas["scenarios"])
     return {name: json.dumps(schema, indent=2, ensure_ascii=False) + "\n" for name, schema in sorted(schemas.items())}
 

@@ -181,14 +181,14 @@ def _suite_data(suite: SuiteResult, least: float | None) -> dict[str, Any]:
 
 
 def _result_data(result: ScenarioResult) -> dict[str, Any]:
-    origin = result.origin
+    origin, failure = result.origin, result.failure
     return {
         "name": result.name,
         "passed": result.passed,
         "line": origin.line if origin else None,
         "problems": [str(problem) for problem in result.problems],
         "differences": [{"what": difference.what, "diff": difference.text} for difference in result.differences],
-        "failure": result.failure.model_dump(mode="json", exclude={"trace"}) if result.failure else None,
+        "failure": {name: value for name, value in failure.plain().items() if name != "trace"} if failure else None,
         "seconds": round(result.seconds, 6),
     }
 

@@ -68,7 +68,8 @@ class StateKey:
         newest = len(shown)
         while newest > 0 and shown[newest - 1].role != "assistant":
             newest -= 1
-        return _text([message.model_dump(mode="json", exclude={"tool_call_id"}) for message in shown[newest:]])
+        said = [message.plain().items() for message in shown[newest:]]
+        return _text([{name: value for name, value in fields if name != "tool_call_id"} for fields in said])
 
 
 def compile_state_key(spec: CreditMethod) -> StateKey | None:

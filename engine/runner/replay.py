@@ -6,7 +6,7 @@ No model and no world is asked: only the journal's records are fed to the machin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from engine.backends.replay import ReplayBackend
 from engine.errors import EngineError, ReplayError, StoreError
 from engine.executor import never_built, until_end
 from engine.factory import EpisodeFactory
+from engine.schemas.base import Struct
 from engine.schemas.trajectory import EpisodeScore, Failure
 from engine.storable import valid_text, words_of
 from engine.store.images import stored_images
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
-    from engine.store.codec import Draft, Written
+    from engine.store.codec import Written
     from engine.store.store import RunStore
     from engine.tokens.format import ChatFormat
 
@@ -43,7 +44,7 @@ class Replayed:
     """The first difference from what was stored; None when there is none."""
 
 
-async def _no_append(episode_id: str, entry: Draft, written: Written) -> None:
+async def _no_append(episode_id: str, entry: JournalEntry, written: Written) -> None:
     raise AssertionError("a replay writes nothing")
 
 
@@ -148,12 +149,16 @@ class Replayer:
 
 def _unscored(stored: Trajectory, failure: Failure) -> EpisodeScore:
     """No rewards, and why."""
-    outcome = stored.outcome.model_copy(update={"failure": failure, "trainable": False, "reward": 0.0, "rewards": {}})
+    outcome = replace(stored.outcome, failure=failure, trainable=False, reward=0.0, rewards={})
     return EpisodeScore(outcome=outcome, rewards=[{} for _ in stored.turns], anchors=[None for _ in stored.turns])
 
 
 def _pairs(left: Any, right: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
+    if isinstance(left, Struct) and type(left) is type(right):
+        for field in fields(left):  # type: ignore[arg-type]  # every struct is a dataclass
+            name = field.name
+            yield from _pairs(getattr(left, name), getattr(right, name), f"{path}.{name}" if path else name)
+    elif isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
         for key in left:
             yield from _pairs(left[key], right[key], f"{path}.{key}" if path else str(key))
     elif isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
@@ -165,7 +170,7 @@ def _pairs(left: Any, right: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
 
 def first_difference(left: Trajectory, right: Trajectory) -> str | None:
     """Where two trajectories differ first, in words; None when they are the same, arrays to the bit."""
-    for path, a, b in _pairs(left.model_dump(), right.model_dump(), ""):
+    for path, a, b in _pairs(left, right, ""):
         if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
             if a.dtype == b.dtype and a.tobytes() == b.tobytes():
                 continue

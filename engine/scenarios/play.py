@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from msgspec.structs import asdict
-
 from engine.actions.base import World
 from engine.actions.images import ImageStorer, MemoryImages
 from engine.backends.scripted import ScriptedBackend
@@ -26,9 +24,10 @@ if TYPE_CHECKING:
     from engine.actions.workers import Workers
     from engine.machine.presets import ResolvedMachine
     from engine.schemas.environment import Task
+    from engine.schemas.journal import JournalEntry
     from engine.schemas.scenario import Scenario
     from engine.schemas.trajectory import Trajectory
-    from engine.store.codec import Draft, Written
+    from engine.store.codec import Written
     from engine.tokens.format import ChatFormat
 
 THREADS = 8
@@ -96,8 +95,8 @@ class _Stage:
             images=ImageStorer(form, images, images.fetch),
         )
 
-    async def _append(self, episode_id: str, entry: Draft, written: Written) -> None:
-        self._journal.append(JournalEntry(**asdict(entry)))
+    async def _append(self, episode_id: str, entry: JournalEntry, written: Written) -> None:
+        self._journal.append(entry)
 
     async def play(self, task: Task, scenarios: ScenarioSet, index: int) -> Played:
         """The episode, to its end."""

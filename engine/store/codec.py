@@ -10,33 +10,27 @@ Invariants:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from math import isfinite
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import orjson
-from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from engine.errors import StoreError, WorldError
 from engine.schemas.generation import Generation
-from engine.schemas.journal import (
-    GenerationRecord,
-    JournalEntry,
-    Record,
-    ResetRecord,
-    StepRecord,
-    ToolsRecord,
-    UserRecord,
-)
+from engine.schemas.journal import JournalEntry, Record
 from engine.schemas.reward import Posting
-from engine.schemas.trajectory import Blame, Branch, Trajectory
+from engine.schemas.trajectory import Branch, EpisodeScore, Span, Trajectory
 from engine.storable import MAX_SIZE, refusal, valid_text
 
-_ARRAYS = {"generation": {"output_ids", "logprobs"}}
-_APART = {"branches", "postings"}
+_BESIDE_ARRAYS = [field.name for field in fields(Generation) if field.name not in ("output_ids", "logprobs")]
+_BESIDE_ROWS = [field.name for field in fields(Trajectory) if field.name not in ("branches", "postings")]
+_SPAN = [field.name for field in fields(Span)]
+_IMAGE_SPAN = ("start", "end", "image", "grid")
+_POSTING = [field.name for field in fields(Posting)]
 _IMAGE = "image"
 """Marks an image among a branch's spans."""
 _SWAP = sys.byteorder == "big"
@@ -60,28 +54,16 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} is no JSON")
 
 
-def json_text(model: BaseModel, exclude: Any = None) -> str:
-    """A contract as JSON.
-
-    Raises:
-        WorldError: it holds something that JSON cannot say. Worlds alone can put that there.
-    """
-    try:
-        return model.model_dump_json(exclude=exclude, fallback=_plain, warnings=False)
-    except PydanticSerializationError as error:
-        raise _unsayable(str(error)) from error
-
-
 def json_of(value: Any) -> str:
-    """A plain value as JSON, NaN and infinities kept.
+    """A plain value, a contract or a struct as JSON, NaN and infinities kept.
 
     Raises:
-        WorldError: as in `json_text`.
+        WorldError: it holds something that JSON cannot say. Only code outside the engine can put that there.
     """
     try:
         return to_json(value, inf_nan_mode="constants", fallback=_plain).decode()
     except PydanticSerializationError as error:
-        raise _unsayable(str(error)) from error
+        raise _unsayable(valid_text(str(error), 1000)) from error
 
 
 def _unsayable(problem: str) -> WorldError:
@@ -91,22 +73,6 @@ def _unsayable(problem: str) -> WorldError:
         blame="environment",
         kind="not_json",
     )
-
-
-_SPEAKERS: dict[str, Blame] = {"user": "user", "tools": "tool", "generation": "backend"}
-"""Who said what a record of that kind holds; otherwise the environment."""
-
-
-class Draft(msgspec.Struct, frozen=True):
-    """A journal entry in the making: the fields of `JournalEntry`."""
-
-    seq: int
-    state: str
-    event: str
-    dest: str
-    record: Record
-    at: float
-    seconds: float
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -129,7 +95,7 @@ class Written(msgspec.Struct, frozen=True):
 class Ending(NamedTuple):
     """An episode's last entry, which is written in the same commit as the episode's end."""
 
-    entry: Draft
+    entry: JournalEntry
     written: Written
 
 
@@ -140,89 +106,29 @@ def write_record(record: Record) -> Written:
         WorldError: it holds what `engine.storable` refuses; to blame is who said it.
     """
     try:
-        if isinstance(record, GenerationRecord):
+        if record.kind == "generation":
             generation = record.generation
             tokens = array_bytes(generation.output_ids) + array_bytes(generation.logprobs)
-            text = _generation_text(generation) or json_text(record, _ARRAYS)
-            return Written("generation", text, tokens, record)
-        if isinstance(record, ToolsRecord) and (text := _results_text(record) or ""):
-            return Written("tools", text, None, record)
-        return _write_loose(record)
-    except WorldError as error:
-        error.blame = _SPEAKERS.get(record.kind, "environment")
-        raise
-
-
-def _write_loose(record: Record) -> Written:
-    """Columns of a record whose contents the contracts leave open in part, or that was not validated.
-
-    Raises:
-        WorldError: it cannot be written and read back.
-    """
-    try:
-        problem = next(filter(None, (refusal(loose) for loose in _loose(record))), None)
+            said = {name: getattr(generation, name) for name in _BESIDE_ARRAYS}
+            return Written("generation", json_of({"kind": "generation", "generation": said}), tokens, record)
+        answers = record.answers()
+        problem = next(filter(None, (refusal({place: answer}) for place, answer in (answers or {}).items())), None)
         if problem is not None:
             raise _unsayable(problem)
-        text = json_text(record)
+        text = json_of(record)
         if len(text) > 4 * MAX_SIZE:
             raise _unsayable(f"it has {len(text):,} characters as JSON; {4 * MAX_SIZE:,} are allowed")
-        return Written(record.kind, text, None, type(record).model_validate_json(text))
-    except (ValueError, TypeError, AttributeError) as error:  # a contract that was built without validation
-        raise _unsayable(valid_text(str(error), 1000)) from error
+        return Written(record.kind, text, None, record if answers is None else type(record).read_json(text))
+    except WorldError as error:
+        error.blame = record.blame
+        raise
+    except (ValueError, TypeError, AttributeError) as error:  # an answer that was built without validation
+        fault = _unsayable(valid_text(str(error), 1000))
+        fault.blame = record.blame
+        raise fault from error
 
 
-def _loose(record: Record) -> Iterator[Mapping[str, Any]]:
-    """The parts of a world's answer that hold any JSON: facts, fields of templates, arguments of worked examples."""
-    messages: Sequence[Any] = ()
-    if isinstance(record, ToolsRecord):
-        yield from ({f"results[{at}].facts": result.facts} for at, result in enumerate(record.results) if result.facts)
-    elif isinstance(record, UserRecord):
-        yield {"facts": record.turn.facts, "fields": record.turn.fields}
-    elif isinstance(record, StepRecord):
-        yield {"facts": record.step.facts}
-        messages = record.step.messages
-    elif isinstance(record, ResetRecord):
-        yield {"facts": record.reset.facts}
-        messages = record.reset.messages
-    for at, message in enumerate(messages):
-        yield from ({f"messages[{at}].{call.name}": call.arguments} for call in message.tool_calls)
-
-
-def _generation_text(generation: Generation) -> str | None:
-    """`json_text` of an ordinary generation's record, without its arrays, at a third of the cost; None for another one."""
-    finish, text = generation.finish, generation.text
-    if text is not None or not isfinite(generation.seconds + generation.queue_seconds):
-        return None
-    told = {
-        "finish": finish.__dict__,
-        "versions": [span.__dict__ for span in generation.versions],
-        "prompt_tokens": generation.prompt_tokens,
-        "cached_tokens": generation.cached_tokens,
-        "seconds": generation.seconds,
-        "queue_seconds": generation.queue_seconds,
-        "text": None,
-    }
-    return _dumped({"kind": "generation", "generation": told})
-
-
-def _results_text(record: ToolsRecord) -> str | None:
-    """`json_text` of results that are texts and nothing else, likewise."""
-    results = record.results
-    if any(type(result.content) is not str or result.rewards or result.facts for result in results):
-        return None
-    if sum(len(result.content) for result in results) > MAX_SIZE:
-        return None
-    return _dumped({"kind": "tools", "results": [result.__dict__ for result in results]})
-
-
-def _dumped(value: Any) -> str | None:
-    try:
-        return orjson.dumps(value).decode()
-    except (TypeError, ValueError):  # half of a character, say: `json_text` tells what is wrong with it
-        return None
-
-
-def entry_row(entry: JournalEntry | Draft, written: Written | None = None) -> tuple[Any, ...]:
+def entry_row(entry: JournalEntry, written: Written | None = None) -> tuple[Any, ...]:
     """A journal entry -> columns (seq, state, event, dest, kind, payload, tokens, at, seconds).
 
     Args:
@@ -233,15 +139,33 @@ def entry_row(entry: JournalEntry | Draft, written: Written | None = None) -> tu
     return entry.seq, entry.state, entry.event, entry.dest, kind, payload, tokens, entry.at, entry.seconds
 
 
+@contextmanager
+def damaged(what: str) -> Iterator[None]:
+    """Raise `StoreError` with the record's name for stored bytes that are not of its form."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:  # JSON, contracts, arrays
+        lines = valid_text(str(error)).splitlines() or [type(error).__name__]
+        raise StoreError(f"{what} is damaged ({' '.join(lines[:3])[:200]})") from error
+
+
 def read_entry(row: Sequence[Any]) -> JournalEntry:
-    """Columns (seq, state, event, dest, kind, payload, tokens, at, seconds) -> the entry."""
+    """Columns (seq, state, event, dest, kind, payload, tokens, at, seconds) -> the entry.
+
+    Raises:
+        StoreError: they are not those of an entry.
+    """
     seq, state, event, dest, kind, payload, tokens, at, seconds = row
-    record = from_json(payload)
-    if kind == "generation":
-        half = len(tokens) // 2
-        record["generation"]["output_ids"] = array_from(tokens[:half], np.int32)
-        record["generation"]["logprobs"] = array_from(tokens[half:], np.float32)
-    return JournalEntry(seq=seq, state=state, event=event, dest=dest, record=record, at=at, seconds=seconds)
+    with damaged(f"journal entry {seq} (`{kind}`)"):
+        record = from_json(payload)
+        if record["kind"] != kind:
+            raise ValueError(f"its payload is of kind {record['kind']!r}")
+        if kind == "generation":
+            half = len(tokens) // 2
+            record["generation"]["output_ids"] = array_from(tokens[:half], np.int32)
+            record["generation"]["logprobs"] = array_from(tokens[half:], np.float32)
+        told = {"seq": seq, "state": state, "event": event, "dest": dest, "record": record, "at": at}
+        return JournalEntry.read(told | {"seconds": seconds})
 
 
 class WrittenTrajectory(NamedTuple):
@@ -261,9 +185,9 @@ def write_trajectory(trajectory: Trajectory) -> WrittenTrajectory:
         StoreError: a branch's arrays are not those of its spans.
     """
     return WrittenTrajectory(
-        json_text(trajectory, _APART),
+        json_of({name: getattr(trajectory, name) for name in _BESIDE_ROWS}),
         [_write_branch(branch, trajectory.episode_id) for branch in trajectory.branches],
-        [(p.seq, p.turn, p.name, p.delta, p.after, p.at_turn, p.op, p.cause, p.source) for p in trajectory.postings],
+        [tuple(getattr(posting, name) for name in _POSTING) for posting in trajectory.postings],
     )
 
 
@@ -278,8 +202,8 @@ def _write_branch(branch: Branch, episode_id: str) -> tuple[Any, ...]:
         raise StoreError(f"{episode_id}: the arrays of branch {branch.index} are not those of its spans")
     if any(np.any(mask[image.start : image.end]) or image.end > size for image in branch.images):
         raise StoreError(f"{episode_id}: an image of branch {branch.index} lies outside of it, or on sampled tokens")
-    said: list[tuple[Any, ...]] = [(span.kind, span.start, span.end, span.turn) for span in branch.spans]
-    seen = [(_IMAGE, image.start, image.end, image.image, image.grid) for image in branch.images]
+    said = [tuple(getattr(span, name) for name in _SPAN) for span in branch.spans]
+    seen = [(_IMAGE, *(getattr(image, name) for name in _IMAGE_SPAN)) for image in branch.images]
     spans = to_json([*said, *seen]).decode()
     return (
         branch.index,
@@ -304,40 +228,59 @@ def _derived(spans: Sequence[Any], size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_branch(row: Sequence[Any]) -> Branch:
-    """Columns (branch, reason, tokens, spans, input_ids, logprobs, weight_versions) -> the branch."""
+    """Columns (branch, reason, tokens, spans, input_ids, logprobs, weight_versions) -> the branch.
+
+    Raises:
+        StoreError: they are not those of a branch.
+    """
     index, reason, size, spans, ids, logprobs, versions = row
-    kinds = from_json(spans)
-    plain = Branch.model_validate(
-        {
-            "index": index,
-            "reason": reason,
-            "spans": [
-                {"kind": span[0], "start": span[1], "end": span[2], "turn": span[3]}
-                for span in kinds
-                if span[0] != _IMAGE
-            ],
-            "images": [
-                {"start": span[1], "end": span[2], "image": span[3], "grid": span[4]}
-                for span in kinds
-                if span[0] == _IMAGE
-            ],
-            "input_ids": array_from(ids, np.int32),
-            "logprobs": array_from(logprobs, np.float32),
-            "weight_versions": array_from(versions, np.int32),
-            "loss_mask": (),
-            "turn_ids": (),
-        }
-    )
-    mask, turns = _derived(plain.spans, size)
-    return plain.model_copy(update={"loss_mask": mask, "turn_ids": turns})
+    with damaged(f"branch {index}"):
+        parts = from_json(spans)
+        branch = Branch.read(
+            {
+                "index": index,
+                "reason": reason,
+                "spans": [dict(zip(_SPAN, part, strict=True)) for part in parts if part[0] != _IMAGE],
+                "images": [dict(zip(_IMAGE_SPAN, part[1:], strict=True)) for part in parts if part[0] == _IMAGE],
+                "input_ids": array_from(ids, np.int32),
+                "logprobs": array_from(logprobs, np.float32),
+                "weight_versions": array_from(versions, np.int32),
+                "loss_mask": (),
+                "turn_ids": (),
+            }
+        )
+        if not size == len(branch.input_ids) == len(branch.logprobs) == len(branch.weight_versions):
+            raise ValueError(f"its arrays do not have {size} elements each")
+        mask, turns = _derived(branch.spans, size)
+        return replace(branch, loss_mask=mask, turn_ids=turns)
 
 
 def read_posting(row: Sequence[Any]) -> Posting:
-    """Columns (seq, turn, name, delta, after, at_turn, op, cause, source) -> the posting."""
-    names = ("seq", "turn", "name", "delta", "after", "at_turn", "op", "cause", "source")
-    return Posting.model_validate(dict(zip(names, row, strict=True)))
+    """Columns (seq, turn, name, delta, after, at_turn, op, cause, source) -> the posting.
+
+    Raises:
+        StoreError: they are not those of a posting.
+    """
+    with damaged(f"posting {row[0]}"):
+        return Posting.read(dict(zip(_POSTING, row, strict=True)))
 
 
 def read_trajectory(text: str, branches: list[Branch], postings: list[Posting]) -> Trajectory:
-    """The JSON of a trajectory and its rows -> the trajectory."""
-    return Trajectory.model_validate(from_json(text) | {"branches": branches, "postings": postings})
+    """The JSON of a trajectory and its rows -> the trajectory.
+
+    Raises:
+        StoreError: it is not that of a trajectory.
+    """
+    with damaged("the trajectory"):
+        plain = Trajectory.read(from_json(text) | {"branches": []})
+        return replace(plain, branches=branches, postings=postings)
+
+
+def read_score(text: str) -> EpisodeScore:
+    """The JSON of an episode's score -> the score.
+
+    Raises:
+        StoreError: it is not that of a score.
+    """
+    with damaged("the score"):
+        return EpisodeScore.read(from_json(text))

@@ -119,7 +119,7 @@ _PART: dict[str, Any] = dict.fromkeys(("type", "text", "image", "mime", "width",
 def outcome_row(outcome: Outcome) -> dict[str, Any]:
     """An outcome as a row holds it."""
     rewards = [{"name": name, "value": value} for name, value in outcome.rewards.items()]
-    return outcome.model_dump(mode="json", exclude={"rewards"}) | {"rewards": rewards}
+    return outcome.plain() | {"rewards": rewards}
 
 
 def task_row(task: Task | None, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def _row(shared: Row, branch: Branch, placement: Where, advantages: list[Values]
         "turn_rewards": shared["turn_rewards"],
         "outcome": shared["outcome"],
         "messages": shared["messages"],
-        "images": [image.model_dump(mode="json") for image in branch.images],
+        "images": [image.plain() for image in branch.images],
         "task_fields": shared["task_fields"],
         "facts": shared["facts"],
         "metadata": shared["metadata"],

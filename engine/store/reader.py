@@ -22,7 +22,7 @@ from engine.store import codec, database
 from engine.store.header import RunHeader
 from engine.store.images import StoredImage
 from engine.store.lock import is_held
-from engine.store.scores import ScoreHead, read_heads, read_score, require
+from engine.store.scores import ScoreHead, read_heads, require
 from engine.tokens.images import digest_of
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class RunReader:
                 return rows
             require(connection, score, self.run_id)
             texts = dict(connection.execute(_SCORED, (score,)))
-        return [_rescored(row, texts[row.id]) for row in rows if row.id in texts]
+        return [self._rescored(row, texts[row.id]) for row in rows if row.id in texts]
 
     def episode(self, episode_id: str) -> EpisodeRow:
         """One episode in brief.
@@ -147,7 +147,7 @@ class RunReader:
         with self._reader() as connection:
             row = self._row(connection, episode_id)
             rows = journal_rows(connection, row.number, row.attempt if attempt is None else attempt)
-        with decoding(self._path, f"the journal of {episode_id}"):
+        with decoding(self._path, episode_id):
             return [codec.read_entry(entry) for entry in rows]
 
     def standing(self) -> dict[str, str]:
@@ -193,7 +193,8 @@ class RunReader:
             scored = connection.execute(_SCORED + " AND s.episode = ?", (score, row.number)).fetchone()
             if scored is None:
                 raise StoreError(f"{episode_id} was not done when the run was scored as `{score}`")
-            return read_score(scored[1]).over(found)
+            with decoding(self._path, episode_id):
+                return codec.read_score(scored[1]).over(found)
 
     def trajectories(self, score: str | None = None) -> Iterator[Trajectory]:
         """Every finished episode, in the order of tasks and samples, a few in memory at a time.
@@ -211,7 +212,9 @@ class RunReader:
             texts = dict(connection.execute(_SCORED, (score,)))
         for trajectory in self._trajectories():
             if trajectory.episode_id in texts:
-                yield read_score(texts[trajectory.episode_id]).over(trajectory)
+                with decoding(self._path, trajectory.episode_id):
+                    rescored = codec.read_score(texts[trajectory.episode_id]).over(trajectory)
+                yield rescored
 
     def _trajectories(self) -> Iterator[Trajectory]:
         query = (
@@ -231,8 +234,20 @@ class RunReader:
             last = rows[-1][:3]
 
     def _decoded(self, connection: sqlite3.Connection, episode_id: str, number: int, text: str) -> Trajectory:
-        with decoding(self._path, f"the trajectory of {episode_id}"):
+        with decoding(self._path, episode_id):
             return _trajectory(connection, number, text)
+
+    def _rescored(self, row: EpisodeRow, text: str) -> EpisodeRow:
+        with decoding(self._path, row.id):
+            outcome = codec.read_score(text).outcome
+        failure = outcome.failure
+        return row._replace(
+            failure=failure.kind if failure else None,
+            blame=failure.blame if failure else None,
+            solved=outcome.solved,
+            trainable=outcome.trainable,
+            reward=outcome.reward,
+        )
 
     def image_digests(self) -> list[str]:
         """Names of the run's images, in the order in which they came."""
@@ -279,15 +294,12 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def decoding(path: Path, what: str) -> Iterator[None]:
-    """What is stored and cannot be read as what it should be, as StoreError."""
+def decoding(path: Path, whose: str) -> Iterator[None]:
+    """Add the file, and whose record it is, to what `codec` says of a damaged record."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, IndexError) as error:  # JSON, contracts, arrays
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise StoreError(
-            f"{path}: {what} is damaged ({' '.join(lines[:3])[:200]}); restore the file from a copy, or leave it out"
-        ) from error
+    except StoreError as error:
+        raise StoreError(f"{path}: {whose}: {error}; restore the file from a copy, or leave it out") from error
 
 
 def _episode(row: tuple[Any, ...]) -> EpisodeRow:
@@ -295,18 +307,6 @@ def _episode(row: tuple[Any, ...]) -> EpisodeRow:
     return found._replace(
         solved=None if found.solved is None else bool(found.solved),
         trainable=None if found.trainable is None else bool(found.trainable),
-    )
-
-
-def _rescored(row: EpisodeRow, text: str) -> EpisodeRow:
-    outcome = read_score(text).outcome
-    failure = outcome.failure
-    return row._replace(
-        failure=failure.kind if failure else None,
-        blame=failure.blame if failure else None,
-        solved=outcome.solved,
-        trainable=outcome.trainable,
-        reward=outcome.reward,
     )
 
 

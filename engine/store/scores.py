@@ -15,7 +15,6 @@ from pydantic_core import from_json
 
 import engine
 from engine.errors import StoreError
-from engine.schemas.trajectory import EpisodeScore
 from engine.store import codec
 from engine.store.database import has_scores
 
@@ -58,11 +57,6 @@ def require(connection: sqlite3.Connection, label: str, run_id: str) -> ScoreHea
         )
         raise StoreError(f"{run_id} has no score `{label}`: {there}")
     return heads[label]
-
-
-def read_score(text: str) -> EpisodeScore:
-    """The JSON of an episode's score -> the score."""
-    return EpisodeScore.model_validate(from_json(text))
 
 
 def write_score(

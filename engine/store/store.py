@@ -98,7 +98,7 @@ class RunStore(RunReader):
             database.create_tables(draft)
             with closing(database.connect_writer(draft)) as connection, reading(draft):
                 row = (1, header.run_id, header.name, header.created, header.engine_version, "running")
-                connection.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, codec.json_text(header)))
+                connection.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, codec.json_of(header)))
                 if source is not None and header.fork is not None:
                     copy_shared(connection, source, header.fork)
             draft.rename(own / database.FILE)
@@ -120,7 +120,7 @@ class RunStore(RunReader):
         path = folder / database.FILE
         with closing(database.connect_reader(path)) as connection, reading(path):
             row = connection.execute("SELECT header FROM run").fetchone()
-        with decoding(path, "the run's header"):
+        with decoding(path, "run"), codec.damaged("the header"):
             header = RunHeader.model_validate_json(row[0])
         if readonly:
             return cls(folder, header, None, None)
@@ -213,13 +213,12 @@ class RunStore(RunReader):
             number, attempt, rows = await writer.do(job)
         finally:
             self._beginning.discard(episode_id)
-        journal = [codec.read_entry(row) for row in rows]
+        with decoding(self._path, episode_id):
+            journal = [codec.read_entry(row) for row in rows]
         self._tracks[episode_id] = Track(number, attempt, len(journal))
         return journal
 
-    async def append(
-        self, episode_id: str, entry: JournalEntry | codec.Draft, written: codec.Written | None = None
-    ) -> None:
+    async def append(self, episode_id: str, entry: JournalEntry, written: codec.Written | None = None) -> None:
         """Write a journal entry; returns once it is committed: from then on no crash of the process loses it.
 
         Args:
@@ -234,7 +233,7 @@ class RunStore(RunReader):
         """
         await self.post(episode_id, entry, written or codec.write_record(entry.record))
 
-    def post(self, episode_id: str, entry: JournalEntry | codec.Draft, written: codec.Written) -> Awaitable[None]:
+    def post(self, episode_id: str, entry: JournalEntry, written: codec.Written) -> Awaitable[None]:
         """`append` that does not wait: what it gives is done when the entry is committed.
 
         A future is given where the entry has its place already, so that others may follow before it is committed; they
@@ -244,9 +243,7 @@ class RunStore(RunReader):
         track.next += 1
         return self._writing().append(track, row, written.size)
 
-    def _next_row(
-        self, episode_id: str, entry: JournalEntry | codec.Draft, written: codec.Written
-    ) -> tuple[Track, tuple[Any, ...]]:
+    def _next_row(self, episode_id: str, entry: JournalEntry, written: codec.Written) -> tuple[Track, tuple[Any, ...]]:
         """The episode's track and an entry's journal row. Raises: StoreError where it is not the next entry."""
         track = self._tracks.get(episode_id)
         if track is None or track.broken is not None or entry.seq != track.next or track.closing:
@@ -363,7 +360,7 @@ class RunStore(RunReader):
         Raises:
             StoreError: there is a score of that name already, or the write failed.
         """
-        texts = {episode: codec.json_text(score) for episode, score in scores.items()}
+        texts = {episode: codec.json_of(score) for episode, score in scores.items()}
 
         def job(connection: sqlite3.Connection) -> None:
             write_score(connection, label, rewards, spec_path, texts, replace=replace)

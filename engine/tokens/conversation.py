@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from engine.errors import BackendError, BridgeError, RenderError
-from engine.made import maker
 from engine.schemas.generation import Generation
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Branch
@@ -28,10 +27,13 @@ from engine.tokens.tape import IntVector, Tape, largest
 from engine.tokens.views import IntendedTokens
 from engine.tokens.vision import PlacedImage
 
-_make_message = maker(Message)
-
 _TAIL = 64
 """Ids before a reply that its parser may look at."""
+
+
+def _is_vector(array: np.ndarray, dtype: type[np.generic]) -> bool:
+    """Whether a backend's array is of one dimension and of a type."""
+    return isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == 1
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -376,7 +378,13 @@ class Conversation:
         """
         if generation is self._checked:
             return
-        ids, size = generation.output_ids, self.form.vocab_size
+        ids, logprobs, size = generation.output_ids, generation.logprobs, self.form.vocab_size
+        if not (_is_vector(ids, np.int32) and _is_vector(logprobs, np.float32) and len(ids) == len(logprobs)):
+            raise BackendError(
+                "the backend gave a reply whose `output_ids` and `logprobs` are not a flat int32 array and a flat float32 "
+                "array of one length",
+                kind="bad_reply",
+            )
         if largest(ids) >= size:
             wrong = next(int(id_) for id_ in ids if not 0 <= id_ < size)
             raise BackendError(
@@ -386,7 +394,7 @@ class Conversation:
             )
         if self.form.vision is not None:
             self.form.vision.check_sampled(ids)
-        if not math.isfinite(np.add.reduce(generation.logprobs)):
+        if not math.isfinite(np.add.reduce(logprobs)):
             raise BackendError("the backend gave a log-probability that is not a finite number", kind="bad_logprob")
         self._checked = generation
 
@@ -400,13 +408,11 @@ class Conversation:
         return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), end_)
 
     def _replied(self, parsed: ParsedReply, place: TurnPlace, end: _End, ids: IntVector | None = None) -> Reply:
-        message = _make_message(
+        message = Message(
             role="assistant",
             content=parsed.content,
             reasoning=parsed.reasoning,
             tool_calls=[attempt for attempt in parsed.attempts if isinstance(attempt, ToolCall)],
-            tool_call_id=None,
-            name=None,
         )
         view = self.form.views.of_reply(parsed, () if ids is None else ids)
         if (parsed.attempts and not parsed.as_calls) or self.form.views.spells_tokens(view):

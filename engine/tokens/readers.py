@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import RenderError
 from engine.fast.qwen_replies import QwenReply, qwen_reader
-from engine.made import maker
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.arguments import restored
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.toolcalls import UnreadableCall
-from engine.tokens.toolcalls.base import as_arguments, checked_call
+from engine.tokens.toolcalls.base import as_arguments, storable_call
 from engine.tokens.toolcalls.hermes import HERMES_FORM
 
 if TYPE_CHECKING:
     from engine.tokens.proof import View
-
-_make_call = maker(ToolCall)
 
 _PROBLEMS = {
     "invalid_json": "Its arguments are not valid JSON.",
@@ -193,7 +190,7 @@ def _attempt(call: Any, id_: str, tools: Sequence[View]) -> ToolCall | Malformed
         if not isinstance(call.name, str | None):
             status = "missing_name"
         if status in ("ok", "unknown_tool") and call.name:
-            return checked_call(_make_call, id_, call.name, as_arguments(arguments or {}, HERMES_FORM))
+            return storable_call(id_, call.name, as_arguments(arguments or {}, HERMES_FORM))
     except UnreadableCall as problem:
         return MalformedCall(raw=call.raw, problem=str(problem))
     return MalformedCall(raw=call.raw, problem=_PROBLEMS.get(status, f"It could not be read ({status})."))

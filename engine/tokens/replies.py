@@ -17,7 +17,7 @@ from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.proof import View
 from engine.tokens.tape import IntVector
 from engine.tokens.toolcalls import UnreadableCall
-from engine.tokens.toolcalls.base import checked_call
+from engine.tokens.toolcalls.base import storable_call
 
 if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
@@ -157,6 +157,6 @@ def _storable(attempt: ToolCall | MalformedCall, body: str) -> ToolCall | Malfor
     if isinstance(attempt, MalformedCall):
         return attempt
     try:
-        return checked_call(ToolCall, attempt.id, attempt.name, attempt.arguments)
+        return storable_call(attempt.id, attempt.name, attempt.arguments)
     except UnreadableCall as problem:
         return MalformedCall(raw=body, problem=str(problem))

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.made import maker, row_maker
 from engine.schemas.generation import VersionSpan
 from engine.schemas.trajectory import Branch, ImageSpan, Span, SpanKind
 from engine.tokens.images import ProcessedImage
@@ -32,8 +32,6 @@ FloatVector = npt.NDArray[np.float32]
 _KINDS: tuple[SpanKind, ...] = ("prompt", "generated", "bridge", "closing")
 _CODE = {kind: code for code, kind in enumerate(_KINDS)}
 _PROMPT, _GENERATED, _BRIDGE, _CLOSING = range(4)
-_make_spans = row_maker(Span)
-_make_branch = maker(Branch)
 _FIELDS = 4
 """Integers of one span's record: kind, start, end, turn."""
 _SLACK = 32
@@ -128,10 +126,7 @@ class Tape:
     @property
     def spans(self) -> list[Span]:
         """The spans, in order; they cover the tape without a gap."""
-        return _make_spans(
-            {"kind": _KINDS[kind], "start": start, "end": end, "turn": turn}
-            for kind, start, end, turn in self._records()
-        )
+        return [Span(kind=_KINDS[kind], start=start, end=end, turn=turn) for kind, start, end, turn in self._records()]
 
     @property
     def has_turns(self) -> bool:
@@ -178,9 +173,11 @@ class Tape:
         if code == _GENERATED:
             self._admit_sampled(count, turn, logprobs)
             runs = [(run.version, start + run.start, start + run.end) for run in versions] or [(0, start, end)]
-            if runs[0][1] != start or runs[-1][2] != end:
+            gap = any(one[2] != next_[1] for one, next_ in pairwise(runs))
+            if gap or runs[0][1] != start or runs[-1][2] != end:
                 raise ValueError(
                     f"weight versions cover [{runs[0][1] - start}, {runs[-1][2] - start}) of {count} tokens"
+                    f"{', with gaps' if gap else ''}"
                 )
             self._keep_sampled(count, logprobs, runs)
             self._turn = turn
@@ -231,7 +228,7 @@ class Tape:
         versions = np.full(n, -1, np.int32)
         for version, start, end in self._versions:
             versions[start:end] = version
-        return _make_branch(
+        return Branch(
             index=index,
             reason=reason,
             spans=self.spans,
@@ -307,7 +304,7 @@ def as_seen(branch: Branch) -> Branch:
     end = max((span.end for span in branch.spans if span.kind == "generated"), default=len(branch.input_ids))
     if end == len(branch.input_ids):
         return branch
-    return _make_branch(
+    return Branch(
         index=branch.index,
         reason=branch.reason,
         spans=[span for span in branch.spans if span.end <= end],

@@ -33,7 +33,9 @@ def said(form: ChatFormat, sampled: list[int], most: int) -> Generation:
     """A backend's reply: `sampled`, cut after `most` tokens."""
     ids = np.array(sampled[:most], np.int32)
     finish = FinishReason(type="stop") if len(sampled) <= most else FinishReason(type="length")
-    return Generation(output_ids=ids, logprobs=np.zeros(len(ids), np.float32), finish=finish, prompt_tokens=0)
+    return Generation.read(
+        {"output_ids": ids, "logprobs": np.zeros(len(ids), np.float32), "finish": finish, "prompt_tokens": 0}
+    )
 
 
 def action_of(form: ChatFormat, limits: LimitsSpec) -> GenerateAction:

@@ -75,7 +75,7 @@ def request(ids: list[int] | None = None, *, episode: str = "e", **changes: Any)
         "stop_token_ids": [2],
         "seed": 0,
     }
-    return GenerateRequest(**(fields | changes))
+    return GenerateRequest.read(fields | changes)
 
 
 def answers(body: bytes, status: int = 200) -> Callable[[Call], Any]:

@@ -67,15 +67,17 @@ def ask(
     **more: Any,
 ) -> GenerateRequest:
     request = {name: more.pop(name) for name in ("banned_token_ids", "images", "adapter") if name in more}
-    return GenerateRequest(
-        episode_id=episode,
-        turn=turn,
-        input_ids=ids,
-        sampling=SamplingParams(**more),
-        max_new_tokens=most,
-        stop_token_ids=list(stop_ids),
-        seed=seed,
-        **request,
+    return GenerateRequest.read(
+        {
+            "episode_id": episode,
+            "turn": turn,
+            "input_ids": ids,
+            "sampling": SamplingParams(**more),
+            "max_new_tokens": most,
+            "stop_token_ids": list(stop_ids),
+            "seed": seed,
+            **request,
+        }
     )
 
 

@@ -27,14 +27,16 @@ def prompt(episode: int) -> np.ndarray:
 
 
 def ask(episode: int, turn: int, ids: np.ndarray) -> GenerateRequest:
-    return GenerateRequest(
-        episode_id=str(episode),
-        turn=turn,
-        input_ids=ids,
-        sampling=SamplingParams(temperature=1.0, top_p=0.9 if episode % 3 == 0 else 1.0),
-        max_new_tokens=11 + episode,
-        stop_token_ids=[],
-        seed=1000 * episode + turn,
+    return GenerateRequest.read(
+        {
+            "episode_id": str(episode),
+            "turn": turn,
+            "input_ids": ids,
+            "sampling": SamplingParams(temperature=1.0, top_p=0.9 if episode % 3 == 0 else 1.0),
+            "max_new_tokens": 11 + episode,
+            "stop_token_ids": [],
+            "seed": 1000 * episode + turn,
+        }
     )
 
 

@@ -27,14 +27,16 @@ def loop() -> Any:
 
 
 def ticket(loop: asyncio.AbstractEventLoop, ids: list[int], episode: str, most: int = 4) -> Ticket:
-    request = GenerateRequest(
-        episode_id=episode,
-        turn=0,
-        input_ids=ids,
-        sampling=SamplingParams(),
-        max_new_tokens=most,
-        stop_token_ids=[],
-        seed=0,
+    request = GenerateRequest.read(
+        {
+            "episode_id": episode,
+            "turn": 0,
+            "input_ids": ids,
+            "sampling": SamplingParams(),
+            "max_new_tokens": most,
+            "stop_token_ids": [],
+            "seed": 0,
+        }
     )
     sampling = SamplingState(request, 1000, CPU)
     return Ticket(request, loop.create_future(), loop, sampling, StopStrings(str, []), most)

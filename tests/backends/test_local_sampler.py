@@ -17,15 +17,17 @@ CPU = torch.device("cpu")
 def state(
     vocab: int, *, seed: int = 0, stop_ids: tuple[int, ...] = (), banned: tuple[int, ...] = (), **sampling: Any
 ) -> SamplingState:
-    request = GenerateRequest(
-        episode_id="e",
-        turn=0,
-        input_ids=[0],
-        sampling=SamplingParams(**sampling),
-        max_new_tokens=1,
-        stop_token_ids=list(stop_ids),
-        banned_token_ids=list(banned),
-        seed=seed,
+    request = GenerateRequest.read(
+        {
+            "episode_id": "e",
+            "turn": 0,
+            "input_ids": [0],
+            "sampling": SamplingParams(**sampling),
+            "max_new_tokens": 1,
+            "stop_token_ids": list(stop_ids),
+            "banned_token_ids": list(banned),
+            "seed": seed,
+        }
     )
     return SamplingState(request, vocab, CPU)
 

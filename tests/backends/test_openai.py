@@ -87,7 +87,7 @@ def request(
         "max_new_tokens": 9, "stop_token_ids": [2], "seed": 2**40 + 5,
         "messages": [Message(role="user", content="hi")] if messages is None else messages,
     }  # fmt: skip
-    return GenerateRequest(**(fields | changes))
+    return GenerateRequest.read(fields | changes)
 
 
 def completion(message: dict[str, Any] | None = None, finish: str = "stop", **more: Any) -> tuple[int, bytes]:

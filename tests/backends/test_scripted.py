@@ -35,14 +35,16 @@ def form(tiny_tokenizer_dir: Path) -> ChatFormat:
 
 
 def ask(turn: int = 0, episode: str = "sum/0", most: int = 200, **sampling: Any) -> GenerateRequest:
-    return GenerateRequest(
-        episode_id=episode,
-        turn=turn,
-        input_ids=[5, 6, 7],
-        sampling=SamplingParams(**sampling),
-        max_new_tokens=most,
-        stop_token_ids=[2],
-        seed=0,
+    return GenerateRequest.read(
+        {
+            "episode_id": episode,
+            "turn": turn,
+            "input_ids": [5, 6, 7],
+            "sampling": SamplingParams(**sampling),
+            "max_new_tokens": most,
+            "stop_token_ids": [2],
+            "seed": 0,
+        }
     )
 
 
@@ -58,8 +60,8 @@ async def test_reply_k_answers_turn_k_in_the_real_tokens(form: ChatFormat) -> No
         ids = [*form.tokenizer.encode(text), 2]
         assert reply.output_ids.tolist() == ids
         assert reply.logprobs.tolist() == np.full(len(ids), -0.1, dtype=np.float32).tolist()
-        assert reply.finish.model_dump() == {"type": "stop", "matched": 2, "message": None}
-        assert [span.model_dump() for span in reply.versions] == [{"version": 0, "start": 0, "end": len(ids)}]
+        assert reply.finish.plain() == {"type": "stop", "matched": 2, "message": None}
+        assert [span.plain() for span in reply.versions] == [{"version": 0, "start": 0, "end": len(ids)}]
         assert reply.prompt_tokens == 3
     assert backend.stats() == {"requests": 2, "tokens": len(form.encode("The answer is 42.Try again")) + 2, "errors": 0}
 
@@ -143,7 +145,7 @@ async def test_a_reply_ends_where_a_model_would_have_been_stopped(form: ChatForm
     assert (form.decode(ended.output_ids), ended.finish.matched) == ("fox<|im_end|>", 2)
     short = await backend.generate(ask(0, most=3))
     assert short.output_ids.tolist() == form.encode("<answer>42</answer> and more")[:3]
-    assert short.finish.model_dump() == {"type": "length", "matched": None, "message": None}
+    assert short.finish.plain() == {"type": "length", "matched": None, "message": None}
 
 
 async def test_length_abort_and_bare_tokens(form: ChatFormat) -> None:

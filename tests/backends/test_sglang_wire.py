@@ -29,7 +29,7 @@ def request(
         "stop_token_ids": [2],
         "seed": 41,
     }
-    return GenerateRequest(**(fields | changes))
+    return GenerateRequest.read(fields | changes)
 
 
 def encode(encoder: Encoder, asked: GenerateRequest, rid: str = "rid-0") -> Outgoing:

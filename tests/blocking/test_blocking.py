@@ -215,7 +215,7 @@ def test_signals_end_a_run_that_hangs_and_it_resumes(
     )
     process = start("run", spec, cwd=tmp_path)
     run = _wait_until(lambda: _hangs(tmp_path, len(bad)))
-    before = {key: value.model_dump_json() for key, value in told(tmp_path).items()}
+    before = {key: value.json() for key, value in told(tmp_path).items()}
     assert len(before) == HEALTHY
     for number in signals:
         with contextlib.suppress(ProcessLookupError):
@@ -224,13 +224,13 @@ def test_signals_end_a_run_that_hangs_and_it_resumes(
     assert code == status, out + err
     hint = f"engine run --resume runs/{run.name}"
     assert hint in (out + err).replace("\n", " ")
-    assert {key: value.model_dump_json() for key, value in told(tmp_path).items()} == before
+    assert {key: value.json() for key, value in told(tmp_path).items()} == before
     code, out, err = finish(start("run", "--resume", run, cwd=tmp_path, CURED="1"))
     assert code == 0, out + err
     episodes = told(tmp_path)
     assert all(episode.outcome.solved for episode in episodes.values())
     assert len(episodes) == HEALTHY + len(bad)
-    assert {key: episodes[key].model_dump_json() for key in before} == before
+    assert {key: episodes[key].json() for key in before} == before
 
 
 def _hangs(folder: Path, count: int) -> Path | None:

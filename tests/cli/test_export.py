@@ -24,14 +24,16 @@ RUN = "demo-20260101-000000-abcd"
 
 def episode(sample: int, reward: float, trainable: bool = True) -> Trajectory:
     """One turn of two tokens after a prompt of one."""
-    branch = Branch(
-        index=0,
-        spans=[Span(kind="prompt", start=0, end=1), Span(kind="generated", start=1, end=3, turn=0)],
-        input_ids=[5, 6, 7],
-        loss_mask=[0, 1, 1],
-        logprobs=[0, -0.5, -0.25],
-        weight_versions=[-1, 0, 0],
-        turn_ids=[-1, 0, 0],
+    branch = Branch.read(
+        {
+            "index": 0,
+            "spans": [Span(kind="prompt", start=0, end=1), Span(kind="generated", start=1, end=3, turn=0)],
+            "input_ids": [5, 6, 7],
+            "loss_mask": [0, 1, 1],
+            "logprobs": [0, -0.5, -0.25],
+            "weight_versions": [-1, 0, 0],
+            "turn_ids": [-1, 0, 0],
+        }
     )
     return Trajectory(
         run_id=RUN,

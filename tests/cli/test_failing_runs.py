@@ -164,8 +164,8 @@ def test_failed_episodes_are_run_again_on_request(folder: Path, tiny_tokenizer_d
     (run,) = list_runs(folder / "runs")
     with run_of(folder) as store:
         failed = [row.id for row in store.episodes() if row.failure]
-        fine = {row.id: store.trajectory(row.id).model_dump_json() for row in store.episodes() if not row.failure}
-        old = {key: [entry.model_dump_json() for entry in store.journal(key)] for key in failed}
+        fine = {row.id: store.trajectory(row.id).json() for row in store.episodes() if not row.failure}
+        old = {key: [entry.json() for entry in store.journal(key)] for key in failed}
     assert len(failed) == 10
     (folder / "broken").unlink()
     for others in ("backend", "environment", "tool"):
@@ -180,8 +180,8 @@ def test_failed_episodes_are_run_again_on_request(folder: Path, tiny_tokenizer_d
         rows = {row.id: row for row in store.episodes()}
         assert not [row for row in rows.values() if row.failure]
         assert {key: rows[key].attempt for key in rows} == {key: int(key in failed) for key in rows}
-        assert {key: store.trajectory(key).model_dump_json() for key in fine} == fine
-        assert {key: [entry.model_dump_json() for entry in store.journal(key, 0)] for key in failed} == old
+        assert {key: store.trajectory(key).json() for key in fine} == fine
+        assert {key: [entry.json() for entry in store.journal(key, 0)] for key in failed} == old
         assert len(list(store.trajectories())) == 40
     exported = engine("export", run, "--format", "jsonl", "--out", folder / "rows.jsonl")
     assert exported.exit_code == 0, exported.output

@@ -196,7 +196,7 @@ def test_a_server_that_stays_away_stops_the_run_and_a_resume_finishes_it(
     assert err.count("Stopped: ") == 1
     with RunStore.open(run, readonly=True) as store:
         assert store.status == "interrupted"
-        before = {key: store.trajectory(key).model_dump_json() for key in store.finished()}
+        before = {key: store.trajectory(key).json() for key in store.finished()}
         assert all(row.failure is None for row in store.episodes())
     code, _, err = finish(engine("run", "--resume", run, cwd=tmp_path))
     assert code == 3  # still nobody there
@@ -206,7 +206,7 @@ def test_a_server_that_stays_away_stops_the_run_and_a_resume_finishes_it(
     assert code == 0, err
     with RunStore.open(run, readonly=True) as store:
         assert store.status == "done"
-        assert {key: store.trajectory(key).model_dump_json() for key in before} == before
+        assert {key: store.trajectory(key).json() for key in before} == before
     assert results(run) == undisturbed(tmp_path, tiny_tokenizer_dir, servers.backend())
 
 

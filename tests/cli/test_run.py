@@ -120,12 +120,12 @@ def test_ctrl_c_ends_cleanly_and_resume_finishes(tmp_path: Path, tiny_tokenizer_
     done = store.finished()
     assert 4 <= len(done) < 40
     assert store.status == "interrupted"
-    before = {key: store.trajectory(key).model_dump_json() for key in done}
+    before = {key: store.trajectory(key).json() for key in done}
     code, _, err = engine_here("run", "--resume", folder, cwd=tmp_path)
     assert code == 0, err
     assert len(store.finished()) == 40
     assert store.status == "done"
-    assert {key: store.trajectory(key).model_dump_json() for key in done} == before
+    assert {key: store.trajectory(key).json() for key in done} == before
 
 
 def _wait_for_finished(folder: Path, count: int, seconds: float = 60) -> None:
@@ -205,8 +205,6 @@ def test_a_fork_keeps_what_came_before_its_turn(tmp_path: Path, tiny_tokenizer_d
     for key in new.finished():
         before, after = old.journal(key), new.journal(key)
         kept = 3  # reset, turn 0, its tool; then turn 1 begins
-        assert [entry.model_dump_json() for entry in after[:kept]] == [
-            entry.model_dump_json() for entry in before[:kept]
-        ]
+        assert [entry.json() for entry in after[:kept]] == [entry.json() for entry in before[:kept]]
         assert after[kept].at > before[-1].at
         assert [step[1] for step in new.trajectory(key).path] == [step[1] for step in old.trajectory(key).path]

@@ -88,7 +88,9 @@ async def fill(out: Path) -> None:
                 "answered",
                 "AWAITING_USER",
                 GenerationRecord(
-                    generation=Generation(output_ids=[1, 2], logprobs=[0, 0], finish=FinishReason(type="length"))
+                    generation=Generation.read(
+                        {"output_ids": [1, 2], "logprobs": [0, 0], "finish": FinishReason(type="length")}
+                    )
                 ),
             ),
             ("AWAITING_USER", "feedback", "GENERATING", UserRecord(turn=UserTurn(content="Not\nright.", solved=True))),

@@ -87,7 +87,7 @@ def test_a_name_that_is_no_text_is_no_name(formats: Formats) -> None:
     form = formats("thinking")
     ids = np.array(form.encode('<tool_call>{"name": 3, "arguments": {}}</tool_call><|im_end|>'), np.int32)
     parsed = form.replies.parse(ids, before=np.zeros(0, np.int32), turn=0)
-    assert [attempt.model_dump() for attempt in parsed.attempts] == [
+    assert [attempt.plain() for attempt in parsed.attempts] == [
         {"raw": '{"name": 3, "arguments": {}}', "problem": "It does not say which tool to call."}
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def test_a_fifth_of_the_episodes_do_harm_and_the_others_are_untouched(
     assert sorted(found) == sorted(row["id"] for row in rows)
     for episode in found.values():
         role, kind, *_ = [*episode.task_id.split("-"), ""]
-        check(episode.model_copy(update={"task_id": "healthy-" if role == "healthy" else f"{role}-{kind}"}))
+        check(replace(episode, task_id="healthy-" if role == "healthy" else f"{role}-{kind}"))
 
 
 async def test_the_engine_imports_nothing_that_is_isolated(
@@ -169,7 +170,7 @@ async def test_the_engine_imports_nothing_that_is_isolated(
     spec.write_text(spec.read_text().replace("isolated_worlds", "only_in_workers"))
     errors = [item for item in check_spec(load_spec(spec)) if item.severity == "error"]
     assert errors == []
-    check((await run_here(spec))["healthy"].model_copy(update={"task_id": "healthy-"}))
+    check(replace((await run_here(spec))["healthy"], task_id="healthy-"))
     assert "only_in_workers" not in sys.modules
 
 

@@ -265,7 +265,7 @@ def test_stored_postings_fold_to_the_same_ledger(written: list[tuple[RewardEvent
     for event, at_turn in written:
         post_what_goes(ledger, event, at_turn)
     sealed = ledger.seal(TURNS)
-    stored = [Posting.model_validate_json(posting.model_dump_json()) for posting in sealed.postings]
+    stored = [Posting.read_json(posting.json()) for posting in sealed.postings]
     again = SealedLedger.from_postings(stored, TURNS)
     assert (again.turns, again.names, again.postings) == (sealed.turns, sealed.names, sealed.postings)
     assert again.totals.tobytes() == sealed.totals.tobytes()

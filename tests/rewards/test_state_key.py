@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_an_expression_may_be_of_any_type() -> None:
 def test_left_out_it_is_what_was_shown_since_the_models_last_words() -> None:
     seen = tell(None)
     assert "a hall" not in tell(None, shown=SHOWN[:1])
-    other_call = SHOWN[2].model_copy(update={"tool_call_id": "c2"})
+    other_call = replace(SHOWN[2], tool_call_id="c2")
     assert tell(None, shown=[*SHOWN[:2], other_call, SHOWN[3]]) == seen
     assert tell(None, shown=[SHOWN[1], *SHOWN[2:]]) == seen
     assert tell(None, shown=SHOWN[:3]) != seen

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import worlds_for_tests as worlds
 import yaml
+from validated_structs import structs_validated
 
 from engine.backends.base import open_backend
-from engine.made import checked
 from engine.runner.run import Runner, RunResult
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import LoadedSpec, load_spec
@@ -43,9 +43,9 @@ class Ran:
 
 
 @pytest.fixture(autouse=True)
-def _contracts_checked() -> Iterator[None]:
+def _structs_validated() -> Iterator[None]:
     """What the engine makes without validation must be what validation would make of it."""
-    with checked():
+    with structs_validated():
         yield
 
 

@@ -119,7 +119,8 @@ class Resumed:
 
 def content(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory without what differs between two runs of the same: times, the run's id, tracebacks."""
-    told = trajectory.model_dump(mode="json", exclude={"run_id", "seconds"})
+    told = trajectory.plain()
+    del told["run_id"], told["seconds"]
     for turn in told["turns"]:
         del turn["seconds"], turn["queue_seconds"]
     if told["outcome"]["failure"] is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -390,7 +391,7 @@ async def test_replay_tells_the_first_difference(make_spec, run_spec) -> None:
     branch = trajectory.branches[0]
     changed = branch.input_ids.copy()
     changed[5] += 1
-    other = trajectory.model_copy(update={"branches": [branch.model_copy(update={"input_ids": changed})]})
+    other = replace(trajectory, branches=[replace(branch, input_ids=changed)])
     assert first_difference(trajectory, other) == f"branches[0].input_ids[5]: {changed[5] - 1} now, {changed[5]} stored"
     assert first_difference(trajectory, trajectory) is None
 
@@ -422,14 +423,10 @@ async def test_stopping_leaves_what_is_finished_and_resume_does_the_rest(make_sp
     assert result.summary.episodes == 6
     assert not result.interrupted
     for key, entries in kept.items():
-        assert [entry.model_dump_json() for entry in store.journal(key)[: len(entries)]] == [
-            entry.model_dump_json() for entry in entries
-        ]
+        assert [entry.json() for entry in store.journal(key)[: len(entries)]] == [entry.json() for entry in entries]
     for trajectory in store.trajectories():
         same = whole.trajectories[trajectory.episode_id]
-        assert [branch.model_dump_json() for branch in trajectory.branches] == [
-            branch.model_dump_json() for branch in same.branches
-        ]
+        assert [branch.json() for branch in trajectory.branches] == [branch.json() for branch in same.branches]
         assert trajectory.outcome == same.outcome
     store.close()
 

@@ -50,9 +50,7 @@ async def test_a_fork_stopped_at_any_commit_shares_the_same(make_spec: Any, tmp_
         shutil.rmtree(place / "whole")  # a fork needs its source no more
         assert (await resumed.run(place / "fork")).faults == []
         with resumed.store(place / "fork") as store:
-            assert [each.model_dump_json() for each in store.journal("a/0")[:3]] == [
-                each.model_dump_json() for each in shared
-            ]
+            assert [each.json() for each in store.journal("a/0")[:3]] == [each.json() for each in shared]
             (trajectory,) = store.trajectories()
             assert (store.header.fork.run, store.header.fork.turn) == (wanted.run_id, 1)
         assert content(trajectory) == content(wanted)

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ async def copied(resumed: Resumed, source: Path, out: Path, extra: int = 0) -> N
     with resumed.store(source) as store:
         journal = store.journal("a/0")
         task = store.task("a")
-    again: list[JournalEntry] = [journal[-1].model_copy(update={"seq": journal[-1].seq + n + 1}) for n in range(extra)]
+    again: list[JournalEntry] = [replace(journal[-1], seq=journal[-1].seq + n + 1) for n in range(extra)]
     with RunStore.create(out, RunHeader.of(resumed.loaded)) as store:
         await store.begin(task, 0)
         for entry in [*journal, *again]:

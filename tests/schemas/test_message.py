@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
+from engine.schemas.base import adapter
 from engine.schemas.environment import Reset, Step, ToolReply, UserTurn
 from engine.schemas.message import ImagePart, Message, image_part
 from engine.schemas.prompt import PromptMessage, RecoverSpec
@@ -83,4 +84,4 @@ def test_other_parts_are_refused_wherever_something_is_said(part: dict[str, obje
         (RecoverSpec, {"wrong": content}),
     ):
         with pytest.raises(ValidationError, match=words):
-            contract.model_validate(value)
+            adapter(contract).validate_python(value)

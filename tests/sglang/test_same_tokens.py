@@ -34,7 +34,7 @@ def request(ids: list[int], sampling: SamplingParams = GREEDY, **changes: Any) -
         "episode_id": "e", "turn": 0, "input_ids": ids, "sampling": sampling, "max_new_tokens": 48,
         "stop_token_ids": [2], "seed": 0,
     }  # fmt: skip
-    return GenerateRequest(**(fields | changes))
+    return GenerateRequest.read(fields | changes)
 
 
 async def test_greedy_sampling_gives_the_same_tokens_here_and_there(

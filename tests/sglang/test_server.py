@@ -71,7 +71,7 @@ def request(ids: Sequence[int], sampling: SamplingParams | None = None, **change
         "stop_token_ids": [2],
         "seed": 7,
     }
-    return GenerateRequest(**(fields | changes))
+    return GenerateRequest.read(fields | changes)
 
 
 @cache

@@ -37,7 +37,7 @@ def request(number: int, **changes: Any) -> GenerateRequest:
         "episode_id": f"e{number}", "turn": 0, "input_ids": [number + 3, 20, 30],
         "sampling": HOT, "max_new_tokens": 300, "stop_token_ids": [2], "seed": number,
     }  # fmt: skip
-    return GenerateRequest(**(fields | changes))
+    return GenerateRequest.read(fields | changes)
 
 
 async def test_a_server_killed_in_the_middle_loses_no_reply_and_none_is_counted_twice(

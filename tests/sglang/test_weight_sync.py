@@ -94,7 +94,7 @@ def request(ids: Sequence[int] = PROMPT, **changes: Any) -> GenerateRequest:
         "episode_id": "e", "turn": 0, "input_ids": list(ids), "max_new_tokens": 24,
         "sampling": HOT, "stop_token_ids": [], "seed": 7,
     }  # fmt: skip
-    return GenerateRequest(**(fields | changes))
+    return GenerateRequest.read(fields | changes)
 
 
 def spans(generation: Generation) -> list[tuple[int, int]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
+from engine.schemas.base import Contract, Struct
 from engine.schemas.environment import Reset, Task
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.journal import GenerationRecord, JournalEntry, ResetRecord, ToolsRecord
@@ -37,12 +39,14 @@ def make_entry(seq: int, seed: int = 0, tokens: int = 16) -> JournalEntry:
         state, event, dest = "PENDING", "ready", "GENERATING"
     elif seq % 2:
         bits = rng.integers(0, 2**32, tokens, dtype=np.uint32).view(np.float32)  # NaN and infinities among them
-        generation = Generation(
-            output_ids=rng.integers(0, 2**31, tokens),
-            logprobs=bits,
-            finish=FinishReason(type="stop", matched=7),
-            versions=[VersionSpan(version=seq, start=0, end=tokens)],
-            seconds=float(rng.random()),
+        generation = Generation.read(
+            {
+                "output_ids": rng.integers(0, 2**31, tokens),
+                "logprobs": bits,
+                "finish": FinishReason(type="stop", matched=7),
+                "versions": [VersionSpan(version=seq, start=0, end=tokens)],
+                "seconds": float(rng.random()),
+            }
         )
         record = GenerationRecord(generation=generation)
         state, event, dest = "GENERATING", "tool_calls", "AWAITING_TOOL"
@@ -67,15 +71,17 @@ def make_trajectory(index: int = 0, sample: int = 0, *, seed: int = 1, branches:
         ]
         mask = np.array([0] * 4 + [1] * 5 + [0], np.int32)
         made.append(
-            Branch(
-                index=number,
-                reason="" if number == 0 else "the template dropped old reasoning",
-                spans=spans,
-                input_ids=rng.integers(0, 1000, 10),
-                loss_mask=mask,
-                logprobs=-rng.random(10, np.float32) * mask,
-                weight_versions=np.where(mask, 2, -1),
-                turn_ids=np.where(mask, number, -1),
+            Branch.read(
+                {
+                    "index": number,
+                    "reason": "" if number == 0 else "the template dropped old reasoning",
+                    "spans": spans,
+                    "input_ids": rng.integers(0, 1000, 10),
+                    "loss_mask": mask,
+                    "logprobs": -rng.random(10, np.float32) * mask,
+                    "weight_versions": np.where(mask, 2, -1),
+                    "turn_ids": np.where(mask, number, -1),
+                }
             )
         )
         turns.append(
@@ -137,7 +143,9 @@ def plain(value: Any) -> Any:
         return (value.dtype.str, value.tobytes())
     if isinstance(value, float):
         return float.hex(value)
-    if hasattr(value, "model_fields_set"):
+    if isinstance(value, Struct):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Contract):
         return {name: plain(item) for name, item in value}
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ async def files(store: RunStore, maker: Any, tmp_path: Path) -> dict[str, Path]:
     for index, (outcome, messages) in enumerate(zip(outcomes, (spoken, []), strict=True)):
         trajectory = maker.trajectory(index, 0, outcome=outcome, messages=messages, facts={"tries": [1, {"a": None}]})
         await store.begin(maker.task(index), 0)
-        await store.finish(trajectory.model_copy(update={"postings": [posting]}))
+        await store.finish(replace(trajectory, postings=[posting]))
     found = {"jsonl": tmp_path / "rows.jsonl", "parquet": tmp_path / "rows.parquet"}
     assert write_jsonl(export_rows(store), found["jsonl"]) == write_parquet(export_rows(store), found["parquet"])
     return found

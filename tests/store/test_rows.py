@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,7 @@ async def test_parquet_keeps_nan_and_jsonl_says_null(store: RunStore, maker: Any
     branch = trajectory.branches[0]
     logprobs = branch.logprobs.copy()
     logprobs[4:6] = math.nan, -math.inf
-    await keep(
-        store, maker, trajectory.model_copy(update={"branches": [branch.model_copy(update={"logprobs": logprobs})]})
-    )
+    await keep(store, maker, replace(trajectory, branches=[replace(branch, logprobs=logprobs)]))
     write_parquet(export_rows(store), tmp_path / "rows.parquet")
     got = pq.read_table(tmp_path / "rows.parquet")["logprobs"].to_pylist()[0]
     assert math.isnan(got[4])

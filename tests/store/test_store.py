@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ async def test_trajectories_stream_in_the_order_of_tasks_and_samples(store: RunS
 async def test_an_episode_is_done_wholly_or_not_at_all(store: RunStore, maker: Any) -> None:
     await store.begin(maker.task(), 0)
     good = maker.trajectory()
-    doubled = good.model_copy(update={"postings": [good.postings[0], good.postings[0]]})
+    doubled = replace(good, postings=[good.postings[0], good.postings[0]])
     with pytest.raises(StoreError, match="UNIQUE"):
         await store.finish(doubled)
     connection = sqlite3.connect(store.folder / "run.db")

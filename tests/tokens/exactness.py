@@ -498,10 +498,7 @@ class Player:
         turn = len(self.sampled)
         self.sampled.append(ids)
         finish = FinishReason(type="length" if end == "none" else "stop")
-        generation = Generation(
-            output_ids=ids, logprobs=[-0.5] * len(ids), finish=finish,
-            versions=[VersionSpan(version=0, start=0, end=len(ids))] if ids else [],
-        )  # fmt: skip
+        generation = Generation.read({"output_ids": ids, "logprobs": [-0.5] * len(ids), "finish": finish, "versions": [VersionSpan(version=0, start=0, end=len(ids))] if ids else []})  # fmt: skip
         self.raw[len(self.conversation.messages)] = text
         reply = self.conversation.reply(generation, turn)
         if said.calls and said.raw is None and not (self.beside and not reply.attempts):

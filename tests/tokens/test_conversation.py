@@ -38,11 +38,13 @@ TOOLS = [
 
 def generation(ids: list[int], finish: str = "stop", version: int = 0) -> Generation:
     """A reply of these ids whose log-probs tell their places."""
-    return Generation(
-        output_ids=ids,
-        logprobs=[-0.125 * (i + 1) for i in range(len(ids))],
-        finish=FinishReason(type=finish),  # type: ignore[arg-type]
-        versions=[VersionSpan(version=version, start=0, end=len(ids))] if ids else [],
+    return Generation.read(
+        {
+            "output_ids": ids,
+            "logprobs": [-0.125 * (i + 1) for i in range(len(ids))],
+            "finish": FinishReason(type=finish),
+            "versions": [VersionSpan(version=version, start=0, end=len(ids))] if ids else [],
+        }
     )
 
 
@@ -220,9 +222,7 @@ def test_a_prompt_that_gets_no_reply_leaves_nothing_behind(case: str, formats: F
 
     def same() -> None:
         assert (tried.length, tried.pending) == (plain.length, plain.pending)
-        assert [row.model_dump_json() for row in tried.branches()] == [
-            row.model_dump_json() for row in plain.branches()
-        ]
+        assert [row.json() for row in tried.branches()] == [row.json() for row in plain.branches()]
 
     def attempt() -> None:
         given_before = None
@@ -550,7 +550,7 @@ def test_a_log_probability_that_is_no_number_is_the_backends_fault(formats: Form
     conversation = Conversation(formats("plain"), [])
     conversation.open([user("Hm?")])
     conversation.prompt()
-    bad = Generation(output_ids=[5, 6], logprobs=[-1.0, float("nan")], finish=FinishReason(type="stop"))
+    bad = Generation.read({"output_ids": [5, 6], "logprobs": [-1.0, float("nan")], "finish": FinishReason(type="stop")})
     with pytest.raises(BackendError) as caught:
         conversation.reply(bad, 0)
     assert caught.value.kind == "bad_logprob"
@@ -561,7 +561,9 @@ def test_a_backend_that_answers_in_text_trains_nothing(formats: Formats) -> None
     conversation = Conversation(form, TOOLS)
     conversation.open([user("Hm?")])
     conversation.prompt()
-    answer = Generation(output_ids=[], logprobs=[], finish=FinishReason(type="stop"), text="<call>calculate(2)</call>")
+    answer = Generation.read(
+        {"output_ids": [], "logprobs": [], "finish": FinishReason(type="stop"), "text": "<call>calculate(2)</call>"}
+    )
     reply = conversation.reply(answer, 0)
     assert [attempt.name for attempt in reply.attempts if isinstance(attempt, ToolCall)] == ["calculate"]
     conversation.add([tool("2")])

@@ -50,7 +50,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ChatFormat]:
 
 
 def said(form: ChatFormat, ids: list[int]) -> Generation:
-    return Generation(output_ids=ids, logprobs=[-0.5] * len(ids), finish=FinishReason(type="stop"))
+    return Generation.read({"output_ids": ids, "logprobs": [-0.5] * len(ids), "finish": FinishReason(type="stop")})
 
 
 def added(form: ChatFormat, ids: Any) -> list[int]:

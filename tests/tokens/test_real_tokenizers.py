@@ -65,7 +65,7 @@ def real() -> Callable[..., ChatFormat]:
 
 def reply(form: ChatFormat, text: str) -> Generation:
     ids = form.encode(text)
-    return Generation(output_ids=ids, logprobs=[-0.5] * len(ids), finish=FinishReason(type="stop"))
+    return Generation.read({"output_ids": ids, "logprobs": [-0.5] * len(ids), "finish": FinishReason(type="stop")})
 
 
 def template_ids(
@@ -154,7 +154,10 @@ def test_any_sampled_ids_stay_as_they_were(real: Callable[..., ChatFormat], name
     for turn in range(3):
         prompt, sampled = conversation.prompt().copy(), data.draw(ids)
         conversation.reply(
-            Generation(output_ids=sampled, logprobs=[-0.5] * len(sampled), finish=FinishReason(type="length")), turn
+            Generation.read(
+                {"output_ids": sampled, "logprobs": [-0.5] * len(sampled), "finish": FinishReason(type="length")}
+            ),
+            turn,
         )
         branch, start, end = conversation.turns[turn]
         conversation.add([Message(role=data.draw(st.sampled_from(["user", "tool"])), content=data.draw(TEXTS))])

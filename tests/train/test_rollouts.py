@@ -29,14 +29,16 @@ def make_trajectory(
     task: Task, sample: int, reward: float, *, version: int = 0, failure: Failure | None = None
 ) -> Trajectory:
     """One turn of two sampled tokens after a prompt of three."""
-    branch = Branch(
-        index=0,
-        spans=[Span(kind="prompt", start=0, end=3), Span(kind="generated", start=3, end=5, turn=0)],
-        input_ids=[1, 2, 3, 4, 5],
-        loss_mask=[0, 0, 0, 1, 1],
-        logprobs=[0, 0, 0, -1, -2],
-        weight_versions=[-1, -1, -1, version, version],
-        turn_ids=[-1, -1, -1, 0, 0],
+    branch = Branch.read(
+        {
+            "index": 0,
+            "spans": [Span(kind="prompt", start=0, end=3), Span(kind="generated", start=3, end=5, turn=0)],
+            "input_ids": [1, 2, 3, 4, 5],
+            "loss_mask": [0, 0, 0, 1, 1],
+            "logprobs": [0, 0, 0, -1, -2],
+            "weight_versions": [-1, -1, -1, version, version],
+            "turn_ids": [-1, -1, -1, 0, 0],
+        }
     )
     postings = [Posting(seq=0, turn=0, name="right", delta=reward, after=reward, at_turn=0, op="add")]
     turn = Turn(index=0, branch=0, start=3, end=5, finish={"type": "stop"}, event="answered", rewards={"right": reward})

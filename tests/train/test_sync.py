@@ -63,7 +63,7 @@ def request(ids: list[int], **changes: Any) -> GenerateRequest:
         "episode_id": "e", "turn": 0, "input_ids": ids, "max_new_tokens": 16, "stop_token_ids": [],
         "sampling": SamplingParams(temperature=1.0, ignore_eos=True), "seed": 7,
     }  # fmt: skip
-    return GenerateRequest(**(fields | changes))
+    return GenerateRequest.read(fields | changes)
 
 
 def by_transformers(folder: Path, prompt: list[int], generation: Generation) -> torch.Tensor:

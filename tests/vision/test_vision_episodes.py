@@ -235,7 +235,7 @@ async def test_images_of_the_specs_own_prompt(make_spec: Any, run_spec: Any, tmp
     assert [image.image for image in ran.only.branches[0].images] == [digest_of(FIRST), digest_of(SECOND)]
     assert ran.only.messages[0].text == "What colour is it?"
     (entry, *_) = ran.store.journal("a/0")
-    assert json.loads(entry.record.model_dump_json())["prompt"][0]["content"][0]["image"] == digest_of(FIRST)
+    assert json.loads(entry.record.json())["prompt"][0]["content"][0]["image"] == digest_of(FIRST)
 
 
 async def test_a_limit_on_images(make_spec: Any, run_spec: Any) -> None:

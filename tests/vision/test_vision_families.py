@@ -37,8 +37,13 @@ def seen(vision: Vision, data: bytes) -> ImagePart:
 
 def reply(form: ChatFormat, text: str) -> Generation:
     ids = np.array([*form.encode(text), form.stop_token_ids[0]], np.int32)
-    return Generation(
-        output_ids=ids, logprobs=np.zeros(len(ids), np.float32), finish=FinishReason(type="stop"), prompt_tokens=0
+    return Generation.read(
+        {
+            "output_ids": ids,
+            "logprobs": np.zeros(len(ids), np.float32),
+            "finish": FinishReason(type="stop"),
+            "prompt_tokens": 0,
+        }
     )
 
 

@@ -35,12 +35,7 @@ def test_a_second_turn_is_the_same_after_a_kill(vlm: Callable[[str], Path], fami
     def reply(model: SeeingModel, turn: int, ids: list[int], *images: bytes) -> Generation:
         digests = [digest_of(data) for data in images]
         expanded, placed = vision.expand(ids, digests)
-        request = GenerateRequest(
-            episode_id="e", turn=turn, input_ids=expanded, sampling=SamplingParams(),
-            max_new_tokens=24, stop_token_ids=[], banned_token_ids=vision.banned, seed=turn,
-            images=[ImagePart(image=digest) for digest in digests],
-            image_spans=[(start, start + len(picture.ids)) for picture, start in placed],
-        )  # fmt: skip
+        request = GenerateRequest.read({"episode_id": "e", "turn": turn, "input_ids": expanded, "sampling": SamplingParams(), "max_new_tokens": 24, "stop_token_ids": [], "banned_token_ids": vision.banned, "seed": turn, "images": [ImagePart(image=digest) for digest in digests], "image_spans": [(start, start + len(picture.ids)) for picture, start in placed]})  # fmt: skip
         return model.reply(
             request, 24, form.vocab_size, StopStrings(form.decode, []), time.perf_counter(), threading.Event()
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,17 +34,19 @@ def vision(vlm: Callable[[str], Path]) -> Vision:
 def request(vision: Vision, ids: list[int], *images: bytes) -> GenerateRequest:
     digests = [digest_of(data) for data in images]
     expanded, placed = vision.expand(ids, digests)
-    return GenerateRequest(
-        episode_id="e",
-        turn=0,
-        input_ids=expanded,
-        sampling=SamplingParams(),
-        max_new_tokens=8,
-        stop_token_ids=[2],
-        banned_token_ids=vision.banned,
-        seed=1,
-        images=[ImagePart(image=digest) for digest in digests],
-        image_spans=[(start, start + len(picture.ids)) for picture, start in placed],
+    return GenerateRequest.read(
+        {
+            "episode_id": "e",
+            "turn": 0,
+            "input_ids": expanded,
+            "sampling": SamplingParams(),
+            "max_new_tokens": 8,
+            "stop_token_ids": [2],
+            "banned_token_ids": vision.banned,
+            "seed": 1,
+            "images": [ImagePart(image=digest) for digest in digests],
+            "image_spans": [(start, start + len(picture.ids)) for picture, start in placed],
+        }
     )
 
 
@@ -72,7 +75,7 @@ def test_one_placeholder_an_image_is_sent_and_the_expanded_ids_are_expected(visi
 
 def test_images_and_places_must_be_as_many(vision: Vision) -> None:
     asked = request(vision, [5, vision.marker_id], FIRST)
-    asked = asked.model_copy(update={"images": [*asked.images, ImagePart(image=digest_of(SECOND))]})
+    asked = replace(asked, images=[*asked.images, ImagePart(image=digest_of(SECOND))])
     with pytest.raises(BackendError, match="2 images for 1 places in the prompt") as raised:
         Encoder(vocab_size=10_000, vision=vision).encode(asked, "a", asked.input_ids, 8)
     assert raised.value.kind == "bad_prompt"
@@ -89,7 +92,7 @@ def test_an_openai_endpoint_is_shown_images_of_the_run_store_as_urls(
     form.vision = vision
     backend = OpenAIBackend(OpenAIBackendSpec(url="http://127.0.0.1:1/v1", model="m"), form)
     said = Message(role="user", content=[ImagePart(image=digest_of(FIRST)), TextPart(text="What is it?")])
-    asked = request(vision, [5]).model_copy(update={"messages": [said]})
+    asked = replace(request(vision, [5]), messages=[said])
     assert backend._body(asked)["messages"] == [
         {
             "role": "user",

@@ -7,6 +7,7 @@ exactly the prompt that was sent. What was lost on the way (a connection, a serv
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import random
 import re
@@ -312,7 +313,7 @@ class SGLangBackend:
     ) -> Part:
         self.adapter_uses[policy.name] += 1
         try:
-            named = request.model_copy(update={"adapter": policy.name})
+            named = dataclasses.replace(request, adapter=policy.name)
             part = await self._tried(named, ids, most, sampled)
         finally:
             self.adapter_uses[policy.name] -= 1

@@ -13,10 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from engine.backends.sglang.wire import Part
-from engine.made import maker
 from engine.schemas.generation import FinishReason, Generation, SamplingParams, VersionSpan
-
-_make_generation = maker(Generation)
 
 TAIL = 64
 """Tokens at the cut that are decoded to look for the beginning of a stop string."""
@@ -91,7 +88,7 @@ def join(parts: Sequence[Part], finish: FinishReason, seconds: float) -> Generat
         ids = np.concatenate([part.ids for part in parts])
         logprobs = np.concatenate([part.logprobs for part in parts])
         versions = _join_versions(parts)
-    return _make_generation(
+    return Generation(
         output_ids=ids,
         logprobs=logprobs,
         finish=finish,
@@ -100,7 +97,6 @@ def join(parts: Sequence[Part], finish: FinishReason, seconds: float) -> Generat
         cached_tokens=first.cached_tokens,
         seconds=seconds,
         queue_seconds=first.queue_seconds if len(parts) == 1 else sum(part.queue_seconds for part in parts),
-        text=None,
     )
 
 

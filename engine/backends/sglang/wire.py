@@ -448,7 +448,7 @@ def _columns(rows: msgspec.Raw) -> tuple[list[Any], list[Any]]:
 
 @lru_cache(256)
 def _ending(kind: str, matched: int | str | None, message: str | None) -> FinishReason:
-    return FinishReason.model_validate({"type": kind, "matched": matched, "message": message})
+    return FinishReason.read({"type": kind, "matched": matched, "message": message})
 
 
 def _finish(finish: _Finish) -> FinishReason:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any, ClassVar, NamedTuple
 
-from engine.made import maker
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.storable import refusal
 
@@ -20,7 +19,6 @@ LONGEST_CALL = 20_000
 LONGEST_NAME = 256
 """Characters of a tool's name."""
 JSON_WORDS = {"true": True, "false": False, "null": None, "none": None}
-_make_call = maker(ToolCall)
 
 Call = tuple[str, dict[str, Any]]
 """A tool's name and the call's arguments."""
@@ -56,7 +54,7 @@ class ToolCallFormat(ABC):
     auto: ClassVar[bool] = False
     """`model.tool_calls: auto` may select this format, if it reads what the chat template writes."""
     checks_calls: ClassVar[bool] = False
-    """`parse` gives only calls that can be stored (see `checked_call`), so the engine does not check them again."""
+    """`parse` gives only calls that can be stored (see `storable_call`), so the engine does not check them again."""
 
     @abstractmethod
     def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ParsedCalls:
@@ -132,7 +130,7 @@ class TaggedFormat(ToolCallFormat):
             if len(body) > LONGEST_CALL:
                 raise UnreadableCall(f"It is longer than {LONGEST_CALL} characters.")
             name, arguments = self.read_body(body, tools)
-            return checked_call(_make_call, id_, name, arguments)
+            return storable_call(id_, name, arguments)
         except UnreadableCall as problem:
             return MalformedCall(raw=raw, problem=str(problem))
 
@@ -142,7 +140,7 @@ def unclosed(opening: str, closing: str) -> str:
     return f"It begins with {opening} but is never closed with {closing}."
 
 
-def checked_call(make: Callable[..., ToolCall], id_: str, name: str, arguments: dict[str, Any]) -> ToolCall:
+def storable_call(id_: str, name: str, arguments: dict[str, Any]) -> ToolCall:
     """A call whose name and arguments can be stored.
 
     Raises:
@@ -153,7 +151,7 @@ def checked_call(make: Callable[..., ToolCall], id_: str, name: str, arguments: 
         raise UnreadableCall(f"Its arguments cannot be used: {problem}.")
     if len(name) > LONGEST_NAME or refusal(name) is not None:
         raise UnreadableCall(f"Its name is not a text of at most {LONGEST_NAME} characters.")
-    return make(id=id_, name=name, arguments=arguments)
+    return ToolCall(id=id_, name=name, arguments=arguments)
 
 
 def as_arguments(value: Any, form: str) -> dict[str, Any]:

@@ -35,12 +35,14 @@ def advantages(group: list[SealedLedger] | list[Member], **spec: Any) -> list[li
 def branch(turn_ids: list[int], index: int = 0) -> Branch:
     """A branch whose tokens are of these turns; -1 is not sampled."""
     turns = np.array(turn_ids, dtype=np.int32)
-    return Branch(
-        index=index,
-        spans=[],
-        input_ids=np.arange(len(turns), dtype=np.int32),
-        loss_mask=(turns >= 0).astype(np.int32),
-        logprobs=np.zeros(len(turns), dtype=np.float32),
-        weight_versions=np.where(turns >= 0, 0, -1),
-        turn_ids=turns,
+    return Branch.read(
+        {
+            "index": index,
+            "spans": [],
+            "input_ids": np.arange(len(turns), dtype=np.int32),
+            "loss_mask": (turns >= 0).astype(np.int32),
+            "logprobs": np.zeros(len(turns), dtype=np.float32),
+            "weight_versions": np.where(turns >= 0, 0, -1),
+            "turn_ids": turns,
+        }
     )
