@@ -178,7 +178,7 @@ def gradient(sampled: Sampled, loss: Any, *, step_groups: int = 1, policy: Pair 
     signs, choices, turns, episodes, factors = [], [], [], [], []
     for probability, group in zip(sampled.probabilities, sampled.groups, strict=True):
         lengths = tuple(play.ends[-1] for play in group)
-        for play, weight in zip(group, weights(loss.json(), lengths, step_groups), strict=True):
+        for play, weight in zip(group, weights(loss.model_dump_json(), lengths, step_groups), strict=True):
             factors.append(probability * weight)
             for turn, occurred in enumerate(play.events):
                 signs += [1.0 if occurred else -1.0] * TOKENS[turn]

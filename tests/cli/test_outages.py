@@ -15,6 +15,7 @@ import pytest
 import yaml
 from command_line import engine_here
 
+from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore, list_runs
 
 BACKENDS = Path(__file__).parent.parent / "backends"
@@ -112,18 +113,18 @@ def finished(folder: Path) -> int:
 def results(run: Path) -> dict[str, Any]:
     """What came of each episode, without times."""
     with RunStore.open(run, readonly=True) as store:
-        return {
-            trajectory.episode_id: json.loads(
-                trajectory.model_dump_json(
-                    exclude={
-                        "run_id": True,
-                        "seconds": True,
-                        "turns": {"__all__": {"seconds", "queue_seconds", "cached_tokens"}},
-                    }
-                )
-            )
-            for trajectory in store.trajectories()
-        }
+        return {trajectory.episode_id: _timeless(trajectory) for trajectory in store.trajectories()}
+
+
+def _timeless(trajectory: Trajectory) -> dict[str, Any]:
+    told = trajectory.plain()
+    for part, names in ((told, ("run_id", "seconds")), *((turn, _TIMES) for turn in told["turns"])):
+        for name in names:
+            del part[name]
+    return told
+
+
+_TIMES = ("seconds", "queue_seconds", "cached_tokens")
 
 
 def undisturbed(tmp_path: Path, tokenizer: Path, backend: dict[str, Any], **more: Any) -> dict[str, Any]:
