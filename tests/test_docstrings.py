@@ -42,7 +42,7 @@ def _modules() -> list[tuple[Path, ast.Module]]:
 
 @cache
 def _classes() -> dict[str, ast.ClassDef]:
-    return {node.name: node for _, tree in _modules() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return {node.name: node for _, tree in _modules() for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def _inherited(owner: ast.ClassDef | None, method: str) -> str:
@@ -104,12 +104,7 @@ def _name(node: ast.AST | None) -> str:
 @cache
 def _error_classes() -> dict[str, set[str]]:
     """Each class of the tree of `engine.errors`, with its ancestors up to `EngineError`."""
-    bases = {
-        node.name: {_name(base) for base in node.bases}
-        for _, tree in _modules()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
+    bases = {name: {_name(base) for base in node.bases} for name, node in _classes().items()}
 
     def ancestors(name: str) -> set[str]:
         return {name} | {each for base in bases.get(name, ()) for each in ancestors(base)}
@@ -138,7 +133,8 @@ def _array_names(tree: ast.Module) -> set[str]:
     """The names of arrays in a module: types, its own aliases, and those that it imports."""
     imported = {
         alias.name
-        for node in ast.walk(tree)
+        for statement in tree.body
+        for node in (statement.body if isinstance(statement, ast.If) else [statement])  # `if TYPE_CHECKING:`
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.name in _all_aliases().get(node.module or "", ())

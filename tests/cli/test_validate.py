@@ -223,4 +223,4 @@ def test_bytes_of_the_system_that_are_no_text_are_shown_as_escapes(monkeypatch: 
         status, output = run("s.yaml", "t\udcff.yaml", *extra)
         assert status == 1
         assert "${ODD}" in output
-        assert "\\udcff.yaml" in output or "%FF.yaml" in output
+        assert ("%FF.yaml" if "sarif" in extra else "\\udcff.yaml") in output  # SARIF names files by URI
