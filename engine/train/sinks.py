@@ -1,7 +1,11 @@
-"""Where metrics are shown beside the run's own file: TensorBoard, trackio, Weights & Biases, MLflow.
+"""Trackers that get the metrics in addition to the training's own file: TensorBoard, trackio, Weights & Biases, MLflow.
 
-Each is an extra of this package and is imported when a run asks for it. Their own environment variables
-(`WANDB_MODE`, `WANDB_PROJECT`, `TRACKIO_DIR`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME` …) hold.
+Each is an extra of this package and is imported when a training names it. Their own environment variables apply
+(`WANDB_MODE`, `WANDB_PROJECT`, `TRACKIO_DIR`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME` …).
+
+Each class is a few calls of the tracker's own package. `accelerate.tracking` has classes for the same four, but keeps no run
+id with which a resumed training continues its run, removes no steps of TensorBoard that a resume repeats, needs steps of
+Weights & Biases that only rise, and passes on names that MLflow rejects, such as `eval/pass@4`.
 """
 
 from __future__ import annotations
