@@ -131,6 +131,10 @@ class CheckpointsSpec(Contract):
     """Steps between checkpoints. The last step always has one."""
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep. The best checkpoint is kept as well."""
+    grace: Seconds = 20.0
+    """After SIGTERM the process exits after this time at the latest. Within it, a running update is finished and a checkpoint is
+    written. Set it below the time after which your scheduler sends SIGKILL. What is not saved in time is repeated by
+    `--resume` without sampling."""
 
 
 class TrainEvalSpec(Contract):

@@ -3,7 +3,7 @@
 | signal | what it does |
 |---|---|
 | first Ctrl-C (SIGINT) | a clean stop: what is under way is left where its journal stands |
-| SIGTERM | the same; the process exits by itself after `GRACE_SECONDS`, whatever hangs |
+| SIGTERM | the same; the process exits by itself after `GRACE_SECONDS` (`train.checkpoints.grace`), whatever hangs |
 | second Ctrl-C, second SIGTERM | exits at once |
 
 A run's store needs no goodbye: what it has acknowledged is on the disk, so an exit at once loses nothing of it.
@@ -43,14 +43,16 @@ def interrupted() -> int:
 
 
 @contextlib.contextmanager
-def stop_on_signals(stop: asyncio.Event, hint: str = "") -> Iterator[None]:
+def stop_on_signals(stop: asyncio.Event, hint: str = "", grace: float | None = None) -> Iterator[None]:
     """Set `stop` on the first signal, exit on the second; for as long as the block lasts.
 
     Args:
         stop: Of the running loop.
         hint: How to go on after an exit at once; printed then.
+        grace: Seconds that a clean stop may take after SIGTERM. Default: `GRACE_SECONDS`.
     """
     loop = asyncio.get_running_loop()
+    seconds = GRACE_SECONDS if grace is None else grace
     _received.clear()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -59,8 +61,8 @@ def stop_on_signals(stop: asyncio.Event, hint: str = "") -> Iterator[None]:
         if again:
             leave_now(interrupted(), hint)
         if number == signal.SIGTERM:
-            _say(f"Stopping; the process exits in {GRACE_SECONDS:g} s at the latest.")
-            timer = threading.Timer(GRACE_SECONDS, leave_now, (interrupted(), hint))
+            _say(f"Stopping; the process exits in {seconds:g} s at the latest.")
+            timer = threading.Timer(seconds, leave_now, (interrupted(), hint))
             timer.daemon = True
             timer.start()
         else:

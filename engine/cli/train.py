@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,12 +22,26 @@ if TYPE_CHECKING:
     from engine.train.trainer import TrainResult
 
 
+_RESUMED = {
+    "rollout/resumed_episodes": "episodes continued at their turn",
+    "rollout/regenerated_tokens": "tokens sampled again",
+    "rollout/dropped_stale_groups": "groups dropped as too old",
+}
+
+
 def train(
     spec: Annotated[
-        Path | None, typer.Argument(help="The episode spec, with a `train:` section. Left out with --resume.")
+        Path | None,
+        typer.Argument(help="The episode spec, with a `train:` section. Left out with --resume TRAINING."),
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set train.steps=50")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override a value: --set train.steps=50. With --resume: steps, learning rate and schedule, time limits, "
+            "evaluation, checkpoints, reports.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -34,7 +49,14 @@ def train(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="TRAINING", help="Go on with this one: a folder, an id or its beginning, or `latest`."),
+        typer.Option(
+            metavar="TRAINING",
+            help="Continue this training: a folder, an id or its beginning, or `latest`. `auto`, with SPEC and --run-name: "
+            "continue the training of that name, or start it if there is none.",
+        ),
+    ] = None,
+    run_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the training's folder; made up when left out.")
     ] = None,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Go on where the first 16 episodes all fail in one way.")
@@ -43,10 +65,10 @@ def train(
 ) -> None:
     """Train the spec's model on its own episodes.
 
-    Weights, optimizer, random state and the place among the tasks are kept in checkpoints; --resume goes on from the
-    newest. Exit status: 0 when the last step is done; 1 when training cannot begin or go on; 2 when the command line is
-    wrong; 3 when no server can be reached at the start, none replies for `backend.wait`, or the first 16 episodes all fail
-    in one way; 130 after Ctrl-C.
+    --resume continues where the training ended, also after `kill -9`: from the newest checkpoint, the batch log and the
+    episodes in the store. Episodes that were running continue at their turn. Exit status: 0 when the last step is done; 1
+    when training cannot begin or go on; 2 when the command line is wrong; 3 when no server can be reached at the start, none
+    replies for `backend.wait`, or the first 16 episodes all fail in one way; 130 after Ctrl-C; 143 after SIGTERM.
     """
     from engine.cli.console import make_console
     from engine.errors import EngineError, FailingError
@@ -63,7 +85,7 @@ def train(
         if not process_group.main:
             _follow(process_group, spec, list(overrides or ()), out, resume)
             return
-        loaded, folder = _prepare(console, spec, list(overrides or ()), out, resume)
+        loaded, folder = _prepare(console, spec, list(overrides or ()), out, resume, run_name)
         began = time.perf_counter()
         result = asyncio.run(_drive(loaded, folder, process_group, console, quiet=quiet, keep_going=keep_going))
         process_group.close()
@@ -73,7 +95,7 @@ def train(
             echo(error.cause, err=True)
         if folder is not None and (resume is not None or not folders.discard(folder)):
             _pictures(folder, console)
-            console.print(f"Kept so far: {folder}\nTo go on: engine train --resume {folder}")
+            console.print(f"Training: {folder}\nTo go on: engine train --resume {folder}")
         raise typer.Exit(FAILED if error.stops_run else ERROR) from None
     _conclude(result, folder, console, time.perf_counter() - began)
 
@@ -90,44 +112,98 @@ def _follow(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    if resume is not None:
-        follow(
-            folders.read_header(folders.find_training(resume, out or Path("runs"))).loaded_spec(strict=True),
-            process_group,
-        )
-    elif spec is not None:
+    if spec is not None:
         follow(load_spec(spec, overrides), process_group)
+    elif resume is not None:
+        follow(_changed(folders.find_training(resume, out or Path("runs")), overrides), process_group)
+
+
+def _changed(folder: Path, overrides: list[str]) -> LoadedSpec:
+    """The spec of a training, with the values that a resume changes."""
+    from engine.spec.load import override_spec
+    from engine.train import folder as folders
+
+    loaded = folders.read_header(folder).loaded_spec(strict=True)
+    return override_spec(loaded, overrides) if overrides else loaded
 
 
 def _prepare(
-    console: Console, spec: Path | None, overrides: list[str], out: Path | None, resume: str | None
+    console: Console,
+    spec: Path | None,
+    overrides: list[str],
+    out: Path | None,
+    resume: str | None,
+    run_name: str | None,
 ) -> tuple[LoadedSpec, Path]:
     """The spec, checked, and the training's folder."""
-    from engine.checks import check_spec
-    from engine.errors import SpecError
     from engine.spec.load import load_spec
     from engine.store.header import RunHeader, new_run_id
     from engine.train import folder as folders
     from engine.train.setup import train_spec_of
 
-    if resume is not None:
-        if spec is not None or overrides:
-            wrong_usage("--resume goes on as it was begun; leave out SPEC and --set")
+    if run_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run_name):
+        wrong_usage(
+            f"--run-name {run_name!r}: use letters, digits, `.`, `_` and `-`, and begin with a letter or a digit"
+        )
+    if resume is not None and resume != "auto":
+        if spec is not None or run_name is not None:
+            wrong_usage("--resume TRAINING continues the training's own spec: leave out SPEC and --run-name")
         found = folders.find_training(resume, out or Path("runs"))
-        return folders.read_header(found).loaded_spec(strict=True), found
-    if spec is None:
-        wrong_usage("give a spec to train, or --resume TRAINING")
+        loaded = _changed(found, overrides)
+        _continue(console, found, loaded, overrides)
+        return loaded, found
+    if spec is None or (resume == "auto" and run_name is None):
+        wrong_usage("give a spec to train, or --resume TRAINING; --resume auto takes SPEC and --run-name")
     loaded = load_spec(spec, overrides)
-    told = check_spec(loaded)
-    errors = [item for item in told if item.severity == "error"]
+    folder = out or Path(loaded.spec.rollout.out)
+    begun = folders.named(run_name, folder) if run_name is not None else None
+    if begun is not None and resume is None:
+        wrong_usage(f"the training {begun} exists: --resume auto continues it")
+    if begun is not None:
+        _continue(console, begun, loaded, overrides)
+        return loaded, begun
+    _check(console, loaded)
+    train_spec_of(loaded)
+    name = run_name or new_run_id(f"{loaded.spec.name}-train")
+    return loaded, folders.begin(folder, RunHeader.of(loaded, overrides=overrides, run_id=name))
+
+
+def _continue(console: Console, folder: Path, loaded: LoadedSpec, overrides: list[str]) -> None:
+    """Check what a resume changes in a training's spec, and write it into the training's header."""
+    from engine.errors import TrainError
+    from engine.store.header import RunHeader
+    from engine.store.lock import is_held
+    from engine.train import folder as folders
+    from engine.train.changes import check_changes
+
+    header = folders.read_header(folder)
+    changed = check_changes(header.loaded_spec(strict=True).spec, loaded.spec)
+    if not changed:
+        return
+    if is_held(folder / folders.ROLLOUTS):
+        raise TrainError(f"another process trains in {folder}: wait for it, or stop it", kind="train_setup")
+    _check(console, loaded)
+    new = RunHeader.of(loaded, overrides=[*header.overrides, *overrides], run_id=header.run_id)
+    folders.change_header(folder, new.model_copy(update={"created": header.created}))
+    console.print(f"Changed: {', '.join(changed)}")
+
+
+def _check(console: Console, loaded: LoadedSpec) -> None:
+    """Check a spec with the rules of `engine validate`, and print its warnings.
+
+    Raises:
+        SpecError: a rule found an error.
+    """
+    from engine.checks import check_spec
+    from engine.errors import SpecError
+
+    found = check_spec(loaded)
+    errors = [item for item in found if item.severity == "error"]
     if errors:
         raise SpecError(errors)
-    for item in told:
+    for item in found:
         if item.severity == "warning":
             console.print(str(item), style="yellow")
-    train_spec_of(loaded)
-    header = RunHeader.of(loaded, overrides=overrides, run_id=new_run_id(f"{loaded.spec.name}-train"))
-    return loaded, folders.begin(out or Path(loaded.spec.rollout.out), header)
 
 
 async def _drive(
@@ -139,7 +215,8 @@ async def _drive(
     from engine.train.trainer import Trainer
 
     stop = asyncio.Event()
-    panel = TrainPanel(train_spec_of(loaded).steps)
+    train = train_spec_of(loaded)
+    panel = TrainPanel(train.steps)
 
     def watch(runner: Runner) -> None:
         panel.live = runner.live
@@ -154,7 +231,7 @@ async def _drive(
         keep_going=keep_going,
     )
     hint = f"To go on: engine train --resume {folder}"
-    with stop_on_signals(stop, hint), shown(panel, console, quiet=quiet):
+    with stop_on_signals(stop, hint, train.checkpoints.grace), shown(panel, console, quiet=quiet):
         return await trainer.run(stop=stop)
 
 
@@ -167,6 +244,11 @@ def _conclude(result: TrainResult, folder: Path, console: Console, seconds: floa
             f"{result.steps} steps; reward {before:.3f} in this launch's first step, {after:.3f} in the last; "
             f"{seconds / 60:.1f} min"
         )
+    told = [f"{count} {words}" for name, words in _RESUMED.items() if (count := result.resumed[name])]
+    if result.repeated_steps:
+        told.insert(0, f"{result.repeated_steps} steps after the checkpoint repeated from stored episodes")
+    if told:
+        console.print(f"Resumed: {', '.join(told)}")
     if result.best is not None:
         console.print(f"Best evaluation: {result.best:.3f} after step {result.best_step}")
     _pictures(folder, console)

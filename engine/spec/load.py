@@ -287,6 +287,48 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), access: Access | 
     return loaded
 
 
+def override_spec(loaded: LoadedSpec, overrides: Sequence[str]) -> LoadedSpec:
+    """A loaded spec with other values for some of its keys.
+
+    Args:
+        loaded: The spec.
+        overrides: `a.b=value` each, as `--set` takes them. They reach into mappings; a list is set as a whole.
+
+    Raises:
+        SpecError: with every diagnostic.
+    """
+    resolver = Resolver(access=loaded.access)
+    changes = flatten(resolver.resolve_overrides(overrides))
+    remember_secrets(changes.references)
+    merged = Document(
+        _merged(loaded.data, changes.data),
+        {**loaded.origins, **{path: origin for path, origin in changes.origins.items() if path}},
+        {**loaded.key_origins, **changes.key_origins},
+        changes.rereads,
+        references={**loaded.references, **changes.references},
+    )
+    spec, problems = validate(merged, EpisodeSpec)
+    problems = mask_all([*resolver.problems, *problems], resolver.variables)
+    if spec is None or problems:
+        raise SpecError(problems)
+    return replace(
+        loaded,
+        spec=spec,
+        data=merged.data,
+        origins=merged.origins,
+        key_origins=merged.key_origins,
+        variables={**loaded.variables, **resolver.variables},
+        references=merged.references,
+    )
+
+
+def _merged(base: Any, changes: Any) -> Any:
+    """`changes` over `base`: mappings are merged, anything else is replaced."""
+    if not isinstance(base, dict) or not isinstance(changes, dict):
+        return changes
+    return {**base, **{key: _merged(base.get(key), value) for key, value in changes.items()}}
+
+
 def load_document(path: str | Path, model: type[Model], access: Access | None = None) -> tuple[Model, Document]:
     """Read any other YAML file (scripts, scenarios) by the same rules, against a contract of its own.
 
@@ -310,6 +352,7 @@ __all__ = [
     "flatten",
     "load_document",
     "load_spec",
+    "override_spec",
     "read_spec",
     "validate",
 ]

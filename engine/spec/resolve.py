@@ -73,6 +73,15 @@ class Resolver:
         assert isinstance(resolved, Mapping)
         return resolved
 
+    def resolve_overrides(self, overrides: AbcSequence[str]) -> Mapping:
+        """A tree of the overrides alone."""
+        tree = Mapping(Origin(SET_FILE, 1, 1))
+        for override in overrides:
+            tree = self._set(tree, override)
+        resolved = self._substitute(tree)
+        assert isinstance(resolved, Mapping)
+        return resolved
+
     def _problem(self, rule: str, message: str, fix: str | None, at: Origin | None) -> None:
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(Diagnostic(rule, "error", message, fix, at))

@@ -29,8 +29,19 @@ def land(connection: sqlite3.Connection, episode: int) -> None:
 
 
 def count_crashes(connection: sqlite3.Connection) -> None:
-    """A run is opened: whatever is in flight now was so when the process before this one died."""
-    connection.execute("UPDATE flights SET crashes = crashes + 1, flying = 0 WHERE flying = 1")
+    """A run is opened: whatever is in flight now was so when the process before this one died.
+
+    An episode that got further in that process than ever before starts again at one crash: an episode that kills the engine
+    does so at one place, and never gets beyond it. So a long episode survives any number of deaths that it has not caused.
+    """
+    connection.execute(
+        "UPDATE flights SET flying = 0, crashes = 1 + CASE WHEN EXISTS ("
+        "SELECT 1 FROM journal j JOIN episodes e ON e.number = j.episode AND e.attempt = j.attempt "
+        "WHERE j.episode = flights.episode "
+        "AND j.at >= (SELECT at FROM openings ORDER BY rowid DESC LIMIT 1 OFFSET 1) "
+        "AND j.seq > (SELECT coalesce(max(b.seq), -1) FROM journal b WHERE b.episode = j.episode AND b.attempt < j.attempt)"
+        ") THEN 0 ELSE crashes END WHERE flying = 1"
+    )
 
 
 def leave_in_order(connection: sqlite3.Connection) -> None:

@@ -102,6 +102,11 @@ class RunReader:
         with self._reader() as connection:
             return {row[0] for row in connection.execute("SELECT id FROM episodes WHERE status = 'done'")}
 
+    def statuses(self) -> dict[str, str]:
+        """`pending`, `running` (begun and not done) or `done` for each episode, by its id."""
+        with self._reader() as connection:
+            return dict(connection.execute("SELECT id, status FROM episodes").fetchall())
+
     def episodes(self, score: str | None = None) -> list[EpisodeRow]:
         """Every episode in brief, in the order of tasks and samples; with `score`, as the rules of that name see it.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import TrainError
-from engine.runner.stats import Summary
+from engine.runner.stats import Summary, label
 from engine.store.export import Plan, Row, group_rows
 
 if TYPE_CHECKING:
@@ -42,6 +42,10 @@ class Group:
     trajectories: Sequence[Trajectory]
     rows: Sequence[Row]
     """The training rows of the group."""
+    resumed: int = 0
+    """Number of its episodes that continued from the journal of an earlier launch."""
+    regenerated_tokens: int = 0
+    """Tokens of its episodes that were sampled again because a launch of the training had ended; see `stored.py`."""
 
     @property
     def without_signal(self) -> bool:
@@ -59,13 +63,30 @@ class Batch:
     """Groups to train on, in the order in which they started."""
     left_out: list[Group] = field(default_factory=list)
     """Groups without training rows, or dropped by dynamic sampling."""
-    cancelled: int = 0
-    """Number of cancelled groups: stragglers, or too stale."""
+    cancelled: list[int] = field(default_factory=list)
+    """Numbers of the cancelled groups: stragglers, or too stale for the next batch."""
+    stale: list[int] = field(default_factory=list)
+    """Numbers of the groups of an earlier launch that were too stale to continue."""
 
     @property
     def rows(self) -> list[Row]:
         """All rows to train on."""
         return [row for group in self.used for row in group.rows]
+
+    def no_data(self, faults: Sequence[str]) -> TrainError:
+        """The error of a batch in which no group has a training row.
+
+        Args:
+            faults: Episodes that the engine could not finish.
+        """
+        ends = Counter(label(each.outcome) for group in self.left_out for each in group.trajectories)
+        listed = ", ".join(f"{name} {count}" for name, count in ends.most_common(4))
+        if faults:
+            listed = f"{listed}{'; ' if listed else ''}{len(faults)} could not be finished, for example {faults[0]}"
+        return TrainError(
+            f"no episode of {len(self.left_out)} groups can be trained on: {listed or 'none was finished'}",
+            kind="no_data",
+        )
 
     def metrics(self) -> dict[str, float]:
         """Metrics of all episodes of the batch, including those that are not trained on."""
@@ -86,7 +107,10 @@ class Batch:
             "episodes/masked": float(masked),
             "groups/used": float(len(self.used)),
             "groups/equal": float(len(self.left_out)),
-            "groups/cancelled": float(self.cancelled),
+            "groups/cancelled": float(len(self.cancelled)),
+            "rollout/resumed_episodes": float(sum(group.resumed for group in groups)),
+            "rollout/regenerated_tokens": float(sum(group.regenerated_tokens for group in groups)),
+            "rollout/dropped_stale_groups": float(len(self.stale)),
         }
         told |= {f"reward/{name}": value / episodes for name, value in sorted(summary.names.items())}
         told |= {f"reward/turn/{turn}": total / count for turn, (total, count) in enumerate(summary.turn_rewards)}

@@ -1,51 +1,70 @@
 """Checkpoints: all state that a resumed training needs to continue as if it had not stopped.
 
     checkpoints/step-000010/
-        state.json              step, version, number of the next group, the best evaluation so far
-        policy.safetensors      trained parameters, in the trainer's precision
-        optimizer.safetensors   AdamW's moments, and torch's random state
+        state.json              format, step, version, consumed groups, the best evaluation so far, names and versions of parts
+        policy.safetensors      part: trained parameters, in the trainer's precision
+        optimizer.safetensors   part: AdamW's moments, and torch's random state
         model/                  a full model for `model.path` and `engine eval --model`; with LoRA instead:
         adapter/                the adapter in peft's format
 
 Invariants:
-- A checkpoint gets its name only after all of its files are written.
+- A checkpoint gets its name only after all of its files are on disk.
+- Values that are not finite are never saved, so the newest checkpoint is always usable.
 - The newest `keep` checkpoints and the best one by evaluation are kept.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from engine.errors import TrainError
-from engine.train.learner import RANDOM
+from engine.train.groups import ConsumedGroups
 
 if TYPE_CHECKING:
     from engine.train.learner import Learner
 
 _STEP = "step-"
+FORMAT = 2
+"""Of `state.json`. Format 1 had `next_group` alone instead of `groups`, and no list of parts."""
 
 
 @dataclass(slots=True)
 class State:
     """Progress of a training."""
 
-    step: int
+    step: int = 0
     """Number of finished steps."""
-    version: int
+    version: int = 0
     """Version of the weights: number of batches that changed them."""
-    next_group: int
-    """Number of the group at which a resumed training starts."""
+    groups: ConsumedGroups = field(default_factory=ConsumedGroups)
+    """Groups that never train again."""
     best: float | None = None
     """Value of the best evaluation so far."""
     best_step: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The state as JSON data."""
+        groups = {"next": self.groups.next, "beyond": sorted(self.groups.beyond)}
+        told = {"step": self.step, "version": self.version, "groups": groups}
+        return told | {"best": self.best, "best_step": self.best_step}
+
+    @classmethod
+    def of_json(cls, data: dict[str, Any]) -> State:
+        """Read what `to_json` returned, or a state of format 1.
+
+        Raises:
+            KeyError, TypeError: it is neither.
+        """
+        groups = data["groups"] if "groups" in data else {"next": data["next_group"], "beyond": []}
+        consumed = ConsumedGroups(groups["next"], set(groups["beyond"]))
+        return cls(data["step"], data["version"], consumed, data["best"], data["best_step"])
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
@@ -71,33 +90,40 @@ class Checkpoints:
         self._keep = keep
 
     def write(self, state: State, learner: Learner) -> Path:
-        """Write a checkpoint and remove old ones. A complete checkpoint of the same step is not written again.
+        """Write a checkpoint and remove old ones. Of a complete checkpoint of the same step only `state.json` is written again.
 
         Returns:
             The folder of the checkpoint.
 
         Raises:
-            TrainError: kind `checkpoint`: the checkpoint cannot be written.
+            TrainError: kind `checkpoint`: the checkpoint cannot be written; `diverged`: a value is not finite.
         """
         final = self._folder / "checkpoints" / f"{_STEP}{state.step:06d}"
+        parts = learner.state_parts()
+        told = {"format": FORMAT} | state.to_json() | {"parts": {name: part.version for name, part in parts.items()}}
+        text = json.dumps(told, indent=2) + "\n"
+        draft = final.with_name(f".{final.name}.part")
         try:
-            if not (final / "state.json").is_file():
-                draft = final.with_name(f".{final.name}.part")
+            if (final / "state.json").is_file():
+                _write_text(final / ".state.json", text)
+                (final / ".state.json").replace(final / "state.json")
+            else:
                 shutil.rmtree(draft, ignore_errors=True)
                 draft.mkdir(parents=True)
+                for name, part in parts.items():
+                    part.save(draft / f"{name}.safetensors")
                 with learner.process_group.full_parameters(learner.policy.model):
                     if learner.lora:
                         learner.policy.save_adapter(draft / "adapter")
                     else:
                         learner.policy.save(draft / "model")
-                    save_file(_contiguous(learner.policy.state()), draft / "policy.safetensors")
-                save_file(
-                    _contiguous(learner.optimizer_state()) | {RANDOM: torch.get_rng_state()},
-                    draft / "optimizer.safetensors",
-                )
-                (draft / "state.json").write_text(json.dumps(asdict(state), indent=2) + "\n")
+                _write_text(draft / "state.json", text)
+                _sync(draft)
                 draft.replace(final)
             self._prune(state)
+        except TrainError:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
         except (OSError, SafetensorError) as error:
             raise TrainError(f"cannot write the checkpoint {final}: {error}", kind="checkpoint") from error
         return final
@@ -106,7 +132,9 @@ class Checkpoints:
         stay = checkpoints_of(self._folder)[-self._keep :]
         for path in checkpoints_of(self._folder):
             if path not in stay and step_of(path) != state.best_step:
-                shutil.rmtree(path)
+                path.replace(path.with_name(f".{path.name}.old"))  # never a half-removed folder under its name
+        for old in (self._folder / "checkpoints").glob(f".{_STEP}*.old"):
+            shutil.rmtree(old)
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint; None if there is none."""
@@ -120,23 +148,39 @@ class Checkpoints:
             TrainError: kind `checkpoint`: it cannot be read, or belongs to another model or other settings.
         """
         try:
-            told: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
-            with learner.process_group.full_parameters(learner.policy.model, write=True):
-                learner.policy.load_state(load_file(checkpoint / "policy.safetensors"))
-            torch.set_rng_state(learner.read_optimizer_state(checkpoint / "optimizer.safetensors"))
-            return State(**told)
+            data: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+            state = State.of_json(data)
+            if data.get("format", 1) > FORMAT:
+                raise ValueError(f"its format is {data['format']}; this engine reads formats up to {FORMAT}")
+            parts = learner.state_parts()
+            held: dict[str, int] = data.get("parts", {"policy": 1, "optimizer": 1})
+            for name in sorted(held.keys() | parts.keys()):
+                own = parts[name].version if name in parts else None
+                if own != held.get(name):
+                    raise ValueError(
+                        f"its part `{name}` has version {held.get(name, '(missing)')}, and this training needs "
+                        f"{'no such part' if own is None else f'version {own}'}"
+                    )
+            for name, part in parts.items():
+                part.load(checkpoint / f"{name}.safetensors")
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             raise TrainError(f"cannot resume from {checkpoint}: {error}", kind="checkpoint") from error
+        return state
 
 
-def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors in the form that safetensors needs: on the CPU, contiguous, without shared memory."""
-    seen: set[int] = set()
-    whole = {}
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        if plain.data_ptr() in seen:
-            plain = plain.clone()
-        seen.add(plain.data_ptr())
-        whole[name] = plain
-    return whole
+def _write_text(file: Path, text: str) -> None:
+    """Write a file and wait for the disk."""
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Wait until all files below a folder are on disk."""
+    for path in [folder, *folder.rglob("*")]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -4,7 +4,8 @@
     train.json          the loaded spec, overrides, versions of packages
     metrics.jsonl       one line per step
     checkpoints/        see `checkpoint.py`
-    rollouts-0/         the run store of its episodes; each resume starts another one
+    batches.jsonl       the groups of each step, see `batch_log.py`
+    rollouts/           the run store of its episodes, which all launches share
     evals/step-000010/  the run store of an evaluation
     plots/              plots of the metrics
 """
@@ -12,32 +13,61 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from engine.errors import TrainError
-from engine.store.header import RunHeader
+from engine.store import RunHeader, RunStore
+from engine.store.database import FILE as RUN_FILE
 from engine.store.private import private_file, private_folder
 
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+
 _HEADER = "train.json"
+ROLLOUTS = "rollouts"
 
 
 def begin(out: Path, header: RunHeader) -> Path:
     """Make the folder of a new training and write its header.
 
     Raises:
-        TrainError: kind `train_setup`: the folder exists, or cannot be written.
+        TrainError: kind `train_setup`: the folder exists (but for one that a kill left without header), or cannot be written.
     """
     folder = out / header.run_id
     try:
-        private_folder(folder)
-        draft = folder / f".{_HEADER}"
-        private_file(draft).write_text(header.model_dump_json(indent=2) + "\n")
-        draft.replace(folder / _HEADER)
+        if not _unfinished(folder):
+            private_folder(folder)
+        _write_header(folder, header)
     except OSError as error:
         raise TrainError(f"cannot make the training's folder {folder}: {error}", kind="train_setup") from error
     return folder
+
+
+def change_header(folder: Path, header: RunHeader) -> None:
+    """Replace the header of a training: a resume has changed values of its spec.
+
+    Raises:
+        TrainError: kind `train_setup`: it cannot be written.
+    """
+    try:
+        _write_header(folder, header)
+    except OSError as error:
+        raise TrainError(f"cannot write {folder / _HEADER}: {error}", kind="train_setup") from error
+
+
+def _write_header(folder: Path, header: RunHeader) -> None:
+    draft = folder / f".{_HEADER}"
+    private_file(draft).write_text(header.model_dump_json(indent=2) + "\n")
+    draft.replace(folder / _HEADER)
+
+
+def _unfinished(folder: Path) -> bool:
+    """Whether a launch was killed while it made this folder."""
+    return folder.is_dir() and not {entry.name for entry in os.scandir(folder)} - {f".{_HEADER}"}
 
 
 def discard(folder: Path) -> bool:
@@ -84,6 +114,11 @@ def find_training(word: str, out: Path) -> Path:
     )
 
 
+def named(name: str, out: Path) -> Path | None:
+    """The training with exactly this name under `out`; None if there is none."""
+    return out / name if (out / name / _HEADER).is_file() else None
+
+
 def read_header(folder: Path) -> RunHeader:
     """Read the header of a training: its spec, overrides and package versions.
 
@@ -96,7 +131,14 @@ def read_header(folder: Path) -> RunHeader:
         raise TrainError(f"{folder / _HEADER} cannot be read: {error}", kind="train_setup") from error
 
 
-def next_rollouts(folder: Path) -> str:
-    """The name of the next run store in a training's folder."""
-    taken = [entry.name.rpartition("-")[2] for entry in os.scandir(folder) if entry.name.startswith("rollouts-")]
-    return f"rollouts-{max((int(number) for number in taken if number.isdigit()), default=-1) + 1}"
+def open_rollouts(folder: Path, loaded: LoadedSpec) -> RunStore:
+    """Open the run store of a training's episodes for writing, and make it in the first launch.
+
+    Raises:
+        StoreError: another process trains in this folder, or the store is damaged or cannot be written.
+    """
+    if (folder / ROLLOUTS / RUN_FILE).exists():
+        return RunStore.open(folder / ROLLOUTS)
+    if (folder / ROLLOUTS).exists():  # a launch was killed while it made the store
+        shutil.rmtree(folder / ROLLOUTS)
+    return RunStore.create(folder, RunHeader.of(loaded, run_id=ROLLOUTS))

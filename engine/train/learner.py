@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from engine.errors import TrainError
 from engine.train.batches import mean_metrics, whitened_advantages
@@ -24,6 +25,7 @@ from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums
 from engine.train.packing import Pack, pack_rows
+from engine.train.state_parts import StatePart, save_tensors
 from engine.train.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -81,16 +83,27 @@ class Learner:
             weight_decay=wanted.weight_decay,
         )
         self.lora = spec.lora is not None
-        self.dirty = False
-        """Whether the current batch (or the last one) has changed the weights."""
+        self.rate = wanted.lr
+        """The learning rate of the current batch (or the last one)."""
+        self.updates = 0
+        """Number of updates that the current batch (or the last one) has made."""
 
-    def step(self, rows: Sequence[Row], step: int, images: Mapping[str, Tensors] | None = None) -> dict[str, float]:
+    def step(
+        self,
+        rows: Sequence[Row],
+        step: int,
+        images: Mapping[str, Tensors] | None = None,
+        rate: float | None = None,
+        most_updates: int | None = None,
+    ) -> dict[str, float]:
         """Train on one batch.
 
         Args:
             rows: The training rows of the batch.
             step: The batch's number, from 0. It sets the learning rate and the order of mini-batches.
             images: Tensors of the rows' images by digest, in the processor's shapes, for processes that did not sample the rows.
+            rate: The learning rate. Default: that of the schedule.
+            most_updates: Stop after this number of updates: a step that failed after them is done again.
 
         Returns:
             Metrics: means over the updates; maxima for names that end in `max`.
@@ -98,11 +111,11 @@ class Learner:
         Raises:
             TrainError: kind `diverged`: the loss or the gradient norm is not finite.
         """
-        self.process_group.call_others("step", rows, step, self._images(rows))
+        self.process_group.call_others("step", rows, step, self._images(rows), rate, most_updates)
         vision = self.policy.net.vision
         if images and vision is not None:
             vision.bank.read_tensors_from(images.get)
-        self.dirty = False
+        self.updates = 0
         spec = self._spec
         advantages = (
             whitened_advantages(rows) if spec.advantage_norm == "batch" else [row["advantages"] for row in rows]
@@ -110,7 +123,7 @@ class Learner:
         rows = [row | {"advantages": of} for row, of in zip(rows, advantages, strict=True)]
         if self._recompute:
             rows = self._with_proximal(rows)
-        rate = self._rate(step)
+        rate = self.rate = self._rate(step) if rate is None else rate
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         told = []
@@ -119,6 +132,8 @@ class Learner:
             ordered = [row for part in parts for row in part]
             loss_weights = self._loss_weights(ordered, [place for place, part in enumerate(parts) for _ in part])
             for part in parts:
+                if self.updates == most_updates:
+                    break
                 told.append(self._update(part, loss_weights[: len(part)]))
                 loss_weights = loss_weights[len(part) :]
         return mean_metrics(told) | {"lr": rate, "updates": float(len(told))}
@@ -184,7 +199,7 @@ class Learner:
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.dirty = True
+        self.updates += 1
         return metrics.result() | {"loss": loss, "grad_norm": norm}
 
     def _loss_weights(self, rows: Sequence[Row], parts: Sequence[int]) -> list[np.ndarray]:
@@ -241,6 +256,27 @@ class Learner:
             return wanted.lr * (1.0 - over)
         return wanted.lr * 0.5 * (1.0 + math.cos(math.pi * over))
 
+    def state_parts(self) -> dict[str, StatePart]:
+        """The parts of a checkpoint that this learner needs to continue, by name."""
+        return {
+            "policy": StatePart(1, self._save_policy, self._load_policy),
+            "optimizer": StatePart(1, self._save_optimizer, self._load_optimizer),
+        }
+
+    def _save_policy(self, file: Path) -> None:
+        with self.process_group.full_parameters(self.policy.model):
+            save_tensors(self.policy.state(), file)
+
+    def _load_policy(self, file: Path) -> None:
+        with self.process_group.full_parameters(self.policy.model, write=True):
+            self.policy.load_state(load_file(file))
+
+    def _save_optimizer(self, file: Path) -> None:
+        save_tensors(self.optimizer_state() | {RANDOM: torch.get_rng_state()}, file)
+
+    def _load_optimizer(self, file: Path) -> None:
+        torch.set_rng_state(self.read_optimizer_state(file))
+
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """AdamW's moments and step counts by `<parameter>::exp_avg` and so on: full tensors in process 0, {} in the others.
 
@@ -264,8 +300,6 @@ class Learner:
         Raises:
             ValueError: the file belongs to other parameters.
         """
-        from safetensors.torch import load_file
-
         self.process_group.call_others("read_optimizer_state", file)
         state = load_file(file)
         random: torch.Tensor = state.pop(RANDOM)

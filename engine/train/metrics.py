@@ -1,7 +1,13 @@
-"""What a training run measures: `metrics.jsonl`, one JSON object a step, and whatever else is asked to show it.
+"""What a training run measures: `metrics.jsonl`, one JSON object a step, and the trackers that show it as well.
 
-Invariant: what `write` has returned from survives a crash of the process or the machine, and the file holds whole lines
-alone once it is opened again. Knows nothing of what the numbers mean.
+Invariants:
+- What `write` has returned from survives a crash of the process or the machine, and the file holds whole lines alone once it is
+  opened again.
+- After `truncate`, each tracker shows the lines of the file, also those that an earlier process was killed before it sent. A
+  step never has two values in a tracker: where shown steps are cut and the tracker cannot remove them, it gets another run with
+  the lines that stay.
+
+This module knows nothing of what the numbers mean.
 """
 
 from __future__ import annotations
@@ -26,6 +32,8 @@ log = structlog.get_logger(__name__)
 FILE = "metrics.jsonl"
 CUT = "metrics.cut.jsonl"
 """What was cut off when a run was resumed from before its end."""
+TRACKERS = "trackers.json"
+"""How far each tracker is: the newest step that it was sent, and the number of its run."""
 _RESERVED = frozenset({"step", "time"})
 
 
@@ -69,12 +77,19 @@ class MetricsLog:
         self._folder = folder
         self._clock = clock
         self._sinks: dict[str, Sink] = {}
+        self._run = run or folder.name
+        self._config = dict(config or {})
+        self._progress: dict[str, dict[str, int]] = {}
+        """By tracker: `sent`, the newest step that it was sent, and `run`, the number of its run."""
         self._silent: set[str] = set()
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             self._mend()
+            newest = max((int(line["step"]) for _, line in _lines(self.path)), default=-1)
+            known = json.loads(stored.read_text()) if (stored := folder / TRACKERS).exists() else {}
             for name in report:
-                self._sinks[name] = open_sink(name, folder, run or folder.name, dict(config or {}))
+                self._progress[name] = known.get(name, {"sent": newest, "run": 1})
+                self._sinks[name] = open_sink(name, folder, self._name_of(name), self._config)
         except BaseException:
             self.close()
             raise
@@ -92,21 +107,12 @@ class MetricsLog:
             name: value if math.isfinite(value) else None for name, value in numbers.items()
         }
         _append(self._file, [json.dumps(line)])
-        for name, sink in self._sinks.items():
-            try:
-                sink.write(step, numbers)
-            except Exception as error:  # noqa: BLE001  a server that is gone must not end the training
-                if name not in self._silent:
-                    self._silent.add(name)
-                    log.warning(
-                        "metrics did not reach it; they are in the file",
-                        sink=name,
-                        file=str(self.path),
-                        reason=repr(error),
-                    )
+        for name in self._sinks:
+            self._send(name, step, numbers)
+        self._store_progress()
 
     def truncate(self, step: int) -> int:
-        """Put what came after `step` aside: the run goes on from there.
+        """Put what came after `step` aside: the run goes on from there. Trackers get the lines that they miss.
 
         Lines that go are added to `metrics.cut.jsonl` first, so a crash between loses none (it may write some twice).
 
@@ -124,13 +130,62 @@ class MetricsLog:
             finally:
                 os.close(side)
             self._replace(kept)
-        for sink in self._sinks.values():
-            sink.truncate(step)
+        lines = [json.loads(text) for text in kept]
+        for name in self._sinks:
+            self._catch_up(name, step, lines)
+        self._store_progress()
         return len(gone)
+
+    def _catch_up(self, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Make a tracker show these lines and no other steps."""
+        progress, sink = self._progress[name], self._sinks[name]
+        if progress["sent"] > step and not sink.truncate(step):
+            from engine.train.sinks import forget_run, open_sink
+
+            sink.close()
+            forget_run(name, self._folder)
+            progress["run"] += 1
+            progress["sent"] = -1
+            self._sinks[name] = open_sink(name, self._folder, self._name_of(name), self._config)
+        # What a buffer held when the process was killed is sent again: the same value of the same step.
+        sent = min(progress["sent"], step) - (sink.buffers and bool(progress.get("open")))
+        for line in lines:
+            if line["step"] > sent:
+                values = {
+                    key: math.nan if value is None else value for key, value in line.items() if key not in _RESERVED
+                }
+                self._send(name, line["step"], values)
+
+    def _send(self, name: str, step: int, values: Mapping[str, float]) -> None:
+        """Show values in a tracker. A failure is logged once."""
+        try:
+            self._sinks[name].write(step, values)
+            self._progress[name]["sent"] = step
+        except Exception as error:  # noqa: BLE001  a server that is gone must not end the training
+            if name not in self._silent:
+                self._silent.add(name)
+                log.warning(
+                    "metrics did not reach it; they are in the file", sink=name, file=str(self.path), reason=repr(error)
+                )
+
+    def _name_of(self, name: str) -> str:
+        """The name of a tracker's run: that of the training, with a number from its second run on."""
+        number = self._progress[name]["run"]
+        return self._run if number == 1 else f"{self._run}-{number}"
+
+    def _store_progress(self, *, closed: bool = False) -> None:
+        if not self._progress:
+            return
+        told = {name: {**progress, "open": int(not closed)} for name, progress in self._progress.items()}
+        draft = self._folder / f".{TRACKERS}"
+        draft.write_text(json.dumps(told))
+        draft.replace(self._folder / TRACKERS)
 
     def close(self) -> None:
         """Close the file and everything else; once is enough."""
         sinks, self._sinks = self._sinks, {}
+        if sinks:
+            self._store_progress(closed=True)
         for name, sink in sinks.items():
             try:
                 sink.close()

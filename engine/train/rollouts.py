@@ -14,6 +14,9 @@ Invariants:
 - With oversampling, a batch takes the groups that finish first. The other groups are cancelled.
 - Running groups that would be too old for the next batch are cancelled. They exist if `max_sampling_rounds` ends a batch early.
 - With `max_staleness` 0 nothing is sampled between the last episode of a batch and the weight update.
+- A group that is consumed (see `groups.py`) is never started again. A group of an earlier launch that is not consumed is: its
+  finished episodes are read from the store and the others continue from their journals, unless its oldest token is older than
+  `max_staleness` allows.
 """
 
 from __future__ import annotations
@@ -28,12 +31,14 @@ import structlog
 
 from engine.errors import EngineError, StoreError, TrainError
 from engine.train.batches import Batch, Group, RowBuilder
+from engine.train.groups import ConsumedGroups
 
 if TYPE_CHECKING:
     from engine.runner.run import Runner
     from engine.schemas.environment import Task
     from engine.schemas.train import TrainSpec
     from engine.schemas.trajectory import Trajectory
+    from engine.train.stored import StoredEpisodes
 
 log = structlog.get_logger(__name__)
 
@@ -76,6 +81,13 @@ class _RunningGroup:
     work: asyncio.Task[Group]
 
 
+@dataclass(frozen=True, slots=True)
+class _EndedEpisode:
+    trajectory: Trajectory
+    resumed: bool = False
+    regenerated_tokens: int = 0
+
+
 class BatchCollector:
     """Collects batches of groups. Use it inside `runner.serving()`, and close it.
 
@@ -87,7 +99,8 @@ class BatchCollector:
         samples: Episodes per group.
         max_live_episodes: Maximum number of episodes that run at the same time.
         version: Version of the weights that the backend samples with.
-        begun: Number of groups started before this launch of the training.
+        consumed: Groups that are not started (again).
+        stored: Episodes of earlier launches of the training.
         progress: Called at the end of each episode. An error that it raises ends the collection.
     """
 
@@ -101,7 +114,8 @@ class BatchCollector:
         samples: int,
         max_live_episodes: int,
         version: int = 0,
-        begun: int = 0,
+        consumed: ConsumedGroups | None = None,
+        stored: StoredEpisodes | None = None,
         progress: Callable[[Trajectory], None] | None = None,
     ) -> None:
         self._runner = runner
@@ -116,10 +130,12 @@ class BatchCollector:
         self._groups_per_batch = train.tasks_per_step
         self._oversampled_groups = round((train.asynchrony.oversample - 1.0) * self._groups_per_batch)
         self.version = version
-        self.begun = begun
-        """Number of groups started so far."""
-        self.next_group = begun
-        """Number of the group at which a resumed training starts: all groups before it were used, dropped or cancelled."""
+        self._consumed = consumed.copy() if consumed is not None else ConsumedGroups()
+        self._stored = stored
+        self._next = self._consumed.next
+        """Number of the next group to start, unless it is consumed."""
+        self._stale: list[int] = []
+        """Groups of an earlier launch that were too stale, since the last batch."""
         self._running: list[_RunningGroup] = []
         self._batch: Batch | None = None
         self._collected = 0
@@ -136,11 +152,25 @@ class BatchCollector:
             running = sum(not each.work.done() for each in self._running)
             if running >= self._max_running_groups:
                 return
-            number, version = self.begun, self.version
-            self.begun += 1
+            number, version = self._next_to_start()
             work = asyncio.create_task(self._run_group(number, version), name=f"group-{number}")
             self._running.append(_RunningGroup(number, version, work))
             work.add_done_callback(self._group_done)
+
+    def _next_to_start(self) -> tuple[int, int]:
+        """The number of the next group, and the version of its oldest token, or of the current weights if it has none."""
+        while True:
+            number = self._next
+            self._next += 1
+            if number in self._consumed:
+                continue
+            versions = self._stored.versions(self._order[number].id) if self._stored is not None else None
+            if versions is None:
+                return number, self.version
+            # Weights newer than the current ones are lost: the steps that made them could not be repeated.
+            if self.version - self._max_staleness <= versions[0] <= versions[1] <= self.version:
+                return number, versions[0]
+            self._stale.append(number)
 
     def _group_done(self, _: object) -> None:
         """Start other groups after a group is done: the limit of live episodes may allow them now."""
@@ -157,12 +187,19 @@ class BatchCollector:
                 episode.cancel()
             await asyncio.gather(*episodes, return_exceptions=True)
             raise
-        trajectories = [trajectory for trajectory in done if trajectory is not None]
-        return Group(number, task.id, version, trajectories, self._row_builder.rows(trajectories))
+        ended = [each for each in done if each is not None]
+        trajectories = [each.trajectory for each in ended]
+        rows = self._row_builder.rows(trajectories)
+        resumed, again = sum(each.resumed for each in ended), sum(each.regenerated_tokens for each in ended)
+        return Group(number, task.id, version, trajectories, rows, resumed, again)
 
-    async def _run_episode(self, task: Task, sample: int) -> Trajectory | None:
-        """Run an episode. Returns None if the engine itself failed; the other episodes continue."""
+    async def _run_episode(self, task: Task, sample: int) -> _EndedEpisode | None:
+        """Run an episode, or read it if it is finished. Returns None if the engine itself failed; the other episodes continue."""
+        stored = self._stored
+        if stored is not None and (finished := stored.finished(task.id, sample)) is not None:
+            return _EndedEpisode(finished)
         async with self._live_episodes:
+            before = stored.unfinished(task.id, sample) if stored is not None else None
             try:
                 trajectory = await self._runner.episode(task, sample)
             except StoreError:
@@ -175,7 +212,9 @@ class BatchCollector:
                 return None
         if self._progress is not None:
             self._progress(trajectory)
-        return trajectory
+        if stored is None or before is None:
+            return _EndedEpisode(trajectory)
+        return _EndedEpisode(trajectory, before.turns > 0, stored.regenerated_tokens(task.id, sample, before))
 
     async def batch(self) -> Batch:
         """Collect the next batch: `tasks_per_step` groups, or fewer if dynamic sampling reached `max_sampling_rounds`.
@@ -205,7 +244,7 @@ class BatchCollector:
             self._batch = None
         await self._cancel_stragglers(batch)
         batch.used.sort(key=lambda group: group.number)
-        self.next_group = min((each.number for each in self._running), default=self.begun)
+        batch.stale, self._stale = self._stale, []
         return batch
 
     @staticmethod
@@ -226,7 +265,7 @@ class BatchCollector:
         oldest = self.version + 1 - self._max_staleness
         late = [each for each in self._running if each.version < oldest]
         self._running = [each for each in self._running if each.version >= oldest]
-        batch.cancelled += len(late)
+        batch.cancelled += [each.number for each in late]
         await _cancel(late)
 
     def batch_trained(self, version: int) -> None:

@@ -1,13 +1,10 @@
-"""Makes the parts of a training from its spec: the `train:` section, the learner, the spec of the evaluation."""
+"""Makes the parts of a training from its spec: the `train:` section and the learner."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.errors import TrainError
-from engine.schemas.generation import SamplingParams
-from engine.schemas.tasks import TasksSpec
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
 from engine.train.learner import Learner
@@ -64,27 +61,3 @@ def follow(loaded: LoadedSpec, process_group: ProcessGroup) -> None:
         EngineError: as `learner_of`.
     """
     learner_of(loaded, load_format(loaded.spec.model, loaded.base), process_group).follow()
-
-
-def evaluation_of(loaded: LoadedSpec) -> LoadedSpec:
-    """The spec of the training's evaluation, with the tasks, samples and sampling of `train.eval`.
-
-    Raises:
-        TrainError: kind `train_setup`: `train.eval.tasks` or `train.eval.sampling` is invalid.
-    """
-    spec = loaded.spec
-    wanted = spec.train.eval if spec.train is not None else None
-    if wanted is None:
-        return loaded
-    try:
-        if wanted.tasks is not None:
-            loaded = loaded.with_tasks_of(TasksSpec.model_validate(wanted.tasks), ("train", "eval", "tasks"))
-        sampling = SamplingParams.model_validate(spec.sampling.model_dump() | wanted.sampling)
-    except ValueError as error:
-        raise TrainError(f"{loaded.path}: train.eval: {error}", kind="train_setup") from error
-    tasks = loaded.spec.tasks
-    if wanted.limit is not None:
-        tasks = tasks.model_copy(update={"limit": wanted.limit})
-    rollout = spec.rollout.model_copy(update={"samples_per_task": wanted.samples})
-    changed = loaded.spec.model_copy(update={"tasks": tasks, "sampling": sampling, "rollout": rollout})
-    return replace(loaded, spec=changed)

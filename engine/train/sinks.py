@@ -26,12 +26,15 @@ PROJECT = "episode-engine"
 class Sink(Protocol):
     """Something that shows metrics."""
 
+    buffers: bool
+    """Whether the newest values are lost if the process is killed."""
+
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Show values of a step."""
         ...
 
-    def truncate(self, step: int) -> None:
-        """What was shown after `step` is void, where that can be said."""
+    def truncate(self, step: int) -> bool:
+        """Remove what was shown after `step`. Returns False if the tracker cannot remove values."""
         ...
 
     def close(self) -> None:
@@ -41,6 +44,8 @@ class Sink(Protocol):
 
 class TensorBoard:
     """Event files in the run's `tensorboard` folder. Steps that were cut are purged."""
+
+    buffers = False
 
     def __init__(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -53,9 +58,10 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def truncate(self, step: int) -> None:
+    def truncate(self, step: int) -> bool:
         self._writer.close()
         self._writer = self._make(purge_step=step + 1)
+        return True
 
     def close(self) -> None:
         self._writer.close()
@@ -63,6 +69,8 @@ class TensorBoard:
 
 class Trackio:
     """A run of this name in trackio's project; the same name goes on with it."""
+
+    buffers = True
 
     def __init__(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
         import trackio
@@ -74,8 +82,8 @@ class Trackio:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._trackio.log(dict(values), step=step)
 
-    def truncate(self, step: int) -> None:
-        """It keeps what it was told: the later value of a step stands beside the earlier one."""
+    def truncate(self, step: int) -> bool:
+        return False
 
     def close(self) -> None:
         self._trackio.finish()
@@ -83,6 +91,8 @@ class Trackio:
 
 class Wandb:
     """A run of Weights & Biases; its id is kept in the run's folder, so that a resumed run goes on with it."""
+
+    buffers = True
 
     def __init__(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
         import wandb
@@ -105,8 +115,8 @@ class Wandb:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "step": step})
 
-    def truncate(self, step: int) -> None:
-        """It keeps what it was told: the later value of a step stands beside the earlier one."""
+    def truncate(self, step: int) -> bool:
+        return False
 
     def close(self) -> None:
         self._run.finish()
@@ -115,6 +125,7 @@ class Wandb:
 class Mlflow:
     """A run of MLflow; its id is kept in the run's folder, so that a resumed run goes on with it."""
 
+    buffers = False
     _MAX_METRICS = 1000
     """Metrics in one call, at most."""
 
@@ -147,8 +158,8 @@ class Mlflow:
         for start in range(0, len(metrics), self._MAX_METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + self._MAX_METRICS])
 
-    def truncate(self, step: int) -> None:
-        """It keeps what it was told: the later value of a step stands beside the earlier one."""
+    def truncate(self, step: int) -> bool:
+        return False
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
@@ -188,6 +199,11 @@ def open_sink(name: str, folder: Path, run: str, config: Mapping[str, Any]) -> S
         raise TrainError(
             f"train.report_to: {name} did not begin: {type(error).__name__}: {error}", kind="train_setup"
         ) from error
+
+
+def forget_run(name: str, folder: Path) -> None:
+    """Let the next `open_sink` begin another run of this tracker."""
+    (folder / f"{name}_run").unlink(missing_ok=True)
 
 
 def _stored_run_id(file: Path, make: Callable[[], str]) -> str:

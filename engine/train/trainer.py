@@ -1,8 +1,10 @@
 """The training loop: collect a batch, train on it, send the new weights to the backend, repeat.
 
 Invariants:
-- However the training ends, a checkpoint has the last good weights: an update with a loss that is not finite is not applied.
-- The metrics of a step are written after the backend has its weights, so each line of `metrics.jsonl` is a finished step.
+- Whenever a training ends, by an error, a divergence, a signal or a server that is gone, the weights after the last update that
+  was made are in a checkpoint, and an error's message names it. Before the first update there is nothing to save.
+- A group is trained on at most once, and everything that was sampled is used or counted: see `batch_log.py`, `groups.py`.
+- Each finished step gets one line of `metrics.jsonl`. A resumed training writes the lines that a kill prevented.
 - With `asynchrony.max_staleness: 0` sampling and training alternate.
 """
 
@@ -10,47 +12,52 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import structlog
+import torch
 
 from engine.backends.base import open_backend
-from engine.errors import OutageError, TrainError
+from engine.errors import EngineError, TrainError
 from engine.masking import mask_values
-from engine.runner.evaluate import evaluate
 from engine.runner.run import Runner
-from engine.runner.stats import label
 from engine.spec.tasks import load_tasks
-from engine.store import RunHeader, RunStore
 from engine.tokens.loading import load_format
 from engine.train import folder as folders
+from engine.train.batch_log import BatchLog, BatchRecord
 from engine.train.batches import Batch, RowBuilder
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
+from engine.train.evaluation import Evaluator
 from engine.train.learner import Learner
-from engine.train.metrics import MetricsLog
+from engine.train.metrics import MetricsLog, read_metrics
 from engine.train.notify import Notifier, StallWatch
+from engine.train.repeat import StepRepeater
 from engine.train.rollouts import BatchCollector, TaskOrder
-from engine.train.setup import evaluation_of, learner_of, train_spec_of
+from engine.train.setup import learner_of, train_spec_of
+from engine.train.stopping import unless_stopped
+from engine.train.stored import StoredEpisodes
 from engine.train.sync import open_sync
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.backends.outage import Outage
-    from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
+    from engine.store import RunStore
     from engine.tokens.format import ChatFormat
     from engine.train.sync import WeightSync
 
 log = structlog.get_logger(__name__)
-T = TypeVar("T")
+
+_RESUMED = ("rollout/resumed_episodes", "rollout/regenerated_tokens", "rollout/dropped_stale_groups")
 
 StepCallback = Callable[[int, Mapping[str, float]], None]
 """Called after each finished step with its number, from 1 (0: evaluation before the first step), and its metrics."""
@@ -71,6 +78,10 @@ class TrainResult:
     best_step: int | None = None
     interrupted: bool = False
     faults: list[str] = field(default_factory=list)
+    repeated_steps: int = 0
+    """Steps that this launch repeated from stored episodes, because they came after the checkpoint that it resumed from."""
+    resumed: Counter[str] = field(default_factory=Counter)
+    """Totals of this launch of the metrics `rollout/…`: episodes that continued, tokens sampled again, groups dropped."""
 
 
 class Trainer:
@@ -106,9 +117,13 @@ class Trainer:
         self._phase = phase
         self._watch = watch
         self._keep_going = keep_going
-        self._state = State(step=0, version=0, next_group=0)
+        self._state = State()
         self._checkpoints = Checkpoints(folder, self.train.checkpoints.keep)
         self._newest_checkpoint: Path | None = None
+        self._batch_log = BatchLog(folder)
+        self._evaluator = Evaluator(loaded, folder, self.train, keep_going=keep_going)
+        self._weights_known = True
+        """Whether the learner's weights are those after the updates that `_state` counts."""
         self._seconds: dict[str, float] = {}
         self._notifier = Notifier(self.train.notify, folder.name, base=loaded.base)
         self._stall = StallWatch(self._notifier, self.train.notify.stall_timeout, lambda: {"step": self._state.step})
@@ -116,9 +131,11 @@ class Trainer:
         self._backend: Backend
         self._learner: Learner
         self._sync: WeightSync
+        self._metrics: MetricsLog
+        self._order: TaskOrder
 
     async def run(self, *, stop: asyncio.Event | None = None) -> TrainResult:
-        """Train to the last step, or until `stop` is set. Then the current batch is dropped and a checkpoint is written.
+        """Train to the last step, or until `stop` is set. Then a checkpoint is written; episodes under way stay in the store.
 
         Raises:
             TrainError: kind `train_setup`: the training cannot start; `diverged`; `no_data`: no episode can be trained on.
@@ -138,28 +155,20 @@ class Trainer:
             raise
 
     async def _run_prepared(self, stop: asyncio.Event | None) -> TrainResult:
-        tasks = load_tasks(self.loaded)
+        self._order = TaskOrder(load_tasks(self.loaded), shuffle=self.train.shuffle, seed=self.train.seed)
         self._format = load_format(self.spec.model, self.loaded.base)
         self._backend = open_backend(self.loaded, self._format)
         try:
             await self._backend.start()
             self._learner = await asyncio.to_thread(learner_of, self.loaded, self._format, self._process_group)
             self._sync = open_sync(self.spec, self._backend, self.folder, lora=self.train.lora is not None)
-            resumed = self._checkpoints.newest()
-            if resumed is not None:
-                self._state = await asyncio.to_thread(self._checkpoints.read, resumed, self._learner)
-                self._newest_checkpoint = resumed
-            if resumed is not None or self.spec.backend.kind == "sglang":
-                # A server may hold any weights: send ours before the first token is sampled.
-                await self._push_weights()
-            metrics = MetricsLog(
-                self.folder, self.train.report_to, self.folder.name, mask_values(self.spec.model_dump(mode="json"))
-            )
+            store = folders.open_rollouts(
+                self.folder, self.loaded
+            )  # from here on no other process trains in this folder
             try:
-                metrics.truncate(self._state.step)
-                return await self._run_with_store(tasks, metrics, stop)
+                return await self._run_with_store(store, stop)
             finally:
-                metrics.close()
+                store.close()
         finally:
             await self._backend.close()
 
@@ -173,24 +182,84 @@ class Trainer:
             await asyncio.to_thread(whole.enter_context, self._process_group.full_parameters(policy.model))
             await self._sync.push(policy, self._state.version)
 
-    async def _run_with_store(self, tasks: list[Task], metrics: MetricsLog, stop: asyncio.Event | None) -> TrainResult:
-        name = folders.next_rollouts(self.folder)
-        store = RunStore.create(self.folder, RunHeader.of(self.loaded, run_id=name))
+    async def _run_with_store(self, store: RunStore, stop: asyncio.Event | None) -> TrainResult:
+        config = mask_values(self.spec.model_dump(mode="json"))
+        resumed = self._checkpoints.newest()
+        if resumed is None:
+            torch.manual_seed(self.train.seed)
+        else:
+            self._state = await asyncio.to_thread(self._checkpoints.read, resumed, self._learner)
+            self._newest_checkpoint = resumed
+        self._metrics = MetricsLog(self.folder, self.train.report_to, self.folder.name, config)
         try:
             runner = Runner(self.loaded, [], self._format, self._backend, store, keep_going=self._keep_going)
             runner.live.total = self.train.steps * self.train.tasks_per_step * self.spec.rollout.samples_per_task
             if self._watch is not None:
                 self._watch(runner)
             async with runner.serving():
-                collector = self._collector(runner, tasks)
-                try:
-                    return await self._steps(collector, metrics, stop)
-                finally:
-                    await collector.close()
+                return await self._run_saved(runner, StoredEpisodes(store, self.spec.rollout.samples_per_task), stop)
         finally:
-            store.close()
+            self._metrics.close()
 
-    def _collector(self, runner: Runner, tasks: list[Task]) -> BatchCollector:
+    async def _run_saved(self, runner: Runner, stored: StoredEpisodes, stop: asyncio.Event | None) -> TrainResult:
+        """Repeat and train. The last finite state is saved whenever this ends."""
+        try:
+            rows = RowBuilder(self.spec, self.train, self.loaded.base)
+            repeater = StepRepeater(self._batch_log, self._order, rows, stored)
+            self._weights_known = False
+            repeated = await asyncio.to_thread(repeater.repeat, self._state, self._learner, self._repeated_step)
+            self._weights_known = True
+            self._metrics.truncate(self._state.step)
+            if self._state.version or self.spec.backend.kind == "sglang":
+                # A server may hold any weights: send ours before the first token is sampled.
+                await self._push_weights()
+            result = TrainResult(self._state.step, repeated_steps=repeated)
+            await self._write_missing_lines(repeater.records, stop)
+            collector = self._collector(runner, rows, stored)
+            result.faults = collector.faults
+            try:
+                await self._steps(result, collector, stop)
+            finally:
+                await collector.close()
+        except Exception as error:
+            await self._save_after(error)
+            raise
+        await self._checkpoint_if_trained()
+        state = self._state
+        result.steps, result.checkpoint = state.step, self._newest_checkpoint
+        result.best, result.best_step = state.best, state.best_step
+        return result
+
+    def _repeated_step(self) -> None:
+        """After a repeated step: write the checkpoint that is due, so that repeated kills do not repeat the same steps."""
+        if self._state.step % self.train.checkpoints.every == 0:
+            self._newest_checkpoint = self._checkpoints.write(self._state, self._learner)
+
+    async def _write_missing_lines(self, records: Sequence[BatchRecord], stop: asyncio.Event | None) -> None:
+        """Write the metrics of finished steps that have no line yet, because an earlier launch ended before it wrote them."""
+        written = {int(line["step"]): line for line in read_metrics(self.folder)}
+        for step in sorted(written.keys() - {0}):
+            self._evaluator.note(
+                self._state, step, written[step]
+            )  # of repeated steps: their checkpoints do not have it
+        if self._state.step == 0 and 0 not in written and self.train.eval is not None:
+            told = await unless_stopped(stop, self._evaluate())
+            if told is not None:
+                self._write_line(0, told)
+        for record in records:
+            if not record.step_made or record.step in written:
+                continue
+            told = {name: math.nan if value is None else value for name, value in record.metrics.items()}
+            if record.step == self._state.step and self._evaluator.due(record.step):
+                found = await unless_stopped(stop, self._evaluate())
+                if found is None:
+                    return
+                told |= found
+                if self._evaluator.note(self._state, record.step, found):
+                    await self._checkpoint()
+            self._write_line(record.step, told)
+
+    def _collector(self, runner: Runner, rows: RowBuilder, stored: StoredEpisodes) -> BatchCollector:
         rollout = self.spec.rollout
 
         def ended(trajectory: Trajectory) -> None:
@@ -199,80 +268,81 @@ class Trainer:
 
         return BatchCollector(
             runner,
-            TaskOrder(tasks, shuffle=self.train.shuffle, seed=self.train.seed),
-            RowBuilder(self.spec, self.train, self.loaded.base),
+            self._order,
+            rows,
             self.train,
             samples=rollout.samples_per_task,
             max_live_episodes=rollout.live_episodes or 2 * rollout.concurrency,
             version=self._state.version,
-            begun=self._state.next_group,
+            consumed=self._state.groups,
+            stored=stored,
             progress=ended,
         )
 
-    @staticmethod
-    async def _unless_stopped(stop: asyncio.Event | None, work: Awaitable[T]) -> T | None:
-        """The result of `work`; None if `stop` is set first. Then `work` is cancelled."""
-        task = asyncio.ensure_future(work)
-        stopped = asyncio.ensure_future(stop.wait()) if stop is not None else None
-        try:
-            await asyncio.wait([each for each in (task, stopped) if each is not None], return_when="FIRST_COMPLETED")
-            return task.result() if task.done() else None
-        finally:
-            for each in (task, stopped):
-                if each is not None:
-                    each.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _steps(self, collector: BatchCollector, metrics: MetricsLog, stop: asyncio.Event | None) -> TrainResult:
-        """Run steps up to the last one. `stop` drops the batch that is being collected, but a running update is finished."""
+    async def _steps(self, result: TrainResult, collector: BatchCollector, stop: asyncio.Event | None) -> None:
+        """Run steps up to the last one. `stop` ends the collection of a batch at once, but a running update is finished."""
         train, state = self.train, self._state
-        result = TrainResult(state.step, faults=collector.faults)
-        if train.eval is not None and state.step == 0:
-            told = await self._evaluate()
-            metrics.write(0, told)
-            self._report_step(0, told)
-        while state.step < train.steps:
+        while state.step < train.steps and not result.interrupted:
             began = time.perf_counter()
-            self._seconds.clear()
-            try:
-                with self._timed("rollout"):
-                    batch = await self._unless_stopped(stop, collector.batch())
-            except OutageError:
-                await self._checkpoint()
-                raise
+            with self._timed("rollout"):
+                batch = await unless_stopped(stop, collector.batch())
             if batch is None:
                 result.interrupted = True
-                break
+                return
             told = await self._step(batch, collector)
+            result.interrupted = stop is not None and stop.is_set()
+            if not result.interrupted:
+                with self._timed("sync"):
+                    if batch.used:
+                        await unless_stopped(stop, self._push_weights())
+                collector.batch_trained(state.version)
+            if self._evaluator.due(state.step):
+                found = None if result.interrupted else await unless_stopped(stop, self._evaluate())
+                if found is None:  # the next launch evaluates this step and writes its line
+                    result.interrupted = True
+                    return
+                told |= found
+            if self._evaluator.note(state, state.step, told) or state.step % train.checkpoints.every == 0:
+                await self._checkpoint()
             told |= self._times(time.perf_counter() - began, told)
-            metrics.write(state.step, told)
+            self._seconds.clear()
+            self._write_line(state.step, told)
             self._stall.tick()
-            self._report_step(state.step, told)
             result.first, result.last = result.first or told, told
-        await self._checkpoint()
-        result.steps, result.checkpoint = state.step, self._newest_checkpoint
-        result.best, result.best_step = state.best, state.best_step
-        return result
+            result.resumed.update({name: int(told[name]) for name in _RESUMED if name in told})
 
     async def _step(self, batch: Batch, collector: BatchCollector) -> dict[str, float]:
-        """Train on a batch and send the new weights to the backend."""
-        state = self._state
+        """Train on a batch. Returns its metrics, which are in the batch log then."""
         told = batch.metrics()
         if batch.used:
-            told |= await self._learn(batch)
-        else:
-            _require_data(batch, collector.faults)
-        state.step += 1
-        state.version += bool(batch.used)
-        state.next_group = collector.next_group
-        with self._timed("sync"):
-            if batch.used:
-                await self._push_weights()
-            collector.batch_trained(state.version)
-        return told | await self._evaluate_and_checkpoint(state.step)
+            told |= await self._learn(batch, told)
+        elif not any(group.rows for group in batch.left_out):
+            self._record(batch, told, step_made=False)  # or a resumed training would use these groups again
+            raise batch.no_data(collector.faults)
+        self._record(batch, told, updates=self._learner.updates if batch.used else 0)
+        return told
 
-    async def _learn(self, batch: Batch) -> dict[str, float]:
+    def _record(self, batch: Batch, told: Mapping[str, float], *, updates: int = 0, step_made: bool = True) -> None:
+        """Count a step and write it to the batch log."""
+        state = self._state
+        state.step += step_made
+        state.version += bool(updates)
+        record = BatchRecord.of(
+            batch,
+            self._order,
+            step=state.step,
+            version=state.version,
+            metrics=told,
+            updates=updates,
+            step_made=step_made,
+        )
+        state.groups.add(record.numbers)
+        self._batch_log.append(record)
+        self._weights_known = True
+
+    async def _learn(self, batch: Batch, told: Mapping[str, float]) -> dict[str, float]:
         """Run the updates of a batch in a thread, so that rollouts can continue meanwhile."""
+        self._weights_known = False
         with self._timed("update"):
             work = asyncio.ensure_future(asyncio.to_thread(self._learner.step, batch.rows, self._state.step))
             try:
@@ -282,49 +352,40 @@ class Trainer:
                     await work
                 raise
             except TrainError:
-                if self._state.step and not self._learner.dirty:
-                    await self._checkpoint()
+                updates = self._learner.updates
+                self._weights_known = updates == 0
+                if updates:  # the step counts with the updates that it made before the one that diverged
+                    rate = self._learner.rate
+                    self._record(batch, {**told, "lr": rate, "updates": float(updates)}, updates=updates)
                 raise
-
-    async def _evaluate_and_checkpoint(self, step: int) -> dict[str, float]:
-        """Evaluate and write a checkpoint if they are due at this step. Returns the metrics of the evaluation."""
-        train = self.train
-        told: dict[str, float] = {}
-        better = False
-        if train.eval is not None and (step % train.eval.every == 0 or step == train.steps):
-            told = await self._evaluate()
-            value = told.get(f"eval/{train.eval.metric}")
-            if value is not None and (self._state.best is None or value > self._state.best):
-                self._state.best, self._state.best_step, better = value, step, True
-        if better or step % train.checkpoints.every == 0:
-            await self._checkpoint()
-        return told
 
     async def _checkpoint(self) -> None:
         with self._timed("checkpoint"):
             self._newest_checkpoint = await asyncio.to_thread(self._checkpoints.write, self._state, self._learner)
 
+    async def _checkpoint_if_trained(self) -> None:
+        """Write a checkpoint, unless the weights are still those of the spec's model."""
+        if self._state.step:
+            await self._checkpoint()
+
+    async def _save_after(self, error: Exception) -> None:
+        """Save the last finite state after an error, and name the checkpoint in the error's message."""
+        try:
+            if self._weights_known:
+                await self._checkpoint_if_trained()
+        except EngineError as failed:
+            log.warning("the last state was not saved", reason=str(failed))
+        if self._newest_checkpoint is not None:
+            words = f"The last saved state is {self._newest_checkpoint}"
+        else:
+            words = "No step was finished, so there is no checkpoint; the episodes are kept"
+        if error.args and isinstance(error.args[0], str):
+            error.args = (f"{error.args[0]}\n{words}", *error.args[1:])
+
     async def _evaluate(self) -> dict[str, float]:
-        """Evaluate the current policy on the evaluation's tasks. Returns its metrics."""
+        """Evaluate the current policy. Returns the metrics of the evaluation."""
         with self._timed("eval"):
-            loaded = evaluation_of(self.loaded)
-            name = f"step-{self._state.step:06d}"
-            folder = self.folder / "evals"
-            while (folder / name).exists():
-                name += "-again"
-            store = RunStore.create(folder, RunHeader.of(loaded, run_id=name, evaluation=True))
-            try:
-                tasks = load_tasks(loaded)
-                runner = Runner(loaded, tasks, self._format, self._backend, store, keep_going=self._keep_going)
-                result = await runner.run()
-                if result.stopped is not None:
-                    raise result.stopped
-                found = evaluate(store.trajectories(), seed=self.train.seed)
-            finally:
-                store.close()
-            return {
-                f"eval/{name}": value.value for name, value in found.estimates.items() if value.value == value.value
-            }
+            return await self._evaluator.evaluate(self._state.step, self._format, self._backend)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -341,27 +402,11 @@ class Trainer:
         times = {f"time/{phase}": float(seconds) for phase, seconds in self._seconds.items()}
         return times | {"step_seconds": whole, "tokens_per_second": sampled / whole}
 
-    def _report_step(self, step: int, told: Mapping[str, float]) -> None:
+    def _write_line(self, step: int, told: Mapping[str, float]) -> None:
+        """Write the metrics of a step and report them."""
+        self._metrics.write(step, told)
         if self._tell is not None:
             self._tell(step, told)
-
-
-def _require_data(batch: Batch, faults: Sequence[str]) -> None:
-    """Check a batch without used groups: groups without signal are fine, but some episode must be trainable.
-
-    Raises:
-        TrainError: kind `no_data`: no group of the batch has a training row.
-    """
-    if any(group.rows for group in batch.left_out):
-        return
-    ends = Counter(label(each.outcome) for group in batch.left_out for each in group.trajectories)
-    listed = ", ".join(f"{name} {count}" for name, count in ends.most_common(4))
-    if faults:
-        listed = f"{listed}{'; ' if listed else ''}{len(faults)} could not be finished, for example {faults[0]}"
-    raise TrainError(
-        f"no episode of {len(batch.left_out)} groups can be trained on: {listed or 'none was finished'}",
-        kind="no_data",
-    )
 
 
 def _notified_metrics(told: Mapping[str, float]) -> dict[str, float]:

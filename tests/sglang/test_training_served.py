@@ -78,7 +78,7 @@ async def test_each_step_samples_with_the_weights_of_the_step_before(
         assert line["sampler/diff_max"] < 1e-4
         assert line["staleness/max"] == 0.0
     versions: set[int] = set()
-    with RunStore.open(trainer.folder / "rollouts-0", readonly=True) as store:
+    with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
         for trajectory in store.trajectories():
             for branch in trajectory.branches:
                 versions |= set(branch.weight_versions[branch.loss_mask == 1].tolist())

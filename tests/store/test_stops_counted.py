@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,3 +121,30 @@ async def test_episodes_that_a_stop_left_go_on(processes: Processes, tmp_path: P
     await asyncio.to_thread(processes.end, tmp_path / "run", ENDS["an exit at once"][0])
     with RunStore.open(tmp_path / "run") as store:
         assert await store.begin(maker.task(0), 0) == []  # type: ignore[attr-defined]
+
+
+async def test_an_episode_that_gets_further_each_time_is_no_suspect(tmp_path: Path, maker: Any) -> None:
+    """Each launch is killed. `advances` writes two entries in each, `stands` none; `again` begins anew, up to the same place."""
+    names = {"advances": maker.task(0), "stands": maker.task(1), "again": maker.task(2)}
+    store = RunStore.create(tmp_path, maker.header("run"))
+    counts = []
+    for _ in range(6):
+        for name, task in names.items():
+            journal = await store.begin(task, 0)
+            begin = len(journal)
+            if name == "again" and journal:
+                await store.restart(f"{task.id}/0")
+                begin = 0
+            if name != "stands":
+                for seq in range(begin, begin + 2):
+                    entry = maker.entry(seq).model_copy(update={"at": time.time()})
+                    await store.append(f"{task.id}/0", entry)
+        assert store._writer is not None
+        assert store._lock is not None
+        store._writer.close()
+        store._lock.release()  # as the kernel does for a process that is killed
+        store = RunStore.open(tmp_path / "run")
+        found = store.crashes()
+        counts.append([found[f"{task.id}/0"] for task in names.values()])
+    store.close()
+    assert counts == [[1, number, number] for number in range(1, 7)]

@@ -98,7 +98,7 @@ def told_by(learner: Learner, folder: Path) -> tuple[dict[str, Any], dict[str, t
     """Two steps, a checkpoint, a third; and that third again from the checkpoint."""
     rows = rows_of()
     told = [learner.step(rows, number) for number in range(2)]
-    checkpoint = Checkpoints(folder, 1).write(State(step=2, version=2, next_group=0), learner)
+    checkpoint = Checkpoints(folder, 1).write(State(step=2, version=2), learner)
     told.append(learner.step(rows, 2))
     tensors = {f"weights.{name}": tensor for name, tensor in weights_of(learner).items()}
     tensors |= {f"moments.{name}": tensor.clone() for name, tensor in learner.optimizer_state().items()}

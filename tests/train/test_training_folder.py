@@ -13,7 +13,7 @@ from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store.header import RunHeader
 from engine.train import folder as folders
-from engine.train.setup import evaluation_of
+from engine.train.evaluation import evaluation_of
 
 
 def header(loaded: Any, run_id: str) -> RunHeader:
@@ -40,13 +40,6 @@ def test_a_word_finds_a_training(train_spec: Any, tmp_path: Path) -> None:
     (one / "train.json").write_text("{")
     with pytest.raises(TrainError, match="cannot be read"):
         folders.read_header(one)
-
-
-def test_each_launch_has_a_store_of_its_own(tmp_path: Path) -> None:
-    assert folders.next_rollouts(tmp_path) == "rollouts-0"
-    for name in ("rollouts-0", "rollouts-10", "rollouts-x", "plots"):
-        (tmp_path / name).mkdir()
-    assert folders.next_rollouts(tmp_path) == "rollouts-11"
 
 
 def test_an_evaluation_has_its_own_tasks_samples_and_sampling(train_spec: Any, tmp_path: Path) -> None:

@@ -1,0 +1,182 @@
+"""The batch log of a training: which groups each step was trained on, in `batches.jsonl`.
+
+A line is written after the updates of a step and before its weights are sent to the backend. A resumed training repeats the
+steps after its checkpoint from this log and the run store, so it reaches the weights that the newest episodes were sampled with,
+and samples nothing twice.
+
+Invariants:
+- A line is on disk before any token is sampled with the weights that its step made.
+- A step that is repeated has the same rows, the same learning rate and the same number of updates.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from engine.errors import TrainError
+
+if TYPE_CHECKING:
+    from engine.train.batches import Batch
+    from engine.train.rollouts import TaskOrder
+
+log = structlog.get_logger(__name__)
+
+FILE = "batches.jsonl"
+CUT = "batches.cut.jsonl"
+"""What the file had before its records were replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """One line: the batch of one step. Or, with `step_made` false, groups that were consumed without a step."""
+
+    step: int
+    """Number of the step, from 1; without a step, the number of the last one."""
+    version: int
+    """Version of the weights after it."""
+    used: list[int]
+    """Numbers of the groups that it was trained on."""
+    left_out: list[int]
+    """Numbers of the groups that it sampled and did not train on."""
+    dropped: list[int]
+    """Numbers of the groups that were cancelled, or too old."""
+    tasks: dict[str, str]
+    """Task id of each of these groups by its number."""
+    rows: int = 0
+    """Number of training rows."""
+    updates: int = 0
+    """Number of updates that were made. Fewer than a step has where a later update of it diverged."""
+    rate: float = 0.0
+    """The learning rate."""
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """Metrics of the step, without those of its evaluation; null is a value that is not finite."""
+    step_made: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        batch: Batch,
+        order: TaskOrder,
+        *,
+        step: int,
+        version: int,
+        metrics: Mapping[str, float],
+        updates: int = 0,
+        step_made: bool = True,
+    ) -> BatchRecord:
+        """The record of a batch."""
+        used, left_out = ([group.number for group in groups] for groups in (batch.used, batch.left_out))
+        dropped = [*batch.cancelled, *batch.stale]
+        tasks = {str(number): order[number].id for number in sorted([*used, *left_out, *dropped])}
+        finite = {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
+        rate = metrics.get("lr", 0.0)
+        return cls(step, version, used, left_out, dropped, tasks, len(batch.rows), updates, rate, finite, step_made)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The groups that it consumed."""
+        return [*self.used, *self.left_out, *self.dropped]
+
+
+class BatchLog:
+    """The batch log in a training's folder.
+
+    Args:
+        folder: The folder of the training.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+
+    def read(self) -> list[BatchRecord]:
+        """All records, oldest first. A last line that a crash left incomplete is removed.
+
+        Raises:
+            TrainError: kind `checkpoint`: a line is damaged.
+        """
+        if not self._path.exists():
+            return []
+        data = self._path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.truncate(self._path, whole)
+        records = []
+        for number, line in enumerate(data[:whole].splitlines(), start=1):
+            try:
+                records.append(BatchRecord(**json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise TrainError(
+                    f"{self._path}:{number} is damaged ({error}); remove this line and those after it. The steps of these "
+                    "lines are then sampled again",
+                    kind="checkpoint",
+                ) from error
+        return records
+
+    def write(self, records: Sequence[BatchRecord]) -> None:
+        """Replace all records. Those that are gone stay in `batches.cut.jsonl`.
+
+        Raises:
+            TrainError: kind `checkpoint`: they cannot be written.
+        """
+        draft = self._path.with_name(f".{FILE}")
+        try:
+            with self._path.with_name(CUT).open("a", encoding="utf-8") as file:
+                file.write(self._path.read_text(encoding="utf-8"))
+            draft.write_text("".join(f"{json.dumps(asdict(record))}\n" for record in records), encoding="utf-8")
+            draft.replace(self._path)
+        except OSError as error:
+            raise TrainError(f"cannot write {self._path}: {error}", kind="checkpoint") from error
+
+    def append(self, record: BatchRecord) -> None:
+        """Write a record and wait for the disk.
+
+        Raises:
+            TrainError: kind `checkpoint`: it cannot be written.
+        """
+        data: dict[str, Any] = asdict(record)
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(data) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise TrainError(f"cannot write {self._path}: {error}", kind="checkpoint") from error
+
+
+def check_tasks(records: Sequence[BatchRecord], order: TaskOrder) -> None:
+    """Check that the numbers of groups still mean the same tasks.
+
+    Raises:
+        TrainError: kind `train_setup`: the tasks of the spec have changed.
+    """
+    for record in records:
+        for number, task_id in record.tasks.items():
+            now = order[int(number)].id
+            if now != task_id:
+                raise TrainError(
+                    f"the tasks have changed since this training began: group {number} was of task `{task_id}` and would now be "
+                    f"of `{now}`. Resume with the tasks that it began with, or begin another training",
+                    kind="train_setup",
+                )
+
+
+def to_repeat(records: Sequence[BatchRecord], step: int) -> list[BatchRecord]:
+    """The records of the steps after a checkpoint, each step once and without a gap.
+
+    Args:
+        records: All records.
+        step: Number of steps that the checkpoint has.
+    """
+    by_step = {record.step: record for record in records if record.step_made}
+    found = []
+    while step + 1 in by_step:
+        step += 1
+        found.append(by_step[step])
+    return found

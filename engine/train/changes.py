@@ -1,0 +1,79 @@
+"""What may change when a training is resumed, and what may not.
+
+Allowed are values that do not change what an episode or a row is: the number of steps, the learning rate and its schedule, time
+limits, evaluation, checkpoints, reports, memory, and where servers are. A changed value holds from the first step that is not in
+the batch log; steps that are repeated use the learning rate that they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import TrainError
+
+if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
+
+ALLOWED = (
+    "train.steps",
+    "train.optimizer.lr",
+    "train.optimizer.schedule",
+    "train.optimizer.warmup_steps",
+    "train.eval",
+    "train.eval.*",
+    "train.checkpoints.*",
+    "train.notify.*",
+    "train.report_to",
+    "train.memory.*",
+    "train.weight_sync.*",
+    "limits.*_seconds",
+    "*.timeout",
+    "backend.try_timeout",
+    "backend.health_timeout",
+    "backend.retries",
+    "backend.wait",
+    "backend.url",
+    "backend.urls",
+    "rollout.concurrency",
+    "rollout.live_episodes",
+    "rollout.out",
+    "description",
+)
+"""Paths of values that a resume may change. `*` stands for any characters."""
+
+
+def check_changes(before: EpisodeSpec, after: EpisodeSpec) -> list[str]:
+    """Check that a spec differs from the one that a training began with only in values that a resume may change.
+
+    Returns:
+        The paths of the values that differ.
+
+    Raises:
+        TrainError: kind `train_setup`: other values differ; the message names them.
+    """
+    found = sorted(set(_differing(_plain(before), _plain(after))))
+    refused = [path for path in found if not any(fnmatchcase(path, allowed) for allowed in ALLOWED)]
+    if refused:
+        named = ", ".join(f"`{path}`" for path in refused[:8])
+        raise TrainError(
+            f"a resumed training cannot change {named}: its episodes and updates depend on "
+            f"{'it' if len(refused) == 1 else 'them'}. Leave it out, or begin another training. What may change: "
+            f"{', '.join(ALLOWED)}",
+            kind="train_setup",
+        )
+    return found
+
+
+def _plain(spec: EpisodeSpec) -> dict[str, Any]:
+    return spec.model_dump(mode="json", by_alias=True)
+
+
+def _differing(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """Paths of the values that differ; a list is one value."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in {**before, **after}:
+            yield from _differing(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+    elif before != after:
+        yield path

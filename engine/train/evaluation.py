@@ -1,0 +1,115 @@
+"""Evaluations during a training: each is a run of its own under `evals/`, continued where an earlier launch was stopped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.errors import StoreError, TrainError
+from engine.runner.evaluate import evaluate
+from engine.runner.run import Runner
+from engine.schemas.generation import SamplingParams
+from engine.schemas.tasks import TasksSpec
+from engine.spec.tasks import load_tasks
+from engine.store import RunHeader, RunStore
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from engine.backends.base import Backend
+    from engine.schemas.train import TrainSpec
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
+    from engine.train.checkpoint import State
+
+
+def evaluation_of(loaded: LoadedSpec) -> LoadedSpec:
+    """The spec of the training's evaluation, with the tasks, samples and sampling of `train.eval`.
+
+    Raises:
+        TrainError: kind `train_setup`: `train.eval.tasks` or `train.eval.sampling` is invalid.
+    """
+    spec = loaded.spec
+    wanted = spec.train.eval if spec.train is not None else None
+    if wanted is None:
+        return loaded
+    try:
+        if wanted.tasks is not None:
+            loaded = loaded.with_tasks_of(TasksSpec.model_validate(wanted.tasks), ("train", "eval", "tasks"))
+        sampling = SamplingParams.model_validate(spec.sampling.model_dump() | wanted.sampling)
+    except ValueError as error:
+        raise TrainError(f"{loaded.path}: train.eval: {error}", kind="train_setup") from error
+    tasks = loaded.spec.tasks
+    if wanted.limit is not None:
+        tasks = tasks.model_copy(update={"limit": wanted.limit})
+    rollout = spec.rollout.model_copy(update={"samples_per_task": wanted.samples})
+    changed = loaded.spec.model_copy(update={"tasks": tasks, "sampling": sampling, "rollout": rollout})
+    return replace(loaded, spec=changed)
+
+
+class Evaluator:
+    """Evaluates the policy when it is due, and keeps the best value.
+
+    Args:
+        loaded: The spec of the training.
+        folder: The folder of the training.
+        train: Its `train:` section.
+        keep_going: See `Runner`.
+    """
+
+    def __init__(self, loaded: LoadedSpec, folder: Path, train: TrainSpec, *, keep_going: bool) -> None:
+        self._loaded = loaded
+        self._folder = folder / "evals"
+        self._train = train
+        self._keep_going = keep_going
+
+    def due(self, step: int) -> bool:
+        """Whether the weights after a step are evaluated."""
+        wanted = self._train.eval
+        return wanted is not None and (step % wanted.every == 0 or step == self._train.steps)
+
+    def note(self, state: State, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether the evaluation in a step's metrics, if there is one, is the best so far. Then `state` has it."""
+        value = metrics.get(f"eval/{self._train.eval.metric}") if self._train.eval is not None else None
+        if value is None or not (state.best is None or value > state.best):
+            return False
+        state.best, state.best_step = value, step
+        return True
+
+    async def evaluate(self, step: int, format: ChatFormat, backend: Backend) -> dict[str, float]:
+        """Evaluate the weights that the backend has, which are those after `step`.
+
+        Returns:
+            `eval/<measure>` for each measure that has a value.
+
+        Raises:
+            EngineError: the evaluation failed.
+        """
+        loaded = evaluation_of(self._loaded)
+        store = _store_of(loaded, self._folder, f"step-{step:06d}")
+        try:
+            runner = Runner(loaded, load_tasks(loaded), format, backend, store, keep_going=self._keep_going)
+            result = await runner.run()
+            if result.stopped is not None:
+                raise result.stopped
+            found = evaluate(store.trajectories(), seed=self._train.seed)
+        finally:
+            store.close()
+        return {f"eval/{name}": value.value for name, value in found.estimates.items() if value.value == value.value}
+
+
+def _store_of(loaded: LoadedSpec, folder: Path, name: str) -> RunStore:
+    """The run of an evaluation: the one that an earlier launch began with the same spec, else a new one."""
+    header = RunHeader.of(loaded, run_id=name, evaluation=True)
+    while (folder / name).exists():
+        try:
+            store = RunStore.open(folder / name)
+        except StoreError:  # it has another writer, or is damaged
+            name += "-again"
+            continue
+        if store.header.spec == header.spec:
+            return store
+        store.close()
+        name += "-again"
+    return RunStore.create(folder, header.model_copy(update={"run_id": name}))

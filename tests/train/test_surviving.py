@@ -1,0 +1,336 @@
+"""A training that ends anywhere and is resumed is the training that never ended: nothing is sampled, trained or lost twice."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worlds_for_training as worlds
+from safetensors.torch import load_file
+
+from engine.errors import FailingError, OutageError, StoreError, TrainError
+from engine.runner.run import Runner
+from engine.schemas.journal import GenerationRecord
+from engine.spec.load import load_spec
+from engine.store import RunStore
+from engine.store.header import RunHeader
+from engine.train import folder as folders
+from engine.train.batch_log import BatchLog
+from engine.train.checkpoint import Checkpoints, checkpoints_of
+from engine.train.learner import Learner
+from engine.train.metrics import MetricsLog, read_metrics
+from engine.train.trainer import Trainer
+
+SAME = ("step", "reward/mean", "episode/tokens", "tokens/trained", "staleness/max", "loss", "grad_norm", "lr")
+
+
+class Killed(BaseException):
+    """Ends a training as a kill does: nothing of the trainer catches it."""
+
+
+def begin(spec: Path, out: Path) -> Trainer:
+    loaded = load_spec(spec)
+    return Trainer(loaded, folders.begin(out, RunHeader.of(loaded)))
+
+
+def resumed(trainer: Trainer) -> Trainer:
+    return Trainer(folders.read_header(trainer.folder).loaded_spec(), trainer.folder)
+
+
+def lines(trainer: Trainer) -> list[dict[str, Any]]:
+    return [{name: line.get(name) for name in SAME} for line in read_metrics(trainer.folder)]
+
+
+def policy_of(trainer: Trainer) -> dict[str, Any]:
+    return dict(load_file(checkpoints_of(trainer.folder)[-1] / "policy.safetensors"))
+
+
+def sampled(trainer: Trainer) -> Counter[tuple[str, int]]:
+    """How often each turn of each episode was sampled, over all attempts."""
+    counts: Counter[tuple[str, int]] = Counter()
+    with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
+        for row in store.episodes():
+            for attempt in range(row.attempt + 1):
+                journal = store.journal(row.id, attempt)
+                turns = [entry for entry in journal if isinstance(entry.record, GenerationRecord)]
+                counts.update((row.id, number) for number in range(len(turns)))
+    return counts
+
+
+def trained(trainer: Trainer) -> list[int]:
+    return [number for record in BatchLog(trainer.folder).read() for number in record.used]
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *, after: bool) -> None:
+    """End the training before or after the given call of a method, from 1."""
+    true, calls = getattr(owner, name), []
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call and not after:
+            raise Killed
+        told = true(*args, **kwargs)
+        if len(calls) == call:
+            raise Killed
+        return told
+
+    monkeypatch.setattr(owner, name, method)
+
+
+EXACT = {"checkpoints": {"every": 2, "keep": 2}, "rollout_correction": {"kind": "none"}, "minibatches": 2, "steps": 3}
+
+
+@pytest.fixture
+def exact_spec(train_spec: Any) -> Any:
+    """Writes a spec whose training has the same bits each time."""
+
+    def make(**changes: Any) -> Path:
+        backend = {"kind": "local", "dtype": "float32", "max_batch": 16, "deterministic": True}
+        return Path(train_spec(train=EXACT | changes, backend=backend))
+
+    return make
+
+
+PLACES = {
+    "before the batch is logged": (BatchLog, "append", 3, False),
+    "after the batch is logged": (BatchLog, "append", 3, True),
+    "before the checkpoint": (Checkpoints, "write", 1, False),
+    "between checkpoint and metrics": (Checkpoints, "write", 1, True),
+    "after the metrics": (MetricsLog, "write", 2, True),
+    "before the first update": (Learner, "step", 1, False),
+    "in the middle of an episode": (worlds.Listener, "respond", 21, False),
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> dict[str, Any]:
+    """Result of the training without a kill, computed once."""
+    return {}
+
+
+def some_slow(names: Any, *default: str) -> list[Any]:
+    """Parameters of which only the default ones belong to the default run: each takes seconds."""
+    return [pytest.param(name, marks=() if name in default else (pytest.mark.slow,)) for name in names]
+
+
+@pytest.mark.parametrize("place", some_slow(PLACES, "between checkpoint and metrics", "after the batch is logged"))
+async def test_killed_anywhere_and_resumed_it_is_the_training_that_was_not_killed(
+    place: str, exact_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: dict[str, Any]
+) -> None:
+    if not uninterrupted:
+        whole = begin(exact_spec(), tmp_path / "whole")
+        await whole.run()
+        uninterrupted |= {"lines": lines(whole), "policy": policy_of(whole), "trained": trained(whole)}
+    parted = begin(exact_spec(), tmp_path / "parted")
+    with monkeypatch.context() as patch:
+        owner, name, call, after = PLACES[place]
+        if owner is worlds.Listener:  # other threads call it: end the main loop's wait for episodes instead
+            name, owner = "count", Runner
+            call = 3
+        kill_at(patch, owner, name, call, after=after)
+        with pytest.raises(Killed):
+            await parted.run()
+    again = resumed(parted)
+    result = await again.run()
+    assert result.steps == 3
+    assert lines(again) == uninterrupted["lines"]
+    assert trained(again) == uninterrupted["trained"]
+    policy = policy_of(again)
+    assert all(bool((policy[name] == tensor).all()) for name, tensor in uninterrupted["policy"].items())
+    assert set(sampled(again).values()) == {1}
+    assert not (again.folder / "metrics.cut.jsonl").exists()
+
+
+async def test_episodes_that_were_running_continue_at_their_turn(
+    train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = begin(train_spec(train={"steps": 1, "dynamic_sampling": False}), tmp_path / "runs")
+    with monkeypatch.context() as patch:
+        kill_at(patch, Runner, "count", 1, after=False)  # the first finished episode; the others have sampled a turn
+        with pytest.raises(Killed):
+            await trainer.run()
+    with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
+        before = {name: len(store.journal(name)) for name, status in store.statuses().items() if status == "running"}
+    assert before
+    assert any(before.values())
+    again = resumed(trainer)
+    result = await again.run()
+    (line,) = read_metrics(again.folder)
+    assert line["rollout/resumed_episodes"] == result.resumed["rollout/resumed_episodes"] > 0
+    assert line["rollout/dropped_stale_groups"] == 0
+    # at most the turn that was under way, of 6 tokens, is sampled again
+    assert line["rollout/regenerated_tokens"] <= 6 * len(before)
+    assert set(sampled(again).values()) == {1}
+    assert line["episodes/count"] == 8
+
+
+async def test_a_group_older_than_the_staleness_limit_is_dropped_and_counted(
+    train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = begin(train_spec(train={"steps": 4, "checkpoints": {"every": 1}}), tmp_path / "runs")
+    with monkeypatch.context() as patch:
+        kill_at(patch, Learner, "step", 3, after=False)  # groups 4 and 5 are sampled with version 2
+        with pytest.raises(Killed):
+            await trainer.run()
+    (newest,) = checkpoints_of(trainer.folder)[-1:]
+    state = json.loads((newest / "state.json").read_text())
+    assert (state["step"], state["version"], state["groups"]) == (2, 2, {"next": 4, "beyond": []})
+    state["version"] = 5  # as if three other updates had been made since
+    (newest / "state.json").write_text(json.dumps(state))
+    again = resumed(trainer)
+    await again.run()
+    told = [line["rollout/dropped_stale_groups"] for line in read_metrics(again.folder)]
+    assert told == [0, 0, 2, 0]
+    assert trained(again) == [0, 1, 2, 3, 6, 7, 8, 9]
+
+
+ERRORS = {
+    "outage": OutageError("no server replied"),
+    "failing": FailingError("all failed", "cause"),
+    "store": StoreError("the disk is full"),
+    "engine": RuntimeError("boom"),
+}
+
+
+@pytest.mark.parametrize("name", some_slow(ERRORS, "outage"))
+async def test_whatever_ends_a_training_its_last_state_is_saved_and_named(
+    name: str, train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = begin(train_spec(train={"steps": 5, "checkpoints": {"every": 100}}), tmp_path / "runs")
+    true = Runner.count
+
+    def count(self: Runner, trajectory: Any) -> None:
+        true(self, trajectory)
+        if trainer._state.step == 2:
+            raise ERRORS[name]
+
+    monkeypatch.setattr(Runner, "count", count)
+    with pytest.raises(type(ERRORS[name])) as caught:
+        await trainer.run()
+    (kept,) = checkpoints_of(trainer.folder)
+    assert kept.name == "step-000002"
+    assert str(kept) in str(caught.value)
+
+
+async def test_a_simulator_that_breaks_for_good_costs_no_step(
+    train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = begin(train_spec(train={"steps": 5, "checkpoints": {"every": 100}}), tmp_path / "runs")
+    respond = worlds.Listener.respond
+
+    def broken(self: Any, view: Any) -> Any:
+        if trainer._state.step == 2:
+            raise RuntimeError("the simulator is down")
+        return respond(self, view)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worlds.Listener, "respond", broken)
+        with pytest.raises(TrainError, match="no episode of 8 groups can be trained on") as caught:
+            await trainer.run()
+    assert caught.value.kind == "no_data"
+    (kept,) = checkpoints_of(trainer.folder)
+    assert kept.name == "step-000002"
+    assert str(kept) in str(caught.value)
+    again = resumed(trainer)
+    result = await again.run()  # the groups that failed are not used again
+    assert result.steps == 5
+    assert not set(range(4, 12)) & set(trained(again))
+    assert len(set(trained(again))) == 10
+
+
+@pytest.mark.parametrize("several", some_slow(["minibatches", "update_epochs"], "minibatches"))
+async def test_the_updates_before_one_that_diverges_are_saved(
+    several: str, train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = {"steps": 4, "checkpoints": {"every": 100}, several: 2}
+    trainer = begin(train_spec(train=train), tmp_path / "runs")
+    from engine.train import learner
+
+    true: Any = vars(learner)["objective"]
+    calls: list[int] = []
+
+    def spoilt(*args: Any) -> Any:
+        loss, metrics = true(*args)
+        calls.append(1)
+        return (loss * float("nan") if len(calls) == 6 else loss), metrics  # the second update of step 3
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learner, "objective", spoilt)
+        with pytest.raises(TrainError, match="the update was not applied") as caught:
+            await trainer.run()
+    (kept,) = checkpoints_of(trainer.folder)
+    assert kept.name == "step-000003"  # step 3 counts, with one update
+    assert str(kept) in str(caught.value)
+    assert all(bool(tensor.isfinite().all()) for tensor in load_file(kept / "policy.safetensors").values())
+    assert BatchLog(trainer.folder).read()[-1].updates == 1
+    again = resumed(trainer)
+    assert (await again.run()).steps == 4
+    assert [line["updates"] for line in read_metrics(again.folder)] == [2, 2, 1, 2]
+    assert trained(again) == list(range(8))
+
+
+async def test_no_checkpoint_has_a_value_that_is_not_finite(train_spec: Any, tmp_path: Path) -> None:
+    trainer = begin(train_spec(train={"steps": 1}), tmp_path / "runs")
+    await trainer.run()
+    (kept,) = checkpoints_of(trainer.folder)
+    next(iter(trainer._learner.policy.net.model.parameters())).data[0] = float("inf")
+    trainer._state.step = 2
+    with pytest.raises(TrainError, match="has values that are not finite") as caught:
+        Checkpoints(trainer.folder, 1).write(trainer._state, trainer._learner)
+    assert caught.value.kind == "diverged"
+    assert [path.name for path in (trainer.folder / "checkpoints").iterdir()] == [kept.name]
+
+
+OTHER_PARTS = [
+    (
+        {"parts": {"policy": 1, "optimizer": 1, "critic": 1}},
+        "its part `critic` has version 1, and this training needs no",
+    ),
+    ({"parts": {"policy": 1}}, r"its part `optimizer` has version \(missing\), and this training needs version 1"),
+    ({"format": 3}, "its format is 3; this engine reads formats up to 2"),
+]
+
+
+async def test_a_checkpoint_with_other_parts_is_refused_by_name(train_spec: Any, tmp_path: Path) -> None:
+    trainer = begin(train_spec(train={"steps": 1}), tmp_path / "runs")
+    await trainer.run()
+    (kept,) = checkpoints_of(trainer.folder)
+    state = json.loads((kept / "state.json").read_text())
+    for change, message in OTHER_PARTS:
+        (kept / "state.json").write_text(json.dumps(state | change))
+        with pytest.raises(TrainError, match=message):
+            Checkpoints.read(kept, trainer._learner)
+    del state["parts"], state["format"], state["groups"]
+    (kept / "state.json").write_text(json.dumps(state | {"next_group": 2}))  # as an older engine wrote it
+    assert Checkpoints.read(kept, trainer._learner).groups.next == 2
+
+
+async def test_tasks_that_have_changed_are_refused(train_spec: Any, tmp_path: Path) -> None:
+    trainer = begin(train_spec(train={"steps": 1}), tmp_path / "runs")
+    await trainer.run()
+    header = json.loads((trainer.folder / "train.json").read_text())
+    header["spec"]["tasks"]["rows"].insert(0, {"id": "new", "say": "word"})
+    (trainer.folder / "train.json").write_text(json.dumps(header))
+    with pytest.raises(TrainError, match="the tasks have changed since this training began: group 0 was of task"):
+        await resumed(trainer).run()
+
+
+async def test_steps_whose_episodes_are_gone_are_sampled_again(
+    train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    trainer = begin(train_spec(train={"steps": 3, "checkpoints": {"every": 1, "keep": 9}}), tmp_path / "runs")
+    await trainer.run()
+    for kept in checkpoints_of(trainer.folder)[1:]:
+        shutil.rmtree(kept)
+    shutil.rmtree(trainer.folder / "rollouts")
+    again = resumed(trainer)
+    assert (await again.run()).steps == 3
+    assert [line["step"] for line in read_metrics(again.folder)] == [1, 2, 3]
+    assert [record.step for record in BatchLog(again.folder).read()] == [1, 2, 3]
+    assert len((again.folder / "batches.cut.jsonl").read_text().splitlines()) == 3
+    assert len((again.folder / "metrics.cut.jsonl").read_text().splitlines()) == 2
