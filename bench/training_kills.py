@@ -222,6 +222,11 @@ def counts_of(training: Path, folder: Path, args: argparse.Namespace) -> dict[st
             unfinished += status != "done"
             if failure:
                 failed[failure] += 1
+    consumed: set[int] = set()
+    if (training / "batches.jsonl").exists():  # older engines have none
+        for line in (training / "batches.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            consumed.update([*record["used"], *record["left_out"], *record["dropped"]])
     steps: dict[int, list[Any]] = {}
     for line in (folder / "trained.jsonl").read_text().splitlines():
         made = json.loads(line)
@@ -238,6 +243,8 @@ def counts_of(training: Path, folder: Path, args: argparse.Namespace) -> dict[st
         "regenerated_tokens": sum(sum(each[1:]) for each in turns.values()),
         "episodes_finished_twice": sum(count > 1 for count in done.values()),
         "groups_trained": len(trained),
+        "groups_consumed": len(consumed),
+        "groups_begun": len({name.rpartition("/")[0] for name in done}),
         "groups_trained_twice": sum(count > 1 for count in trained.values()),
         "failed": dict(failed),
         "unfinished_at_end": unfinished,

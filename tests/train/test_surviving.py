@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -148,18 +150,31 @@ async def test_episodes_that_were_running_continue_at_their_turn(
     train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = begin(train_spec(train={"steps": 1, "dynamic_sampling": False}), tmp_path / "runs")
+    respond, waiting, killed = worlds.Listener.respond, list[str](), threading.Event()
+
+    def waits(self: Any, view: Any) -> Any:
+        """Three episodes wait in their second turn; then others may end."""
+        if view.turn == 1 and len(waiting) < 3:
+            waiting.append(view.episode_id)
+            killed.wait(60)
+        while view.turn == 1 and len(waiting) < 3 and not killed.is_set():
+            time.sleep(0.001)
+        return respond(self, view)
+
     with monkeypatch.context() as patch:
-        kill_at(patch, Runner, "count", 1, after=False)  # the first finished episode; the others have sampled a turn
+        patch.setattr(worlds.Listener, "respond", waits)
+        kill_at(patch, Runner, "count", 1, after=False)  # at the first episode that ends
         with pytest.raises(Killed):
             await trainer.run()
+        killed.set()
     with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
         before = {name: len(store.journal(name)) for name, status in store.statuses().items() if status == "running"}
-    assert before
-    assert any(before.values())
+    assert set(waiting) <= set(before)
+    assert all(before[name] >= 3 for name in waiting)  # two turns and the first answer
     again = resumed(trainer)
     result = await again.run()
     (line,) = read_metrics(again.folder)
-    assert line["rollout/resumed_episodes"] == result.resumed["rollout/resumed_episodes"] > 0
+    assert line["rollout/resumed_episodes"] == result.resumed["rollout/resumed_episodes"] >= 3
     assert line["rollout/dropped_stale_groups"] == 0
     # at most the turn that was under way, of 6 tokens, is sampled again
     assert line["rollout/regenerated_tokens"] <= 6 * len(before)
