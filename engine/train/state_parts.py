@@ -33,6 +33,10 @@ class StatePart:
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     """Write tensors to a safetensors file.
 
+    Args:
+        tensors: By name, each of any shape; scalars are shape [].
+        file: The file.
+
     Raises:
         TrainError: kind `diverged`: a tensor has a value that is not finite.
     """
