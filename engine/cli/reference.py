@@ -35,7 +35,7 @@ and a first line of `# yaml-language-server: $schema=…/schemas/json/episode.sc
   tags beyond the core are errors.
 - **`extends: base.yaml`**, or a list of files, puts other specs beneath this one. Mappings are merged key by key,
   anything else is replaced; `null` takes a value away. Of several files later ones win, and this one over all.
-  A backend of another `kind` and a credit of another `method` replace the base's whole; tasks of another `source`
+  A backend or loss of another `kind` and a credit of another `method` replace the base's whole; tasks of another `source`
   keep `map`, `id` and `limit`. A name without a suffix is that of [published settings](published.md).
 - **`${NAME}`** and **`${NAME:default}`** inside a value are environment variables; `$${` is a literal `${`. Where
   the variable is the whole value it is read as YAML, so numbers work. Inside `{…}` or `[…]` quote it: `"${NAME}"`.

@@ -36,6 +36,7 @@ DECIDES: dict[tuple[str, ...], tuple[str, frozenset[str]]] = {
     ("backend",): ("kind", frozenset()),
     ("tasks",): ("source", frozenset({"map", "id", "limit"})),
     ("rewards", "credit"): ("method", frozenset()),
+    ("train", "loss"): ("kind", frozenset()),
     ("user",): ("use", frozenset({"effects", "timeout"})),
     ("user", "backend"): ("kind", frozenset()),
     ("rewards", "scorer"): ("use", frozenset({"timeout"})),

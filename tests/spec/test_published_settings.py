@@ -129,6 +129,14 @@ def test_the_own_keys_win() -> None:
     assert (spec.train.optimizer.lr, spec.train.optimizer.weight_decay) == (1e-5, 0.1)
 
 
+def test_a_loss_of_another_kind_takes_no_keys_of_the_published_one() -> None:
+    Path("s.yaml").write_text(f"extends: verl-gsm8k-grpo\n{OWN}train: {{loss: {{kind: reinforce}}}}\n")
+    for overrides, kind in (((), "reinforce"), (("train.loss.kind=sapo",), "sapo")):
+        train = load_spec("s.yaml", overrides).spec.train
+        assert train is not None
+        assert (train.loss.kind, train.tasks_per_step) == (kind, 256)
+
+
 def test_the_files_are_package_data() -> None:
     assert '"engine.spec" = ["published/*.yaml"]' in (ROOT / "pyproject.toml").read_text()
     assert FOLDER == ROOT / "engine/spec/published"
