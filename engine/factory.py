@@ -12,7 +12,7 @@ between them is an argument, so an option of the spec has the same effect in all
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from engine.actions.base import Action, Services
@@ -30,6 +30,7 @@ from engine.tokens.conversation import Conversation
 if TYPE_CHECKING:
     from engine.actions.base import World
     from engine.actions.images import ImageStorer
+    from engine.actions.role_models import RoleBackends
     from engine.actions.workers import Workers
     from engine.backends.base import Backend
     from engine.deadline import Standstill
@@ -48,7 +49,7 @@ class EpisodeFactory:
         backend: The policy's backend, started and closed by the caller.
         workers: Threads and worker processes for the spec's code; closed by the caller.
         slots: The most generations of the policy that may be in flight.
-        role_backends: Kinds of backends that may be opened for model-played users and judges; all kinds when left out.
+        role_backends: Backends that may serve model-played users and judges; without one, calls of the role fail.
 
     Raises:
         EngineError: the spec's code cannot be imported, or its machine or rules are invalid.
@@ -62,13 +63,13 @@ class EpisodeFactory:
         workers: Workers,
         *,
         slots: int = 1,
-        role_backends: Sequence[str] | None = None,
+        role_backends: RoleBackends = "any",
     ) -> None:
         spec = loaded.spec
         self.spec = spec
         self._format = format
         generations = Slots(slots)
-        self.roles = RoleModels(loaded, format, backend, generations, only=role_backends)
+        self.roles = RoleModels(loaded, format, backend, generations, allowed=role_backends)
         """Models that play users or judge; whoever needs them calls `start` and `close`."""
         self._services = Services(spec, format, backend, workers, generations, self.roles)
         resolved = resolve_machine(spec.machine)

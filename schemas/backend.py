@@ -1,16 +1,98 @@
-"""Where the model is sampled."""
+"""The backends of `backend:`: one config class each, with the capabilities that checks, runner, replay and trainer read.
+
+To add a backend: the class that runs in a new file or folder of `engine/backends/`, and its config class here and in
+`BackendSpec`. Checks, evaluation, scenarios, model-played users, trainer, JSON Schema and docs/spec.md read the class
+attributes and properties; none of them asks for the `kind`. The capabilities are declared here and not on the class that
+runs because `engine validate` reads them, and importing what runs costs up to 0.2 s.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from math import inf
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
 from engine.schemas.base import Contract, Seconds
+from engine.schemas.generation import SamplingParams
+
+_CONSTRAINTS = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params")
+"""Sampling parameters that only SGLang has."""
 
 
-class LocalBackendSpec(Contract):
+class BackendBase(Contract):
+    """Base class of the config classes: what a kind of backend can do, and what one spec's backend needs.
+
+    spec.backend.exact_ids                      # of this spec's backend
+    [kind.kind_name() for kind in BACKENDS if kind.trains]
+    """
+
+    runtime: ClassVar[str]
+    """`module:class` of the class that runs, an `engine.backends.base.Backend`."""
+    exact_ids: ClassVar[bool] = True
+    """Replies carry the sampled token ids with their log-probs. False: replies are text, and no row can train."""
+    reports_versions: ClassVar[bool] = True
+    """Replies name the weight version that sampled each token."""
+    trains: ClassVar[bool] = False
+    """It takes new weights while it runs; `weight_sync` and `weight_methods` say how."""
+    weight_sync: ClassVar[str]
+    """With `trains`: `module:function` that opens the way for new weights, as `engine.train.sync.open_sync` calls it."""
+    weight_methods: ClassVar[tuple[str, ...]] = ()
+    """With `trains`: the values of `train.weight_sync.method` that it takes."""
+    weights_in_servers: ClassVar[bool] = False
+    """Its weights are in servers that outlive a run, so they may be others than those of `model.path`."""
+    takes_messages: ClassVar[bool] = False
+    """Requests carry messages and tools, and the server applies its own chat template; the ids of a request are not read."""
+    scripted: ClassVar[bool] = False
+    """Replies are written in the spec for one role. So no two roles share it, and scenarios may use it."""
+    unsupported_sampling: ClassVar[tuple[str, ...]] = ()
+    """Keys of `sampling` that it does not have. Setting one is refused."""
+
+    @classmethod
+    def kind_name(cls) -> str:
+        """The value of `kind` in a spec."""
+        return str(cls.model_fields["kind"].default)
+
+    @classmethod
+    def unsupported(cls, sampling: SamplingParams) -> list[str]:
+        """The keys of `sampling` that are set and that this kind of backend does not have."""
+        default = SamplingParams()
+        return [name for name in cls.unsupported_sampling if getattr(sampling, name) != getattr(default, name)]
+
+    @property
+    def adapter_name(self) -> str | None:
+        """Name of the LoRA adapter that the policy's requests are sampled with; None: the base model."""
+        return None
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Files that it reads: key -> path, relative to the spec."""
+        return {}
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Base URLs of its servers."""
+        return []
+
+    @property
+    def reply_seconds(self) -> float:
+        """Longest time that one reply may take, in seconds; infinity: no limit of its own."""
+        return inf
+
+    @property
+    def half_precision(self) -> str | None:
+        """The 16-bit type that the spec has it compute in; None: float32, or the spec does not say."""
+        return None
+
+
+class LocalBackendSpec(BackendBase):
     """transformers in this process, with batching of concurrent requests."""
+
+    runtime: ClassVar[str] = "engine.backends.local.backend:LocalBackend"
+    trains: ClassVar[bool] = True
+    weight_sync: ClassVar[str] = "engine.train.sync:open_local_sync"
+    weight_methods: ClassVar[tuple[str, ...]] = ("auto", "tensors")
+    unsupported_sampling: ClassVar[tuple[str, ...]] = _CONSTRAINTS
 
     kind: Literal["local"] = "local"
     device: str = "auto"
@@ -25,9 +107,19 @@ class LocalBackendSpec(Contract):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads for torch; its own choice when left out."""
 
+    @property
+    def half_precision(self) -> str | None:
+        return self.dtype if self.dtype in ("bfloat16", "float16") else None
 
-class SGLangBackendSpec(Contract):
+
+class SGLangBackendSpec(BackendBase):
     """SGLang servers, over their native HTTP API."""
+
+    runtime: ClassVar[str] = "engine.backends.sglang.client:SGLangBackend"
+    trains: ClassVar[bool] = True
+    weight_sync: ClassVar[str] = "engine.train.sync_sglang:open_sglang_sync"
+    weight_methods: ClassVar[tuple[str, ...]] = ("auto", "disk", "tensors", "adapter")
+    weights_in_servers: ClassVar[bool] = True
 
     kind: Literal["sglang"] = "sglang"
     urls: list[str] = Field(min_length=1)
@@ -55,9 +147,36 @@ class SGLangBackendSpec(Contract):
     """Load the model here, at the start, and compare one prompt's log-probs (with an image, for a model that takes some) with
     each server's."""
 
+    @property
+    def adapter_name(self) -> str | None:
+        return self.adapter
 
-class OpenAIBackendSpec(Contract):
+    @property
+    def server_urls(self) -> list[str]:
+        return self.urls
+
+    @property
+    def reply_seconds(self) -> float:
+        return self.timeout
+
+
+class OpenAIBackendSpec(BackendBase):
     """Any OpenAI-compatible chat endpoint: text alone, so its rows do not train."""
+
+    runtime: ClassVar[str] = "engine.backends.openai:OpenAIBackend"
+    exact_ids: ClassVar[bool] = False
+    reports_versions: ClassVar[bool] = False
+    weights_in_servers: ClassVar[bool] = True
+    takes_messages: ClassVar[bool] = True
+    unsupported_sampling: ClassVar[tuple[str, ...]] = (
+        *_CONSTRAINTS,
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "min_new_tokens",
+        "stop_token_ids",
+        "ignore_eos",
+    )
 
     kind: Literal["openai"] = "openai"
     url: str
@@ -75,9 +194,21 @@ class OpenAIBackendSpec(Contract):
     """How long a run waits while the endpoint does not reply; then it stops, and can be resumed. No episode fails for an
     outage."""
 
+    @property
+    def server_urls(self) -> list[str]:
+        return [self.url]
 
-class ScriptedBackendSpec(Contract):
+    @property
+    def reply_seconds(self) -> float:
+        return self.timeout
+
+
+class ScriptedBackendSpec(BackendBase):
     """Replies from a YAML file, tokenised by the real tokenizer: a dry run without a model."""
+
+    runtime: ClassVar[str] = "engine.backends.scripted:ScriptedBackend"
+    scripted: ClassVar[bool] = True
+    unsupported_sampling: ClassVar[tuple[str, ...]] = _CONSTRAINTS
 
     kind: Literal["scripted"] = "scripted"
     replies: str | list[Any]
@@ -85,7 +216,24 @@ class ScriptedBackendSpec(Contract):
     latency: Annotated[float, Field(ge=0)] = 0.0
     """Seconds before each reply."""
 
+    @property
+    def files(self) -> dict[str, str]:
+        return {"replies": self.replies} if isinstance(self.replies, str) else {}
+
+    @property
+    def reply_seconds(self) -> float:
+        return self.latency
+
 
 BackendSpec = Annotated[
     LocalBackendSpec | SGLangBackendSpec | OpenAIBackendSpec | ScriptedBackendSpec, Field(discriminator="kind")
 ]
+"""A backend of any kind, told apart by `kind`."""
+
+BACKENDS: tuple[type[BackendBase], ...] = get_args(get_args(BackendSpec)[0])
+"""The config class of every kind."""
+
+
+def kinds_that_train() -> str:
+    """The kinds of backends that take new weights, in words: `` `local` or `sglang` ``."""
+    return " or ".join(f"`{declared.kind_name()}`" for declared in BACKENDS if declared.trains)

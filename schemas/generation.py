@@ -85,7 +85,7 @@ class GenerateRequest(Struct):
     adapter: str | None = None
     """Name of a LoRA adapter that is loaded in the backend; None is the base model."""
     messages: list[Message] | None = None
-    """The conversation so far, for a backend whose `wants_messages` is True; None for every other."""
+    """The conversation so far, for a backend that declares `takes_messages`; None for every other."""
     tools: list[dict[str, Any]] | None = None
     """Beside `messages`: the tools, as OpenAI function schemas."""
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from engine.limits import limits_of
-from engine.schemas.backend import LocalBackendSpec, ScriptedBackendSpec
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
@@ -65,12 +63,7 @@ def _environment(spec: EpisodeSpec, state: StateSpec) -> float:
 
 
 def _generation(spec: EpisodeSpec, state: StateSpec) -> float:
-    backend = spec.backend
-    if isinstance(backend, ScriptedBackendSpec):
-        return backend.latency
-    if isinstance(backend, LocalBackendSpec):
-        return inf
-    return backend.timeout * (backend.retries + 1)
+    return spec.backend.reply_seconds
 
 
 def _tools(spec: EpisodeSpec, state: StateSpec) -> float:

@@ -32,7 +32,7 @@ class GenerateAction(BuiltInAction):
         spec = services.spec
         self._sampling = spec.sampling
         self._most = min(spec.limits.turn_tokens, spec.sampling.max_new_tokens or spec.limits.turn_tokens)
-        contexts = [spec.model.context or services.format.context, getattr(services.backend, "context", None)]
+        contexts = [spec.model.context or services.format.context, services.backend.context]
         context = min((value for value in contexts if value), default=None)
         known = {limit: most for limit, most in self._bounds if limit is not CONTEXT}
         if context is not None:
@@ -43,8 +43,8 @@ class GenerateAction(BuiltInAction):
         self._longest = services.format.fast.longest
         self._vision = services.format.vision
         self._banned = self._vision.banned if self._vision is not None else []
-        self._in_words = bool(getattr(services.backend, "wants_messages", False))
-        self._adapter = getattr(spec.backend, "adapter", None)
+        self._sends_messages = services.backend.declared.takes_messages
+        self._adapter = spec.backend.adapter_name
         self._state_key = compile_state_key(spec.rewards.credit)
 
     def count(self, limit: Limit, episode: Episode) -> int:
@@ -85,8 +85,8 @@ class GenerateAction(BuiltInAction):
             images=images,
             image_spans=spans,
             adapter=self._adapter,
-            messages=list(episode.conversation.messages) if self._in_words else None,
-            tools=world.toolbox.schemas if self._in_words and world.toolbox else None,
+            messages=list(episode.conversation.messages) if self._sends_messages else None,
+            tools=world.toolbox.schemas if self._sends_messages and world.toolbox else None,
         )
         slots = self._services.slots
         if not slots.take():

@@ -14,12 +14,12 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from engine.actions.slots import Slots
-from engine.backends.base import open_backend
+from engine.backends.registry import open_backend
 from engine.errors import ContextOverflow, EngineError, WorldError
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.episode import EpisodeSpec
@@ -31,12 +31,15 @@ from engine.tokens.loading import load_format
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
-    from engine.backends.outage import Outage
+    from engine.backends.http.outage import Outage
     from engine.schemas.trajectory import Blame
     from engine.spec.diagnostic import DataPath
     from engine.tokens.format import ChatFormat
     from engine.tokens.views import IntendedTokens
 
+
+RoleBackends = Literal["any", "scripted", "none"]
+"""Backends that may serve roles: any one; scripted ones, of the role's own; or none, as in a replay."""
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 
@@ -139,7 +142,7 @@ class RoleModel:
         intended: Sequence[IntendedTokens],
     ) -> GenerateRequest:
         prompt = self._format.render(messages, intended=dict(enumerate(intended)))
-        in_words = bool(getattr(self._served.backend, "wants_messages", False))
+        sends_messages = self._served.backend.declared.takes_messages
         own = self.request_episode(episode_id)
         return GenerateRequest(
             episode_id=own,
@@ -149,17 +152,17 @@ class RoleModel:
             max_new_tokens=self._room(prompt),
             stop_token_ids=self._stop,
             seed=seed,
-            adapter=None if self._served.borrowed else getattr(self._spec.backend, "adapter", None),
-            messages=list(messages) if in_words else None,
+            adapter=None if self._served.borrowed or self._spec.backend is None else self._spec.backend.adapter_name,
+            messages=list(messages) if sends_messages else None,
         )
 
     def _timeout(self) -> AbstractAsyncContextManager[Any]:
         """The deadline of one answer. Time in which its servers cannot be reached does not count."""
-        outage: Outage | None = getattr(self._served.backend, "outage", None)
+        outage = self._served.backend.outage
         return asyncio.timeout(self._spec.seconds) if outage is None else outage.clocks.timeout(self._spec.seconds)
 
     def _room(self, prompt: Sequence[int] | np.ndarray) -> int:
-        contexts = [self._format.context, getattr(self._served.backend, "context", None)]
+        contexts = [self._format.context, self._served.backend.context]
         context = min((value for value in contexts if value), default=None)
         room = self._spec.turn_tokens if context is None else min(self._spec.turn_tokens, context - len(prompt))
         if room < 1:
@@ -172,9 +175,7 @@ class RoleModel:
 
     def release(self, episode_id: str) -> None:
         """The episode is over: what the backend keeps for this part of it may go."""
-        let_go = getattr(self._served.backend, "release", None)
-        if let_go is not None:
-            let_go(self.request_episode(episode_id))
+        self._served.backend.release(self.request_episode(episode_id))
 
 
 def _kind(blame: Blame) -> str:
@@ -196,7 +197,7 @@ class RoleModels:
         format: The policy's chat format.
         backend: The policy's backend, started by its owner.
         slots: The policy's generation slots.
-        only: Kinds of backends that may be asked, the policy's own not among them; any when left out.
+        allowed: Which backends may serve roles.
     """
 
     def __init__(
@@ -206,12 +207,12 @@ class RoleModels:
         backend: Backend,
         slots: Slots,
         *,
-        only: Sequence[str] | None = None,
+        allowed: RoleBackends = "any",
     ) -> None:
         self._loaded = loaded
         self._format = format
         self._policy = RoleBackend(backend, slots, borrowed=True)
-        self._only = only
+        self._allowed = allowed
         self._backends: dict[str, RoleBackend] = {}
         self._models: dict[DataPath, RoleModel] = {}
         self._declared = roles_of(loaded.spec)
@@ -226,8 +227,8 @@ class RoleModels:
             undo.push_async_callback(self.close)
             for path, (name, part, blame) in self._declared.items():
                 borrows = shares_policy(self._loaded.spec, part)
-                kind = section_of(self._loaded, path).spec.backend.kind
-                if self._only is not None and (borrows or kind not in self._only):
+                scripted = not borrows and section_of(self._loaded, path).spec.backend.scripted
+                if self._allowed == "none" or (self._allowed == "scripted" and not scripted):
                     continue
                 form = self._format if part.model is None else load_format(part.model, self._loaded.base)
                 served = self._policy if borrows else await self._open(path, form)
@@ -238,8 +239,8 @@ class RoleModels:
         """A backend for a part: one that was opened for the same weights, or another."""
         section = section_of(self._loaded, path)
         key = section.spec.model_dump_json(include={"model": {"path", "revision"}, "backend": True})
-        if section.spec.backend.kind == "scripted":
-            key += str(path)  # a script is one part's
+        if section.spec.backend.scripted:
+            key += str(path)  # each role has its own script
         if key not in self._backends:
             backend = open_backend(section, form)
             served = RoleBackend(backend, Slots(self._loaded.spec.rollout.concurrency), borrowed=False)
@@ -277,13 +278,12 @@ class RoleModels:
     @property
     def outages(self) -> list[Outage]:
         """Those of the backends that were opened here."""
-        found = (getattr(served.backend, "outage", None) for served in self._backends.values())
-        return [outage for outage in found if outage is not None]
+        return [served.backend.outage for served in self._backends.values() if served.backend.outage is not None]
 
     def stats(self) -> dict[str, Any]:
         """Counts of each backend that was opened here, by the kind of the first part that speaks through it."""
         return {
-            f"{index}:{served.backend.kind}": served.backend.stats()
+            f"{index}:{served.backend.declared.kind_name()}": served.backend.stats()
             for index, served in enumerate(self._backends.values())
         }
 
@@ -305,7 +305,7 @@ def shares_policy(spec: EpisodeSpec, part: PlayedSpec) -> bool:
     """Whether a part speaks through the policy's backend: the same weights, and no other backend declared."""
     if part.model is not None and (part.model.path, part.model.revision) != (spec.model.path, spec.model.revision):
         return False
-    return part.backend is None or (part.backend == spec.backend and part.backend.kind != "scripted")
+    return part.backend is None or (part.backend == spec.backend and not part.backend.scripted)
 
 
 def section_of(loaded: LoadedSpec, path: DataPath) -> LoadedSpec:

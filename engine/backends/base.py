@@ -1,97 +1,103 @@
-"""What a backend is, and which one a spec asks for.
+"""The base class of backends.
 
-Token ids in, token ids out: a backend knows nothing of messages, tools or rewards. Nothing heavy is imported
-before a backend of that kind is opened.
+Invariant: token ids go in, and token ids with log-probs, or a typed error, come out. A backend knows nothing of tools,
+rewards or machines.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import BackendError
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from pathlib import Path
 
+    from engine.backends.http.outage import Outage
+    from engine.schemas.backend import BackendBase
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """Something that replies. Opened by `open_backend`, started once, shared by every episode.
+class Backend(ABC):
+    """What samples replies. `engine.backends.registry.open_backend` makes one; all episodes of a run share it.
 
-    A backend may also have `release(episode_id: str) -> None` (the episode is over: what is kept for it may go)
-    and `context: int | None` (the longest sequence that it takes, where that is less than the model's).
+    backend = open_backend(loaded, chat_format)
+    await backend.start()
+    generation = await backend.generate(request)
+    backend.release("task-1/0")                 # the episode has ended
+    await backend.close()
     """
 
-    kind: str
-    """As in the spec: `local`, `sglang`, `openai`, `scripted`."""
-    trainable: bool
-    """Replies carry exact token ids and log-probs. False where a backend answers in text alone."""
+    declared: type[BackendBase]
+    """Its config class, which declares its capabilities: `backend.declared.exact_ids`."""
+    context: int | None = None
+    """Longest sequence in tokens, prompt and reply together, where the backend has a limit of its own."""
+    outage: Outage | None = None
+    """For backends with servers: whether requests wait until a server is back, and the deadlines that wait with them."""
 
-    async def start(self) -> None:
-        """Make ready: load weights, reach servers.
+    @classmethod
+    @abstractmethod
+    def open(cls, spec: Any, format: ChatFormat, loaded: LoadedSpec) -> Backend:
+        """Make the backend of a spec. Nothing is loaded or reached before `start`.
+
+        Args:
+            spec: The config, an instance of `declared`.
+            format: The model's chat format.
+            loaded: The spec as a whole; its `backend` is `spec`.
+
+        Raises:
+            BackendError: The spec asks for something that this backend does not have.
+        """
+
+    @classmethod  # noqa: B027  (the empty methods are defaults)
+    async def check_weights(cls, spec: Any, folder: Path) -> None:
+        """Check that the backend would sample with the weights in `folder`. Only servers can have other ones.
+
+        Raises:
+            BackendError: A server cannot be asked, or has other weights (kind `wrong_server`).
+        """
+
+    async def start(self) -> None:  # noqa: B027
+        """Load weights, or reach the servers and check them.
 
         Raises:
             BackendError: It cannot serve this spec; the message says what to change.
         """
-        ...
 
+    @abstractmethod
     async def generate(self, request: GenerateRequest) -> Generation:
-        """One reply. Cancelling the call aborts the work.
+        """Sample one reply. Cancelling the call aborts the work.
 
         Raises:
             ContextOverflow: The prompt leaves no room for one token.
-            BackendError: No reply; `retryable` says whether another try may bring one.
+            OutageError: No server has replied for `backend.wait`.
+            BackendError: No reply; `retryable` says whether another try may succeed.
         """
-        ...
 
-    async def close(self) -> None:
-        """Give everything back. Calls still in flight raise `BackendError`."""
-        ...
+    def release(self, episode_id: str) -> None:  # noqa: B027
+        """Drop what is cached for an episode that has ended."""
+
+    async def close(self) -> None:  # noqa: B027
+        """End threads and connections. Calls in flight raise `BackendError`."""
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start, JSON values only."""
-        ...
+        """Counts since the start; JSON values only."""
+        return {}
 
 
-def open_backend(loaded: LoadedSpec, format: ChatFormat) -> Backend:
-    """The backend that the spec names, not yet started.
-
-    Raises:
-        BackendError: The spec asks it for something that it cannot do.
-    """
-    spec = loaded.spec.backend
-    if spec.kind == "local":
-        from engine.backends.local import open_local
-
-        return open_local(spec, format, loaded)
-    if spec.kind == "scripted":
-        from engine.backends.scripted import open_scripted
-
-        return open_scripted(spec, format, loaded)
-    if spec.kind == "sglang":
-        from engine.backends.sglang import open_sglang
-
-        return open_sglang(spec, format, loaded)
-    from engine.backends.openai import open_openai
-
-    return open_openai(spec, format, loaded)
-
-
-def refuse_parameters(kind: str, sampling: SamplingParams, unsupported: Iterable[str]) -> None:
-    """Raise where `sampling` sets a parameter that a backend of this kind does not have.
+def refuse_parameters(declared: type[BackendBase], sampling: SamplingParams) -> None:
+    """Refuse sampling parameters that a kind of backend does not have.
 
     Raises:
-        BackendError: Kind `unsupported_parameter`; names every one of them.
+        BackendError: Kind `unsupported_parameter`; the message names all of them.
     """
-    default = SamplingParams()
-    given = [name for name in unsupported if getattr(sampling, name) != getattr(default, name)]
+    given = declared.unsupported(sampling)
     if given:
         names = ", ".join(f"`sampling.{name}`" for name in given)
         raise BackendError(
-            f"the {kind} backend does not support {names}: leave it out, or use `backend: {{kind: sglang}}`",
+            f"the {declared.kind_name()} backend does not support {names}: leave it out, or use `backend: {{kind: sglang}}`",
             kind="unsupported_parameter",
         )

@@ -1,14 +1,12 @@
-"""Any OpenAI-compatible chat endpoint, for evaluation: messages go out, text and tool calls come back.
+"""OpenAI-compatible chat endpoints, for evaluation: messages are sent, text and tool calls are returned.
 
-Such an endpoint gives no token ids, so nothing here is exact and no row trains. Tool calls come back apart
-from the text; they are written into it the way the spec's chat format writes calls, so that everything after this
-reads one kind of reply.
+Such an endpoint returns no token ids, so nothing here is exact and no row trains. It returns tool calls apart from the
+text; they are written into the text as the spec's chat format writes calls, so that the engine reads one kind of reply.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,16 +16,17 @@ import msgspec
 import numpy as np
 import structlog
 
-from engine.backends.base import refuse_parameters
+from engine.backends.base import Backend, refuse_parameters
 from engine.backends.calls import write_calls
-from engine.backends.outage import Outage, Tries
-from engine.backends.sglang import read_key
-from engine.backends.sglang.client import BACKOFF, MAX_BACKOFF, refusal
-from engine.backends.sglang.connection import HttpFailure
-from engine.backends.sglang.http import HttpClient
-from engine.backends.sglang.pool import UNAVAILABLE
+from engine.backends.http.client import HttpClient
+from engine.backends.http.keys import key_headers, read_key
+from engine.backends.http.outage import Outage
+from engine.backends.http.refusal import UNAVAILABLE, refusal
+from engine.backends.http.reply import HttpFailure
+from engine.backends.http.retries import Tries
 from engine.deadline import Deadlines
 from engine.errors import BackendError, OutageError
+from engine.schemas.backend import OpenAIBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import Message, TextPart
 from engine.tokens.images import DIGEST
@@ -39,21 +38,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-UNSUPPORTED = (
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_new_tokens",
-    "stop_token_ids",
-    "stop_regex",
-    "ignore_eos",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
-    "custom_params",
-)
-"""Parameters that the chat protocol does not have."""
 _TOKEN_BYTES = 4096
 _REST_BYTES = 4 << 20
 _NO_IDS = np.zeros(0, dtype=np.int32)
@@ -99,47 +83,49 @@ class _Completion(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Completion)
 
 
-def open_openai(spec: OpenAIBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> OpenAIBackend:
-    """The backend for this endpoint, not yet started.
+class OpenAIBackend(Backend):
+    """Sends requests to `/chat/completions`."""
 
-    Raises:
-        BackendError: the spec's sampling sets what the protocol does not have, the key is not set, or the URL is none.
-    """
-    refuse_parameters("openai", loaded.spec.sampling, UNSUPPORTED)
-    try:
-        return OpenAIBackend(spec, format, api_key=read_key(spec.api_key_env))
-    except ValueError as error:
-        raise BackendError(f"backend.url: {error}", kind="bad_url") from None
-
-
-class OpenAIBackend:
-    """Asks `/chat/completions`. Wants the conversation's messages in each request."""
-
-    kind = "openai"
-    trainable = False
-    wants_messages = True
-    """Each request carries `messages` and `tools`; its ids are not read."""
+    declared = OpenAIBackendSpec
 
     def __init__(self, spec: OpenAIBackendSpec, format: ChatFormat, *, api_key: str | None = None) -> None:
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        """Nothing is opened yet.
+
+        Raises:
+            ValueError: The URL is not the URL of a server.
+        """
         self._spec = spec
         self._format = format
-        self._http = HttpClient(spec.url, headers=headers)
+        self._http = HttpClient(spec.url, headers=key_headers(api_key))
         self._length_name = "max_tokens"
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._deadlines = Deadlines(spec.timeout)
         self._try_deadlines = Deadlines(spec.try_timeout or spec.timeout / 2)
-        self.outage = Outage(spec.wait)
+        self.outage: Outage = Outage(spec.wait)
         self.outage.clocks.add(self._deadlines)
         self.outage.clocks.add(self._try_deadlines)
 
-    async def start(self) -> None:
-        """Reach the endpoint. What it says of its models is not relied on: many say nothing.
+    @classmethod
+    def open(cls, spec: OpenAIBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> OpenAIBackend:
+        """See `Backend.open`.
 
         Raises:
-            OutageError: it is not there.
-            BackendError: it refuses the key.
+            BackendError: The spec's sampling sets a parameter that the protocol does not have, the variable of the key is
+                not set, or the URL is invalid.
+        """
+        refuse_parameters(cls.declared, loaded.spec.sampling)
+        try:
+            return cls(spec, format, api_key=read_key(spec.api_key_env))
+        except ValueError as error:
+            raise BackendError(f"backend.url: {error}", kind="bad_url") from None
+
+    async def start(self) -> None:
+        """Reach the endpoint. Its list of models is not checked, because many endpoints have none.
+
+        Raises:
+            OutageError: It cannot be reached.
+            BackendError: It refuses the key.
         """
         try:
             async with asyncio.timeout(min(30.0, self._spec.timeout)):
@@ -154,15 +140,16 @@ class OpenAIBackend:
             raise OutageError(str(refusal(self._spec.url, reply)), kind="unreachable")
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """One reply, in text.
+        """Sample one reply, as text; its arrays of ids and log-probs are empty.
 
         Raises:
-            ContextOverflow: the conversation does not fit the model.
-            OutageError: the endpoint replied to no request for `backend.wait`.
-            BackendError: no reply that can be used.
+            ContextOverflow: The conversation does not fit the model.
+            OutageError: The endpoint has not replied to any request for `backend.wait`.
+            BackendError: No usable reply; kinds `timeout`, `unreachable`, `rate_limited`, `unavailable`, `server_error`,
+                `bad_reply`, `bad_request`, `unauthorized`, `not_found`, `closed`.
         """
         if request.messages is None:
-            raise BackendError("an openai backend needs the request's messages", kind="bad_request")
+            raise BackendError("an openai backend needs the messages of the request", kind="bad_request")
         began = time.perf_counter()
         try:
             with self._deadlines.begin():
@@ -185,7 +172,7 @@ class OpenAIBackend:
         )
 
     async def close(self) -> None:
-        """Close every connection."""
+        """Close all connections. Calls in flight raise `BackendError`."""
         self._closed = True
         self.outage.end()
         await self._http.close()
@@ -198,7 +185,7 @@ class OpenAIBackend:
         } | self.outage.stats()
 
     async def _completion(self, request: GenerateRequest) -> _Completion:
-        """The reply after as many attempts as it takes. What the endpoint did not work on uses up no try."""
+        """The reply, after failed attempts were repeated. An attempt that the endpoint did not work on is not counted."""
         tries = Tries(self._spec.retries, self.outage)
         while True:
             if self.outage.closed:
@@ -220,7 +207,7 @@ class OpenAIBackend:
                 if self.outage.since is not None:
                     self.outage.served()
                 return completion
-            await asyncio.sleep(min(MAX_BACKOFF, BACKOFF * 2 ** (tries.used - 1)) * random.uniform(0.5, 1.0))
+            await asyncio.sleep(tries.pause)
 
     async def _attempt(self, request: GenerateRequest) -> _Completion:
         self._counts["attempts"] += 1
@@ -236,7 +223,7 @@ class OpenAIBackend:
             message = f"{self._spec.url} did not reply within {self._try_deadlines.seconds:g} s (`backend.try_timeout`)"
             raise BackendError(message, kind="timeout", retryable=True) from None
         if reply.status == 400 and self._length_name == "max_tokens" and b"max_completion_tokens" in reply.body:
-            self._length_name = "max_completion_tokens"  # the newer name, which some endpoints insist on
+            self._length_name = "max_completion_tokens"  # the newer name; some endpoints accept no other
             return await self._attempt(request)
         if reply.status != 200:
             raise refusal(self._spec.url, reply)
@@ -257,7 +244,7 @@ class OpenAIBackend:
             "model": self._spec.model,
             "messages": [_message(message, self._url_of) for message in request.messages],
             self._length_name: request.max_new_tokens,
-            "seed": request.seed % 2**31,  # what every endpoint takes
+            "seed": request.seed % 2**31,  # the range that every endpoint accepts
             **_sampling(request.sampling),
         }
         if request.tools:
@@ -265,7 +252,7 @@ class OpenAIBackend:
         return body
 
     def _url_of(self, image: str) -> str:
-        """An image's reference as the protocol takes it: one that is in the run store as a `data:` URL."""
+        """An image's reference in the form of the protocol: an image in the run store becomes a `data:` URL."""
         if image.startswith(DIGEST) and self._format.vision is not None:
             return self._format.vision.bank.data_uri(image)
         if not image.startswith(("data:", "http://", "https://")):
@@ -273,7 +260,7 @@ class OpenAIBackend:
         return image
 
     def _text(self, message: _Message) -> str:
-        """The reply as the spec's model would have written it."""
+        """The reply with its tool calls written as the spec's chat format writes them."""
         text = message.content or ""
         if not message.tool_calls:
             return text
@@ -292,7 +279,7 @@ class OpenAIBackend:
 
 
 def _as_written(calls: list[_Call]) -> str:
-    """Calls whose arguments are no JSON object: shown as they came, so that the model is told what is wrong with them."""
+    """Calls whose arguments are not a JSON object, as they arrived: the engine then answers that they are malformed."""
     return "".join(
         f'\n<tool_call>\n{{"name": "{call.function.name}", "arguments": {call.function.arguments}}}\n</tool_call>'
         for call in calls
@@ -300,7 +287,7 @@ def _as_written(calls: list[_Call]) -> str:
 
 
 def _most(request: GenerateRequest) -> int:
-    """Bytes that a reply may have: what was asked for, with room for reasoning, and the rest."""
+    """Maximum size of a reply in bytes: its tokens, with reasoning, and everything else."""
     return _REST_BYTES + _TOKEN_BYTES * request.max_new_tokens
 
 
@@ -322,7 +309,7 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def _message(message: Message, url_of: Callable[[str], str]) -> dict[str, Any]:
-    """A message in the protocol's words. Reasoning is left out: endpoints take none back."""
+    """A message in the form of the protocol. Reasoning is left out: endpoints do not accept it."""
     made: dict[str, Any] = {"role": message.role, "content": _content(message, url_of)}
     if message.tool_calls:
         made["tool_calls"] = [

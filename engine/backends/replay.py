@@ -1,34 +1,38 @@
-"""A backend that asks no model: what a replay has in the place of one."""
+"""The backend of a replay: the journal holds the replies, so no model is asked."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from engine.backends.base import Backend
 from engine.errors import BackendError
 from engine.schemas.generation import GenerateRequest, Generation
 
+if TYPE_CHECKING:
+    from engine.schemas.backend import BackendBase
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
 
-class ReplayBackend:
-    """Refuses to generate. `trainable` is what the run's own backend was.
 
-    A replay feeds the journal's replies; being asked for one means that the journal has come to its end.
+class ReplayBackend(Backend):
+    """Refuses to generate: a request means that the journal has ended.
+
+    Args:
+        declared: The config class of the run's own backend, whose capabilities hold for the replay too.
     """
 
-    kind = "replay"
+    def __init__(self, declared: type[BackendBase]) -> None:
+        self.declared = declared
 
-    def __init__(self, *, trainable: bool) -> None:
-        self.trainable = trainable
-
-    async def start(self) -> None:
-        """Nothing to start."""
+    @classmethod
+    def open(cls, spec: Any, format: ChatFormat, loaded: LoadedSpec) -> ReplayBackend:
+        """See `Backend.open`."""
+        return cls(type(spec))
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Raises BackendError: the journal holds no further reply."""
+        """Refuse.
+
+        Raises:
+            BackendError: Always; kind `no_reply`.
+        """
         raise BackendError(f"{request.episode_id}: the journal holds no reply for turn {request.turn}", kind="no_reply")
-
-    async def close(self) -> None:
-        """Nothing to close."""
-
-    def stats(self) -> dict[str, Any]:
-        """Nothing to count."""
-        return {}

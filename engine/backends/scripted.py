@@ -1,7 +1,7 @@
-"""Replies from a script, tokenised by the real tokenizer: an episode's dry run without a model.
+"""Replies from a script, tokenised by the real tokenizer: a dry run of episodes without a model.
 
-A reply depends on the episode's task, sample and turn alone, so a run can be resumed and repeated. It obeys the
-request as a real backend would: it ends at the first stop token or stop string and at `max_new_tokens`.
+A reply depends only on the episode's task, sample and turn, so a run can be resumed and repeated. As with a real backend, it
+ends at the first stop token or stop string, and at `max_new_tokens`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.backends.base import refuse_parameters
+from engine.backends.base import Backend, refuse_parameters
 from engine.backends.calls import write_calls
 from engine.backends.stops import StopStrings
 from engine.errors import BackendError, ContextOverflow
+from engine.schemas.backend import ScriptedBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, VersionSpan
 from engine.schemas.script import Script, ScriptedReply
 
@@ -27,20 +28,22 @@ if TYPE_CHECKING:
     from engine.spec.load import Document, LoadedSpec
     from engine.tokens.format import ChatFormat
 
-UNSUPPORTED = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params")
-"""Parameters that would change what a real backend says, and that a script cannot follow."""
 
-
-class ScriptedBackend:
-    """Plays a `Script`.
+class ScriptedBackend(Backend):
+    """Replies with the texts of a `Script`.
 
     >>> backend = ScriptedBackend(Script.model_validate(["17 + 25 = 42", "<answer>42</answer>"]), chat_format)
     """
 
-    kind = "scripted"
-    trainable = True
+    declared = ScriptedBackendSpec
 
     def __init__(self, script: Script, format: ChatFormat, *, latency: float = 0.0) -> None:
+        """
+        Args:
+            script: The replies.
+            format: The model's chat format, whose context limits prompts.
+            latency: Seconds before each reply.
+        """
         self._script = script
         self._format = format
         self._latency = latency
@@ -52,16 +55,34 @@ class ScriptedBackend:
             for rank, case in reversed(list(enumerate(script.cases)))
             for task in case.tasks
         }
-        """Which case names (task, sample) first, and its replies."""
+        """(task, sample) -> position of the first case that names it, and its replies."""
         self._counts: Counter[str] = Counter()
+        self.context = format.context
 
-    @property
-    def context(self) -> int | None:
-        """The chat format's own limit: a script attends to nothing."""
-        return self._format.context
+    @classmethod
+    def open(cls, spec: ScriptedBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> ScriptedBackend:
+        """Read the script that a spec names or holds.
+
+        Raises:
+            SpecError: The script is invalid; with file, line and column.
+            BackendError: The spec's sampling sets a parameter that a script cannot follow.
+        """
+        from engine.spec.load import Document
+
+        refuse_parameters(cls.declared, loaded.spec.sampling)
+        where = ("backend", "replies")
+        if isinstance(spec.replies, str):
+            script = _read_script(loaded.resolve(spec.replies, where))
+        else:
+            origins, keys = (
+                {path[2:]: origin for path, origin in places.items() if path[:2] == where}
+                for places in (loaded.origins, loaded.key_origins)
+            )
+            script = _valid(Document(spec.replies, origins, keys))
+        return cls(script, format, latency=spec.latency)
 
     async def start(self) -> None:
-        """Tokenise every reply, so that one that cannot be written is found before the run.
+        """Tokenise every reply, so that a reply that cannot be tokenised is found before the run.
 
         Raises:
             BackendError: Kind `script_error`.
@@ -70,10 +91,11 @@ class ScriptedBackend:
             self._tokens(reply)
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """The scripted reply to this turn.
+        """The scripted reply of this turn.
 
         Raises:
-            BackendError: The script says so, or it has no reply for this turn (`script_exhausted`).
+            ContextOverflow: The prompt leaves no room for one token.
+            BackendError: The script has an `error` here (kind `scripted_error`), or no reply (kind `script_exhausted`).
         """
         began = time.perf_counter()
         self._counts["requests"] += 1
@@ -99,11 +121,8 @@ class ScriptedBackend:
             seconds=time.perf_counter() - began,
         )
 
-    async def close(self) -> None:
-        """Nothing is held."""
-
     def release(self, episode_id: str) -> None:
-        """Forget how often an episode's turns were tried."""
+        """Drop the counts of failed tries of an episode that has ended."""
         for key in [key for key in self._attempts if key[0] == episode_id]:
             del self._attempts[key]
 
@@ -125,14 +144,14 @@ class ScriptedBackend:
         return replies[turn % len(replies)] if self._script.exhausted == "cycle" else replies[-1]
 
     def _replies(self, episode_id: str) -> list[ScriptedReply]:
-        """Of the cases that name the episode, the first one's; an episode's id is `<task>/<sample>`."""
+        """The replies of the first case that names the episode; an episode's id is `<task>/<sample>`."""
         task, _, sample = episode_id.rpartition("/")
         keys = [(task, int(sample)), (task, None)] if sample.isdecimal() else []
         named = [self._cases[key] for key in keys if key in self._cases]
         return min(named, key=lambda case: case[0])[1] if named else self._script.replies
 
     def _fail(self, reply: ScriptedReply, message: str, request: GenerateRequest) -> None:
-        """Raise the reply's error, unless it has been raised as often as the script says."""
+        """Raise the reply's error, unless it was raised `times` times already."""
         tried = (request.episode_id, request.turn)
         if reply.times is not None and self._attempts[tried] >= reply.times:
             return
@@ -141,7 +160,7 @@ class ScriptedBackend:
         raise BackendError(message, kind="scripted_error", retryable=reply.retryable)
 
     def _tokens(self, reply: ScriptedReply) -> np.ndarray:
-        """The reply's ids, int32; written once."""
+        """The reply's ids, int32 [tokens]; computed once."""
         known = self._ids.get(id(reply))
         if known is None:
             known = self._ids[id(reply)] = np.asarray(self._write(reply), dtype=np.int32)
@@ -163,7 +182,7 @@ class ScriptedBackend:
         return [*ids, self._format.stop_token_ids[0]] if reply.finish == "stop" else ids
 
     def _end(self, reply: ScriptedReply, ids: np.ndarray, request: GenerateRequest) -> tuple[int, FinishReason]:
-        """How many tokens are said, and why no more, but for `max_new_tokens`."""
+        """Number of tokens of a reply, and its finish reason, before `max_new_tokens` is applied."""
         stop = request.sampling.stop
         stop_ids = [] if request.sampling.ignore_eos else request.stop_token_ids
         key = (id(reply), tuple(stop), tuple(stop_ids))
@@ -174,43 +193,21 @@ class ScriptedBackend:
     def _find_end(
         self, reply: ScriptedReply, ids: np.ndarray, stop: list[str], stop_ids: list[int]
     ) -> tuple[int, FinishReason]:
-        said = ids.tolist()
+        sampled = ids.tolist()
         ending = frozenset(stop_ids)
-        met = next((index for index, token in enumerate(said) if token in ending), None)
-        end = len(said) if met is None else met + 1
-        string = StopStrings(self._format.decode, stop).first(said[:end]) if stop else None
+        met = next((index for index, token in enumerate(sampled) if token in ending), None)
+        end = len(sampled) if met is None else met + 1
+        string = StopStrings(self._format.decode, stop).first(sampled[:end]) if stop else None
         if met is not None and (string is None or string[0] >= end):
-            return end, FinishReason(type="stop", matched=said[met])
+            return end, FinishReason(type="stop", matched=sampled[met])
         if string is not None:
             return string[0], FinishReason(type="stop", matched=string[1])
-        message = "the script says so" if reply.finish == "abort" else None
+        message = "the script sets `finish: abort`" if reply.finish == "abort" else None
         return len(ids), FinishReason(type=reply.finish, message=message)
 
 
-def open_scripted(spec: ScriptedBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> ScriptedBackend:
-    """Read the script that a spec names or holds.
-
-    Raises:
-        SpecError: The script is no valid one; with file, line and column.
-        BackendError: The spec's sampling asks for what a script cannot follow.
-    """
-    from engine.spec.load import Document
-
-    refuse_parameters("scripted", loaded.spec.sampling, UNSUPPORTED)
-    where = ("backend", "replies")
-    if isinstance(spec.replies, str):
-        script = _read_script(loaded.resolve(spec.replies, where))
-    else:
-        origins, keys = (
-            {path[2:]: origin for path, origin in places.items() if path[:2] == where}
-            for places in (loaded.origins, loaded.key_origins)
-        )
-        script = _valid(Document(spec.replies, origins, keys))
-    return ScriptedBackend(script, format, latency=spec.latency)
-
-
 def _read_script(path: Path) -> Script:
-    """A script's file: a mapping, read as a spec is, or a plain list of replies or cases."""
+    """Read a script's file: a mapping, in the same way as a spec, or a plain list of replies or cases."""
     from engine.spec.load import flatten, load_document
     from engine.spec.tree import Place, Sequence, parse
 
@@ -222,7 +219,11 @@ def _read_script(path: Path) -> Script:
 
 
 def _valid(document: Document) -> Script:
-    """Raises: SpecError, with the place of each mistake."""
+    """Validate a script.
+
+    Raises:
+        SpecError: It is invalid; with the place of each mistake.
+    """
     from engine.errors import SpecError
     from engine.spec.load import validate
 

@@ -18,7 +18,6 @@ from engine.checks.templates import Shown, rendered, shown
 from engine.checks.worst_case import context_bound, count_bound
 from engine.errors import EngineError, SpecError
 from engine.limits import UNBOUNDED
-from engine.schemas.backend import OpenAIBackendSpec
 from engine.schemas.model import ModelSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.tasks import rows_of, task_of
@@ -32,13 +31,13 @@ View = dict[str, Any]
 
 
 def _files(ctx: CheckContext) -> ModelFiles | None:
-    return None if isinstance(ctx.spec.backend, OpenAIBackendSpec) else model_files(ctx.loaded)
+    return None if ctx.spec.backend.takes_messages else model_files(ctx.loaded)
 
 
 @rule("model.not-at-hand", "info", "the model's files are not here, so what depends on them is not checked")
 def not_at_hand(ctx: CheckContext) -> Iterator[Finding]:
     """Its context, its chat template, its special tokens and whether it sees images."""
-    if not isinstance(ctx.spec.backend, OpenAIBackendSpec) and _files(ctx) is None:
+    if not ctx.spec.backend.takes_messages and _files(ctx) is None:
         message = f"the files of `{ctx.spec.model.path}` are not here: template, context and images are not checked"
         yield Finding(
             message, ("model", "path"), "fetch it once (`engine models` names those that can be), or give a folder"

@@ -8,7 +8,6 @@ from typing import Any
 from engine.checks.context import CheckContext, nearest
 from engine.checks.prompts import is_file, known_fields, offset_of
 from engine.checks.registry import Finding, rule
-from engine.schemas.backend import ScriptedBackendSpec
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import short
@@ -68,8 +67,8 @@ def played_file(ctx: CheckContext) -> Iterator[Finding]:
         named: list[tuple[DataPath, str]] = []
         if part.model is not None and part.model.chat_template is not None:
             named.append((("model", "chat_template"), part.model.chat_template))
-        if isinstance(part.backend, ScriptedBackendSpec) and isinstance(part.backend.replies, str):
-            named.append((("backend", "replies"), part.backend.replies))
+        if part.backend is not None:
+            named += [(("backend", key), file) for key, file in part.backend.files.items()]
         for below, name in named:
             full = section_of(ctx.loaded, path).resolve(name, below)
             if not ctx.loaded.access.allows(full):

@@ -10,7 +10,6 @@ from typing import Any
 from engine.checks.context import CheckContext, nearest
 from engine.checks.registry import Finding, rule
 from engine.errors import SpecError
-from engine.schemas.backend import ScriptedBackendSpec
 from engine.schemas.prompt import Words
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath
@@ -185,8 +184,7 @@ def _named_files(ctx: CheckContext) -> list[tuple[DataPath, str]]:
     named: list[tuple[DataPath, str]] = []
     if ctx.spec.model.chat_template is not None:
         named.append((("model", "chat_template"), ctx.spec.model.chat_template))
-    if isinstance(ctx.spec.backend, ScriptedBackendSpec) and isinstance(ctx.spec.backend.replies, str):
-        named.append((("backend", "replies"), ctx.spec.backend.replies))
+    named += [(("backend", key), file) for key, file in ctx.spec.backend.files.items()]
     said: list[tuple[DataPath, Words]] = [(("recover", key), words) for key, words in _recover(ctx)]
     said += [(("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.prompt)]
     for above, words in said:

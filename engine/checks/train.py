@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
-from engine.schemas.backend import LocalBackendSpec, SGLangBackendSpec
+from engine.schemas.backend import kinds_that_train
 from engine.schemas.train import TrainSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import near_or_known, short
@@ -42,26 +42,26 @@ def _train(ctx: CheckContext) -> Iterator[TrainSpec]:
 
 @rule("train.backend", "error", "training needs a backend that takes new weights")
 def backend(ctx: CheckContext) -> Iterator[Finding]:
-    """Only `local` and `sglang` give exact tokens with their log-probs and take weights."""
+    """Training needs exact token ids, their log-probs, and a backend that takes new weights."""
     for _ in _train(ctx):
-        kind = ctx.spec.backend.kind
-        if kind in ("openai", "scripted"):
-            why = "gives no tokens" if kind == "openai" else "has no weights"
-            message = f"a `{kind}` backend {why}, so nothing can be learnt from what it says"
+        declared = ctx.spec.backend
+        if not declared.trains:
+            why = "takes no new weights" if declared.exact_ids else "returns text without token ids"
+            message = f"the `{declared.kind}` backend {why}, so the model cannot be trained on its replies"
             path: DataPath = ("backend", "kind") if ctx.written("backend", "kind") else ("backend",)
-            yield Finding(message, path, "take `local` or `sglang`, or remove `train`")
+            yield Finding(message, path, f"use {kinds_that_train()}, or remove `train`")
 
 
 @rule("train.adapter", "error", "the sampler uses an adapter that the trainer does not have")
 def adapter(ctx: CheckContext) -> Iterator[Finding]:
     """`backend.adapter` names an adapter that is loaded in the servers."""
     for train in _train(ctx):
-        backend = ctx.spec.backend
-        if isinstance(backend, SGLangBackendSpec) and backend.adapter is not None:
+        name = ctx.spec.backend.adapter_name
+        if name is not None:
             fix = "remove it" + (
                 ": `train.lora` trains a new adapter" if train.lora else "; `train.lora` trains an adapter"
             )
-            message = f"replies would be sampled with the adapter `{backend.adapter}`, but the trainer does not have it"
+            message = f"replies would be sampled with the adapter `{name}`, but the trainer does not have it"
             yield Finding(message, ("backend", "adapter"), fix)
 
 
@@ -147,13 +147,9 @@ def length(ctx: CheckContext) -> Iterator[Finding]:
 def half_precision(ctx: CheckContext) -> Iterator[Finding]:
     """`backend.dtype` of a local backend, with `train.rollout_correction: {kind: none}`."""
     for train in _train(ctx):
-        backend = ctx.spec.backend
-        if (
-            isinstance(backend, LocalBackendSpec)
-            and backend.dtype in ("bfloat16", "float16")
-            and train.rollout_correction.kind == "none"
-        ):
-            message = f"with `dtype: {backend.dtype}` the sampler's log-probs differ by up to 0.5 from the trainer's"
+        dtype = ctx.spec.backend.half_precision
+        if dtype is not None and train.rollout_correction.kind == "none":
+            message = f"with `dtype: {dtype}` the sampler's log-probs differ by up to 0.5 from the trainer's"
             yield Finding(
                 message, ("backend", "dtype"), "set `dtype: float32`, or `train.rollout_correction: {kind: truncate}`"
             )
@@ -191,10 +187,11 @@ def weight_sync_method(ctx: CheckContext) -> Iterator[Finding]:
     """The local backend shares the trainer's memory; shared memory is limited to one host."""
     for train in _train(ctx):
         method, backend, path = train.weight_sync.method, ctx.spec.backend, ("train", "weight_sync", "method")
-        if isinstance(backend, LocalBackendSpec) and method in ("disk", "adapter"):
-            yield Finding(f"`{method}` has no effect: the local backend takes weights in memory", path, "remove it")
-        if isinstance(backend, SGLangBackendSpec) and method == "tensors":
-            far = [url for url in backend.urls if _host(url) not in _HERE]
+        if backend.trains and method not in backend.weight_methods:
+            message = f"`{method}` has no effect: the `{backend.kind}` backend takes weights in memory"
+            yield Finding(message, path, "remove it")
+        if method == "tensors":
+            far = [url for url in backend.server_urls if _host(url) not in _HERE]
             if far:
                 message = f"`tensors` uses the shared memory of this host, and `{far[0]}` may be another host"
                 yield Finding(message, path, "use `disk` with a folder that both hosts share")

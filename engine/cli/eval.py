@@ -14,8 +14,6 @@ from engine.cli.exits import ERROR, FAILED
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import Console
 
     from engine.runner.evaluate import Estimate, Evaluation
@@ -92,20 +90,20 @@ def _other_model(console: Console, spec: Path, changes: list[str], model: str) -
     """What `model.path` becomes: the whole model that is meant by a path; a hub id or a name as it is.
 
     Raises:
-        TrainError: There is no model, or the spec's servers sample with another one.
+        TrainError: There is no model.
+        BackendError: The spec's servers sample with another one, or cannot be asked.
     """
     given = Path(model).expanduser()
     if not given.is_dir():
         return model
+    from engine.backends.registry import runtime_class
     from engine.spec.load import load_spec
     from engine.train.merge import trained_model
 
     loaded = load_spec(spec, changes)
     own = loaded.spec.model
-    if loaded.spec.backend.kind not in (
-        "local",
-        "sglang",
-    ):  # it samples with no weights: the tokenizer is what is meant
+    backend = loaded.spec.backend
+    if not backend.trains:  # it does not sample with the model's weights: only the tokenizer is used
         return str(given.absolute())
 
     def base() -> Path:
@@ -116,37 +114,8 @@ def _other_model(console: Console, spec: Path, changes: list[str], model: str) -
     folder = trained_model(given, base)
     if folder != given.resolve():
         console.print(f"{given}: {folder}")
-    if loaded.spec.backend.kind == "sglang":
-        _served(loaded.spec.backend.urls, loaded.spec.backend.api_key_env, folder)
+    asyncio.run(runtime_class(type(backend)).check_weights(backend, folder))
     return str(folder)
-
-
-def _served(urls: Sequence[str], api_key_env: str | None, folder: Path) -> None:
-    """Servers have weights of their own, whatever the spec's model is called: they must be these.
-
-    Raises:
-        TrainError: Kind `checkpoint`: a server samples with another folder's.
-    """
-    import httpx
-
-    from engine.backends.sglang import read_key
-    from engine.errors import BackendError, OutageError, TrainError
-
-    key = read_key(api_key_env)
-    for url in urls:
-        try:
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            told = httpx.get(f"{url.rstrip('/')}/model_info", headers=headers, timeout=30).raise_for_status().json()
-        except httpx.TransportError as error:
-            raise OutageError(f"{url}/model_info: {error}", kind="unreachable") from None
-        except (httpx.HTTPError, ValueError) as error:
-            raise BackendError(f"{url}/model_info: {error}", kind="unreachable") from None
-        if Path(str(told.get("model_path", ""))).resolve() != folder:
-            raise TrainError(
-                f"{url} samples with the weights of {told.get('model_path')}, not of {folder}: start it with "
-                f"--model-path {folder}, or evaluate in this process with --set 'backend={{kind: local}}'",
-                kind="checkpoint",
-            )
 
 
 async def _evaluate(

@@ -246,7 +246,7 @@ async def drive(
         again: Failures blamed on these are run again.
         keep_going: See `Runner`.
     """
-    from engine.backends.base import open_backend
+    from engine.backends.registry import open_backend
     from engine.cli.report import print_summary
     from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
@@ -263,7 +263,7 @@ async def drive(
             await backend.start()
             console.print(
                 f"{loaded.spec.name}: {len(tasks)} tasks × {loaded.spec.rollout.samples_per_task} samples on "
-                f"{backend.kind}, ready after {time.perf_counter() - began:.1f} s",
+                f"{loaded.spec.backend.kind}, ready after {time.perf_counter() - began:.1f} s",
             )
             runner = Runner(loaded, tasks, chat_format, backend, store, keep_going=keep_going)
             if again:

@@ -56,10 +56,10 @@ class Replayer:
         self._store = store
         if format.vision is not None:
             format.vision.bank.read_from(stored_images(store))
-        self._exact = spec.backend.kind != "openai"
+        self._exact = spec.backend.exact_ids
         self._workers = Workers(4)
-        backend = ReplayBackend(trainable=self._exact)
-        self._factory = EpisodeFactory(loaded, format, backend, self._workers, role_backends=())
+        backend = ReplayBackend.open(spec.backend, format, loaded)
+        self._factory = EpisodeFactory(loaded, format, backend, self._workers, role_backends="none")
         self._worlds = self._factory.worlds
         self._offers_tools = self._worlds.shared_toolbox is None
         self._executor = self._factory.executor(_no_append)

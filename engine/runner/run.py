@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,6 @@ from engine.store.store import episode_id_of
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
-    from engine.backends.outage import Outage
     from engine.episode import Episode
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
@@ -219,9 +218,7 @@ class Runner:
         finally:
             self.live.leave(episode.state)
             await self._worlds.close(world)
-            release: Callable[[str], None] | None = getattr(self._backend, "release", None)
-            if release is not None:
-                release(episode.id)
+            self._backend.release(episode.id)
             self._roles.release(episode.id)
 
     def count(self, trajectory: Trajectory) -> None:
@@ -247,8 +244,8 @@ class Runner:
             EngineError: a model that plays a user or judges is not available.
         """
         await self._roles.start()
-        own = getattr(self._backend, "outage", None)
-        outages: list[Outage] = [*([own] if own is not None else []), *self._roles.outages]
+        own = self._backend.outage
+        outages = [*([own] if own is not None else []), *self._roles.outages]
         self.live.outages = outages
         for outage in outages:
             outage.clocks.add(self._clocks)
@@ -354,7 +351,7 @@ class Runner:
             except asyncio.CancelledError as error:
                 cancelled = error
         try:
-            trajectory = episode.trajectory(self._store.run_id, exact=self._backend.trainable)
+            trajectory = episode.trajectory(self._store.run_id, exact=self._backend.declared.exact_ids)
             await self._store.finish(trajectory, ending)
         except StoreError:
             raise

@@ -17,7 +17,7 @@ from engine.runner.causes import BACKEND_SHARE, Cause, Causes
 from engine.schemas.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
-    from engine.backends.outage import Outage
+    from engine.backends.http.outage import Outage
 
 _GENERATE = frozenset(ACTIONS["generate"].events or ())
 

@@ -62,7 +62,7 @@ async def play(stages: Stages, scenarios: ScenarioSet, index: int, form: ChatFor
     backend = ScriptedBackend(_script(scenario), form)
     await backend.start()
     # No scenario waits for a model.
-    factory = EpisodeFactory(loaded, form, backend, workers, role_backends=("scripted",))
+    factory = EpisodeFactory(loaded, form, backend, workers, role_backends="scripted")
     stage = _Stage(factory, resolved, form, workers, scenario)
     await factory.roles.start()
     try:

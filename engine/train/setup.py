@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.errors import TrainError
+from engine.schemas.backend import kinds_that_train
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
 from engine.train.learner import Learner
@@ -28,9 +29,9 @@ def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
         raise TrainError(
             f"{loaded.path}: the spec has no `train:` section; `train: {{}}` takes every default", kind="train_setup"
         )
-    if spec.backend.kind not in ("local", "sglang"):
+    if not spec.backend.trains:
         raise TrainError(
-            f"{loaded.path}: a `{spec.backend.kind}` backend cannot take new weights; train with `local` or `sglang`",
+            f"{loaded.path}: a `{spec.backend.kind}` backend cannot take new weights; train with {kinds_that_train()}",
             kind="train_setup",
         )
     return spec.train

@@ -7,14 +7,16 @@ not certain, `push` raises.
 from __future__ import annotations
 
 import asyncio
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import BackendError, TrainError
+from engine.schemas.backend import kinds_that_train
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
-    from engine.backends.local import LocalBackend
+    from engine.backends.local.backend import LocalBackend
     from engine.schemas.episode import EpisodeSpec
     from engine.train.policy import Policy
 
@@ -51,23 +53,25 @@ def open_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) 
     if spec.train is None:
         raise TrainError("the spec has no `train:` section", kind="train_setup")
     weights = spec.train.weight_sync
-    if backend.kind == "local":
-        from engine.backends.local import LocalBackend
+    if not spec.backend.trains:
+        raise TrainError(
+            f"a `{spec.backend.kind}` backend cannot take new weights; train with {kinds_that_train()}",
+            kind="train_setup",
+        )
+    if weights.method not in spec.backend.weight_methods:
+        taken = " or ".join(f"`{method}`" for method in spec.backend.weight_methods)
+        raise TrainError(
+            f"`train.weight_sync.method: {weights.method}`: the `{spec.backend.kind}` backend takes only {taken}",
+            kind="train_setup",
+        )
+    module, _, name = spec.backend.weight_sync.partition(":")
+    opened: WeightSync = getattr(import_module(module), name)(spec, backend, folder, lora=lora)
+    return opened
 
-        assert isinstance(backend, LocalBackend)
-        if weights.method not in ("auto", "tensors"):
-            raise TrainError(
-                f"`train.weight_sync.method: {weights.method}` is for servers; the local backend takes tensors: leave it out",
-                kind="train_setup",
-            )
-        return LocalSync(backend)
-    if backend.kind == "sglang":
-        from engine.train.sync_sglang import open_sglang_sync
 
-        return open_sglang_sync(spec, backend, folder, lora=lora)
-    raise TrainError(
-        f"a `{backend.kind}` backend cannot take new weights; train with `local` or `sglang`", kind="train_setup"
-    )
+def open_local_sync(spec: EpisodeSpec, backend: LocalBackend, folder: Path, *, lora: bool) -> WeightSync:
+    """See `open_sync`."""
+    return LocalSync(backend)
 
 
 class LocalSync:

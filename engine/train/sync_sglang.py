@@ -24,8 +24,7 @@ from engine.errors import BackendError, TrainError
 from engine.train.shared_tensors import SharedBuffer, buckets, buffer_bytes
 
 if TYPE_CHECKING:
-    from engine.backends.base import Backend
-    from engine.backends.sglang.pool import Server
+    from engine.backends.sglang.server import Server
     from engine.schemas.episode import EpisodeSpec
     from engine.train.policy import Policy
     from engine.train.sync import WeightSync
@@ -36,20 +35,18 @@ PROBE_SECONDS = 30.0
 """Time limit of a server's first reply with new weights, in seconds. After it the server is only asked for its version."""
 
 
-def open_sglang_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) -> WeightSync:
+def open_sglang_sync(spec: EpisodeSpec, backend: SGLangBackend, folder: Path, *, lora: bool) -> WeightSync:
     """See `engine.train.sync.open_sync`.
 
     Raises:
         TrainError: the backend cannot take weights in the way that the spec asks for.
     """
-    assert isinstance(backend, SGLangBackend)
     assert spec.train is not None
-    assert spec.backend.kind == "sglang"
     weights = spec.train.weight_sync
     method = weights.method if weights.method != "auto" else ("adapter" if lora else "disk")
-    if spec.backend.adapter is not None:
+    if spec.backend.adapter_name is not None:
         raise TrainError(
-            f"`backend.adapter: {spec.backend.adapter}` cannot be used with `train`: the trainer starts from the base "
+            f"`backend.adapter: {spec.backend.adapter_name}` cannot be used with `train`: the trainer starts from the base "
             "model; merge the adapter into the model and set `model.path` to the result",
             kind="train_setup",
         )

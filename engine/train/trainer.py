@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
-from engine.backends.base import open_backend
+from engine.backends.registry import open_backend
 from engine.errors import EngineError, TrainError
 from engine.masking import mask_values
 from engine.runner.run import Runner
@@ -48,7 +48,6 @@ from engine.train.sync import open_sync
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
-    from engine.backends.outage import Outage
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store import RunStore
@@ -175,9 +174,8 @@ class Trainer:
     async def _push_weights(self) -> None:
         """Send the current weights to the backend."""
         policy = self._learner.policy
-        outage: Outage | None = getattr(self._backend, "outage", None)
-        if outage is not None:
-            await outage.wait()
+        if self._backend.outage is not None:
+            await self._backend.outage.wait()
         with contextlib.ExitStack() as whole:
             await asyncio.to_thread(whole.enter_context, self._process_group.full_parameters(policy.model))
             await self._sync.push(policy, self._state.version)
@@ -210,7 +208,7 @@ class Trainer:
             repeated = await asyncio.to_thread(repeater.repeat, self._state, self._learner, self._repeated_step)
             self._weights_known = True
             self._metrics.truncate(self._state.step)
-            if self._state.version or self.spec.backend.kind == "sglang":
+            if self._state.version or self.spec.backend.weights_in_servers:
                 # A server may hold any weights: send ours before the first token is sampled.
                 await self._push_weights()
             result = TrainResult(self._state.step, repeated_steps=repeated)

@@ -88,7 +88,7 @@ async def test_parts_with_the_same_weights_and_backend_share_one(tmp_path: Path,
 
 
 async def test_a_scenario_opens_no_model(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
-    roles, _ = await roles_of_spec(loaded(tmp_path, tiny_tokenizer_dir, {}), only=("scripted",))
+    roles, _ = await roles_of_spec(loaded(tmp_path, tiny_tokenizer_dir, {}), allowed="scripted")
     with pytest.raises(WorldError, match="no model plays `user` here") as caught:
         roles.model("user")
     assert (caught.value.blame, caught.value.kind) == ("user", "user_not_played")

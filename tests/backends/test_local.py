@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.backends.base import Backend
-from engine.backends.local import LocalBackend
+from engine.backends.local.backend import LocalBackend
 from engine.errors import BackendError, ContextOverflow, DeviceError
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
@@ -526,7 +526,7 @@ machine: single_turn
 
 
 async def test_a_spec_opens_it(tmp_path: Path, tiny_model_dir: Path) -> None:
-    from engine.backends.base import open_backend
+    from engine.backends.registry import open_backend
     from engine.spec.load import load_spec
     from engine.tokens.loading import load_format
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.backends.local import LocalBackend
+from engine.backends.local.backend import LocalBackend
 from engine.backends.local.load import PackedModel
 from engine.backends.local.tiles import Tile
 from engine.errors import BackendError

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.openai import OpenAIBackend, open_openai
+from engine.backends.openai import OpenAIBackend
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.backend import OpenAIBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
@@ -141,7 +141,7 @@ async def test_a_conversation_is_sent_in_the_protocols_words(chat_format: ChatFo
     assert b"\r\nAuthorization: Bearer secret\r\n" in server.heads[0]
     assert (generation.text, generation.output_ids.tolist(), generation.logprobs.tolist()) == ("hello", [], [])
     assert (generation.prompt_tokens, generation.cached_tokens) == (12, 8)
-    assert (backend.trainable, backend.wants_messages) == (False, True)
+    assert (backend.declared.exact_ids, backend.declared.takes_messages) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -245,12 +245,14 @@ async def test_nobody_listening_is_found_at_the_start(chat_format: ChatFormat) -
 
 def test_parameters_that_the_protocol_lacks_are_refused_by_name(chat_format: ChatFormat) -> None:
     loaded: Any = SimpleNamespace(spec=SimpleNamespace(sampling=SamplingParams(top_k=5, regex="a")))
-    with pytest.raises(BackendError, match=r"`sampling\.top_k`, `sampling\.regex`"):
-        open_openai(OpenAIBackendSpec(url="http://h/v1", model="m"), chat_format, loaded)
+    with pytest.raises(BackendError, match=r"`sampling\.regex`, `sampling\.top_k`"):
+        OpenAIBackend.open(OpenAIBackendSpec(url="http://h/v1", model="m"), chat_format, loaded)
 
 
 def test_a_key_that_is_not_set_is_named(chat_format: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     loaded: Any = SimpleNamespace(spec=SimpleNamespace(sampling=SamplingParams()))
     with pytest.raises(BackendError, match="NO_SUCH_KEY"):
-        open_openai(OpenAIBackendSpec(url="http://h/v1", model="m", api_key_env="NO_SUCH_KEY"), chat_format, loaded)
+        OpenAIBackend.open(
+            OpenAIBackendSpec(url="http://h/v1", model="m", api_key_env="NO_SUCH_KEY"), chat_format, loaded
+        )

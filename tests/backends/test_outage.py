@@ -14,8 +14,8 @@ import pytest
 from outage_server import Server
 from sglang_cluster import Call, cluster, request
 
+from engine.backends.http.outage import Outage
 from engine.backends.openai import OpenAIBackend
-from engine.backends.outage import Outage
 from engine.backends.sglang.client import SGLangBackend
 from engine.deadline import Standstill
 from engine.errors import BackendError, OutageError

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from engine.backends.base import Backend, open_backend
+from engine.backends.base import Backend
+from engine.backends.registry import open_backend
 from engine.backends.scripted import ScriptedBackend
 from engine.errors import BackendError, ContextOverflow, SpecError
+from engine.schemas.backend import ScriptedBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.message import ToolCall
 from engine.schemas.model import ModelSpec
@@ -162,7 +164,11 @@ async def test_length_abort_and_bare_tokens(form: ChatFormat) -> None:
     assert (cut.output_ids.tolist(), cut.finish.type) == (form.encode("The quick"), "length")
     assert set(cut.logprobs.tolist()) == {-2.5}
     aborted = await backend.generate(ask(1))
-    assert (len(aborted.output_ids), aborted.finish.type, aborted.finish.message) == (0, "abort", "the script says so")
+    assert (len(aborted.output_ids), aborted.finish.type, aborted.finish.message) == (
+        0,
+        "abort",
+        "the script sets `finish: abort`",
+    )
     bare = await backend.generate(ask(2))
     assert (bare.output_ids.tolist(), bare.finish.type, bare.finish.matched) == ([9, 10], "stop", None)
     stopped = await backend.generate(ask(3))
@@ -236,7 +242,7 @@ async def test_a_spec_names_its_script_by_file(tmp_path: Path, tiny_tokenizer_di
     (tmp_path / "script.yaml").write_text("- yes\n- {text: 'no', finish: length}\n")
     loaded = load_spec(write_spec(tmp_path, tiny_tokenizer_dir, "script.yaml"))
     backend = open_backend(loaded, form)
-    assert (backend.kind, backend.trainable) == ("scripted", True)
+    assert (backend.declared, backend.declared.exact_ids) == (ScriptedBackendSpec, True)
     assert form.decode((await backend.generate(ask(0))).output_ids) == "yes<|im_end|>"  # YAML 1.2: no boolean
     assert form.decode((await backend.generate(ask(1))).output_ids) == "no"
 

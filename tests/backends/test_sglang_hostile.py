@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_cluster import OUTPUT, Call, answers, changed, cluster, request
 
-from engine.backends.sglang import connection
-from engine.backends.sglang.connection import HELD, MAX_INTERIM, HttpFailure, MalformedReply, retry_seconds
-from engine.backends.sglang.http import HttpClient
+from engine.backends.http import framing
+from engine.backends.http.client import HttpClient
+from engine.backends.http.framing import HELD, MAX_INTERIM
+from engine.backends.http.reply import HttpFailure, MalformedReply, retry_seconds
 from engine.errors import BackendError
 from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
@@ -177,7 +178,7 @@ async def test_the_bound_of_a_reply_follows_from_its_request(chat_format: ChatFo
 
 async def test_unfinished_bodies_are_bounded_over_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty connections whose bodies never end: none may be large, and together they may not be either."""
-    monkeypatch.setattr(connection, "MAX_HELD", 200_000)
+    monkeypatch.setattr(framing, "MAX_HELD", 200_000)
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\n\r\n"
     highest = 0
     async with writing(head, b"x" * 30_000) as client:
@@ -186,7 +187,7 @@ async def test_unfinished_bodies_are_bounded_over_all_connections(monkeypatch: p
             await asyncio.sleep(0.001)
             highest = max(highest, HELD.bytes)
         failed = [task for task in tasks if task.done()]
-        with pytest.raises(MalformedReply, match="unfinished replies of over 200000 bytes"):
+        with pytest.raises(MalformedReply, match="incomplete replies of all connections are larger than 200000 bytes"):
             failed[0].result()
         for task in tasks:
             task.cancel()

@@ -64,13 +64,13 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
         (
             GROUP + "backend: {kind: openai, url: u, model: m}\ntrain: {}\n",
             [
-                "8:17: error[train.backend] a `openai` backend gives no tokens, so nothing can be learnt from what it says"
+                "8:17: error[train.backend] the `openai` backend returns text without token ids, so the model cannot be trained on its replies"
             ],
         ),
         (
             GROUP + "backend: {kind: scripted, replies: []}\ntrain: {}\n",
             [
-                "8:17: error[train.backend] a `scripted` backend has no weights, so nothing can be learnt from what it says"
+                "8:17: error[train.backend] the `scripted` backend takes no new weights, so the model cannot be trained on its replies"
             ],
         ),
         (
@@ -141,7 +141,9 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
         ),
         (
             GROUP + "train: {weight_sync: {method: disk}}\n",
-            ["8:31: warning[train.weight-sync-method] `disk` has no effect: the local backend takes weights in memory"],
+            [
+                "8:31: warning[train.weight-sync-method] `disk` has no effect: the `local` backend takes weights in memory"
+            ],
         ),
         (
             GROUP + "backend: {kind: sglang, urls: ['http://gpu-7:30000']}\ntrain: {weight_sync: {method: tensors}}\n",

@@ -39,7 +39,7 @@ def written_spec(name: str, folder: Path) -> Path:
 
 async def rows_of(name: str, folder: Path) -> list[dict[str, Any]]:
     """Run the golden's spec; its rows as they are written down in `rows/`."""
-    from engine.backends.base import open_backend
+    from engine.backends.registry import open_backend
     from engine.runner.run import Runner
     from engine.spec.load import load_spec
     from engine.spec.tasks import load_tasks

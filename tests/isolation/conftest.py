@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.backends.base import open_backend
+from engine.backends.registry import open_backend
 from engine.runner.run import Runner
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec

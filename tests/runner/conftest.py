@@ -12,7 +12,7 @@ import worlds_for_tests as worlds
 import yaml
 from validated_structs import structs_validated
 
-from engine.backends.base import open_backend
+from engine.backends.registry import open_backend
 from engine.runner.run import Runner, RunResult
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import LoadedSpec, load_spec

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.backends.base import open_backend
+from engine.backends.registry import open_backend
 from engine.errors import StoreError
 from engine.runner.replay import Replayer
 from engine.runner.run import Runner, RunResult

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import worlds_for_tests as worlds
 
-from engine.backends.base import open_backend
+from engine.backends.registry import open_backend
 from engine.episode import derive_seed
 from engine.runner.replay import Replayer, first_difference
 from engine.runner.run import Runner

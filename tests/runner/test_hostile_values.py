@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from engine.backends.base import open_backend
+from engine.backends.registry import open_backend
 from engine.cli.console import SafeConsole
 from engine.cli.telling import tell_done
 from engine.runner.replay import Replayer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.base import open_backend
+from engine.backends.registry import open_backend
 from engine.runner.replay import Replayer
 from engine.runner.run import Runner
 from engine.spec.tasks import load_tasks

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from engine.backends.base import Backend, open_backend
+from engine.backends.base import Backend
+from engine.backends.registry import open_backend
 from engine.runner.replay import Replayer
 from engine.runner.run import Runner, RunResult
 from engine.spec.load import LoadedSpec, load_spec

@@ -40,14 +40,14 @@ def request(ids: list[int], sampling: SamplingParams = GREEDY, **changes: Any) -
 async def test_greedy_sampling_gives_the_same_tokens_here_and_there(
     sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path
 ) -> None:
-    from engine.backends.local import open_local
+    from engine.backends.local.backend import LocalBackend
 
     loaded: Any = SimpleNamespace(
         spec=SimpleNamespace(sampling=GREEDY, model=ModelSpec(path=str(tiny_model_dir))),
         base=tiny_model_dir,
         path=tiny_model_dir,
     )
-    local = open_local(LocalBackendSpec(device="cpu", dtype="float32"), chat_format, loaded)
+    local = LocalBackend.open(LocalBackendSpec(device="cpu", dtype="float32"), chat_format, loaded)
     remote = SGLangBackend(
         SGLangBackendSpec(urls=[sglang_server.url]), chat_format, sampling=GREEDY, model=str(tiny_model_dir)
     )

@@ -285,7 +285,7 @@ def test_a_state_of_another_model_is_refused(folder: Path) -> None:
 
 async def rows_of(spec: Path, folder: Path) -> list[dict[str, Any]]:
     """The training rows of a run on the local backend."""
-    from engine.backends.base import open_backend
+    from engine.backends.registry import open_backend
     from engine.runner.run import Runner
     from engine.spec.load import load_spec
     from engine.spec.tasks import load_tasks

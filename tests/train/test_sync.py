@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.backends.local import LocalBackend
+from engine.backends.local.backend import LocalBackend
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
 from engine.schemas.backend import LocalBackendSpec, SGLangBackendSpec
@@ -188,7 +188,9 @@ async def test_a_way_for_servers_is_not_for_the_local_backend(
     open_backend: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, method: str
 ) -> None:
     spec = spec_of(tiny_model_dir, {"weight_sync": {"method": method}})
-    with pytest.raises(TrainError, match=f"`train.weight_sync.method: {method}` is for servers") as caught:
+    with pytest.raises(
+        TrainError, match=f"`train.weight_sync.method: {method}`: the `local` backend takes only `auto` or `tensors`"
+    ) as caught:
         open_sync(spec, await open_backend(), tmp_path, lora=True)
     assert caught.value.kind == "train_setup"
 

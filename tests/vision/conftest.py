@@ -11,7 +11,8 @@ import pytest
 import vision_kit
 import yaml
 
-from engine.backends.base import Backend, open_backend
+from engine.backends.base import Backend
+from engine.backends.registry import open_backend
 from engine.runner.run import Runner, RunResult
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import LoadedSpec, load_spec

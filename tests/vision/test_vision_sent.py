@@ -16,10 +16,10 @@ from PIL import Image
 from vision_kit import square
 from vision_worlds import GEO3K, pil
 
-from engine.backends.sglang import open_sglang
-from engine.backends.sglang.connection import HttpReply
+from engine.backends.http.reply import HttpReply
+from engine.backends.sglang.client import SGLangBackend
 from engine.backends.sglang.images import check_images
-from engine.backends.sglang.pool import Server
+from engine.backends.sglang.server import Server
 from engine.errors import BackendError, ImageError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.model import ModelSpec
@@ -102,7 +102,7 @@ def test_an_image_that_would_be_scaled_twice_is_refused(vlm: Callable[[str], Pat
 @pytest.mark.parametrize("family", ["smolvlm", "idefics3"])
 def test_a_model_that_cuts_images_into_tiles_is_refused_on_a_server(vlm: Callable[[str], Path], family: str) -> None:
     with pytest.raises(BackendError, match="images are cut into tiles, which no one size gives") as raised:
-        open_sglang(SGLangBackendSpec(urls=["http://127.0.0.1:1"]), form_of(vlm(family)), None)  # type: ignore[arg-type]
+        SGLangBackend.open(SGLangBackendSpec(urls=["http://127.0.0.1:1"]), form_of(vlm(family)), None)  # type: ignore[arg-type]
     assert raised.value.kind == "unsupported_model"
 
 

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from vision_worlds import pil
 
-from engine.backends.sglang.connection import HttpReply
-from engine.backends.sglang.pool import Server
+from engine.backends.http.reply import HttpReply
+from engine.backends.sglang.server import Server
 from engine.backends.sglang.verify import verify_servers
 from engine.errors import BackendError
 from engine.schemas.model import ModelSpec

@@ -1,5 +1,1 @@
 """transformers in this process, with continuous batching."""
-
-from engine.backends.local.backend import LocalBackend, open_local
-
-__all__ = ["LocalBackend", "open_local"]

@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.base import refuse_parameters
+from engine.backends.base import Backend, refuse_parameters
 from engine.backends.stops import StopStrings
 from engine.errors import BackendError, ContextOverflow
+from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation
 
 if TYPE_CHECKING:
@@ -29,11 +30,8 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
 
-UNSUPPORTED = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params")
-"""Parameters that only SGLang has."""
 
-
-class LocalBackend:
+class LocalBackend(Backend):
     """A model in this process.
 
     >>> backend = LocalBackend(lambda: folder, tokenizer.decode, LocalBackendSpec(max_batch=8))
@@ -42,8 +40,7 @@ class LocalBackend:
     >>> await backend.close()
     """
 
-    kind = "local"
-    trainable = True
+    declared = LocalBackendSpec
 
     def __init__(
         self,
@@ -69,16 +66,36 @@ class LocalBackend:
         self._decode = decode
         self._spec = spec
         self._vocab = vocab
-        self._context = context
+        self.context = context
         self._prefill_tokens = prefill_tokens
         self._shelf_bytes = shelf_bytes
         self._worker: Worker | None = None
         self._device: torch.device | None = None
 
-    @property
-    def context(self) -> int | None:
-        """Most tokens of a sequence, prompt and reply; known once started."""
-        return self._context
+    @classmethod
+    def open(cls, spec: LocalBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> LocalBackend:
+        """See `Backend.open`. A model with a vision tower gets a `VisionBackend`.
+
+        Raises:
+            BackendError: The spec's sampling sets a parameter that this backend does not have.
+        """
+        from engine.tokens.catalogue import resolve_model
+
+        refuse_parameters(cls.declared, loaded.spec.sampling)
+        model = loaded.spec.model
+        contexts = [value for value in (format.context, model.context) if value]
+        arguments: dict[str, Any] = {
+            "folder": lambda: resolve_model(model.path, model.revision, loaded.base),
+            "decode": format.decode,
+            "spec": spec,
+            "vocab": format.vocab_size,
+            "context": min(contexts, default=None),
+        }
+        if format.vision is None:
+            return cls(**arguments)
+        from engine.backends.local.vision import VisionBackend
+
+        return VisionBackend(**arguments, vision=format.vision)
 
     async def start(self) -> None:
         """Load the model and prove that batching is exact on its architecture; once.
@@ -103,7 +120,7 @@ class LocalBackend:
             worker.end()
             raise
         own = worker.packed.context
-        self._context = min((value for value in (self._context, own) if value), default=None)
+        self.context = min((value for value in (self.context, own) if value), default=None)
         self._vocab = min(self._vocab or worker.packed.vocab, worker.packed.vocab)
         self._device = worker.packed.device
         self._worker = worker
@@ -163,7 +180,7 @@ class LocalBackend:
 
     def _check(self, request: GenerateRequest) -> int:
         """How many tokens may be sampled."""
-        refuse_parameters(self.kind, request.sampling, UNSUPPORTED)
+        refuse_parameters(self.declared, request.sampling)
         self._check_images(request)
         if request.adapter is not None:
             raise BackendError(
@@ -184,11 +201,11 @@ class LocalBackend:
                     f"`{name}` holds id {bad[0]}, outside the model's vocabulary [0, {rows})", kind="bad_request"
                 )
         most = min(request.max_new_tokens, request.sampling.max_new_tokens or request.max_new_tokens)
-        if self._context is None:
+        if self.context is None:
             return most
-        if len(ids) + 1 > self._context:
-            raise ContextOverflow(f"the prompt has {len(ids)} tokens, and the model attends to {self._context} in all")
-        return min(most, self._context - len(ids))
+        if len(ids) + 1 > self.context:
+            raise ContextOverflow(f"the prompt has {len(ids)} tokens, and the model attends to {self.context} in all")
+        return min(most, self.context - len(ids))
 
     def _rows(self) -> int:
         """Rows of the embedding: ids below it are the model's."""
@@ -278,27 +295,3 @@ def _let_idle_threads_sleep() -> None:
     """A busy wait of OpenMP's idle threads costs the event loop its core. Too late once torch is imported."""
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def open_local(spec: LocalBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> LocalBackend:
-    """The backend of a spec, not yet started.
-
-    Raises:
-        BackendError: The spec's sampling asks for what this backend cannot do.
-    """
-    if format.vision is not None:
-        from engine.backends.local.vision import open_vision
-
-        return open_vision(spec, format, loaded)
-    from engine.tokens.catalogue import resolve_model
-
-    refuse_parameters("local", loaded.spec.sampling, UNSUPPORTED)
-    model = loaded.spec.model
-    contexts = [value for value in (format.context, model.context) if value]
-    return LocalBackend(
-        lambda: resolve_model(model.path, model.revision, loaded.base),
-        format.decode,
-        spec,
-        vocab=format.vocab_size,
-        context=min(contexts, default=None),
-    )

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.backends.base import refuse_parameters
-from engine.backends.local.backend import UNSUPPORTED, LocalBackend
+from engine.backends.local.backend import LocalBackend
 from engine.backends.stops import StopStrings, finish_reason
 from engine.errors import BackendError
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, VersionSpan
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     import torch
 
     from engine.schemas.backend import LocalBackendSpec
-    from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
     from engine.tokens.vision import Vision
 
 
@@ -54,7 +51,7 @@ class VisionBackend(LocalBackend):
         folder = await asyncio.to_thread(self._folder)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-vision")
         self._model = await self._in_thread(lambda: SeeingModel(folder, self._spec, self._vision))
-        self._context = min((value for value in (self._context, self._model.context) if value), default=None)
+        self.context = min((value for value in (self.context, self._model.context) if value), default=None)
         self._vocab = min(self._vocab or self._model.vocab, self._model.vocab)
 
     async def _in_thread(self, work: Any) -> Any:
@@ -335,25 +332,3 @@ class SeeingModel:
             self._kept[episode_id] = _Kept(ids, cache)
             while len(self._kept) > self._most_kept:
                 self._kept.popitem(last=False)
-
-
-def open_vision(spec: LocalBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> VisionBackend:
-    """The backend of a spec whose model sees, not yet started.
-
-    Raises:
-        BackendError: The spec's sampling asks for what this backend cannot do.
-    """
-    from engine.tokens.catalogue import resolve_model
-
-    refuse_parameters("local", loaded.spec.sampling, UNSUPPORTED)
-    model = loaded.spec.model
-    contexts = [value for value in (format.context, model.context) if value]
-    assert format.vision is not None
-    return VisionBackend(
-        lambda: resolve_model(model.path, model.revision, loaded.base),
-        format.decode,
-        spec,
-        vocab=format.vocab_size,
-        context=min(contexts, default=None),
-        vision=format.vision,
-    )

@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import structlog
 
-from engine.backends.sglang.connection import HttpFailure, HttpReply
+from engine.backends.http.refusal import error_text
+from engine.backends.http.reply import HttpFailure, HttpReply
 from engine.backends.sglang.images import check_images
-from engine.backends.sglang.pool import Server, error_text
+from engine.backends.sglang.pool import Pool
+from engine.backends.sglang.server import Server
 from engine.backends.sglang.wire import Encoder, ReplyError, decode, sampling_fields
 from engine.errors import BackendError, OutageError
 from engine.schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from engine.backends.sglang.client import SGLangBackend
     from engine.schemas.backend import SGLangBackendSpec
     from engine.tokens.format import ChatFormat
 
@@ -71,7 +74,7 @@ class Found(NamedTuple):
 
 
 async def check_servers(
-    backend: SGLangBackend,
+    pool: Pool,
     spec: SGLangBackendSpec,
     format: ChatFormat,
     sampling: SamplingParams,
@@ -84,32 +87,56 @@ async def check_servers(
         BackendError: no server is there, one serves something else, or refuses this spec's sampling.
     """
     if spec.router:
-        backend.workers = await _workers(backend.pool.servers, headers)
+        pool.workers = await _workers(pool.servers, headers)
     outcomes = await asyncio.gather(
-        *(check_server(server, spec, format, sampling, model) for server in backend.workers), return_exceptions=True
+        *(check_server(server, spec, format, sampling, model) for server in pool.workers), return_exceptions=True
     )
     found: list[Found] = []
     absent: list[BackendError] = []
-    for server, outcome in zip(backend.workers, outcomes, strict=True):
+    for server, outcome in zip(pool.workers, outcomes, strict=True):
         if isinstance(outcome, BackendError) and (outcome.refused or outcome.kind == "unreachable"):
             absent.append(outcome)
             if not spec.router:
-                backend.pool.failed(server, str(outcome))
+                pool.failed(server, str(outcome))
         elif isinstance(outcome, BaseException):
             raise outcome
         else:
             found.append(outcome)
     if not found:
         raise OutageError("no sglang server can be reached: " + "; ".join(map(str, absent)), kind="unreachable")
-    versions = {server.version for server in backend.workers if server.version is not None}
+    versions = {server.version for server in pool.workers if server.version is not None}
     if len(versions) > 1:
         log.warning("sglang servers hold different weights", versions=sorted(versions))
     vocabularies = [item.vocab_size for item in found if item.vocab_size is not None]
     contexts = [item.context for item in found if item.context is not None]
-    dropped = await _dropped(backend.pool.servers, sampling, spec) if spec.router else []
+    dropped = await _dropped(pool.servers, sampling, spec) if spec.router else []
     # an embedding may be padded beyond the tokenizer: a model can sample such ids, and takes them
     vocab_size = min(vocabularies, default=format.vocab_size)
     return Facts(vocab_size, min(contexts, default=None), dropped)
+
+
+async def check_model_path(urls: Sequence[str], headers: dict[str, str], folder: Path) -> None:
+    """Check that every server was started with the model in `folder`.
+
+    Raises:
+        OutageError: A server cannot be reached.
+        BackendError: A server has another model (kind `wrong_server`), or refuses to answer.
+    """
+    for url in urls:
+        server = Server(url, headers)
+        try:
+            info = await server.json("GET", "/model_info")
+        except BackendError as error:
+            raise OutageError(str(error), kind="unreachable") if error.refused else error from None
+        finally:
+            await server.http.close()
+        served = info.get("model_path") if isinstance(info, dict) else None
+        if Path(str(served)).resolve() != folder:  # noqa: ASYNC240  (before a run: nothing else waits)
+            raise BackendError(
+                f"{url} samples with the weights of {served}, not of {folder}: start it with --model-path {folder}, or "
+                "evaluate in this process with --set 'backend={kind: local}'",
+                kind="wrong_server",
+            )
 
 
 async def check_server(

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import random
-import re
 import secrets
 import time
 from collections import Counter
@@ -22,35 +20,39 @@ import numpy as np
 import structlog
 from msgspec.structs import replace
 
-from engine.backends.outage import Tries
-from engine.backends.sglang.connection import HttpFailure, HttpReply
-from engine.backends.sglang.pool import UNAVAILABLE, Pool, Server, error_text
+from engine.backends.base import Backend
+from engine.backends.http.keys import key_headers, read_key
+from engine.backends.http.outage import Outage
+from engine.backends.http.refusal import refusal
+from engine.backends.http.reply import HttpFailure, HttpReply
+from engine.backends.http.retries import Tries
+from engine.backends.sglang.checks import ask_worker, check_model_path, check_server, check_servers
+from engine.backends.sglang.control import Control
+from engine.backends.sglang.images import refuse_family
+from engine.backends.sglang.pool import Pool
 from engine.backends.sglang.resume import can_resume, clean_cut, cut, join
+from engine.backends.sglang.server import Server
 from engine.backends.sglang.wire import DEFAULT_VERSION, Encoder, Outgoing, Part, PromptMismatch, ReplyError, decode
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
+from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from engine.backends.sglang.control import Control
     from engine.backends.sglang.verify import Difference
     from engine.schemas.backend import SGLangBackendSpec
+    from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
 
 log = structlog.get_logger(__name__)
 
-BACKOFF = 0.25
-"""Seconds before the second attempt; doubled for each further one."""
-MAX_BACKOFF = 10.0
 INTERRUPTIONS = 32
 """Most times that one reply is taken up again."""
 ABORT_SECONDS = 2.0
 """How long closing waits for servers to be told what to stop."""
-_TOO_LONG = re.compile(r"context length|longer than the model|maximum allowed length|max_req_input_len", re.IGNORECASE)
-_STATUS_KIND = {401: "unauthorized", 403: "unauthorized", 404: "not_found"}
 
 
 class PolicyAdapter(NamedTuple):
@@ -60,18 +62,17 @@ class PolicyAdapter(NamedTuple):
     version: int
 
 
-class SGLangBackend:
-    """The production backend.
+class SGLangBackend(Backend):
+    """Samples from one or more SGLang servers.
 
-    backend = open_sglang(spec, chat_format, loaded)
-    await backend.start()                           # reaches every server, checks model and sampling
+    backend = SGLangBackend.open(spec, chat_format, loaded)
+    await backend.start()                           # reaches all servers, checks model and sampling
     generation = await backend.generate(request)
     await backend.control.update_weights_from_disk("step-10/", version=10)
-    await backend.close()                           # tells the servers to stop what is still running
+    await backend.close()                           # has the servers stop what is still running
     """
 
-    kind = "sglang"
-    trainable = True
+    declared = SGLangBackendSpec
 
     def __init__(
         self,
@@ -93,9 +94,7 @@ class SGLangBackend:
             api_key: sent as a bearer token.
             folder: finds the model's files, for `spec.verify`.
         """
-        from engine.backends.sglang.control import Control
-
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        headers = key_headers(api_key)
         self._spec = spec
         self._format = format
         self._sampling = sampling
@@ -108,17 +107,9 @@ class SGLangBackend:
             wait=spec.wait,
             admit=self._admit,
         )
-        self.outage = self.pool.outage
-        self.workers: list[Server] = self.pool.servers
-        """Servers that take control calls: those of the pool, or what stands behind the router."""
-        self.control: Control = Control(self)
+        self.outage: Outage = self.pool.outage
+        self.control = Control(self.pool)
         self.vocab_size = format.vocab_size
-        self.context: int | None = None
-        """Longest prompt and reply that every server takes; known once started."""
-        self.expected: str | None = None
-        """Name of the weights that every request sent from now on must be sampled with, where it is known."""
-        self.prefixes: str | None = None
-        """Name of the weights that computed what requests from now on may take from a prefix cache; None: all of it."""
         self.policy: PolicyAdapter | None = None
         """Set while the policy is a LoRA adapter: the version of a reply is then the adapter's."""
         self.adapter_uses: Counter[str] = Counter()
@@ -141,7 +132,43 @@ class SGLangBackend:
         self.outage.clocks.add(self._try_deadlines)
         self._counts: Counter[str] = Counter()
 
-    # -- the protocol
+    @classmethod
+    def open(cls, spec: SGLangBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> SGLangBackend:
+        """See `Backend.open`.
+
+        Raises:
+            BackendError: The variable of the API key is not set, a URL is invalid, or the model's images cannot be served.
+        """
+        from engine.tokens.catalogue import resolve_model
+
+        if format.vision is not None:
+            refuse_family(format.vision)
+        try:
+            return cls(
+                spec,
+                format,
+                sampling=loaded.spec.sampling,
+                model=loaded.spec.model.path,
+                api_key=read_key(spec.api_key_env),
+                folder=lambda: resolve_model(loaded.spec.model.path, loaded.spec.model.revision, loaded.base),
+            )
+        except ValueError as error:
+            raise BackendError(f"backend.urls: {error}", kind="bad_url") from None
+
+    @classmethod
+    async def check_weights(cls, spec: SGLangBackendSpec, folder: Path) -> None:
+        """Check that every server samples with the weights in `folder`.
+
+        Raises:
+            OutageError: A server cannot be reached.
+            BackendError: A server has other weights (kind `wrong_server`), or refuses to answer.
+        """
+        await check_model_path(spec.urls, key_headers(read_key(spec.api_key_env)), folder)
+
+    @property
+    def workers(self) -> list[Server]:
+        """Servers that take control calls: those of `backend.urls`, or those behind the router."""
+        return self.pool.workers
 
     async def start(self) -> None:
         """Reach the servers and check that they serve this model, and take this spec's sampling.
@@ -149,9 +176,7 @@ class SGLangBackend:
         Raises:
             BackendError: none is there, or one of them cannot serve this spec.
         """
-        from engine.backends.sglang.checks import ask_worker, check_servers
-
-        facts = await check_servers(self, self._spec, self._format, self._sampling, self._model, self._headers)
+        facts = await check_servers(self.pool, self._spec, self._format, self._sampling, self._model, self._headers)
         self.vocab_size = facts.vocab_size
         self.context = facts.context
         self.dropped = facts.dropped
@@ -229,8 +254,6 @@ class SGLangBackend:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
         await self.pool.close()
-        for worker in self.workers:
-            await worker.http.close()
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and the certificate of the prompts."""
@@ -346,19 +369,23 @@ class SGLangBackend:
             if server not in failed:
                 failed.append(server)
             if not refused and all(other in failed or not other.usable for other in self.pool.servers):
-                await self._back_off(tries.used - 1)
+                await self._wait(tries.pause)
 
     def _encode(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Outgoing:
-        return self._encoder.encode(request, self._rid(), ids, most, sampled, prefixes=self.prefixes)
+        return self._encoder.encode(request, self._rid(), ids, most, sampled, prefixes=self.control.prefixes)
 
     def _rid(self) -> str:
         """A name of fixed length: SGLang aborts every request whose name begins with the one it is given."""
         return f"{self._nonce}{next(self._numbers):012x}"
 
-    async def _back_off(self, attempt: int) -> None:
-        wait = min(MAX_BACKOFF, BACKOFF * 2**attempt) * random.uniform(0.5, 1.0)
+    async def _wait(self, seconds: float) -> None:
+        """Wait before another try.
+
+        Raises:
+            BackendError: The backend was closed meanwhile.
+        """
         try:
-            async with asyncio.timeout(wait):
+            async with asyncio.timeout(seconds):
                 await self._closed.wait()
         except TimeoutError:
             return
@@ -369,7 +396,7 @@ class SGLangBackend:
         if self._closed.is_set():
             raise BackendError("the backend was closed", kind="closed")
         self._counts["attempts"] += 1
-        expected = self.expected
+        expected = self.control.expected
         self._calls[sent.rid] = server
         server.begin()
         try:
@@ -411,7 +438,12 @@ class SGLangBackend:
             raise part
         if part.version is not None:
             server.version = part.version
-            if expected is not None and expected == self.expected and part.version != expected and len(part.ids):
+            if (
+                expected is not None
+                and expected == self.control.expected
+                and part.version != expected
+                and len(part.ids)
+            ):
                 self.pool.failed(server, f"samples with weights {part.version!r}; every server was given {expected!r}")
                 message = f"{server.url} samples with weights {part.version!r}, not {expected!r}"
                 raise BackendError(message, kind="stale_weights", retryable=True)
@@ -436,8 +468,6 @@ class SGLangBackend:
 
     async def _admit(self, server: Server) -> None:
         """A server that was away may have been started anew, as something else even: give it what the others have."""
-        from engine.backends.sglang.checks import check_server
-
         await self.control.catch_up(server)
         if self._spec.router:
             return
@@ -456,18 +486,3 @@ def _read(sent: Outgoing, vocab_size: int, status: int, body: bytes) -> Part | R
         return decode(body, sent, vocab_size)
     except (ReplyError, PromptMismatch) as error:
         return error
-
-
-def refusal(url: str, reply: HttpReply) -> BackendError:
-    """What a reply that is not a 200 means."""
-    text = error_text(reply)
-    message = f"{url} answered {reply.status}: {text}"
-    if reply.status == 400 and _TOO_LONG.search(text):
-        return ContextOverflow(message)
-    if reply.status in (429, *UNAVAILABLE):
-        kind = "rate_limited" if reply.status == 429 else "unavailable"
-        return BackendError(message, kind=kind, retryable=True, refused=True, retry_after=reply.retry_after)
-    # a name that is in use: the connection broke while the server was at work, and the request was sent once more
-    if reply.status >= 500 or reply.status in (408, 425) or "Duplicate request ID" in text:
-        return BackendError(message, kind="server_error", retryable=True)
-    return BackendError(message, kind=_STATUS_KIND.get(reply.status, "bad_request"))

@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import structlog
 
-from engine.backends.sglang.pool import Server
+from engine.backends.sglang.pool import Pool
+from engine.backends.sglang.server import Server
 from engine.errors import BackendError
-
-if TYPE_CHECKING:
-    from engine.backends.sglang.client import SGLangBackend
 
 log = structlog.get_logger(__name__)
 
@@ -55,8 +53,12 @@ class Control:
     In every mode each token carries the version that it was sampled with.
     """
 
-    def __init__(self, backend: SGLangBackend) -> None:
-        self._backend = backend
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.expected: str | None = None
+        """Name of the weights that every request sent from now on must be sampled with; None: not known."""
+        self.prefixes: str | None = None
+        """Name of the weights that computed the cached prefixes that requests may use from now on; None: all of them."""
         self._weights: _Weights | None = None
         self._adapters: dict[str, tuple[str, bool]] = {}
         self.unloaded: set[str] = set()
@@ -143,9 +145,8 @@ class Control:
         if version < 0:
             raise ValueError(f"a weight version is not negative; got {version}")
         async with self._lock:
-            backend = self._backend
             weights = _Weights(str(version), load, again, source)
-            backend.expected = None  # until every server has them, either version is right
+            self.expected = None  # until every server has them, either version is right
             servers = await self._takers(again)
             held = self._paused or mode
             try:
@@ -156,9 +157,9 @@ class Control:
                     await self._load_everywhere(weights, servers, flush=held != "in_place")
             finally:
                 if self._weights is not None:
-                    backend.expected = self._weights.name
+                    self.expected = self._weights.name
                     if held == "in_place":
-                        backend.prefixes = self._weights.name
+                        self.prefixes = self._weights.name
 
     async def _load_everywhere(self, weights: _Weights, servers: list[Server], *, flush: bool) -> None:
         previous, self._weights = self._weights, weights
@@ -180,7 +181,7 @@ class Control:
         there = self._reachable()
         if again:
             return there
-        away = [server for server in self._backend.workers if not server.healthy]
+        away = [server for server in self._pool.workers if not server.healthy]
         answers = await asyncio.gather(
             *(server.json("GET", "/model_info", timeout=5.0) for server in away), return_exceptions=True
         )
@@ -282,11 +283,11 @@ class Control:
                     raise
 
     def _reachable(self) -> list[Server]:
-        return [server for server in self._backend.workers if server.healthy]
+        return [server for server in self._pool.workers if server.healthy]
 
     def _out(self, server: Server, reason: str) -> None:
-        if server in self._backend.pool.servers:
-            self._backend.pool.failed(server, reason)
+        if server in self._pool.servers:
+            self._pool.failed(server, reason)
         else:
             log.error("a server behind the router is out of step", server=server.url, reason=reason)
 

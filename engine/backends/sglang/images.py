@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from engine.backends.sglang.pool import ImageFacts, Server, error_text
+from engine.backends.http.refusal import error_text
+from engine.backends.sglang.server import ImageFacts, Server
 from engine.errors import BackendError
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.tokens.conversation import Conversation
@@ -23,7 +24,7 @@ from engine.tokens.images import digest_of
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from engine.backends.sglang.connection import HttpReply
+    from engine.backends.http.reply import HttpReply
     from engine.tokens.format import ChatFormat
     from engine.tokens.tape import IntVector
     from engine.tokens.vision import Vision

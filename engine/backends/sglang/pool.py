@@ -12,16 +12,16 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import structlog
 
-from engine.backends.outage import Outage, growing_pause
-from engine.backends.sglang.connection import HttpFailure, HttpReply
-from engine.backends.sglang.http import HttpClient
+from engine.backends.http.outage import Outage
+from engine.backends.http.refusal import UNAVAILABLE
+from engine.backends.http.retries import growing_pause
+from engine.backends.sglang.server import Server
 from engine.errors import BackendError
 
 log = structlog.get_logger(__name__)
@@ -32,129 +32,6 @@ BROKEN_AFTER = 3
 """Server errors (5xx) in a row after which a server counts as broken."""
 MAX_HEAL_PAUSE = 5.0
 """Most seconds between two questions whether a lost server is back."""
-UNAVAILABLE = (502, 503, 504)
-"""Statuses that say that nobody works on the request: the server, or the one behind a proxy, is not there."""
-
-
-class ImageFacts(NamedTuple):
-    """How one server treats images."""
-
-    processor: str
-    """Its image processor's backend as `/server_info` names it: `auto` (torchvision where it has one), `torchvision`, `pil`."""
-    unscaled_gap: float
-    """Largest difference, in nats, of a prompt's log-probs between the image as it comes and as it is sent: about 0
-    where the server scales as the rows' processor does."""
-
-
-class Server:
-    """One server, and what is known of it."""
-
-    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
-        self.url = url.rstrip("/")
-        self.http = HttpClient(url, headers=headers)
-        self.healthy = True
-        self.resting = False
-        """It asked for a pause (429) that is not over."""
-        self.in_flight = 0
-        self.served = 0
-        """Requests answered."""
-        self.assigned = 0
-        """Episodes that were given to it."""
-        self.errors = 0
-        """5xx replies in a row."""
-        self.heard = 0.0
-        """When a reply last came, or the first of the requests in flight was sent; monotonic seconds."""
-        self.version: str | None = None
-        """Name of its weights, as it last said."""
-        self.seeded = False
-        """Whether a request's own seed counts."""
-        self.images: ImageFacts | None = None
-        """How it treats images, for a model that takes some."""
-        self.counts: Counter[str] = Counter()
-        """`failed` (connections), `5xx`, `rejoined`."""
-        self.refusals = 0
-        """429 replies in a row."""
-        self.rest: asyncio.TimerHandle | None = None
-        """Ends its pause."""
-
-    @property
-    def usable(self) -> bool:
-        """Whether a request may be sent to it now."""
-        return self.healthy and not self.resting
-
-    def begin(self) -> None:
-        """A request is sent."""
-        if self.in_flight == 0:
-            self.heard = time.monotonic()
-        self.in_flight += 1
-
-    def end(self) -> None:
-        """It was answered, or given up."""
-        self.in_flight -= 1
-        self.heard = time.monotonic()
-
-    async def json(self, method: str, path: str, body: Any = None, *, timeout: float = 30.0) -> Any:  # noqa: ASYNC109
-        """A small request and its decoded reply; None for an empty one.
-
-        Raises:
-            BackendError: no reply in `timeout` seconds (kind `unreachable`, retryable), or not a 2xx
-                (kind `http_<status>`); the message holds the server's.
-        """
-        try:
-            async with asyncio.timeout(timeout):
-                reply = await self.http.request(method, path, b"" if body is None else msgspec.json.encode(body))
-        except TimeoutError:
-            message = f"{self.url}{path} did not answer within {timeout:g} s"
-            raise BackendError(message, kind="unreachable", retryable=True, refused=True) from None
-        except HttpFailure as failure:
-            raise BackendError(
-                f"{self.url}{path}: {failure}", kind="unreachable", retryable=True, refused=True
-            ) from None
-        if not 200 <= reply.status < 300:
-            message = f"{self.url}{path} answered {reply.status}: {error_text(reply)}"
-            raise BackendError(
-                message,
-                kind=f"http_{reply.status}",
-                retryable=reply.status >= 500,
-                refused=reply.status in (429, *UNAVAILABLE),
-                retry_after=reply.retry_after,
-            )
-        if not reply.body:
-            return None
-        try:
-            return msgspec.json.decode(reply.body)
-        except msgspec.DecodeError:
-            return reply.body.decode(errors="replace")
-
-    def stats(self) -> dict[str, Any]:
-        """JSON values only."""
-        return {
-            "url": self.url,
-            "healthy": self.healthy,
-            "in_flight": self.in_flight,
-            "served": self.served,
-            "episodes": self.assigned,
-            "connections": self.http.opened,
-            "weight_version": self.version,
-            **self.counts,
-        }
-
-
-def error_text(reply: HttpReply, most: int = 500) -> str:
-    """What a server says is wrong, out of any of the shapes that SGLang, its router and OpenAI servers use."""
-    text = reply.body.decode(errors="replace").strip()
-    try:
-        data = msgspec.json.decode(reply.body)
-    except msgspec.DecodeError:
-        data = None
-    while isinstance(data, dict):
-        inner = data.get("error", data.get("message", data.get("detail")))
-        if inner is None:
-            break
-        data = inner
-    if isinstance(data, str):
-        text = data
-    return text if len(text) <= most else f"{text[:most]}…"
 
 
 class Pool:
@@ -186,6 +63,8 @@ class Pool:
             admit: called with a server that answers its health check again; raises BackendError to keep it out.
         """
         self.servers = list(servers)
+        self.workers = self.servers
+        """Servers that take control calls: the same ones, or those behind the router."""
         self._health_timeout = health_timeout
         self._admit = admit
         self._sticky: OrderedDict[str, Server] = OrderedDict()
@@ -308,7 +187,7 @@ class Pool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
-        for server in self.servers:
+        for server in {*self.servers, *self.workers}:
             await server.http.close()
 
     def _run(self, name: str, work: Any) -> None:

@@ -1,9 +1,9 @@
-"""HTTP/1.1 for one kind of work: many small JSON requests to few servers, over connections that stay open.
+"""An HTTP/1.1 client for one kind of work: many small JSON requests to few servers, over connections that stay open.
 
-It knows nothing about SGLang. No redirects, cookies, compression, proxies.
+No redirects, cookies, compression, proxies.
 
-Invariant: a connection goes back to the free ones only after a whole reply was read and nothing is left over; in
-every other case it is closed. So a reply can never be given to another request.
+Invariant: a connection becomes free only after a whole reply was read and no byte is left over; in every other case it is
+closed. So a reply can never be given to another request.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from engine.backends.sglang.connection import MAX_BODY, Connection, HttpFailure, HttpReply, Room
+from engine.backends.http.connection import Connection, SharedBuffer
+from engine.backends.http.framing import MAX_BODY, KnownHeads, ReplyReader
+from engine.backends.http.reply import HttpFailure, HttpReply
 
 
 class HttpClient:
@@ -27,24 +28,24 @@ class HttpClient:
         reply.status, reply.body
         await client.close()
 
-    Connections are opened as they are needed, and the one used last is used next. A connection that the
-    server closed while it was idle is noticed, and the request goes out once more on a fresh one.
+    Connections are opened when they are needed, and the one used last is used next. If the server closed a connection while
+    it was idle, the request is sent once more on a fresh one.
     """
 
     def __init__(self, url: str, *, headers: dict[str, str] | None = None, connect_timeout: float = 10.0) -> None:
         """Nothing is opened yet.
 
         Args:
-            url: `http://host:port` or `https://host:port`, and a path that all requests share.
-            headers: sent with every request.
-            connect_timeout: seconds that opening a connection may take.
+            url: `http://host:port` or `https://host:port`, with a path that all requests share.
+            headers: Sent with every request.
+            connect_timeout: Time limit for opening a connection, in seconds.
 
         Raises:
-            ValueError: the URL is none of these.
+            ValueError: The URL is not of this form, or a header holds a line break.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"{url!r} is no server's URL; write http://host:port")
+            raise ValueError(f"{url!r} is not the URL of a server; write http://host:port")
         self.url = url.rstrip("/")
         self._host = parts.hostname
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -57,11 +58,12 @@ class HttpClient:
                 raise ValueError(f"the header {name} holds a line break")
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._heads: dict[tuple[str, str], bytes] = {}
-        self._connection = partial(Connection, Room(), {})
+        self._buffer = SharedBuffer()
+        self._known_heads: KnownHeads = {}
         self._free: deque[Connection] = deque()
         self._busy: set[Connection] = set()
         self.opened = 0
-        """Connections opened so far."""
+        """Number of connections opened so far."""
 
     async def request(
         self,
@@ -74,16 +76,20 @@ class HttpClient:
         """Send one request and read its whole reply, whatever its status. Cancelling it closes its connection.
 
         Args:
-            method: such as `POST`.
-            path: after the URL's own.
-            body: pieces that make up the body, joined once.
-            read: called with status and body where the reply arrives, while its bytes are at hand: later they have to be
-                fetched again. It must not raise. The reply then has no body but what this made of it. Where it gives an
+            method: Such as `POST`.
+            path: Added to the URL's own path.
+            body: The pieces of the body.
+            read: Called with status and body in the callback that receives the reply, where its bytes are still in the CPU's
+                caches. It must not raise. The reply then has `read`'s result instead of a body. If the result is an
                 exception, the reply may belong to another request, so the connection is not used again.
-            most: bytes that the reply's body may have.
+            most: Maximum size of the reply's body in bytes.
+
+        Returns:
+            The reply.
 
         Raises:
-            HttpFailure: no connection, or it broke; MalformedReply: what came is not HTTP.
+            HttpFailure: No connection could be opened, or it was lost.
+            MalformedReply: The server's bytes are not HTTP, or the reply is too large.
         """
         head = self._heads.get((method, path))
         if head is None:
@@ -115,17 +121,22 @@ class HttpClient:
             return reply
 
     def _idle(self) -> Connection | None:
-        """The connection used last, where one is free."""
+        """The free connection that was used last; None if there is none."""
         while self._free:
             connection = self._free.pop()
             if connection.usable:
                 return connection
         return None
 
+    def _new_connection(self) -> Connection:
+        return Connection(self._buffer, ReplyReader(self._known_heads))
+
     async def _open(self, loop: asyncio.AbstractEventLoop) -> Connection:
         try:
             async with asyncio.timeout(self._connect_timeout):
-                _, connection = await loop.create_connection(self._connection, self._host, self._port, ssl=self._tls)
+                _, connection = await loop.create_connection(
+                    self._new_connection, self._host, self._port, ssl=self._tls
+                )
         except TimeoutError:
             raise HttpFailure(
                 f"{self.url} did not accept a connection within {self._connect_timeout:g} s", sent=False
@@ -149,4 +160,4 @@ class HttpClient:
     async def close(self) -> None:
         """Close every connection. Requests in flight fail."""
         self.abandon("the client was closed")
-        await asyncio.sleep(0)  # transports report their end in the loop's next round
+        await asyncio.sleep(0)  # transports report their end in the next round of the loop

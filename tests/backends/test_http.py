@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.sglang.connection import ChunkedBody, HttpFailure, HttpReply, MalformedReply
-from engine.backends.sglang.http import HttpClient
+from engine.backends.http.chunked import ChunkedBody
+from engine.backends.http.client import HttpClient
+from engine.backends.http.reply import HttpFailure, HttpReply, MalformedReply
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
 
@@ -260,7 +261,7 @@ def test_a_chunked_body_is_read_wherever_it_is_cut(
     data = (
         b"".join(b"%x%b\r\n%b\r\n" % (len(chunk), extension, chunk) for chunk in chunks) + b"0\r\n" + trailer + b"\r\n"
     )
-    body = ChunkedBody()
+    body = ChunkedBody(10_000)
     edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     pieces = [data[a:b] for a, b in itertools.pairwise(edges)]
     for piece in pieces[:-1]:
@@ -271,7 +272,7 @@ def test_a_chunked_body_is_read_wherever_it_is_cut(
 
 @given(st.binary(max_size=300), st.integers(1, 50))
 def test_no_bytes_make_a_chunked_body_raise_anything_but_malformed(data: bytes, size: int) -> None:
-    body = ChunkedBody()
+    body = ChunkedBody(10_000)
     try:
         for at in range(0, len(data), size):
             if body.feed(data[at : at + size]) is not None:

@@ -1,0 +1,270 @@
+"""Where a reply ends: by its `Content-Length`, by its chunks, or with the connection.
+
+Written by hand. docs/performance.md has the comparison with `httptools`, and bench/http_framing.py repeats it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from engine.backends.http.chunked import ChunkedBody, too_large
+from engine.backends.http.reply import MalformedReply
+
+MAX_HEAD = 64 * 1024
+"""Maximum size of a reply's status line and headers, in bytes."""
+MAX_BODY = 64 << 20
+"""Maximum size of a reply's body in bytes, if the request sets none."""
+MAX_HELD = 1 << 30
+"""Maximum size in bytes of all incomplete bodies, over all connections of the process."""
+MAX_INTERIM = 16
+"""Maximum number of interim replies (status 1xx) before a reply."""
+RETRY_AFTER_STATUSES = (429, 503)
+"""Statuses of replies whose `Retry-After` is read."""
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)(?=\r\n|\Z)", re.IGNORECASE)
+_RETRY_AFTER = re.compile(rb"\r\nretry-after: *([^\r\n]*)", re.IGNORECASE)
+_EMPTY = (204, 304)
+"""Statuses of replies without a body, whatever length they name."""
+_MAX_KNOWN_HEADS = 64
+_IN_HEAD = -1
+_UNTIL_CLOSED = -2
+
+KnownHeads = dict[bytes, tuple[int, bool, bytes | None]]
+"""Heads without the value of `Content-Length` -> status, whether the connection stays open, `Retry-After`."""
+
+
+class _Held:
+    """Bytes of incomplete bodies, over all connections of the process."""
+
+    __slots__ = ("bytes",)
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
+HELD = _Held()
+
+
+class ReplyReader:
+    """Reads the replies of one connection, one after the other.
+
+    reader = ReplyReader({})
+    reader.start(most=1000)
+    whole = reader.feed(buffer, memoryview(buffer), count)      # True when the reply is complete
+    reader.status, reader.body, reader.surplus
+    """
+
+    __slots__ = (
+        "_chunks",
+        "_collected",
+        "_head",
+        "_held",
+        "_interim",
+        "_known",
+        "_left",
+        "_most",
+        "body",
+        "keep",
+        "retry_after",
+        "status",
+        "surplus",
+    )
+
+    def __init__(self, known: KnownHeads) -> None:
+        """`known`: heads that were parsed before; shared by the connections to one server."""
+        self._known = known
+        self._held = 0
+        self.start(MAX_BODY)
+
+    def start(self, most: int) -> None:
+        """Expect a new reply, whose body may have `most` bytes."""
+        self._most = most
+        self._head = b""
+        self._chunks: ChunkedBody | None = None
+        self._collected: bytearray | None = None
+        self._left = _IN_HEAD
+        """Bytes that the body lacks, or `_IN_HEAD`, or `_UNTIL_CLOSED`."""
+        self._interim = 0
+        self.body: bytes | bytearray = b""
+        self.status = 0
+        self.keep = True
+        """The connection may be used again after this reply."""
+        self.retry_after: bytes | None = None
+        """Value of the header `Retry-After`."""
+        self.surplus = False
+        """Bytes arrived after the end of the reply."""
+
+    @property
+    def started(self) -> bool:
+        """Whether a byte of the reply has arrived."""
+        return bool(self._head) or self._left != _IN_HEAD
+
+    def release(self) -> None:
+        """Drop an incomplete body from the count of all connections."""
+        if self._held:
+            HELD.bytes -= self._held
+            self._held = 0
+
+    def feed(self, buffer: bytearray, view: memoryview, count: int) -> bool:
+        """Read the first `count` bytes of a buffer.
+
+        Args:
+            buffer: Holds the bytes; it is used again afterwards.
+            view: The same memory.
+            count: Number of bytes that arrived.
+
+        Returns:
+            Whether the reply is complete.
+
+        Raises:
+            MalformedReply: The bytes are not HTTP/1.1, or a size limit is exceeded.
+        """
+        if self._left == _IN_HEAD and not self._head:
+            end = buffer.find(b"\r\n\r\n", 0, count)
+            if end >= 0:  # the whole head in one piece, as is usual
+                return self._take_head(bytes(view[:end]), bytes(view[end + 4 : count]))
+        return self._take(bytes(view[:count]))
+
+    def end(self) -> bool:
+        """The server has closed the connection. Returns whether that completes the reply."""
+        if self._left != _UNTIL_CLOSED:
+            return False
+        self._finish(b"")
+        return True
+
+    def _take(self, data: bytes) -> bool:
+        if self._left != _IN_HEAD:
+            return self._take_body(data)
+        data = self._head + data
+        end = data.find(b"\r\n\r\n")
+        if end >= 0:
+            return self._take_head(data[:end], data[end + 4 :])
+        if len(data) > MAX_HEAD:
+            raise MalformedReply(f"the headers are longer than {MAX_HEAD} bytes")
+        self._head = data
+        return False
+
+    def _take_head(self, head: bytes, rest: bytes) -> bool:
+        self._head = head
+        if self._read_head(head):
+            if len(rest) == self._left and self._chunks is None:  # the whole body in one piece, as is usual: no copy
+                self.body = rest
+                return True
+            return self._take_body(rest)
+        self._head = b""  # an interim reply, such as 100 Continue: the reply follows
+        self._interim += 1
+        if self._interim > MAX_INTERIM:
+            raise MalformedReply(f"more than {MAX_INTERIM} interim replies (status 1xx) before a reply")
+        return self._take(rest) if rest else False
+
+    def _take_body(self, data: bytes) -> bool:
+        if self._chunks is not None:
+            self._hold(len(data))
+            rest = self._chunks.feed(data)
+            if rest is None:
+                return False
+            self._collected = self._chunks.data
+            return self._finish(rest)
+        if self._left == _UNTIL_CLOSED:
+            self._collect(data)
+            if self._collected is not None and len(self._collected) > self._most:
+                raise too_large(self._most)
+            return False
+        if len(data) >= self._left:
+            self._collect(data[: self._left])
+            return self._finish(data[self._left :])
+        self._collect(data)
+        self._left -= len(data)
+        return False
+
+    def _finish(self, rest: bytes) -> bool:
+        if self._collected is not None:
+            self.body = self._collected
+        self.surplus = bool(rest)
+        return True
+
+    def _collect(self, data: bytes) -> None:
+        self._hold(len(data))
+        if self._collected is None:
+            self._collected = bytearray(data)
+        else:
+            self._collected += data
+
+    def _hold(self, count: int) -> None:
+        """Count bytes of an incomplete body.
+
+        Raises:
+            MalformedReply: The incomplete bodies of all connections together are too large.
+        """
+        if HELD.bytes + count > MAX_HELD:
+            raise MalformedReply(f"the incomplete replies of all connections are larger than {MAX_HELD} bytes")
+        HELD.bytes += count
+        self._held += count
+
+    def _read_head(self, head: bytes) -> bool:
+        """Read the head of a reply. Returns False for an interim reply."""
+        # The heads of one server differ only in their length, so the meaning of the rest is kept.
+        sized = _LENGTH.search(head)
+        if sized is None:
+            return self._parse_head(head)
+        rest = head[: sized.start(1)] + head[sized.end(1) :]
+        known = self._known.get(rest)
+        if known is not None:
+            self.status, self.keep, self.retry_after = known
+            self._left = _length(sized[1], self._most)
+            return True
+        final = self._parse_head(head)
+        sized_by_it = self._chunks is None and self.status not in _EMPTY and self._left == int(sized[1])
+        if sized_by_it and rest.lower().count(b"content-length") == 1:
+            if len(self._known) >= _MAX_KNOWN_HEADS:
+                self._known.clear()
+            self._known[rest] = self.status, self.keep, self.retry_after
+        return final
+
+    def _parse_head(self, head: bytes) -> bool:
+        lines = head.split(b"\r\n")
+        version, _, rest = lines[0].partition(b" ")
+        if not version.startswith(b"HTTP/1.") or not rest[:3].isdigit() or rest[3:4] not in (b"", b" "):
+            raise MalformedReply(f"{lines[0][:60]!r} is not an HTTP status line")
+        status = int(rest[:3])
+        if 100 <= status < 200:
+            return False
+        self.status = status
+        self.keep = version != b"HTTP/1.0"
+        length: int | None = None
+        chunked = False
+        for line in lines[1:]:
+            name, colon, value = line.partition(b":")
+            if not colon:
+                raise MalformedReply(f"{line[:60]!r} is not a header")
+            name = name.lower()
+            if name == b"content-length":
+                value = value.strip()
+                if length is not None and length != _length(value, self._most):
+                    raise MalformedReply("two different headers `Content-Length`")
+                length = _length(value, self._most)
+            elif name == b"transfer-encoding":
+                if value.strip().lower() != b"chunked":
+                    raise MalformedReply(f"unsupported transfer encoding {value.strip()[:60]!r}")
+                chunked = True
+            elif name == b"connection":
+                self.keep = value.strip().lower() != b"close" and (self.keep or value.strip().lower() == b"keep-alive")
+        if status in RETRY_AFTER_STATUSES and (told := _RETRY_AFTER.search(head)) is not None:
+            self.retry_after = told[1]
+        if chunked:
+            self._chunks = ChunkedBody(self._most)
+            self._left = 0
+        elif status in _EMPTY:
+            self._left = 0
+        elif length is not None:
+            self._left = length
+        else:
+            self._left, self.keep = _UNTIL_CLOSED, False
+        return True
+
+
+def _length(value: bytes, most: int) -> int:
+    if not value.isdigit():
+        raise MalformedReply(f"{value[:60]!r} is not a length")
+    if len(value) > 12 or int(value) > most:
+        raise MalformedReply(f"the reply has {value[:60].decode()} bytes; at most {most} are read")
+    return int(value)

@@ -1,0 +1,33 @@
+"""Rules about `backend:` of the policy, and of model-played users and judges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.checks.context import CheckContext
+from engine.checks.registry import Finding, rule
+from engine.schemas.backend import BACKENDS, BackendBase, LocalBackendSpec
+from engine.schemas.generation import SamplingParams
+from engine.spec.diagnostic import DataPath
+
+
+@rule("backend.unsupported-sampling", "error", "a sampling parameter that the backend does not have")
+def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
+    """`sampling` of the policy and of each model-played role, against the capabilities of its backend."""
+    for backend, sampling, path in _sampled(ctx):
+        for name in backend.unsupported(sampling):
+            kinds = [kind.kind_name() for kind in BACKENDS if name not in kind.unsupported_sampling]
+            fix = f"remove it, or use {' or '.join(f'`kind: {kind}`' for kind in kinds)}"
+            yield Finding(f"the `{backend.kind_name()}` backend does not have `{name}`", (*path, name), fix)
+
+
+def _sampled(ctx: CheckContext) -> Iterator[tuple[BackendBase, SamplingParams, DataPath]]:
+    """Each backend with the sampling parameters that it is sent, and their path."""
+    yield ctx.spec.backend, ctx.spec.sampling, ("sampling",)
+    if not any(user.played for _, user in ctx.people) and ctx.spec.rewards.scorer is None:
+        return
+    from engine.actions.role_models import roles_of, shares_policy
+
+    for path, (_, part, _) in roles_of(ctx.spec).items():
+        shared = shares_policy(ctx.spec, part)
+        yield ctx.spec.backend if shared else part.backend or LocalBackendSpec(), part.sampling, (*path, "sampling")

@@ -1,0 +1,105 @@
+"""The capabilities of backends: declared once, the same for checks and for what runs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.backends.base import Backend
+from engine.backends.registry import runtime_class
+from engine.checks import check_spec
+from engine.schemas.backend import BACKENDS, BackendBase, kinds_that_train
+from engine.schemas.generation import SamplingParams
+from engine.spec.load import load_spec
+
+KINDS = pytest.mark.parametrize("declared", BACKENDS, ids=lambda declared: declared.kind_name())
+EXAMPLES: dict[str, str] = {
+    "local": "{kind: local}",
+    "sglang": '{kind: sglang, urls: ["http://127.0.0.1:30000"]}',
+    "openai": '{kind: openai, url: "http://127.0.0.1:8000/v1", model: m}',
+    "scripted": "{kind: scripted, replies: [a]}",
+}
+VALUES: dict[str, Any] = {
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "min_new_tokens": 2,
+    "stop_token_ids": [7],
+    "ignore_eos": True,
+    "stop_regex": ["x+"],
+    "json_schema": "{}",
+    "regex": "x+",
+    "ebnf": "root ::= x",
+    "structural_tag": "{}",
+    "custom_params": {"a": 1},
+}
+
+
+def validated(folder: Path, backend: str, more: str) -> list[str]:
+    lines = ["spec: episode/v1", "name: demo", "model: {path: m}", "tasks: {source: inline, rows: [{q: a}]}"]
+    (folder / "s.yaml").write_text("\n".join([*lines, "machine: single_turn", f"backend: {backend}", more, ""]))
+    return [f"{'.'.join(map(str, item.path))}: {item.message}" for item in check_spec(load_spec(folder / "s.yaml"))]
+
+
+@KINDS
+def test_every_kind_runs_as_a_backend_that_names_its_config_class(declared: type[BackendBase]) -> None:
+    running = runtime_class(declared)
+    assert issubclass(running, Backend)
+    assert running.declared is declared
+    assert not inspect.isabstract(running)
+
+
+@KINDS
+def test_a_kind_that_trains_has_exact_ids_with_versions_and_a_way_for_weights(declared: type[BackendBase]) -> None:
+    if not declared.trains:
+        assert declared.weight_methods == ()
+        return
+    assert (declared.exact_ids, declared.reports_versions) == (True, True)
+    module, _, name = declared.weight_sync.partition(":")
+    assert callable(getattr(import_module(module), name))
+    assert "auto" in declared.weight_methods
+
+
+def test_the_kinds_that_train_are_named_in_messages() -> None:
+    assert kinds_that_train() == "`local` or `sglang`"
+
+
+@KINDS
+def test_validate_refuses_the_sampling_parameters_that_the_run_refuses(
+    declared: type[BackendBase], tmp_path: Path
+) -> None:
+    refused = declared.unsupported(SamplingParams.model_validate(VALUES))
+    assert refused == list(declared.unsupported_sampling)
+    found = validated(tmp_path, EXAMPLES[declared.kind_name()], f"sampling: {json.dumps(VALUES)}")
+    assert sorted(line for line in found if "does not have" in line) == sorted(
+        f"sampling.{name}: the `{declared.kind_name()}` backend does not have `{name}`" for name in refused
+    )
+
+
+def test_every_unsupported_parameter_is_one_that_this_test_sets() -> None:
+    assert {name for declared in BACKENDS for name in declared.unsupported_sampling} == set(VALUES)
+
+
+def test_a_role_s_sampling_is_checked_against_its_own_backend(tmp_path: Path) -> None:
+    user = 'user: {prompt: [{role: user, content: "{{reply}}"}], backend: {kind: local}, sampling: {regex: "x+"}}'
+    found = validated(tmp_path, EXAMPLES["sglang"], f'sampling: {{regex: "x+"}}\n{user}')
+    assert [line for line in found if "does not have" in line] == [
+        "user.sampling.regex: the `local` backend does not have `regex`"
+    ]
+
+
+def test_validate_imports_no_backend() -> None:
+    code = (
+        "import sys; from engine.checks import check_spec; from engine.spec.load import load_spec; "
+        "check_spec(load_spec(sys.argv[1])); print(sorted(m for m in sys.modules if m.startswith('engine.backends')))"
+    )
+    spec = Path(__file__).parents[2] / "specs" / "train_arithmetic.yaml"
+    done = subprocess.run([sys.executable, "-c", code, str(spec)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
