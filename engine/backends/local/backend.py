@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.base import Backend, refuse_parameters
+from engine.backends.local.common import LocalModelBackend
 from engine.backends.stops import StopStrings
-from engine.errors import BackendError, ContextOverflow
+from engine.errors import BackendError
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
 
 
-class LocalBackend(Backend):
+class LocalBackend(LocalModelBackend):
     """A model in this process.
 
     >>> backend = LocalBackend(lambda: folder, tokenizer.decode, LocalBackendSpec(max_batch=8))
@@ -39,8 +39,6 @@ class LocalBackend(Backend):
     >>> generation = await backend.generate(request)
     >>> await backend.close()
     """
-
-    declared = LocalBackendSpec
 
     def __init__(
         self,
@@ -55,47 +53,29 @@ class LocalBackend(Backend):
     ) -> None:
         """
         Args:
-            folder: Finds the model's folder, fetching it where it has to; called in `start`.
-            decode: Ids to text, nothing left out: finds stop strings.
-            vocab: Ids from here on are never sampled (a padded embedding's); every row of the embedding when left out.
-            context: Most tokens of a sequence; the model's own when left out.
-            prefill_tokens: Prompt tokens in one forward pass; 512 on a CPU and 4096 on a GPU when left out.
-            shelf_bytes: Memory for sequences of episodes that have no row just now; an eighth of what is free when left out.
+            folder: See `LocalModelBackend`, as `decode`, `spec`, `vocab` and `context`.
+            prefill_tokens: Prompt tokens in one forward pass; default: 512 on a CPU, 4096 on a GPU.
+            shelf_bytes: Memory for the sequences of episodes that have no row at the moment; default: an eighth of what is
+                free.
         """
-        self._folder = folder
-        self._decode = decode
-        self._spec = spec
-        self._vocab = vocab
-        self.context = context
+        super().__init__(folder, decode, spec, vocab=vocab, context=context)
         self._prefill_tokens = prefill_tokens
         self._shelf_bytes = shelf_bytes
         self._worker: Worker | None = None
         self._device: torch.device | None = None
 
     @classmethod
-    def open(cls, spec: LocalBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> LocalBackend:
+    def open(cls, spec: LocalBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> LocalModelBackend:
         """See `Backend.open`. A model with a vision tower gets a `VisionBackend`.
 
         Raises:
             BackendError: The spec's sampling sets a parameter that this backend does not have.
         """
-        from engine.tokens.catalogue import resolve_model
-
-        refuse_parameters(cls.declared, loaded.spec.sampling)
-        model = loaded.spec.model
-        contexts = [value for value in (format.context, model.context) if value]
-        arguments: dict[str, Any] = {
-            "folder": lambda: resolve_model(model.path, model.revision, loaded.base),
-            "decode": format.decode,
-            "spec": spec,
-            "vocab": format.vocab_size,
-            "context": min(contexts, default=None),
-        }
-        if format.vision is None:
-            return cls(**arguments)
         from engine.backends.local.vision import VisionBackend
 
-        return VisionBackend(**arguments, vision=format.vision)
+        if format.vision is not None:
+            return VisionBackend.open(spec, format, loaded)
+        return cls(**cls._arguments(spec, format, loaded))
 
     async def start(self) -> None:
         """Load the model and prove that batching is exact on its architecture; once.
@@ -177,35 +157,6 @@ class LocalBackend(Backend):
         if self._worker is None:
             raise BackendError("the local backend has not been started: await `start()` first", kind="not_started")
         return self._worker
-
-    def _check(self, request: GenerateRequest) -> int:
-        """How many tokens may be sampled."""
-        refuse_parameters(self.declared, request.sampling)
-        self._check_images(request)
-        if request.adapter is not None:
-            raise BackendError(
-                "the local backend has no adapters: merge it into the model", kind="unsupported_parameter"
-            )
-        ids = request.input_ids
-        rows = self._rows()
-        if not len(ids):
-            raise BackendError("the prompt is empty: there is nothing to continue", kind="bad_request")
-        if int(ids.min()) < 0 or int(ids.max()) >= rows:
-            raise BackendError(f"the prompt holds ids outside the model's vocabulary [0, {rows})", kind="bad_request")
-        for name, wrong in (
-            ("logit_bias", [int(token) for token in request.sampling.logit_bias or {}]),
-            ("banned_token_ids", request.banned_token_ids),
-        ):
-            if bad := [token for token in wrong if not 0 <= token < rows]:
-                raise BackendError(
-                    f"`{name}` holds id {bad[0]}, outside the model's vocabulary [0, {rows})", kind="bad_request"
-                )
-        most = min(request.max_new_tokens, request.sampling.max_new_tokens or request.max_new_tokens)
-        if self.context is None:
-            return most
-        if len(ids) + 1 > self.context:
-            raise ContextOverflow(f"the prompt has {len(ids)} tokens, and the model attends to {self.context} in all")
-        return min(most, self.context - len(ids))
 
     def _rows(self) -> int:
         """Rows of the embedding: ids below it are the model's."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.backends.local.backend import LocalBackend
+from engine.backends.local.common import LocalModelBackend
 from engine.backends.stops import StopStrings, finish_reason
 from engine.errors import BackendError
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, VersionSpan
@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     import torch
 
     from engine.schemas.backend import LocalBackendSpec
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
     from engine.tokens.vision import Vision
 
 
-class VisionBackend(LocalBackend):
+class VisionBackend(LocalModelBackend):
     """As `LocalBackend`, for a model with a vision tower. Requests take turns."""
 
     def __init__(self, *args: Any, vision: Vision, **kwargs: Any) -> None:
@@ -39,6 +41,16 @@ class VisionBackend(LocalBackend):
         self._vision = vision
         self._model: SeeingModel | None = None
         self._thread: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def open(cls, spec: LocalBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> VisionBackend:
+        """See `Backend.open`.
+
+        Raises:
+            BackendError: The spec's sampling sets a parameter that this backend does not have.
+        """
+        assert format.vision is not None
+        return cls(**cls._arguments(spec, format, loaded), vision=format.vision)
 
     async def start(self) -> None:
         """Load the model; once.
@@ -74,7 +86,7 @@ class VisionBackend(LocalBackend):
             raise BackendError("a request has an image without a place, or a place without one", kind="bad_request")
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """See `LocalBackend.generate`."""
+        """See `Backend.generate`."""
         rows, most = self._rows(), self._check(request)
         model = self._model
         assert model is not None
@@ -98,7 +110,7 @@ class VisionBackend(LocalBackend):
             self._model.forget(episode_id)
 
     async def update_weights(self, weights: Mapping[str, torch.Tensor] | Path, version: int) -> None:
-        """See `LocalBackend.update_weights`; a reply that is being made is finished first.
+        """See `LocalModelBackend.update_weights`; a reply that is being made is finished first.
 
         A weight has the shape of the parameter that it replaces.
         """
