@@ -49,20 +49,12 @@ def _library_reader(form: Any) -> contextlib.AbstractContextManager[Any]:
     return patch.object(form.reader, "_qwen", None)
 
 
-class _Semaphore(asyncio.Semaphore):
-    def take(self):  # type: ignore[no-untyped-def]
-        return False
-
-    wait, give = asyncio.Semaphore.acquire, asyncio.Semaphore.release
-
-
 OFF: dict[str, Off] = {
     "nothing": lambda form: contextlib.nullcontext(),
     "ascii": lambda form: patch.object(form.fast, "_ascii", None),
     "byte_level": lambda form: patch.object(form.fast, "_bytes", None),
     "qwen_replies": _library_reader,
     "wrapper": _without_wrapper,
-    "slots": lambda form: patch("engine.factory.Slots", _Semaphore),
 }
 """By file: how it is switched off. `nothing` shows the noise."""
 

@@ -12,13 +12,13 @@ between them is an argument, so an option of the spec has the same effect in all
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from engine.actions.base import Action, Services
 from engine.actions.registry import build_actions
 from engine.actions.role_models import RoleModels
-from engine.actions.slots import Slots
 from engine.actions.world import WorldBuilder
 from engine.episode import Episode, limit_variables
 from engine.executor import Executor
@@ -68,7 +68,7 @@ class EpisodeFactory:
         spec = loaded.spec
         self.spec = spec
         self._format = format
-        generations = Slots(slots)
+        generations = asyncio.Semaphore(slots)
         self.roles = RoleModels(loaded, format, backend, generations, allowed=role_backends)
         """Models that play users or judge; whoever needs them calls `start` and `close`."""
         self._services = Services(spec, format, backend, workers, generations, self.roles)

@@ -6,6 +6,7 @@ know. `apply` is pure: the same record always leads to the same event. A replay 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -17,7 +18,6 @@ from engine.rewards.ledger import blame_of
 
 if TYPE_CHECKING:
     from engine.actions.role_models import RoleModels
-    from engine.actions.slots import Slots
     from engine.actions.toolbox import Toolbox
     from engine.actions.workers import Workers
     from engine.backends.base import Backend
@@ -43,7 +43,7 @@ class Services:
     format: ChatFormat
     backend: Backend
     workers: Workers
-    slots: Slots
+    slots: asyncio.Semaphore
     """One for each generation that may be in flight."""
     roles: RoleModels
     """Models that play users or judge."""

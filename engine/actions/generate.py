@@ -88,13 +88,8 @@ class GenerateAction(BuiltInAction):
             messages=list(episode.conversation.messages) if self._sends_messages else None,
             tools=world.toolbox.schemas if self._sends_messages and world.toolbox else None,
         )
-        slots = self._services.slots
-        if not slots.take():
-            await slots.wait()
-        try:
+        async with self._services.slots:
             generation = await self._services.backend.generate(request)
-        finally:
-            slots.give()
         self._check(episode, generation, request.max_new_tokens)
         return GenerationRecord(generation=generation)
 

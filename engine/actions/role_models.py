@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from engine.actions.slots import Slots
 from engine.backends.registry import open_backend
 from engine.errors import ContextOverflow, EngineError, WorldError
 from engine.schemas.backend import LocalBackendSpec
@@ -61,7 +60,7 @@ class RoleBackend:
     """A backend that serves the models of roles."""
 
     backend: Backend
-    slots: Slots
+    slots: asyncio.Semaphore
     """One for each generation that may be in flight."""
     borrowed: bool
     """It is the policy's: opened and closed by whoever runs the policy."""
@@ -205,7 +204,7 @@ class RoleModels:
         loaded: LoadedSpec,
         format: ChatFormat,
         backend: Backend,
-        slots: Slots,
+        slots: asyncio.Semaphore,
         *,
         allowed: RoleBackends = "any",
     ) -> None:
@@ -243,7 +242,7 @@ class RoleModels:
             key += str(path)  # each role has its own script
         if key not in self._backends:
             backend = open_backend(section, form)
-            served = RoleBackend(backend, Slots(self._loaded.spec.rollout.concurrency), borrowed=False)
+            served = RoleBackend(backend, asyncio.Semaphore(self._loaded.spec.rollout.concurrency), borrowed=False)
             self._backends[key] = served  # before it starts, so that it is closed where that fails
             await backend.start()
         return self._backends[key]

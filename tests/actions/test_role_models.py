@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import yaml
 
 from engine.actions.role_models import RoleModels, roles_of, section_of, shares_policy
-from engine.actions.slots import Slots
 from engine.backends.scripted import ScriptedBackend
 from engine.errors import WorldError
 from engine.schemas.message import Message
@@ -62,7 +62,7 @@ async def roles_of_spec(spec: LoadedSpec, **kwargs: Any) -> tuple[RoleModels, Sc
     form = load_format(spec.spec.model, spec.base)
     backend = ScriptedBackend(Script.model_validate(["policy"]), form)
     await backend.start()
-    roles = RoleModels(spec, form, backend, Slots(4), **kwargs)
+    roles = RoleModels(spec, form, backend, asyncio.Semaphore(4), **kwargs)
     await roles.start()
     return roles, backend
 

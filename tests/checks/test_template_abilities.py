@@ -50,9 +50,7 @@ def test_a_template_that_takes_parts_is_rendered_with_parts(tmp_path: Path) -> N
         ("plain", "\n\n", False),
     ],
 )
-def test_a_stop_string_inside_a_mark_of_tool_calls_is_found(
-    tmp_path: Path, calls: str, stop: str, found: bool
-) -> None:
+def test_a_stop_string_inside_a_mark_of_tool_calls_is_found(tmp_path: Path, calls: str, stop: str, found: bool) -> None:
     make_tokenizer(tmp_path / "model", PLAIN)
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "spec.yaml").write_text(
