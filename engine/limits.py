@@ -76,7 +76,7 @@ class Limit:
 
     def may_stop(self, spec: EpisodeSpec) -> bool:
         """Whether it may stop its action in some episode of the spec."""
-        users = spec.people.values() if self.owner == "user" else [None]
+        users = spec.users_by_name.values() if self.owner == "user" else [None]
         return self.always or any(self.value(spec, user) is not None for user in users)
 
     def is_reached(self, count: float, limit: float) -> bool:

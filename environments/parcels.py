@@ -1,6 +1,6 @@
 """A sorting office: each turn a parcel for a town comes, and the model says through which gate it goes.
 
-`problems` makes the tasks, `Office` brings the first parcel, `Clerk` judges each reply and brings the next one. Which gate
+`problems` makes the tasks, `ParcelEnvironment` brings the first parcel, `ParcelUser` judges each reply and brings the next one. Which gate
 a town has is said nowhere: it is learned from what each parcel earns. A parcel that is lost costs as much as one that
 is sent brings, so what one turn has won the next may spoil. That makes it a world to tell turn-level credit by: each
 turn is right or wrong for itself, and the sum of an episode says little about any of them.
@@ -67,7 +67,7 @@ def said(town: str) -> str:
     return f"Parcel for {town}."
 
 
-class Office:
+class ParcelEnvironment:
     """Brings the first parcel."""
 
     def reset(self, task: Task, seed: int) -> Reset:
@@ -75,7 +75,7 @@ class Office:
         return Reset(messages=[Message(role="user", content=said(towns_of(task)[0]))])
 
 
-class Clerk:
+class ParcelUser:
     """A user who sends or loses each parcel as the model says, and brings the next one.
 
     Args:

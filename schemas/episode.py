@@ -69,7 +69,7 @@ class EpisodeSpec(Contract):
     """How `engine train` has the model learn; everything else leaves it alone."""
 
     @property
-    def people(self) -> dict[str, UserSpec]:
+    def users_by_name(self) -> dict[str, UserSpec]:
         """Every user by name; the one of `user` has the empty name."""
         return {"": self.user} if self.user is not None else self.users
 

@@ -15,15 +15,15 @@ from engine.schemas.model import ModelSpec
 from engine.schemas.reward import RewardEvent
 
 
-class ToldMessage(Contract):
-    """One message of what a model that plays a part is told. `{{field}}` is filled in."""
+class RoleMessage(Contract):
+    """One message of the prompt of a model that plays the user or the judge. `{{field}}` is filled in."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-class PlayedSpec(Contract):
-    """Something of the user's own by entry point, or a model that plays its part."""
+class RoleSpec(Contract):
+    """What the user and the scorer share: code by entry point, or a model that plays the role."""
 
     use: str | None = Field(default=None, min_length=1)
     """`package.module:Name`; left out where a model plays the part."""
@@ -37,7 +37,7 @@ class PlayedSpec(Contract):
     """Where it runs. Left out: in the policy's backend, where the weights are the same; else transformers in this process."""
     sampling: SamplingParams = Field(default_factory=SamplingParams)
     """How it is sampled. Nothing that it says is ever trained."""
-    prompt: list[ToldMessage] = Field(default_factory=list)
+    prompt: list[RoleMessage] = Field(default_factory=list)
     """What the model that plays is told. `{{task.question}}` is a field of the task; `{{reply}}` the policy's newest reply."""
     turn_tokens: int = Field(default=512, ge=1)
     """Most tokens of one answer that a model gives, its reasoning included."""
@@ -45,14 +45,14 @@ class PlayedSpec(Contract):
     """Where the code of `use`, or of a model's `grader`, runs; the spec's `isolation` when left out."""
 
     @property
-    def played(self) -> bool:
-        """Whether a model plays the part."""
+    def model_played(self) -> bool:
+        """Whether a model plays the role."""
         return self.use is None
 
     @property
     def seconds(self) -> float:
         """Deadline for one answer, in seconds."""
-        return self.timeout or (600.0 if self.played else 60.0)
+        return self.timeout or (600.0 if self.model_played else 60.0)
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
@@ -117,7 +117,7 @@ def _groups(pattern: str) -> int:
         raise ValueError(f"the pattern is no regular expression: {error}") from error
 
 
-class PlayedLimits(Contract):
+class ModelUserLimits(Contract):
     """What a user that a model plays may cost in one episode, beside `limits` of the spec. Time is its `timeout`."""
 
     turns: int | None = Field(default=None, ge=1)
@@ -126,7 +126,7 @@ class PlayedLimits(Contract):
     """Tokens that it may sample; checked before each answer."""
 
 
-class UserSpec(PlayedSpec):
+class UserSpec(RoleSpec):
     """The simulated user: `use` names a class of one's own, `prompt` has a model play it."""
 
     effects: Effects = "pure"
@@ -134,14 +134,14 @@ class UserSpec(PlayedSpec):
     """What the policy is taken to have said first, where the dialogue follows the prompt with its roles changed over."""
     marks: list[Mark] = Field(default_factory=list)
     """What the model writes to end the conversation, call the task solved, or give rewards."""
-    limits: PlayedLimits = Field(default_factory=PlayedLimits)
+    limits: ModelUserLimits = Field(default_factory=ModelUserLimits)
     """The model's own limits."""
     grader: Entry | None = None
     """A user by entry point that judges first: its rewards, facts, `solved` and `satisfied` stand, and the model only
     finds the words. Its own words are `{{verdict}}` in the prompt."""
 
 
-class ScorerSpec(PlayedSpec):
+class ScorerSpec(RoleSpec):
     """The last word on an episode's rewards: a function, or a model as judge. Both read assistant messages alone."""
 
     use: str | None = Field(default=None, min_length=1)

@@ -23,7 +23,7 @@ class AskUserAction(BuiltInAction):
 
     def __init__(self, services: Services, base: Path) -> None:
         super().__init__(services)
-        self._people = services.spec.people
+        self._people = services.spec.users_by_name
         self._recover = services.spec.recover
         self._base = base
         self._bounds_with = {name: bounds_of(self.name, services.spec, user) for name, user in self._people.items()}
@@ -48,7 +48,7 @@ class AskUserAction(BuiltInAction):
             self._services.workers,
             world.user.respond,
             episode.view(),
-            seconds=None if user.played else user.seconds,  # a model's deadline begins when it is its turn
+            seconds=None if user.model_played else user.seconds,  # a model's deadline begins when it is its turn
             blame="user",
             what=who,
             effects=user.effects,

@@ -72,7 +72,7 @@ def _tools(spec: EpisodeSpec, state: StateSpec) -> float:
 
 
 def _users(spec: EpisodeSpec, state: StateSpec) -> float:
-    return max((user.seconds for user in spec.people.values()), default=0.0)
+    return max((user.seconds for user in spec.users_by_name.values()), default=0.0)
 
 
 def _scoring(spec: EpisodeSpec, state: StateSpec) -> float:

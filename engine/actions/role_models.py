@@ -24,7 +24,7 @@ from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import Message
-from engine.schemas.role import PlayedSpec
+from engine.schemas.role import RoleSpec
 from engine.spec.load import LoadedSpec
 from engine.tokens.loading import load_format
 
@@ -77,7 +77,7 @@ class RoleModel:
         blame: Who is to blame where it fails; also the beginning of every kind of failure.
     """
 
-    def __init__(self, name: str, spec: PlayedSpec, format: ChatFormat, served: RoleBackend, blame: Blame) -> None:
+    def __init__(self, name: str, spec: RoleSpec, format: ChatFormat, served: RoleBackend, blame: Blame) -> None:
         self.name = name
         self._spec = spec
         self._format = format
@@ -287,20 +287,20 @@ class RoleModels:
         }
 
 
-def roles_of(spec: EpisodeSpec) -> dict[DataPath, tuple[str, PlayedSpec, Blame]]:
+def roles_of(spec: EpisodeSpec) -> dict[DataPath, tuple[str, RoleSpec, Blame]]:
     """Every part that a model plays: where it is declared -> (its name, its spec, who is to blame for it)."""
-    found: dict[DataPath, tuple[str, PlayedSpec, Blame]] = {}
-    for name, user in spec.people.items():
-        if user.played:
+    found: dict[DataPath, tuple[str, RoleSpec, Blame]] = {}
+    for name, user in spec.users_by_name.items():
+        if user.model_played:
             path = ("users", name) if name else ("user",)
             found[path] = (f"user:{name}" if name else "user", user, "user")
     scorer = spec.rewards.scorer
-    if scorer is not None and scorer.played:
+    if scorer is not None and scorer.model_played:
         found["rewards", "scorer"] = (scorer.name, scorer, "environment")
     return found
 
 
-def shares_policy(spec: EpisodeSpec, part: PlayedSpec) -> bool:
+def shares_policy(spec: EpisodeSpec, part: RoleSpec) -> bool:
     """Whether a part speaks through the policy's backend: the same weights, and no other backend declared."""
     if part.model is not None and (part.model.path, part.model.revision) != (spec.model.path, spec.model.revision):
         return False

@@ -35,7 +35,7 @@ class ScoreAction(BuiltInAction):
         self._environment = services.spec.environment
         scorer = services.spec.rewards.scorer
         self._spec = scorer
-        self._judge = Judge(scorer) if scorer is not None and scorer.played else None
+        self._judge = Judge(scorer) if scorer is not None and scorer.model_played else None
         self._scorer: Callable[..., Any] | None = None
         self._origin: Origin | None = None
         if scorer is not None and scorer.use is not None:

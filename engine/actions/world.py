@@ -106,8 +106,10 @@ class WorldBuilder:
         environment = spec.environment
         self._environment = factory(environment, "environment", environment.isolation) if environment else None
         self._people = {
-            name: factory(entry, "user", user.isolation) if (entry := user.grader if user.played else user) else None
-            for name, user in spec.people.items()
+            name: factory(entry, "user", user.isolation)
+            if (entry := user.grader if user.model_played else user)
+            else None
+            for name, user in spec.users_by_name.items()
         }
         """By the user's name: what builds it or, where a model plays it, its grader."""
         tools = [(factory(tool, "tool", tool.isolation), tool) for tool in spec.tools]
@@ -185,10 +187,10 @@ class WorldBuilder:
         return name
 
     async def _build_user(self, name: str, world: World) -> Any:
-        spec = self._services.spec.people[name]
+        spec = self._services.spec.users_by_name[name]
         factory = self._people[name]
         built = await self._construct(factory, "user", spec.effects, world) if factory is not None else None
-        if not spec.played:
+        if not spec.model_played:
             return built
         path = ("users", name) if name else ("user",)
         return ModelUser(spec, lambda: self._model(*path), built, self._services.workers)
@@ -257,7 +259,7 @@ class WorldBuilder:
 
     def _open_seconds(self) -> float:
         spec = self._services.spec
-        allowed = [user.seconds for user in spec.people.values()]
+        allowed = [user.seconds for user in spec.users_by_name.values()]
         if spec.environment is not None:
             allowed.append(spec.environment.timeout)
         return max(allowed, default=spec.limits.tool_seconds)

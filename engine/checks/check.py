@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.checks.context import MAX_WORK, CheckContext
 from engine.checks.registry import RULES, Rule
-from engine.checks.work import TooMuch, Work
+from engine.checks.work import Work, WorkLimitError
 from engine.spec.diagnostic import Diagnostic
 from engine.spec.masking import mask_all
 
@@ -80,7 +80,7 @@ def check_rules(
                 if len(of_rule) == MAX_FINDINGS:
                     of_rule.append(_more(ctx, item))
                     break
-        except TooMuch:
+        except WorkLimitError:
             unfinished.append(item.id)
         found += of_rule
     if unfinished:

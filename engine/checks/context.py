@@ -15,7 +15,7 @@ from engine.checks.explore import Graph, explore
 from engine.checks.logic import ALWAYS as ALWAYS_TRUE
 from engine.checks.logic import UNKNOWN, Formula, Ranges, formula
 from engine.checks.loops import Cycles, cycles_of
-from engine.checks.work import TooMuch, Work
+from engine.checks.work import Work, WorkLimitError
 from engine.limits import COUNTERS, EPISODE_SECONDS, UNBOUNDED, limits_of
 from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, resolve_machine
 from engine.schemas.entry import Entry
@@ -87,10 +87,12 @@ class CheckContext:
         """The whole machine: presets and `"*"` written out, names not checked.
 
         Raises:
-            TooMuch: that would be more than `MAX_TRANSITIONS`.
+            WorkLimitError: that would be more than `MAX_TRANSITIONS`.
         """
         if self.written_out > MAX_TRANSITIONS:
-            raise TooMuch(f"the machine has more than {MAX_TRANSITIONS:,} transitions, lists and `*` written out")
+            raise WorkLimitError(
+                f"the machine has more than {MAX_TRANSITIONS:,} transitions, lists and `*` written out"
+            )
         return resolve_machine(self.spec.machine)
 
     @property
@@ -118,11 +120,11 @@ class CheckContext:
         """The same, for a rule that a `NotImported` tells enough: it does not count as skipped.
 
         Raises:
-            TooMuch: the spec names too many entry points to read.
+            WorkLimitError: the spec names too many entry points to read.
         """
         if use not in self._entries:
             if len(self._entries) == MAX_ENTRIES:
-                raise TooMuch
+                raise WorkLimitError
             try:
                 self._entries[use] = self._find(use)
             except EntryError as error:
@@ -303,7 +305,7 @@ class CheckContext:
         found = [NamedEntry(("tools", index), tool, "tool") for index, tool in enumerate(spec.tools)]
         if spec.environment:
             found.insert(0, NamedEntry(("environment",), spec.environment, "environment"))
-        for path, user in self.people:
+        for path, user in self.users:
             if user.use is not None:
                 found.append(NamedEntry(path, Entry(use=user.use, with_=user.with_), "user"))
             if user.grader is not None:
@@ -315,10 +317,10 @@ class CheckContext:
         return found
 
     @property
-    def people(self) -> list[tuple[DataPath, UserSpec]]:
+    def users(self) -> list[tuple[DataPath, UserSpec]]:
         """Every user, and where it is declared."""
-        people = self.spec.people.items()
-        return [(("users", name) if name else ("user",), user) for name, user in people]
+        users = self.spec.users_by_name.items()
+        return [(("users", name) if name else ("user",), user) for name, user in users]
 
     @cached_property
     def own_actions(self) -> list[tuple[str, StateSpec]]:

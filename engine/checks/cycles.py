@@ -8,7 +8,7 @@ from engine.actions.facts import ACTIONS, FAILED, LIMIT
 from engine.checks.context import CheckContext
 from engine.checks.loops import Cycle
 from engine.checks.registry import Finding, rule
-from engine.checks.work import TooMuch
+from engine.checks.work import WorkLimitError
 from engine.spec.diagnostic import DataPath
 
 
@@ -46,14 +46,14 @@ def unbounded_cycle(ctx: CheckContext) -> Iterator[Finding]:
     """No limit of turns or calls and no time limit ends it.
 
     Raises:
-        TooMuch: there are too many cycles to look at each.
+        WorkLimitError: there are too many cycles to look at each.
     """
     for cycle in _cycles(ctx):
         if cycle.late or not ctx.graph.chart.timed:
             when = " even after the time limit" if cycle.late else ""
             yield Finding(f"{cycle} can loop for ever{when}: no limit bounds it", _where(ctx, cycle), _fix(cycle))
     if not ctx.cycles.complete:
-        raise TooMuch
+        raise WorkLimitError
 
 
 @rule("machine.cycle-by-time", "warning", "a cycle that only `episode_seconds` bounds")

@@ -19,7 +19,7 @@ from engine.actions.facts import ALWAYS as ALWAYS_EVENTS
 from engine.checks.chart import Chart, Edge, Limits, Place, WalkStep
 from engine.checks.logic import Formula, Ranges
 from engine.checks.walk import START, Walk
-from engine.checks.work import TooMuch, Work
+from engine.checks.work import Work, WorkLimitError
 
 MAX_WORK = 150_000
 """Steps and comparisons that computing one graph may take."""
@@ -121,7 +121,7 @@ def explore(chart: Chart) -> Graph:
         graph = Graph(Walk(chart, Work(MAX_WORK), rough=rough), exact=not rough)
         try:
             _walk(graph)
-        except TooMuch:
+        except WorkLimitError:
             continue
         graph.walk.work = Work()
         return graph
@@ -132,7 +132,7 @@ def _walk(graph: Graph) -> None:
     """Add every reachable place to a graph.
 
     Raises:
-        TooMuch: the graph takes more work than allowed.
+        WorkLimitError: the graph takes more work than allowed.
     """
     start = Place(graph.chart.initial, START)
     steps = graph.steps

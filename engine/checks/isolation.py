@@ -19,10 +19,10 @@ def _parts(ctx: CheckContext) -> Iterator[tuple[DataPath, IsolationSpec | None, 
         yield ("environment",), spec.environment.isolation, True
     for index, tool in enumerate(spec.tools):
         yield ("tools", index), tool.isolation, True
-    for path, user in ctx.people:
-        yield path, user.isolation, not user.played or user.grader is not None
+    for path, user in ctx.users:
+        yield path, user.isolation, not user.model_played or user.grader is not None
     if spec.rewards.scorer is not None:
-        yield ("rewards", "scorer"), spec.rewards.scorer.isolation, not spec.rewards.scorer.played
+        yield ("rewards", "scorer"), spec.rewards.scorer.isolation, not spec.rewards.scorer.model_played
 
 
 @rule("isolation.no-effect", "error", "`isolation` says something that has no effect")

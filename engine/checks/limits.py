@@ -45,7 +45,7 @@ def _late(ctx: CheckContext) -> Iterator[Finding]:
         (("limits", "tool_seconds"), ctx.spec.limits.tool_seconds, "one tool call")
     ]
     named += [(("tools", index, "timeout"), tool.timeout, "this tool") for index, tool in enumerate(ctx.spec.tools)]
-    named += [((*path, "timeout"), user.timeout, "one answer of the user") for path, user in ctx.people]
+    named += [((*path, "timeout"), user.timeout, "one answer of the user") for path, user in ctx.users]
     if ctx.spec.environment is not None:
         named.append((("environment", "timeout"), ctx.spec.environment.timeout, "one call of the environment"))
     for path, seconds, what in named:
@@ -96,7 +96,7 @@ def no_deadline(ctx: CheckContext) -> Iterator[Finding]:
             if spec.tools[index].timeout is None:
                 message = f"this tool has no `timeout`: `limits.tool_seconds` holds, by default {_s(spec.limits.tool_seconds)}"
                 yield Finding(message, ("tools", index), "add `timeout: 5s`, or set `limits.tool_seconds`")
-    for path, user in ctx.people:
+    for path, user in ctx.users:
         if user.timeout is None or not ctx.written(*path, "timeout"):
             yield Finding(f"this user has no `timeout`: the default is {_s(user.seconds)}", path, "add `timeout: 30s`")
     if spec.environment is not None and not ctx.written("environment", "timeout"):

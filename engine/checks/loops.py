@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from engine.checks.chart import Place, WalkStep
 from engine.checks.explore import Graph
-from engine.checks.work import TooMuch, Work
+from engine.checks.work import Work, WorkLimitError
 from engine.limits import COUNTERS
 
 SHOWN = 12
@@ -47,7 +47,7 @@ def cycles_of(graph: Graph, work: Work | None = None) -> Cycles:
     try:
         for cycle in _each_cycle(graph, work):
             found.setdefault((frozenset(state for state, _ in cycle.steps), cycle.late), []).append(cycle)
-    except TooMuch:
+    except WorkLimitError:
         complete = False
     return Cycles([_merged(alike) for alike in found.values()], complete)
 

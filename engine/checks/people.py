@@ -17,7 +17,7 @@ from engine.spec.template import fields_of, has_field
 def _played(ctx: CheckContext) -> bool:
     """Whether a model plays any part: what plays it takes long to import, and most specs have none."""
     scorer = ctx.spec.rewards.scorer
-    return any(user.played for _, user in ctx.people) or (scorer is not None and scorer.played)
+    return any(user.model_played for _, user in ctx.users) or (scorer is not None and scorer.model_played)
 
 
 @rule("played.unknown-field", "error", "the prompt of a user or judge names a field that it is not filled with")
@@ -81,8 +81,8 @@ def played_file(ctx: CheckContext) -> Iterator[Finding]:
 @rule("played.free-verdict", "warning", "a model that plays the user alone decides when a task is solved")
 def free_verdict(ctx: CheckContext) -> Iterator[Finding]:
     """Marks that pay, without a grader: what the policy says may talk the user's model into them."""
-    for path, user in ctx.people:
-        if not user.played or user.grader is not None:
+    for path, user in ctx.users:
+        if not user.model_played or user.grader is not None:
             continue
         for index, mark in enumerate(user.marks):
             if any((event.value or 0.0) > 0.0 for event in mark.rewards) or mark.reward is not None:
@@ -94,7 +94,7 @@ def free_verdict(ctx: CheckContext) -> Iterator[Finding]:
 @rule("played.user-never-ends", "warning", "nothing that a model-played user can say ends the conversation")
 def never_satisfied(ctx: CheckContext) -> Iterator[Finding]:
     """No mark with `satisfied`, and no grader: every episode goes on until a limit."""
-    for path, user in ctx.people:
-        if user.played and user.grader is None and not any(mark.satisfied for mark in user.marks):
+    for path, user in ctx.users:
+        if user.model_played and user.grader is None and not any(mark.satisfied for mark in user.marks):
             fix = 'add `marks: [{text: "[DONE]", satisfied: true}]`, and say so in its prompt'
             yield Finding("this user is never satisfied: only a limit ends its episodes", path, fix, key=True)

@@ -105,9 +105,9 @@ def _recover_known(ctx: CheckContext, key: str) -> Sequence[str] | None:
 
 def _user_fields(ctx: CheckContext) -> Mapping[str, Sequence[str]] | None:
     """The `recover_fields` of the spec's only user; None where it does not say. A model finds its own words."""
-    if len(ctx.people) != 1:
+    if len(ctx.users) != 1:
         return None
-    use = ctx.people[0][1].use
+    use = ctx.users[0][1].use
     if use is None:
         return {}
     found = getattr(ctx.entry(use), "recover_fields", None)
@@ -119,11 +119,11 @@ def recover_unused(ctx: CheckContext) -> Iterator[Finding]:
     """`recover.wrong` and `recover.no_answer` where there is no user, or one that says it never uses them."""
     fields = _user_fields(ctx)
     for key, _ in _recover(ctx):
-        if key == "malformed" or (ctx.people and (fields is None or key in fields)):
+        if key == "malformed" or (ctx.users and (fields is None or key in fields)):
             continue
-        use = ctx.people[0][1].use if ctx.people else None
+        use = ctx.users[0][1].use if ctx.users else None
         who = f"`{use}` never says it" if use else "a model that plays the user finds its own words"
-        if not ctx.people:
+        if not ctx.users:
             who = "it is said for a user, and the spec has none"
         yield Finding(f"`recover.{key}` has no effect: {who}", ("recover", key), "remove it", key=True)
 

@@ -130,7 +130,9 @@ def unpayable(ctx: CheckContext) -> Iterator[Finding]:
 
 def _worlds_reward(ctx: CheckContext) -> bool:
     """Whether there is anything beside the rules that may write rewards."""
-    return bool(ctx.spec.environment or ctx.spec.people or ctx.spec.tools or ctx.spec.rewards.scorer or ctx.own_actions)
+    return bool(
+        ctx.spec.environment or ctx.spec.users_by_name or ctx.spec.tools or ctx.spec.rewards.scorer or ctx.own_actions
+    )
 
 
 def _written(ctx: CheckContext, name: str | None) -> bool:
@@ -168,7 +170,7 @@ def _mentioned(ctx: CheckContext) -> set[str] | None:
     scorer = ctx.spec.rewards.scorer
     if scorer is not None:
         found.add(scorer.name)
-    for _, user in ctx.people:
+    for _, user in ctx.users:
         found |= {mark.reward for mark in user.marks if mark.reward is not None}
         found |= {event.name for mark in user.marks for event in mark.rewards if event.name is not None}
     uses = [item.entry for item in ctx.worlds]

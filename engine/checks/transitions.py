@@ -31,7 +31,7 @@ def _pairs(ctx: CheckContext) -> dict[int, list[_Pair]]:
     """Every transition of the spec, by its index.
 
     Raises:
-        TooMuch: there are too many to compare.
+        WorkLimitError: there are too many to compare.
     """
     groups: dict[tuple[str, str], list[ResolvedTransition]] = {}
     pairs: dict[int, list[_Pair]] = {}

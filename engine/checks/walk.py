@@ -33,7 +33,7 @@ After = tuple[Place, tuple[int, ...]]
 class Walk:
     """Computes steps, and caches the results of guards.
 
-    Every method raises TooMuch when `work` is used up.
+    Every method raises WorkLimitError when `work` is used up.
     """
 
     def __init__(self, chart: Chart, work: Work, *, rough: bool = False) -> None:

@@ -7,7 +7,7 @@ from math import inf
 from engine.errors import EngineError
 
 
-class TooMuch(EngineError):
+class WorkLimitError(EngineError):
     """There is more to do than is done; whoever asked for it says so."""
 
     kind = "too_much"
@@ -29,8 +29,8 @@ class Work:
         """Count some work.
 
         Raises:
-            TooMuch: nothing is left.
+            WorkLimitError: nothing is left.
         """
         self.left -= units
         if self.left < 0:
-            raise TooMuch
+            raise WorkLimitError

@@ -202,7 +202,7 @@ def _step(ctx: CheckContext, path: DataPath) -> Iterator[Finding]:
 @rule("world.no-user", "error", "a state asks the user, and the spec has none")
 def no_user(ctx: CheckContext) -> Iterator[Finding]:
     """A reachable state with the action `ask_user`."""
-    if not ctx.people:
+    if not ctx.users:
         for name in ctx.speaking("user"):
             fix = "add `user: {use: …}`, or take a machine without one (`machine: tools` or `single_turn`)"
             yield Finding(f"`{name}` asks the user, and the spec has none", ctx.state_path(name), fix, key=True)

@@ -40,7 +40,7 @@ WORDS: dict[str, dict[str, str]] = {
         "source": "`inline` rows, a `jsonl` or `parquet` file, a data set on the `hub`, or a `python` function."
     },
     "PromptMessage": {"role": "Who says it."},
-    "ToldMessage": {"role": "Who says it.", "content": "What is said; `{{field}}` is filled in."},
+    "RoleMessage": {"role": "Who says it.", "content": "What is said; `{{field}}` is filled in."},
     "ReassignRule": {"op": "Move what is there, add to it, or set it."},
     "RewardEvent": {"op": "Add to what is there, set it, or move it."},
     "TextPart": {"type": "A run of text.", "text": "The text."},

@@ -172,7 +172,7 @@ _Misfit = tuple[str, str, str | None, DataPath]
 
 def _misfits(loaded: LoadedSpec, machine: ResolvedMachine, scenario: Scenario) -> Iterator[_Misfit]:
     spec = loaded.spec
-    if scenario.user and not spec.people:
+    if scenario.user and not spec.users_by_name:
         yield "no-user", "the user answers here, but the spec has none", "give it a `user`", ("user",)
     environment = scenario.environment
     if (environment.reset or environment.score) and spec.environment is None:

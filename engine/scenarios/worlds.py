@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Blame
 
 
-class Nonsense:
-    """What no world may return, and JSON cannot hold."""
+class InvalidAnswer:
+    """An answer that no environment, tool or user may return: JSON cannot hold it."""
 
 
 def _faulted(fault: ScriptedFault, blame: Blame, what: str) -> Any:
@@ -44,7 +44,7 @@ def _faulted(fault: ScriptedFault, blame: Blame, what: str) -> Any:
         )
     if fault.error is not None:
         raise RuntimeError(fault.error)
-    return Nonsense()
+    return InvalidAnswer()
 
 
 class ScriptedUser:

@@ -300,7 +300,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def decoding(path: Path, whose: str) -> Iterator[None]:
-    """Add the file, and whose record it is, to what `codec` says of a damaged record."""
+    """Add the file, and whose record it is, to the message of a damaged record. Raises: StoreError, for `codec`'s."""
     try:
         yield
     except StoreError as error:

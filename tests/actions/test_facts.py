@@ -17,7 +17,7 @@ from engine.limits import COUNTERS, EPISODE_SECONDS, LIMITS, Limit
 from engine.machine.variables import VARIABLES
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.model import ModelSpec
-from engine.schemas.role import PlayedLimits
+from engine.schemas.role import ModelUserLimits
 
 ROOT = Path(engine.__file__).parent
 
@@ -32,7 +32,7 @@ def test_an_action_is_called_as_its_entry_says(name: str) -> None:
 
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.name)
 def test_a_limit_names_a_key_of_the_spec_an_action_and_a_guard_variable(limit: Limit) -> None:
-    owner = {"limits": LimitsSpec, "model": ModelSpec, "user": PlayedLimits}[limit.owner]
+    owner = {"limits": LimitsSpec, "model": ModelSpec, "user": ModelUserLimits}[limit.owner]
     assert limit.name.rpartition(".")[2] in owner.model_fields
     assert limit.action is None or limit.action in ACTIONS
     assert (limit.count is not None) or limit.cuts or limit is EPISODE_SECONDS
@@ -45,7 +45,7 @@ def test_a_limit_names_a_key_of_the_spec_an_action_and_a_guard_variable(limit: L
 
 
 def test_every_limit_of_a_spec_is_in_the_table() -> None:
-    fields = {LimitsSpec: "limits", PlayedLimits: "user"}
+    fields = {LimitsSpec: "limits", ModelUserLimits: "user"}
     for owner, name in fields.items():
         listed = {limit.name.rpartition(".")[2] for limit in LIMITS if limit.owner == name}
         assert listed == set(owner.model_fields)

@@ -66,7 +66,7 @@ class Facts(NamedTuple):
     """Parameters that do not reach the servers."""
 
 
-class Found(NamedTuple):
+class ServerInfo(NamedTuple):
     """What one server says of itself; None for what it does not."""
 
     vocab_size: int | None
@@ -91,7 +91,7 @@ async def check_servers(
     outcomes = await asyncio.gather(
         *(check_server(server, spec, format, sampling, model) for server in pool.workers), return_exceptions=True
     )
-    found: list[Found] = []
+    found: list[ServerInfo] = []
     absent: list[BackendError] = []
     for server, outcome in zip(pool.workers, outcomes, strict=True):
         if isinstance(outcome, BackendError) and (outcome.refused or outcome.kind == "unreachable"):
@@ -141,7 +141,7 @@ async def check_model_path(urls: Sequence[str], headers: dict[str, str], folder:
 
 async def check_server(
     server: Server, spec: SGLangBackendSpec, format: ChatFormat, sampling: SamplingParams, model: str
-) -> Found:
+) -> ServerInfo:
     """Check one server; also when it comes back after it was away, since it may serve something else by then.
 
     Raises:
@@ -177,7 +177,7 @@ async def check_server(
         )
     await _trial(server, spec, format, sampling, vocab_size or format.vocab_size)
     context = details.get("max_req_input_len")
-    return Found(vocab_size, int(context) if context else None)
+    return ServerInfo(vocab_size, int(context) if context else None)
 
 
 async def _check_tokenizer(server: Server, format: ChatFormat) -> None:
