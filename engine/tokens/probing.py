@@ -13,10 +13,10 @@ import msgspec
 from engine.errors import RenderError
 from engine.schemas.message import ToolCall
 from engine.tokens.proof import ASSISTANT, CALLS, REASONS, TOOL, TOOL_NAME, USER, View, mark, probe
+from engine.tokens.toolcalls import ToolCallFormat, parse_calls
 
 if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
-    from engine.tokens.toolcalls import ToolCallFormat
 
 Writer = Callable[[Sequence[View], list[View] | None], str]
 """(messages, tools) -> what the template writes. Raises RenderError where it refuses."""
@@ -71,11 +71,15 @@ def abilities_of(write: Writer) -> Abilities:
 
 
 def reads_template(form: ChatFormat, call_format: ToolCallFormat) -> bool:
-    """Whether a tool-call format reads a call as the template writes it."""
+    """Whether a tool-call format reads a call as the template writes it.
+
+    Raises:
+        RenderError: The spec's own format failed.
+    """
     if not form.calls_shown:
         return False
     views = [probe(USER, 0, str), probe(ASSISTANT + CALLS, 1, str)]
-    attempts = call_format.parse(form.text(views, None), [probe_tool()], "call").attempts
+    attempts = parse_calls(call_format, form.text(views, None), [probe_tool()], "call").attempts
     wanted = views[1]["tool_calls"][0]["function"]
     calls = [(attempt.name, attempt.arguments) for attempt in attempts if isinstance(attempt, ToolCall)]
     return calls == [(wanted["name"], wanted["arguments"])]

@@ -16,8 +16,7 @@ import numpy as np
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.proof import View
 from engine.tokens.tape import IntVector
-from engine.tokens.toolcalls import UnreadableCall
-from engine.tokens.toolcalls.base import storable_call
+from engine.tokens.toolcalls import parse_calls
 
 if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
@@ -70,7 +69,7 @@ class ReplyParser:
             tools: The tools' schemas.
 
         Raises:
-            RenderError: The family's reader failed.
+            RenderError: The family's reader failed, or the spec's own tool-call format did.
         """
         form = self._form
         if form.call_format is None and form.reader is not None:
@@ -89,7 +88,7 @@ class ReplyParser:
             tools: The tools' schemas.
 
         Raises:
-            RenderError: The family's reader failed.
+            RenderError: The family's reader failed, or the spec's own tool-call format did.
         """
         form = self._form
         if form.call_format is None and form.reader is not None:
@@ -123,11 +122,9 @@ class ReplyParser:
         whole = reasoning is None
         if thinking or call_format is None:
             return ParsedReply(body, reasoning, [], body, thinking, True, whole)
-        content, attempts = call_format.parse(body, tools, f"call_{turn}")
+        content, attempts = parse_calls(call_format, body, tools, f"call_{turn}")
         if not attempts:
             return ParsedReply(body, reasoning, [], body, False, True, whole)
-        if not call_format.checks_calls:
-            attempts = [_storable(attempt, body) for attempt in attempts]
         read = all(isinstance(attempt, ToolCall) for attempt in attempts)
         as_calls = read and self._can_show(len(attempts)) and body.startswith(content)
         return ParsedReply(
@@ -150,13 +147,3 @@ class ReplyParser:
             return None, text, False
         reasoning, closing, body = start.partition(_THINK_CLOSE)
         return reasoning.strip("\n"), body.lstrip("\n"), not closing
-
-
-def _storable(attempt: ToolCall | MalformedCall, body: str) -> ToolCall | MalformedCall:
-    """A call as it is where it can be stored, else as malformed."""
-    if isinstance(attempt, MalformedCall):
-        return attempt
-    try:
-        return storable_call(attempt.id, attempt.name, attempt.arguments)
-    except UnreadableCall as problem:
-        return MalformedCall(raw=body, problem=str(problem))

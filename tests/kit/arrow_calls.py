@@ -58,3 +58,45 @@ class SilentCalls(ArrowCalls):
     def write(self, text: str, calls: Sequence[Call]) -> Any:
         """See `ToolCallFormat.write`."""
         return None
+
+
+class RaisingCalls(ArrowCalls):
+    """Fails at every reply."""
+
+    def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ParsedCalls:
+        """See `ToolCallFormat.parse`."""
+        raise KeyError("arrow")
+
+
+class ListedCalls(ArrowCalls):
+    """Returns something else."""
+
+    def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> Any:
+        """See `ToolCallFormat.parse`."""
+        return [text]
+
+
+class DictCalls(ArrowCalls):
+    """Returns dicts in place of calls."""
+
+    def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> Any:
+        """See `ToolCallFormat.parse`."""
+        return ParsedCalls(text, [{"name": "add", "arguments": {}}])  # type: ignore[list-item]
+
+
+class NamelessCalls(ArrowCalls):
+    """Makes calls whose fields have other types."""
+
+    def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ParsedCalls:
+        """See `ToolCallFormat.parse`."""
+        return ParsedCalls(text, [ToolCall(id="call_0", name=None, arguments=[1])])  # type: ignore[arg-type]
+
+
+class StoppingCalls(ArrowCalls):
+    """Fails at one reply."""
+
+    def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ParsedCalls:
+        """See `ToolCallFormat.parse`."""
+        if text == "stop":
+            raise RuntimeError("stopped")
+        return super().parse(text, tools, prefix)

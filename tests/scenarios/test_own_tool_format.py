@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from arrow_calls import ArrowCalls
 
+from engine.errors import RenderError
 from engine.scenarios.suite import ScenarioResult
+from engine.schemas.model import ModelSpec
+from engine.tokens.loading import load_format
 from engine.tokens.toolcalls import FORMATS
 
 Play = Callable[..., ScenarioResult]
@@ -89,3 +94,43 @@ def test_a_format_that_cannot_write_a_scripted_call_is_named(
         model=model(tiny_tokenizer_dir, f"arrow_calls:{kind}"),
     )
     assert problem in " ".join([*map(str, result.problems), *(difference.text for difference in result.differences)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("RaisingCalls", "RaisingCalls.parse raised KeyError: 'arrow'"),
+        ("ListedCalls", "ListedCalls.parse returned list, not ParsedCalls(content, attempts)"),
+        ("DictCalls", "DictCalls.parse returned dict among its attempts, not ToolCall or MalformedCall"),
+    ],
+)
+def test_a_format_that_fails_to_read_is_found_before_the_first_episode(
+    tiny_tokenizer_dir: Any, kind: str, problem: str
+) -> None:
+    spec = ModelSpec(path=str(tiny_tokenizer_dir), tool_calls=f"arrow_calls:{kind}")
+    with pytest.raises(RenderError, match=re.escape(problem)):
+        load_format(spec, Path())
+
+
+def test_a_format_that_fails_at_a_reply_fails_the_episode_with_blame_on_the_spec(
+    play: Play, tiny_tokenizer_dir: Any
+) -> None:
+    result = play(
+        {
+            "replies": ["stop"],
+            "expect": {
+                "outcome": {"failure": {"blame": "spec", "kind": "render_error"}},
+                "events": ["ready", "failed"],
+            },
+        },
+        model=model(tiny_tokenizer_dir, "arrow_calls:StoppingCalls"),
+    )
+    assert [difference.text for difference in result.differences] == []
+
+
+def test_a_call_with_fields_of_other_types_is_malformed(play: Play, tiny_tokenizer_dir: Any) -> None:
+    result = play(
+        {"replies": ["5."], "expect": {"events": ["ready", "malformed", "..."]}, "set": {"limits.assistant_turns": 1}},
+        model=model(tiny_tokenizer_dir, "arrow_calls:NamelessCalls"),
+    )
+    assert [difference.text for difference in result.differences] == []

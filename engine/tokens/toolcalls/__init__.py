@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine.errors import RenderError
 from engine.storable import words_of
-from engine.tokens.toolcalls.base import Call, ParsedCalls, TaggedFormat, ToolCallFormat, UnreadableCall
+from engine.tokens.toolcalls.base import Call, ParsedCalls, TaggedFormat, ToolCallFormat, UnreadableCall, parse_calls
 from engine.tokens.toolcalls.hermes import HermesFormat
 from engine.tokens.toolcalls.plain import PlainFormat
 from engine.tokens.toolcalls.pythonic import PythonicFormat
@@ -30,6 +30,7 @@ __all__ = [
     "TaggedFormat",
     "ToolCallFormat",
     "UnreadableCall",
+    "parse_calls",
     "tool_call_format",
 ]
 

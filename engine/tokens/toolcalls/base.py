@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any, ClassVar, NamedTuple
 
+from engine.errors import RenderError
 from engine.schemas.message import MalformedCall, ToolCall
-from engine.storable import refusal
+from engine.storable import refusal, words_of
 
 LONGEST_CALL = 20_000
 """Characters of one call. A longer one is malformed: literals are parsed recursively."""
@@ -133,6 +134,40 @@ class TaggedFormat(ToolCallFormat):
             return storable_call(id_, name, arguments)
         except UnreadableCall as problem:
             return MalformedCall(raw=raw, problem=str(problem))
+
+
+def parse_calls(form: ToolCallFormat, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ParsedCalls:
+    """`form.parse(text, tools, prefix)`. A call of a format of the spec's own that cannot be stored is malformed.
+
+    Raises:
+        RenderError: `parse` raised, or returned something other than `ParsedCalls`.
+    """
+    if form.checks_calls:
+        return form.parse(text, tools, prefix)
+    name = f"{type(form).__name__}.parse"
+    try:
+        found = form.parse(text, tools, prefix)
+    except Exception as error:
+        raise RenderError(f"{name} raised {words_of(error)}") from error
+    if not isinstance(found, ParsedCalls) or not isinstance(found.content, str):
+        raise RenderError(f"{name} returned {type(found).__name__}, not ParsedCalls(content, attempts)")
+    for attempt in found.attempts:
+        if not isinstance(attempt, ToolCall | MalformedCall):
+            kind = type(attempt).__name__
+            raise RenderError(f"{name} returned {kind} among its attempts, not ToolCall or MalformedCall")
+    return found._replace(attempts=[_storable(attempt, text) for attempt in found.attempts])
+
+
+def _storable(attempt: ToolCall | MalformedCall, text: str) -> ToolCall | MalformedCall:
+    """A call as it is where it can be stored, else as malformed."""
+    if isinstance(attempt, MalformedCall):
+        return attempt
+    if not isinstance(attempt.name, str) or not isinstance(attempt.arguments, dict):
+        return MalformedCall(raw=text, problem="It has no name, or its arguments are not an object.")
+    try:
+        return storable_call(str(attempt.id), attempt.name, attempt.arguments)
+    except UnreadableCall as problem:
+        return MalformedCall(raw=text, problem=str(problem))
 
 
 def unclosed(opening: str, closing: str) -> str:
