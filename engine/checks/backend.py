@@ -24,7 +24,7 @@ def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
 def _sampled(ctx: CheckContext) -> Iterator[tuple[BackendBase, SamplingParams, DataPath]]:
     """Each backend with the sampling parameters that it is sent, and their path."""
     yield ctx.spec.backend, ctx.spec.sampling, ("sampling",)
-    if not any(user.played for _, user in ctx.people) and ctx.spec.rewards.scorer is None:
+    if not any(user.model_played for _, user in ctx.users) and ctx.spec.rewards.scorer is None:
         return
     from engine.actions.role_models import roles_of, shares_policy
 
