@@ -138,7 +138,7 @@ def test_a_limit_that_is_added_is_known_everywhere(tmp_path: Path) -> None:
         "guard": [],
         "unbounded": {
             "machine.unbounded-cycle": "set `limits.environment_steps`",
-            "machine.unreachable": "widen the limits or conditions that stand before it, or remove it",
+            "machine.unreachable": "widen the limits or conditions before it, or remove it",
         },
         "constant": {"guard.constant": "remove the transition, or correct the condition"},
         "docs": "| `limits.environment_steps` | steps | `step` | Steps of the environment so far. "

@@ -1,4 +1,4 @@
-"""A budget for the whole run, held against its worst case."""
+"""The budget of a run, compared with its worst case."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ RULE = "budget.exceeded"
 
 
 class BudgetError(EngineError):
-    """A budget that cannot be read."""
+    """A budget that is not valid."""
 
     kind = "budget_error"
     blame = "spec"
 
 
 def read_budget(given: Sequence[str]) -> dict[str, float]:
-    """`["tokens=1e9", "seconds=3600"]` -> most, by name.
+    """Read `["tokens=1e9", "seconds=3600"]`: the maximum by name.
 
     Raises:
-        BudgetError: no such name, or no number.
+        BudgetError: a name does not exist, or a value is not a number.
     """
     found: dict[str, float] = {}
     for item in given:
@@ -32,20 +32,20 @@ def read_budget(given: Sequence[str]) -> dict[str, float]:
         name = name.strip()
         if name not in COSTS:
             near = get_close_matches(name, COSTS, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"there are {', '.join(COSTS)}"
-            raise BudgetError(f"there is no budget of `{name}`; {hint}")
+            hint = f"did you mean `{near[0]}`?" if near else f"the budgets are {', '.join(COSTS)}"
+            raise BudgetError(f"there is no budget `{name}`; {hint}")
         try:
             most = float(value.replace("_", ""))
         except ValueError:
             most = -1.0
         if not most >= 0:
-            raise BudgetError(f"`{item}` is no budget; write `{name}=1e9`")
+            raise BudgetError(f"`{item}` is not a valid budget; write `{name}=1e9`")
         found[name] = most
     return found
 
 
 def over_budget(loaded: LoadedSpec, worst: WorstCase, budget: Mapping[str, float]) -> list[Diagnostic]:
-    """What the run could spend beyond its budget, at the key that bounds it."""
+    """Return a finding for each cost that may exceed its budget, at the key that bounds it."""
     found = []
     for name, most in budget.items():
         bound = worst.run[COSTS[name]]
@@ -53,15 +53,15 @@ def over_budget(loaded: LoadedSpec, worst: WorstCase, budget: Mapping[str, float
             continue
         path = _path(bound.by)
         if bound.most is None:
-            message = f"the run's {name} have a budget of {most:,.0f}, and no bound: {bound.by}"
+            message = f"the run's {name} are not bounded: {bound.by}; the budget is {most:,.0f}"
         else:
-            message = f"the run may cost {bound.most:,.0f} {name} ({bound.by}), beyond its budget of {most:,.0f}"
+            message = f"the run may cost {bound.most:,.0f} {name} ({bound.by}); the budget is {most:,.0f}"
         fix = "lower the limit, the tasks (`tasks.limit`) or `rollout.samples_per_task`"
         found.append(Diagnostic(RULE, "error", message, fix, loaded.origin(path), path))
     return found
 
 
 def _path(by: str) -> DataPath:
-    """The first key that a bound names; the limits, where it names none."""
+    """The first key that a bound names; `limits` if it names none."""
     words = [word.strip("`") for word in by.split()]
     return next((tuple(word.split(".")) for word in words if word.count(".") == 1), ("limits",))

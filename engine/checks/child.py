@@ -1,7 +1,7 @@
-"""A forked process that answers requests: nothing that it runs can hold up its parent, or end in a way that looks like success.
+"""A forked process that answers requests. It cannot block its parent, and no way to end looks like success.
 
-An answer counts only as a frame on a pipe of its own that begins with the child's random token. Ending in any way
-(`os._exit(0)`, `sys.exit`, a crash), printing, or taking too long is a `ChildError`.
+An answer is a frame on a separate pipe that begins with the child's random token. If the child ends in any way
+(`os._exit(0)`, `sys.exit`, a crash), writes anything else to the pipe, or exceeds its deadline, the parent raises a `ChildError`.
 
     child = Child(lambda request, doing: request.upper(), memory=2**30)
     child.ask(b"text", seconds=10)
@@ -28,20 +28,20 @@ from engine.errors import EngineError
 from engine.terminal import visible
 
 Answer = Callable[[bytes, Callable[[str], None]], bytes]
-"""Takes a request, and a function that notes what is done now; returns the answer."""
+"""Takes a request, and a function that records the current activity; returns the answer."""
 MAX_ANSWERED = 64 * 2**20
-"""Bytes of one answer."""
+"""Maximum size of one answer, in bytes."""
 MAX_PRINTED = 64 * 2**10
-"""Bytes of what a child prints that are kept."""
+"""Bytes of a child's output that are kept."""
 _NOTE = 200
-"""Bytes of a child's word on what it is doing."""
+"""Maximum length of a child's current activity, in bytes."""
 _POLL = 0.05
-"""Seconds between two looks at whether the child has ended."""
+"""Seconds between two checks whether the child has ended."""
 _HEAD = struct.Struct(">16sQ")
 
 
 class ChildError(EngineError):
-    """A child gave no answer; the message says how it ended."""
+    """A child gave no answer; the message says why."""
 
     kind = "child_error"
     blame = "spec"
@@ -52,9 +52,9 @@ class Child:
 
     Args:
         answer: Called in the child with each request.
-        memory: Most bytes of data that the child may allocate beside what its parent has.
-        group: It leads a process group of its own, so that what it starts ends with it.
-        capture: What it prints is kept in `printed`; otherwise it prints where its parent does.
+        memory: Bytes that the child may allocate in addition to its parent's.
+        group: Whether it leads its own process group, so that processes that it starts end with it.
+        capture: Whether its output is kept in `printed`; otherwise it goes where the parent's output goes.
     """
 
     def __init__(self, answer: Answer, *, memory: int, group: bool = True, capture: bool = False) -> None:
@@ -62,7 +62,7 @@ class Child:
         self._note = mmap.mmap(-1, _NOTE)
         self._group = group
         self.printed = b""
-        """What it printed, the beginning."""
+        """The beginning of its output."""
         ask_out, ask_in = os.pipe()
         told_out, told_in = os.pipe()
         print_out, print_in = os.pipe() if capture else (-1, -1)
@@ -100,10 +100,10 @@ class Child:
     # ---- in the parent
 
     def ask(self, request: bytes, seconds: float) -> bytes:
-        """The answer to a request. After a ChildError, the child is gone.
+        """Return the answer to a request. After a ChildError, the child has ended.
 
         Raises:
-            ChildError: there is none within so many seconds, or the child ended.
+            ChildError: there is no answer within `seconds`, or the child ended.
         """
         try:
             return self._asked(request, time.monotonic() + seconds, seconds)
@@ -125,13 +125,13 @@ class Child:
             if len(found) >= _HEAD.size:
                 token, length = _HEAD.unpack(found[: _HEAD.size])
                 if not secrets.compare_digest(token, self._token) or length > MAX_ANSWERED:
-                    raise ChildError(f"the process answered what it was not asked{self._where()}")
+                    raise ChildError(f"the process sent an invalid answer{self._where()}")
                 if len(found) >= _HEAD.size + length:
                     return bytes(found[_HEAD.size : _HEAD.size + length])
             ended = ended or self._has_ended()
 
     def _take(self, found: bytearray, seconds: float) -> bool:
-        """Read what the child wrote, waiting so long for some; whether any of its pipes had something."""
+        """Read what the child wrote, and return whether there was anything; wait at most `seconds`."""
         open_ends = [end for end in (self._told, self._print) if end >= 0]
         poll = select.poll()
         for end in open_ends:
@@ -167,7 +167,7 @@ class Child:
         return f" ({note})" if note else ""
 
     def close(self) -> None:
-        """End the process, and what it has started."""
+        """End the process and, if it leads a group, the processes that it started."""
         if self._leader and self._group:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._leader, signal.SIGKILL)
@@ -183,12 +183,12 @@ class Child:
 
 
 def can_fork() -> bool:
-    """Whether this system has child processes of this kind."""
+    """Return whether this system can fork processes."""
     return hasattr(os, "fork")
 
 
 def _prepare(group: bool, memory: int, output: int, keep: tuple[int, int]) -> None:
-    """In the child: no input, limits, a process group, output into the pipe where there is one, and no file of its parent's."""
+    """Prepare the child: no input, limits, a process group, output into the pipe if there is one, no open files of its parent."""
     import resource
 
     if group:
@@ -221,11 +221,11 @@ _REFUSED = (
     "os.posix_spawn",
 )
 _refusing: list[bool] = []
-"""Not empty where this process does: an audit hook cannot be removed."""
+"""Not empty if this process has the audit hook, which cannot be removed."""
 
 
 def refuse_outside() -> None:
-    """Let this process neither use the network nor start a program, whatever is called in it later."""
+    """Forbid this process to use the network and to start programs, until it ends."""
 
     if _refusing:
         return
@@ -239,7 +239,7 @@ def refuse_outside() -> None:
 
 
 def _data() -> int:
-    """Bytes of data that this process has; 0 where that cannot be told."""
+    """Bytes of this process's data segment; 0 if not known."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmData:"):
@@ -248,7 +248,7 @@ def _data() -> int:
 
 
 def _limit_time(seconds: float) -> None:
-    """End this process when it has used so many seconds of the processor more: even where nobody is left to end it."""
+    """End this process after `seconds` more of CPU time, even if its parent is gone."""
     import resource
 
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -258,7 +258,7 @@ def _limit_time(seconds: float) -> None:
 
 
 def _read(end: int, size: int) -> bytes | None:
-    """So many bytes; None where the other end is closed."""
+    """Read exactly `size` bytes; None if the other end is closed."""
     found = bytearray()
     while len(found) < size:
         data = os.read(end, min(size - len(found), 1 << 20))

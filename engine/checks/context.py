@@ -1,4 +1,4 @@
-"""What rules share: the spec, its machine put together, and the entry points it names, each loaded once."""
+"""Data that rules share: the spec, its resolved machine, and its entry points, each loaded once."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from engine.spec.near import near_or_known
 from engine.spec.source import NotImported, declared_events, read_entry
 
 MAX_TRANSITIONS = 10_000
-"""Of a machine that is looked at, with every list and `"*"` written out."""
+"""Maximum number of transitions of a machine that is checked, with every list and `"*"` expanded."""
 MAX_WORK = 200_000
-"""What one rule may spend."""
+"""Work units of one rule."""
 MAX_ENTRIES = 100
-"""Entry points that are imported."""
+"""Maximum number of entry points that are imported."""
 MAX_READ = 100_000
-"""Characters of conditions that are read for what they say."""
+"""Maximum number of characters of all conditions that are analysed."""
 PRESETS_STATES = frozenset(name for preset in PRESETS.values() for name in preset.states)
 
 
 class NamedEntry(NamedTuple):
-    """An entry point of the spec, and where it is named."""
+    """An entry point of the spec, and its position."""
 
     path: DataPath
-    """Of the mapping that has `use` and `with`."""
+    """Path of the mapping with `use` and `with`."""
     entry: Entry
     role: str
     """`environment`, `user`, `tool`, `scorer`."""
@@ -52,20 +52,20 @@ class NamedEntry(NamedTuple):
 
 @dataclass
 class CheckContext:
-    """One spec under examination."""
+    """One spec that is checked."""
 
     loaded: LoadedSpec
     work: Work = field(default_factory=Work)
-    """What the rule that is tried may still spend; without bound unless `check_spec` bounds it."""
+    """Work units left for the current rule; unlimited unless `check_spec` limits them."""
     rule: str = ""
-    """The rule that is tried."""
+    """The id of the current rule."""
     skipped: dict[str, None] = field(default_factory=dict)
-    """Rules that could not look at everything, because code is not imported."""
+    """Rules that skipped something, because code is not imported."""
     apart: bool = False
-    """Import nothing that runs in worker processes alone: this process goes on to run the spec."""
+    """Whether code that runs only in worker processes is not imported, because this process runs the spec afterwards."""
     _entries: dict[str, Any] = field(default_factory=dict)
     _read: dict[str, bool] = field(default_factory=dict)
-    """Conditions that were asked for, and whether they are read."""
+    """Whether each condition is analysed."""
     _characters: int = 0
 
     @property
@@ -75,7 +75,7 @@ class CheckContext:
 
     @cached_property
     def written_out(self) -> int:
-        """How many transitions of the spec's own there are with every list and `"*"` written out."""
+        """Number of the spec's own transitions with every list and `"*"` expanded."""
         most = len({*self.spec.machine.states, *PRESETS_STATES})
         return sum(
             len(item.triggers) * (most if ANY in item.sources else len(item.sources))
@@ -84,20 +84,20 @@ class CheckContext:
 
     @cached_property
     def machine(self) -> ResolvedMachine:
-        """The whole machine: presets and `"*"` written out, names not checked.
+        """The machine with its preset, and with `"*"` expanded; names are not checked.
 
         Raises:
-            WorkLimitError: that would be more than `MAX_TRANSITIONS`.
+            WorkLimitError: it would have more than `MAX_TRANSITIONS` transitions.
         """
         if self.written_out > MAX_TRANSITIONS:
             raise WorkLimitError(
-                f"the machine has more than {MAX_TRANSITIONS:,} transitions, lists and `*` written out"
+                f"the machine has more than {MAX_TRANSITIONS:,} transitions, with lists and `*` expanded"
             )
         return resolve_machine(self.spec.machine)
 
     @property
     def states(self) -> dict[str, StateSpec]:
-        """Every state, the preset's too."""
+        """All states, including those of the preset."""
         return self.machine.states
 
     @cached_property
@@ -106,9 +106,9 @@ class CheckContext:
         return [name for name, state in self.states.items() if not state.final]
 
     def entry(self, use: str) -> Any:
-        """What an entry point names, or the EntryError that says why it cannot be had.
+        """Return the object of an entry point, or the EntryError that says why it cannot be loaded.
 
-        Where code may not be imported and its text shows no mistake, that is a `NotImported`, and the rule that asks
+        If code may not be imported and its source shows no mistake, the result is a `NotImported`, and the current rule
         counts as skipped.
         """
         found = self.described(use)
@@ -117,10 +117,10 @@ class CheckContext:
         return found
 
     def described(self, use: str) -> Any:
-        """The same, for a rule that a `NotImported` tells enough: it does not count as skipped.
+        """Return the same, for rules to which a `NotImported` is enough: they do not count as skipped.
 
         Raises:
-            WorkLimitError: the spec names too many entry points to read.
+            WorkLimitError: the spec names more than `MAX_ENTRIES` entry points.
         """
         if use not in self._entries:
             if len(self._entries) == MAX_ENTRIES:
@@ -138,7 +138,7 @@ class CheckContext:
 
     @cached_property
     def isolated(self) -> frozenset[str]:
-        """Entry points that run in worker processes alone."""
+        """Entry points that run only in worker processes."""
         spec = self.spec
         whole = spec.isolation_of(None).mode == "process"
         modes = [(item.entry.use, self._mode(item) == "process") for item in self.worlds]
@@ -147,7 +147,7 @@ class CheckContext:
         return frozenset(use for use, apart in modes if apart) - here
 
     def _mode(self, item: NamedEntry) -> str | None:
-        """`thread` or `process`: where a world runs."""
+        """Where an entry point runs: `thread` or `process`."""
         owner: Any = self.spec
         for key in item.path:
             if key == "grader":
@@ -156,12 +156,12 @@ class CheckContext:
         return self.spec.isolation_of(owner.isolation).mode
 
     def skip(self) -> None:
-        """Say that the rule that is tried cannot look at everything without importing code."""
+        """Record that the current rule skipped something because code is not imported."""
         if self.rule:
             self.skipped[self.rule] = None
 
     def events_of(self, state: StateSpec) -> tuple[str, ...] | None:
-        """The events that a state's action declares; None where that is not known."""
+        """Return the events that a state's action declares; None if they are not known."""
         if state.action is None:
             return ()
         if (facts := ACTIONS.get(state.action)) is not None:
@@ -179,7 +179,7 @@ class CheckContext:
         ]
 
     def declared(self, use: str) -> tuple[str, ...] | None:
-        """The `events` of what an entry point names, where it has a list of names."""
+        """Return the `events` of an entry point's object; None if they are not a list of names."""
         thing = self.described(use)
         if isinstance(thing, NotImported):
             found = declared_events(thing.node)
@@ -193,26 +193,26 @@ class CheckContext:
 
     @cached_property
     def may_happen(self) -> Mapping[str, frozenset[str] | None]:
-        """Every event that a state which is not final may meet; None where its action's are not known."""
+        """All events that may occur in each state that is not final; None if those of its action are not known."""
         events = {name: self.events_of(self.states[name]) for name in self.working}
         return {name: None if known is None else frozenset((*known, *ALWAYS)) for name, known in events.items()}
 
     @cached_property
     def reachable(self) -> frozenset[str]:
-        """States that some episode can come to, whatever its guards say; all of them where `initial` is none."""
+        """States that can be reached if guards are ignored; all states if `initial` does not exist."""
         if self.machine.initial not in self.states:
             return frozenset(self.states)
         return _closure([self.machine.initial], [(edge.source, edge.dest) for edge in self.live])
 
     @cached_property
     def ending(self) -> frozenset[str]:
-        """States from which a final state can be reached, the final ones too."""
+        """States from which a final state can be reached, including the final states."""
         final = [name for name, state in self.states.items() if state.final]
         return _closure(final, [(edge.dest, edge.source) for edge in self.live])
 
     @cached_property
     def live(self) -> list[ResolvedTransition]:
-        """The transitions that can be taken: their event can happen, and none that always holds stands before them."""
+        """The transitions that can be taken: their event can occur, and no unconditional transition precedes them."""
         settled: set[tuple[str, str]] = set()
         live: list[ResolvedTransition] = []
         for edge in self.machine.transitions:
@@ -224,11 +224,11 @@ class CheckContext:
         return live
 
     def formula(self, expression: str) -> Formula:
-        """A guard as clauses, under the spec's limits."""
+        """Return a guard as a function of its quantities, under the spec's limits."""
         return self._formula(expression, self.limit_values)
 
     def _formula(self, expression: str, values: tuple[tuple[str, float], ...]) -> Formula:
-        """Of more than `MAX_READ` characters in all, the rest is not read: anything may come of it."""
+        """Conditions beyond the first `MAX_READ` characters are not analysed: they may have any result."""
         known = self._read.get(expression)
         if known is None:
             known = self._read[expression] = self._characters + len(expression) <= MAX_READ
@@ -236,7 +236,7 @@ class CheckContext:
         return formula(expression, values if "limits" in expression else ()) if known else UNKNOWN
 
     def chart(self, limits: LimitsSpec | None = None) -> Chart:
-        """The machine as it is walked through, within the spec's limits or other ones."""
+        """Return the machine in the form that `explore` takes, with the spec's limits or others."""
         within = limits or self.spec.limits
         values = _values(within)
         groups: dict[tuple[str, str], list[Edge]] = {}
@@ -271,7 +271,7 @@ class CheckContext:
 
     @cached_property
     def cycles(self) -> Cycles:
-        """Ways round that nothing ends."""
+        """Cycles that nothing bounds."""
         return cycles_of(self.graph, Work(MAX_WORK))
 
     @cached_property
@@ -281,12 +281,12 @@ class CheckContext:
 
     @cached_property
     def limit_values(self) -> tuple[tuple[str, float], ...]:
-        """What guards read as `limits.*`."""
+        """The values of `limits.*` in guards."""
         return _values(self.spec.limits)
 
     @cached_property
     def hull(self) -> Ranges:
-        """Everything that guards may ever read."""
+        """The range of each quantity over all reachable places."""
         hull: dict[str, tuple[float, float]] = {}
         for counts in {place.counts for place in self.graph.steps if not place.late}:
             for name, (low, high) in self.graph.walk.ranges(counts).items():
@@ -295,12 +295,12 @@ class CheckContext:
         return hull
 
     def written(self, *path: str | int) -> bool:
-        """Whether the spec itself says this, rather than leaving it to its default."""
+        """Whether the spec sets this key, so that the default does not apply."""
         return path in self.loaded.origins
 
     @cached_property
     def worlds(self) -> list[NamedEntry]:
-        """Every entry point that is built or called as a world."""
+        """The entry points of environment, tools, users and scorer."""
         spec = self.spec
         found = [NamedEntry(("tools", index), tool, "tool") for index, tool in enumerate(spec.tools)]
         if spec.environment:
@@ -318,17 +318,17 @@ class CheckContext:
 
     @property
     def users(self) -> list[tuple[DataPath, UserSpec]]:
-        """Every user, and where it is declared."""
+        """All users with their positions."""
         users = self.spec.users_by_name.items()
         return [(("users", name) if name else ("user",), user) for name, user in users]
 
     @cached_property
     def own_actions(self) -> list[tuple[str, StateSpec]]:
-        """States of the spec's own whose action is an entry point."""
+        """States whose action is an entry point of the spec."""
         return [(name, state) for name, state in self.states.items() if state.action and ":" in state.action]
 
     def state_path(self, name: str) -> DataPath:
-        """Where a state is written; the machine, where it is a preset's."""
+        """Return the position of a state; that of the machine if the state comes from the preset."""
         return ("machine", "states", name) if name in self.spec.machine.states else ("machine",)
 
 
@@ -337,7 +337,7 @@ def _values(limits: LimitsSpec) -> tuple[tuple[str, float], ...]:
 
 
 def _closure(starts: Iterable[str], steps: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """What can be reached from some states by steps, these states included."""
+    """The states that can be reached from some states, including these."""
     ahead: dict[str, set[str]] = {}
     for source, dest in steps:
         ahead.setdefault(source, set()).add(dest)
@@ -358,5 +358,5 @@ def _can_happen(edge: ResolvedTransition, events: Mapping[str, frozenset[str] | 
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean …?`, or what is known."""
+    """Return `did you mean …?`, or the list of known names."""
     return near_or_known(name, sorted(known), cutoff=0.5)

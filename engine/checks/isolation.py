@@ -25,7 +25,7 @@ def _parts(ctx: CheckContext) -> Iterator[tuple[DataPath, IsolationSpec | None, 
         yield ("rewards", "scorer"), spec.rewards.scorer.isolation, not spec.rewards.scorer.model_played
 
 
-@rule("isolation.no-effect", "error", "`isolation` says something that has no effect")
+@rule("isolation.no-effect", "error", "a setting of `isolation` has no effect")
 def no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """Limits without `mode: process`, and the key on a part that has no code or in a spec that has none."""
     spec = ctx.spec
@@ -35,7 +35,7 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
             continue
         at = (*path, "isolation")
         if not runs:
-            message = "a model plays this part, and it has no code that could run in a process of its own"
+            message = "a model plays this part, so it has no code that could run in its own process"
             yield Finding(message, at, "remove `isolation`, or give the part `use`", key=True)
         elif own.limits and spec.isolation_of(own).mode != "process":
             yield Finding(f"{_names(own)} cannot limit code that runs in the engine's process", at, _PROCESS, key=True)

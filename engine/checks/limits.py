@@ -16,7 +16,7 @@ def _nearest(ctx: CheckContext, *paths: DataPath) -> DataPath:
     return next((path for path in paths if ctx.written(*path)), paths[0])
 
 
-@rule("limits.contradiction", "error", "one limit leaves no room for another")
+@rule("limits.contradiction", "error", "one limit contradicts another")
 def contradiction(ctx: CheckContext) -> Iterator[Finding]:
     """More tokens for a turn than for the episode or the model; a deadline longer than the episode's."""
     limits = ctx.spec.limits
@@ -58,7 +58,7 @@ def _late(ctx: CheckContext) -> Iterator[Finding]:
 def too_wide(ctx: CheckContext) -> Iterator[Finding]:
     """The maximum of a counter is then its limit, and conditions that depend on counters may have either result."""
     if ctx.graph.walked and not ctx.graph.exact:
-        message = "too many combinations of turns and calls: nothing that depends on their numbers is proved"
+        message = "too many combinations of turns and calls: nothing that depends on their counts is proved"
         yield Finding(message, ("limits",), "set lower limits to have them checked exactly", key=True)
 
 

@@ -25,20 +25,20 @@ def _member(path: DataPath, key: str, value: str | list[str], index: int) -> Dat
     return (*path, key) if isinstance(value, str) else (*path, key, index)
 
 
-@rule("machine.too-many", "error", "the machine has more transitions than can be looked at")
+@rule("machine.too-many", "error", "the machine has too many transitions to check")
 def too_many(ctx: CheckContext) -> Iterator[Finding]:
     """With every list of triggers and sources, and every `"*"`, written out."""
     if ctx.written_out > MAX_TRANSITIONS:
-        message = f"{ctx.written_out:,} transitions, every list and `*` written out; {MAX_TRANSITIONS:,} are the most"
-        yield Finding(message, ("machine", "transitions"), "leave out what can never happen", key=True)
+        message = f"{ctx.written_out:,} transitions, with every list and `*` expanded; at most {MAX_TRANSITIONS:,} are allowed"
+        yield Finding(message, ("machine", "transitions"), "remove transitions that can never happen", key=True)
 
 
-@rule("machine.too-large", "warning", "the machine is too large to be walked through")
+@rule("machine.too-large", "warning", "the machine is too large to check all its paths")
 def too_large(ctx: CheckContext) -> Iterator[Finding]:
     """Whether each cycle is bounded, and what an episode may cost, is then not known."""
     if not ctx.graph.walked:
         message = (
-            f"{len(ctx.states):,} states are too many to walk through: whether limits bound every cycle is not known"
+            f"{len(ctx.states):,} states are too many to check all paths: whether limits bound every cycle is not known"
         )
         yield Finding(message, ("machine",), "split it into several specs", key=True)
 
@@ -74,7 +74,7 @@ def no_action(ctx: CheckContext) -> Iterator[Finding]:
         if ctx.states[name].action is None:
             fix = "give it an `action`, or make it `final: true`"
             yield Finding(
-                f"nothing is done in `{name}`, so nothing can lead out of it", ctx.state_path(name), fix, key=True
+                f"`{name}` has no action, so no event can lead out of it", ctx.state_path(name), fix, key=True
             )
 
 
@@ -139,7 +139,7 @@ def no_default(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(f"`{event}` in `{source}` leads nowhere when no condition holds", path, fix)
 
 
-@rule("machine.unreachable", "error", "no episode can come to a state")
+@rule("machine.unreachable", "error", "no episode can reach a state")
 def unreachable(ctx: CheckContext) -> Iterator[Finding]:
     """No chain of transitions leads there, or none that the limits and conditions allow."""
     graph = ctx.graph
@@ -150,8 +150,8 @@ def unreachable(ctx: CheckContext) -> Iterator[Finding]:
             fix = "lead a transition to it, or remove it"
             yield Finding(f"nothing leads to `{name}`", ctx.state_path(name), fix, key=True)
         elif name not in come_to:
-            message = f"no episode can come to `{name}`, within the spec's limits and conditions"
-            fix = "widen the limits or conditions that stand before it, or remove it"
+            message = f"no episode can reach `{name}`, within the spec's limits and conditions"
+            fix = "widen the limits or conditions before it, or remove it"
             yield Finding(message, ctx.state_path(name), fix, key=True)
 
 
@@ -172,7 +172,7 @@ def _either(states: list[str]) -> str:
     return " or ".join(f"`{state}`" for state in states) if len(states) < 5 else listed(states)
 
 
-@rule("rules.unknown-state", "error", "a reward rule is tried after a state that does not exist")
+@rule("rules.unknown-state", "error", "a reward rule names a state that does not exist")
 def rule_at_unknown_state(ctx: CheckContext) -> Iterator[Finding]:
     """`rewards.reassign[*].at`."""
     for index, item in enumerate(ctx.spec.rewards.reassign):

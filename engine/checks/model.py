@@ -1,4 +1,4 @@
-"""Rules over the model and its chat template: from its config and tokenizer alone, where they are at hand.
+"""Rules about the model and its chat template, from its config and tokenizer files if they are on this computer.
 
 Neither torch nor transformers is imported.
 """
@@ -25,7 +25,7 @@ from engine.spec.template import fill, texts_of
 from engine.tokens.toolcalls import FORMATS
 
 CHARACTER = 0.5
-"""What it costs to count one character in tokens."""
+"""Work units for counting the tokens of one character."""
 
 View = dict[str, Any]
 
@@ -34,32 +34,32 @@ def _files(ctx: CheckContext) -> ModelFiles | None:
     return None if ctx.spec.backend.takes_messages else model_files(ctx.loaded)
 
 
-@rule("model.not-at-hand", "info", "the model's files are not here, so what depends on them is not checked")
+@rule("model.not-at-hand", "info", "the model's files are not on this computer, so some checks are skipped")
 def not_at_hand(ctx: CheckContext) -> Iterator[Finding]:
-    """Its context, its chat template, its special tokens and whether it sees images."""
+    """Its context, its chat template, its special tokens and whether it takes images."""
     if not ctx.spec.backend.takes_messages and _files(ctx) is None:
-        message = f"the files of `{ctx.spec.model.path}` are not here: template, context and images are not checked"
+        message = f"the files of `{ctx.spec.model.path}` are not on this computer: template, context and images are not checked"
         yield Finding(
-            message, ("model", "path"), "fetch it once (`engine models` names those that can be), or give a folder"
+            message, ("model", "path"), "download it once (`engine models` lists the models), or give a folder"
         )
 
 
 def _render(ctx: CheckContext, files: ModelFiles) -> Shown | None:
-    """What the template does; None where there is none."""
+    """What the template does; None without a template."""
     if files.template is None:
         return None
     return shown(files.template, _variables(ctx, files), trusted=files.trusted)
 
 
 def _variables(ctx: CheckContext, files: ModelFiles) -> dict[str, Any]:
-    """What a template is rendered with beside messages and tools."""
+    """The variables of a template other than messages and tools."""
     own = {key: value for key, value in ctx.spec.model.template_kwargs.items() if isinstance(key, str)}
     return {**files.special, **own}
 
 
 @rule("model.template", "error", "the chat template cannot be rendered")
 def template_renders(ctx: CheckContext) -> Iterator[Finding]:
-    """There is none, it is no Jinja, or it refuses every conversation."""
+    """There is none, it is not valid Jinja, or it rejects every conversation."""
     files = _files(ctx)
     if files is None or not files.access.is_file(files.source / "tokenizer_config.json"):
         return
@@ -76,7 +76,7 @@ def template_renders(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("model.no-tools", "warning", "the chat template does not show tools, and the spec has some")
 def no_tools(ctx: CheckContext) -> Iterator[Finding]:
-    """The model never sees their schemas; unless the prompt describes them, it cannot know them."""
+    """The model does not see their schemas, so it does not know them unless the prompt describes them."""
     files, shown = _with_template(ctx)
     if files is None or shown is None or not ctx.spec.tools or shown.tools:
         return
@@ -94,7 +94,7 @@ def no_tools(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("model.no-tool-role", "error", "the chat template does not show tools' results")
 def no_tool_role(ctx: CheckContext) -> Iterator[Finding]:
-    """It drops or refuses messages of role `tool`."""
+    """It drops or rejects messages of role `tool`."""
     files, shown = _with_template(ctx)
     calls = any(True for _ in ctx.speaking("tool"))
     if files is None or shown is None or shown.results or ctx.spec.model.tool_role == "user":
@@ -108,14 +108,14 @@ def no_tool_role(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("model.calls-not-read", "error", "nothing reads the tool calls that the chat template writes")
 def calls_not_read(ctx: CheckContext) -> Iterator[Finding]:
-    """Every call would be taken for an answer. The reader is proved on the template, and the proof is kept in the cache."""
+    """Every call would be treated as an answer. The parser is tested on the template, and the result is cached."""
     files, shown = _with_template(ctx)
     model = ctx.spec.model
     proved = model.tool_calls == "auto" and model.renderer in ("auto", "template")
     if files is None or shown is None or not proved or not ctx.spec.tools or not shown.tools:
         return
     if not files.trusted or not (files.source / "tokenizer.json").is_file():
-        return  # a stranger's template is rendered in a process of its own alone
+        return  # an untrusted template is rendered only in a process of its own
     unread = _unread(model.model_dump_json(), str(ctx.loaded.base))
     if unread:
         named = ", ".join(f"`{name}`" for name in FORMATS)
@@ -125,18 +125,18 @@ def calls_not_read(ctx: CheckContext) -> Iterator[Finding]:
 
 @lru_cache(maxsize=16)
 def _unread(model: str, base: str) -> str:
-    """Why calls of this model are read by nobody; empty where they are read, or the model cannot be loaded."""
+    """Why no parser reads this model's calls; empty if one does, or if the model cannot be loaded."""
     from engine.tokens.loading import load_format
 
     try:
         return load_format(ModelSpec.model_validate_json(model), Path(base)).unread_calls
     except EngineError:
-        return ""  # other rules say it
+        return ""  # other rules report it
 
 
-@rule("model.rewrites-history", "info", "the chat template rewrites what was said, which begins new branches")
+@rule("model.rewrites-history", "info", "the chat template rewrites earlier messages, which starts new branches")
 def rewrites_history(ctx: CheckContext) -> Iterator[Finding]:
-    """How many exact sequences one episode may come to."""
+    """The maximum number of branches of one episode."""
     _, shown = _with_template(ctx)
     if shown is None or shown.rewrites is None or ctx.spec.model.history == "keep":
         return
@@ -149,9 +149,9 @@ def rewrites_history(ctx: CheckContext) -> Iterator[Finding]:
     yield Finding(message, ("model", "history"), fix)
 
 
-@rule("model.special-text", "warning", "text of others may become special tokens")
+@rule("model.special-text", "warning", "text from tasks, tools or users may become special tokens")
 def special_text(ctx: CheckContext) -> Iterator[Finding]:
-    """`model.allow_special: true`: whoever writes `<|im_end|>` ends a message."""
+    """`model.allow_special: true`: a text that contains `<|im_end|>` ends a message."""
     played: list[tuple[DataPath, Any]] = [
         (("user",), ctx.spec.user),
         *((("users", name), user) for name, user in ctx.spec.users.items()),
@@ -164,9 +164,7 @@ def special_text(ctx: CheckContext) -> Iterator[Finding]:
         if part is not None and part.model is not None and part.model.allow_special
     ]
     for path in found:
-        message = (
-            "text of users, tools, environments, task fields and replies becomes special tokens where it spells them"
-        )
+        message = "text from users, tools, environments, task fields and replies that spells a special token becomes that token"
         yield Finding(
             message,
             (*path, "allow_special"),
@@ -180,9 +178,9 @@ def _with_template(ctx: CheckContext) -> tuple[ModelFiles | None, Shown | None]:
     return files, None if shown is None or shown.problem is not None else shown
 
 
-@rule("model.stop-in-token", "warning", "a stop string is part of a token of the template or of a mark of tool calls")
+@rule("model.stop-in-token", "warning", "a stop string is part of a template token or of a tool-call marker")
 def stop_in_token(ctx: CheckContext) -> Iterator[Finding]:
-    """It would end every reply that writes the token or the mark."""
+    """It would end every reply that contains the token or the marker."""
     files = _files(ctx)
     if files is None:
         return
@@ -197,16 +195,16 @@ def stop_in_token(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(message, path, "use a longer stop string, or `stop_token_ids`")
 
 
-@rule("model.images", "error", "images are shown to a model that takes none here")
+@rule("model.images", "error", "images are shown to a model that takes none")
 def images(ctx: CheckContext) -> Iterator[Finding]:
-    """Image parts of `prompt` and of `recover`, for a text model or one whose images the engine does not know."""
+    """Image parts of `prompt` and `recover`, for a text model or a model whose image format the engine does not support."""
     from engine.tokens.vision_families import FAMILIES
 
     files = _files(ctx)
     kind = None if files is None else files.config.get("model_type")
     if files is None or files.sees is None or (files.sees and kind in (None, *FAMILIES)):
         return
-    why = f"is a `{kind}`, whose images are not supported" if files.sees else "reads text alone"
+    why = f"is a `{kind}`, whose images are not supported" if files.sees else "takes only text"
     fix = f"take one of {', '.join(FAMILIES)}" if files.sees else "take a vision-language model, or leave the image out"
     words: list[tuple[DataPath, Any]] = [
         (("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.prompt)
@@ -221,7 +219,7 @@ def images(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("model.context", "warning", "the spec's context is larger than the model's")
 def context(ctx: CheckContext) -> Iterator[Finding]:
-    """Positions beyond what the model was made for."""
+    """The model was not trained for such positions."""
     files = _files(ctx)
     own = ctx.spec.model.context
     if files is not None and own is not None and files.context is not None and own > files.context:
@@ -231,7 +229,7 @@ def context(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("limits.prompt-too-long", "error", "a prompt and one turn do not fit the episode's tokens")
 def prompt_too_long(ctx: CheckContext) -> Iterator[Finding]:
-    """The first rows' prompts, in the model's own tokens, against `episode_tokens` and the context."""
+    """The prompts of the first rows, in the model's tokens, compared with `episode_tokens` and the context."""
     files = _files(ctx)
     bound = context_bound(ctx)
     if files is None or bound.most is None:
@@ -239,7 +237,7 @@ def prompt_too_long(ctx: CheckContext) -> Iterator[Finding]:
     sampled = min(ctx.spec.sampling.max_new_tokens or ctx.spec.limits.turn_tokens, UNBOUNDED)
     room = bound.most - min(sampled, ctx.spec.limits.turn_tokens)
     if room <= 0:
-        return  # `limits.contradiction` says it
+        return  # `limits.contradiction` reports it
     for number, messages in _openings(ctx):
         if sum(len(message["content"].encode()) + 16 for message in messages) <= room:
             continue  # a token is at least one byte
@@ -276,11 +274,11 @@ def _openings(ctx: CheckContext) -> Iterator[tuple[int, list[View]]]:
                 ],
             )
     except (SpecError, EngineError):
-        return  # the rules over tasks and prompts say it
+        return  # the rules about tasks and prompts report it
 
 
 def _tokens_of(ctx: CheckContext, files: ModelFiles, messages: list[View]) -> int | None:
-    """How many tokens a conversation has; None where its template or tokenizer cannot tell."""
+    """The number of tokens of a conversation; None if its template or tokenizer fails."""
     if files.template is None:
         return None
     views = [
@@ -297,7 +295,7 @@ def _tokens_of(ctx: CheckContext, files: ModelFiles, messages: list[View]) -> in
     try:
         return len(tokenizer.encode(text, add_special_tokens=False).ids)
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust: it is no Exception
+        if type(error).__name__ != "PanicException":  # raised by Rust code; not a subclass of Exception
             raise
         raise ChildError(f"its tokenizer fails: {error}") from None
 

@@ -1,6 +1,6 @@
-"""What a model's files say without its weights: sizes, chat template, special tokens. Imports neither torch nor transformers.
+"""A model's sizes, chat template and special tokens, read from its files without torch and transformers.
 
-Only files that are at hand are read: a folder, the catalogue's cache, the hub's cache. Nothing is fetched.
+Only local files are read: a folder, the catalogue's cache, the hub's cache. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.spec.access import Access
 from engine.spec.load import LoadedSpec
 
 LARGEST = 64 * 2**20
-"""Bytes of a file that is read."""
+"""Maximum size of a file that is read, in bytes."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _VISION_KEYS = ("vision_config", "image_token_id", "vision_tower", "mm_vision_tower")
 
@@ -28,21 +28,21 @@ class ModelFiles:
     """The files of a spec's model."""
 
     folder: Path
-    """Config and weights."""
+    """Folder of config and weights."""
     source: Path
-    """Tokenizer."""
+    """Folder of the tokenizer."""
     own_template: Path | None
-    """A Jinja file that replaces the tokenizer's."""
+    """A Jinja file that replaces the tokenizer's chat template."""
     access: Access
-    """Which files may be opened: below the model's folders too."""
+    """The files that may be opened, including those in the model's folders."""
     template_access: Access
-    """The same for `own_template`, which the spec names by itself."""
+    """The files that may be opened for `own_template`, which the spec names."""
     trusted: bool
-    """The template is rendered without precautions: it is the catalogue's, or the spec is not a stranger's."""
+    """Whether the template may be rendered in this process: it is from the catalogue, or the spec is trusted."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """`config.json`, the text model's part merged in; empty where there is none."""
+        """`config.json`, merged with its part for the text model; empty if there is none."""
         found = read_json(self.folder / "config.json", self.access)
         text = found.get("text_config")
         return {**(text if isinstance(text, dict) else {}), **found}
@@ -54,13 +54,13 @@ class ModelFiles:
 
     @cached_property
     def context(self) -> int | None:
-        """Most tokens that the model attends to."""
+        """The model's maximum context, in tokens."""
         found = self.config.get("max_position_embeddings") or self.tokenizer.get("model_max_length")
         return int(found) if isinstance(found, int | float) and 0 < found < 1 << 24 else None
 
     @cached_property
     def template(self) -> str | None:
-        """The chat template; None where there is none."""
+        """The chat template; None if there is none."""
         if self.own_template is not None:
             return _text(self.own_template, self.template_access)
         beside = _text(self.source / "chat_template.jinja", self.access)
@@ -76,7 +76,7 @@ class ModelFiles:
 
     @cached_property
     def special(self) -> dict[str, str]:
-        """Named special tokens, as templates are handed them."""
+        """The named special tokens that templates get as variables."""
         found = {}
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
             value = self.tokenizer.get(name)
@@ -87,7 +87,7 @@ class ModelFiles:
 
     @cached_property
     def added(self) -> list[str]:
-        """Texts of the tokens that stand apart from the vocabulary."""
+        """Texts of the added tokens."""
         listed = self.tokenizer.get("added_tokens_decoder")
         items = (
             list(listed.values())
@@ -99,14 +99,14 @@ class ModelFiles:
 
     @cached_property
     def sees(self) -> bool | None:
-        """Whether the model takes images; None where its config is not there."""
+        """Whether the model takes images; None without a config."""
         if not self.config:
             return None
         return any(self.config.get(key) is not None for key in _VISION_KEYS)
 
 
 def model_files(loaded: LoadedSpec) -> ModelFiles | None:
-    """A spec's model, where its files are at hand."""
+    """Return the files of a spec's model; None if they are not on this computer."""
     spec = loaded.spec.model
     folder = _at_hand(loaded, spec.path, ("model", "path"), spec.revision)
     if folder is None:
@@ -131,7 +131,7 @@ def _files(
 
 
 def _whole(folder: Path) -> Path:
-    """The folder that a model's files lie in: a snapshot of the hub's cache links to the blobs beside it."""
+    """The folder with all files of a model: a snapshot in the hub's cache links to blobs outside the snapshot."""
     above = folder.parent.parent
     return above if folder.parent.name == "snapshots" and above.name.startswith("models--") else folder
 
@@ -167,7 +167,7 @@ def _in_hub_cache(name: str, revision: str | None) -> Path | None:
 
 
 def read_json(path: Path, access: Access | None = None) -> dict[str, Any]:
-    """A JSON file that holds a mapping; empty where it does not, is not there, or may not be opened."""
+    """Read a JSON file that contains a mapping; empty if it does not, does not exist, or may not be opened."""
     text = _text(path, access)
     if text is None:
         return {}
@@ -179,7 +179,7 @@ def read_json(path: Path, access: Access | None = None) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, access: Access | None = None) -> bytes | None:
-    """A regular file's bytes; None where it is not there, larger than `LARGEST`, or may not be opened."""
+    """Read a regular file; None if it does not exist, is larger than `LARGEST`, or may not be opened."""
     try:
         access = access or Access()
         return access.read(path, LARGEST) if access.is_file(path) else None

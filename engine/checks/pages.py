@@ -1,7 +1,7 @@
-"""The pages of rules: docs/rules/<id>.md, the one place where a rule is explained.
+"""The pages of rules, docs/rules/<id>.md: the only place where a rule is explained.
 
-A page is its title (the id), a line with the severity and what the rule finds, then why, a bad example and a good one.
-Examples are YAML; files that lie beside them are fenced too, with their name behind the language.
+A page has a title (the id), a line with the severity and what the rule finds, then the reason, a bad and a good example.
+Examples are YAML. Other files of an example are fenced too, with their name after the language.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from engine.spec.diagnostic import Severity
 _HEAD = re.compile(r"\A# `(?P<id>[a-z.-]+)`\n\n\*(?P<severity>error|warning|info)\*: (?P<about>.+)\n")
 _SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 _FOLDER = files("engine.checks") / "rules"
-"""In a checkout a link to docs/rules, in a wheel a folder."""
+"""A link to docs/rules in a checkout, a folder in a wheel."""
 _FENCE = re.compile(r"^```(?P<language>\w+)(?: (?P<name>\S+))?\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A spec, and what lies beside it."""
+    """An example spec and its other files."""
 
     spec: str
     files: Mapping[str, str]
@@ -31,7 +31,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What is said of one rule."""
+    """The page of one rule."""
 
     id: str
     severity: Severity
@@ -39,10 +39,10 @@ class Page:
     text: str
     """The whole page."""
     arguments: tuple[str, ...] = ()
-    """Of `engine validate`, where the rule needs some."""
+    """Arguments of `engine validate` that the rule needs."""
 
     def example(self, name: str) -> Example | None:
-        """The one under `## Bad` or `## Good`; a file of `Bad` is there for `Good` too, unless that has its own."""
+        """Return the example under `## Bad` or `## Good`; files of `Bad` also belong to `Good`, unless it replaces them."""
         parts = _SECTION.split(self.text)
         sections = dict(zip(parts[1::2], parts[2::2], strict=True))
         if name not in sections:
@@ -59,7 +59,11 @@ def _named(section: str) -> dict[str, str]:
 
 @lru_cache(maxsize=256)
 def page_of(rule: str) -> Page | None:
-    """The page of a rule; None where it has none."""
+    """Return the page of a rule; None if it has none.
+
+    Raises:
+        ValueError: the page does not have the required form.
+    """
     if not re.fullmatch(r"[a-z]+\.[a-z-]{1,60}", rule):
         return None
     file = _FOLDER / f"{rule}.md"
@@ -78,5 +82,5 @@ def page_of(rule: str) -> Page | None:
 
 
 def page_ids() -> list[str]:
-    """Every rule that has a page."""
+    """Return the ids of all rules that have a page."""
     return sorted(file.name[:-3] for file in _FOLDER.iterdir() if re.fullmatch(r"[a-z]+\.[a-z-]+\.md", file.name))

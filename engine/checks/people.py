@@ -15,14 +15,14 @@ from engine.spec.template import fields_of, has_field
 
 
 def _played(ctx: CheckContext) -> bool:
-    """Whether a model plays any part: what plays it takes long to import, and most specs have none."""
+    """Whether a model plays a user or judge: the code for it takes long to import, and most specs do not need it."""
     scorer = ctx.spec.rewards.scorer
     return any(user.model_played for _, user in ctx.users) or (scorer is not None and scorer.model_played)
 
 
-@rule("played.unknown-field", "error", "the prompt of a user or judge names a field that it is not filled with")
+@rule("played.unknown-field", "error", "the prompt of a user or judge names a field that does not exist")
 def played_field(ctx: CheckContext) -> Iterator[Finding]:
-    """`{{reply}}`, `{{dialogue}}`, … and `{{task.<field>}}` of every model that plays a part."""
+    """`{{reply}}`, `{{dialogue}}`, … and `{{task.<field>}}` in the prompts of model-played users and judges."""
     if not _played(ctx):
         return
     from engine.actions.judge import JUDGE_FIELDS
@@ -72,15 +72,15 @@ def played_file(ctx: CheckContext) -> Iterator[Finding]:
         for below, name in named:
             full = section_of(ctx.loaded, path).resolve(name, below)
             if not ctx.loaded.access.allows(full):
-                message = f"the file `{short(name)}` lies outside of the folders that may be read"
+                message = f"the file `{short(name)}` is outside the folders that may be read"
                 yield Finding(message, (*path, *below), OUTSIDE_FIX)
             elif not is_file(full):
                 yield Finding(f"the file `{name}` does not exist", (*path, *below), f"looked for {full}")
 
 
-@rule("played.free-verdict", "warning", "a model that plays the user alone decides when a task is solved")
+@rule("played.free-verdict", "warning", "only a model-played user decides whether a task is solved")
 def free_verdict(ctx: CheckContext) -> Iterator[Finding]:
-    """Marks that pay, without a grader: what the policy says may talk the user's model into them."""
+    """Marks with rewards, without a grader: the policy may persuade the simulated user to emit the reward mark."""
     for path, user in ctx.users:
         if not user.model_played or user.grader is not None:
             continue
@@ -91,9 +91,9 @@ def free_verdict(ctx: CheckContext) -> Iterator[Finding]:
                 yield Finding(words, (*path, "marks", index), fix)
 
 
-@rule("played.user-never-ends", "warning", "nothing that a model-played user can say ends the conversation")
+@rule("played.user-never-ends", "warning", "a model-played user has no way to end the conversation")
 def never_satisfied(ctx: CheckContext) -> Iterator[Finding]:
-    """No mark with `satisfied`, and no grader: every episode goes on until a limit."""
+    """No mark with `satisfied`, and no grader: every episode continues until a limit."""
     for path, user in ctx.users:
         if user.model_played and user.grader is None and not any(mark.satisfied for mark in user.marks):
             fix = 'add `marks: [{text: "[DONE]", satisfied: true}]`, and say so in its prompt'

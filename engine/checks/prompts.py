@@ -1,4 +1,4 @@
-"""Rules over what is put in front of the model, and the files that the spec names."""
+"""Rules about the model's prompt, and about the files that the spec names."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from engine.spec.tasks import Row, parquet_files, rows_of, task_of
 from engine.spec.template import fields_of, has_field, is_reference, texts_of
 
 RECOVER_FIELDS = ("problem", "raw")
-"""What `recover.malformed` is filled with."""
+"""The fields of `recover.malformed`."""
 
 
 def _rows(ctx: CheckContext) -> Iterator[Row]:
-    """The rows that can be looked at for nothing: all inline ones, the first of a jsonl file."""
+    """The rows that are cheap to read: all inline rows, the first row of a jsonl file."""
     source = ctx.spec.tasks.source
     if source in ("inline", "jsonl"):
         yield from rows_of(ctx.loaded, None if source == "inline" else 1)
 
 
 def known_fields(ctx: CheckContext) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(row number, its fields) as tasks will have them; one empty row's worth where only `map` tells."""
+    """(row number, fields) of tasks; if only `map` is known, one row of empty fields."""
     tasks = ctx.spec.tasks
     if tasks.map:
         yield 0, dict.fromkeys(tasks.map)
@@ -39,12 +39,12 @@ def known_fields(ctx: CheckContext) -> Iterator[tuple[int, Mapping[str, Any]]]:
             if isinstance(row.fields, Mapping):
                 yield row.number, row.fields
     except SpecError:
-        return  # `tasks.unreadable` says it
+        return  # `tasks.unreadable` reports it
 
 
 @rule("prompt.unknown-field", "error", "a prompt names a field that tasks do not have")
 def prompt_field(ctx: CheckContext) -> Iterator[Finding]:
-    """Every `{{field}}` of `prompt`, against `tasks.map` or the rows; those of `recover.malformed` too."""
+    """Every `{{field}}` of `prompt` and `recover.malformed`, compared with `tasks.map` or the rows."""
     rows = list(known_fields(ctx))
     templates = [
         (("prompt", index, "content", *below), template)
@@ -66,7 +66,7 @@ def prompt_field(ctx: CheckContext) -> Iterator[Finding]:
 
 
 def _recover_fields(ctx: CheckContext, rows: list[tuple[int, Mapping[str, Any]]]) -> Iterator[Finding]:
-    """Every `{{field}}` of `recover`, against what each of its templates is filled with."""
+    """Every `{{field}}` of `recover`, compared with the fields of its template."""
     for key, words in _recover(ctx):
         known = _recover_known(ctx, key)
         for below, template in texts_of(words):
@@ -96,7 +96,7 @@ def _recover(ctx: CheckContext) -> Iterator[tuple[str, Words]]:
 
 
 def _recover_known(ctx: CheckContext, key: str) -> Sequence[str] | None:
-    """What a template is filled with, beside the task; None where that is not known."""
+    """The fields of a template, other than the task's; None if they are not known."""
     if key == "malformed":
         return RECOVER_FIELDS
     fields = _user_fields(ctx)
@@ -104,7 +104,7 @@ def _recover_known(ctx: CheckContext, key: str) -> Sequence[str] | None:
 
 
 def _user_fields(ctx: CheckContext) -> Mapping[str, Sequence[str]] | None:
-    """The `recover_fields` of the spec's only user; None where it does not say. A model finds its own words."""
+    """The `recover_fields` of the spec's only user; None if it declares none. A model-played user writes its own texts."""
     if len(ctx.users) != 1:
         return None
     use = ctx.users[0][1].use
@@ -114,9 +114,9 @@ def _user_fields(ctx: CheckContext) -> Mapping[str, Sequence[str]] | None:
     return found if isinstance(found, Mapping) else None
 
 
-@rule("recover.unused", "warning", "words are declared that nobody says")
+@rule("recover.unused", "warning", "a text under `recover` is never used")
 def recover_unused(ctx: CheckContext) -> Iterator[Finding]:
-    """`recover.wrong` and `recover.no_answer` where there is no user, or one that says it never uses them."""
+    """`recover.wrong` and `recover.no_answer`, if there is no user or the user declares that it never uses them."""
     fields = _user_fields(ctx)
     for key, _ in _recover(ctx):
         if key == "malformed" or (ctx.users and (fields is None or key in fields)):
@@ -129,7 +129,7 @@ def recover_unused(ctx: CheckContext) -> Iterator[Finding]:
 
 
 def is_file(path: Path) -> bool:
-    """Whether it is there; a name that no file can have is not."""
+    """Whether a file exists; False for names that no file can have."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -141,15 +141,15 @@ def offset_of(template: str, name: str) -> int:
     return match.start() if match else 0
 
 
-@rule("prompt.empty", "error", "an episode would begin with nothing said")
+@rule("prompt.empty", "error", "an episode would begin without any message")
 def prompt_empty(ctx: CheckContext) -> Iterator[Finding]:
-    """Neither `prompt` nor an environment, whose `reset` may say something."""
+    """Neither `prompt` nor an environment, whose `reset` may return messages."""
     if not ctx.spec.prompt and ctx.spec.environment is None:
         fix = 'add `prompt: [{role: user, content: "{{question}}"}]`, or an `environment` that begins'
-        yield Finding("the model is shown nothing: there is neither a prompt nor an environment", (), fix)
+        yield Finding("the model gets no message: the spec has neither a prompt nor an environment", (), fix)
 
 
-@rule("tasks.unreadable", "error", "the task source is not there, or its first rows cannot become tasks")
+@rule("tasks.unreadable", "error", "the task source does not exist, or its first rows cannot become tasks")
 def tasks_unreadable(ctx: CheckContext) -> Iterator[Finding]:
     """The file exists; inline rows, and the first of a jsonl file, have what `map` and `id` name."""
     try:
@@ -162,12 +162,12 @@ def tasks_unreadable(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(item.message, item.path, item.fix, origin=item.origin)
 
 
-@rule("spec.outside", "error", "a file lies outside of the folders that may be read")
+@rule("spec.outside", "error", "a file is outside the folders that may be read")
 def outside_file(ctx: CheckContext) -> Iterator[Finding]:
-    """Every file that the spec names, against its own folder, the current one and `--allow-path`."""
+    """Every file that the spec names must be below the spec's folder, the current folder or `--allow-path`."""
     for path, name in _named_files(ctx):
         if not ctx.loaded.access.allows(ctx.loaded.resolve(name, path)):
-            message = f"`{short(name)}` lies outside of the folders that may be read, so it is not opened"
+            message = f"`{short(name)}` is outside the folders that may be read, so it is not opened"
             yield Finding(message, path, OUTSIDE_FIX)
 
 

@@ -1,4 +1,4 @@
-"""Rules over rewards: the turns and names that rules speak of exist, and credit has what it needs."""
+"""Rules about rewards: the turns and names in reward rules exist, and the credit method has what it needs."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from engine.spec.entry import EntryError
 from engine.spec.source import NotImported
 
 REWARD = "reward"
-"""The name of a reward that was given none."""
+"""The name of a reward without a name."""
 
 
 def _rules(ctx: CheckContext) -> Iterator[tuple[DataPath, ReassignRule]]:
     for index, item in enumerate(ctx.spec.rewards.reassign):
-        if item.at in ctx.states:  # else `rules.unknown-state` says it
+        if item.at in ctx.states:  # otherwise `rules.unknown-state` reports it
             yield ("rewards", "reassign", index), item
 
 
 def _turns_needed(address: TurnAddress | None) -> int:
-    """How many turns there must be for an address to mean one."""
+    """The number of turns that must exist before an address refers to one."""
     if isinstance(address, int):
         return address + 1
     return 0 if address is None else 2 if address in ("second", "previous") else 1
 
 
 def _means(address: TurnAddress | None, turns: int) -> int | None:
-    """The one turn that an address means after so many; None where it means several, or none."""
+    """The turn that an address refers to after `turns` turns; None if it refers to several or none."""
     if address is None or turns < _turns_needed(address):
         return None
     if isinstance(address, int):
@@ -45,7 +45,7 @@ def _means(address: TurnAddress | None, turns: int) -> int | None:
 
 
 def _moments(ctx: CheckContext, item: ReassignRule) -> list[Place]:
-    """How the episode may stand when a rule applies. At the end only episodes that had a turn count."""
+    """The places in which a rule may apply. In a final state, only places with a turn count, if there are any."""
     when = None if item.when is None else ctx.formula(item.when)
     moments = ctx.graph.moments(item.at)
     ctx.work.spend(len(moments))
@@ -60,9 +60,9 @@ def _addresses(item: ReassignRule) -> list[tuple[str, TurnAddress]]:
     return [*found, ("to", item.to)]
 
 
-@rule("rewards.no-such-turn", "error", "a rule speaks of a turn that no episode can have")
+@rule("rewards.no-such-turn", "error", "a rule addresses a turn that no episode can have")
 def no_such_turn(ctx: CheckContext) -> Iterator[Finding]:
-    """The limits end the episode before it, or the rule's state comes before it."""
+    """The limits end the episode before that turn, or the rule's state occurs before it."""
     for path, item in _rules(ctx):
         moments = _moments(ctx, item)
         if not moments or not ctx.graph.exact or ctx.spec.limits.assistant_turns is None:
@@ -71,14 +71,14 @@ def no_such_turn(ctx: CheckContext) -> Iterator[Finding]:
         for key, address in _addresses(item):
             if most < _turns_needed(address):
                 had = "no turn" if most == 0 else "one turn" if most == 1 else f"{most} turns"
-                message = f"there is no turn `{address}`: after `{item.at}` the model can have had {had} at most"
+                message = f"there is no turn `{address}`: after `{item.at}` the model has had at most {had}"
                 where = (*path, key) if ctx.written(*path, key) else path
-                yield Finding(message, where, "address a turn that there is, or raise `limits.assistant_turns`")
+                yield Finding(message, where, "use a turn that exists, or raise `limits.assistant_turns`")
 
 
-@rule("rewards.turn-may-miss", "warning", "a rule may apply before the turn that it speaks of, and fail the episode")
+@rule("rewards.turn-may-miss", "warning", "a rule may apply before its turn exists, which fails the episode")
 def turn_may_miss(ctx: CheckContext) -> Iterator[Finding]:
-    """Or when the turn that pays and the one that receives are the same."""
+    """The same for a transfer from a turn to itself."""
     for path, item in _rules(ctx):
         moments = _moments(ctx, item)
         turns = {place.turns for place in moments}
@@ -108,9 +108,9 @@ def _same_turn(item: ReassignRule, turns: int) -> bool:
     return item.op == "transfer" and payer is not None and payer == receiver
 
 
-@rule("rewards.unpayable", "error", "a transfer that no turn can ever pay")
+@rule("rewards.unpayable", "error", "a transfer that can never move a reward")
 def unpayable(ctx: CheckContext) -> Iterator[Finding]:
-    """It goes from a turn to itself, or nothing ever writes what it moves."""
+    """It is from a turn to itself, or nothing writes the reward that it moves."""
     for path, item in _rules(ctx):
         if item.op != "transfer":
             continue
@@ -122,28 +122,26 @@ def unpayable(ctx: CheckContext) -> Iterator[Finding]:
         elif not _worlds_reward(ctx) and not _written(ctx, item.name):
             what = "a reward" if item.name is None else f"`{item.name}`"
             where = (*path, "name") if item.name is not None else path
-            message = (
-                f"nothing ever writes {what}: the spec has no environment, user, tool or scorer, and no rule adds it"
-            )
-            yield Finding(message, where, "add what writes it, or remove the rule")
+            message = f"nothing writes {what}: the spec has no environment, user, tool or scorer, and no rule adds it"
+            yield Finding(message, where, "add an environment, user, tool or scorer that writes it, or remove the rule")
 
 
 def _worlds_reward(ctx: CheckContext) -> bool:
-    """Whether there is anything beside the rules that may write rewards."""
+    """Whether anything other than reward rules may write rewards."""
     return bool(
         ctx.spec.environment or ctx.spec.users_by_name or ctx.spec.tools or ctx.spec.rewards.scorer or ctx.own_actions
     )
 
 
 def _written(ctx: CheckContext, name: str | None) -> bool:
-    """Whether some rule adds or sets a name, or any at all."""
+    """Whether some rule adds or sets a name; for None, any name."""
     names = {item.name or REWARD for item in ctx.spec.rewards.reassign if item.op != "transfer"}
     return bool(names) if name is None else name in names
 
 
-@rule("rewards.unknown-name", "info", "a reward is named that nothing seems to write")
+@rule("rewards.unknown-name", "info", "a reward name that nothing seems to write")
 def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
-    """No rule writes it, and the files of the worlds do not mention it."""
+    """No rule writes it, and the code of environments, users and tools does not mention it."""
     named: list[tuple[DataPath, str]] = [
         ((*path, "name"), item.name) for path, item in _rules(ctx) if item.op == "transfer" and item.name
     ]
@@ -159,13 +157,17 @@ def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
     for path, name in named:
         if texts is None or name in texts or name == REWARD or _written(ctx, name):
             continue
-        if texts or "credit" in path:  # with no worlds at all, `rewards.unpayable` says it of a rule
-            fix = "check how the environment, the user or the tools call it"
-            yield Finding(f"no rule writes a reward `{name}`, and the worlds' files do not mention it", path, fix)
+        if texts or "credit" in path:  # without any such code, `rewards.unpayable` reports a rule
+            fix = "check its name in the environment, the user or the tools"
+            yield Finding(
+                f"no rule writes a reward `{name}`, and the code of environments, users and tools does not mention it",
+                path,
+                fix,
+            )
 
 
 def _mentioned(ctx: CheckContext) -> set[str] | None:
-    """Every text that the worlds' files and the spec's `with` hold; None where a file cannot be read."""
+    """All strings in the code of environments, users and tools and in `with`; None if a file cannot be read."""
     found = {REWARD}
     scorer = ctx.spec.rewards.scorer
     if scorer is not None:
@@ -203,7 +205,7 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _texts_of(thing: Any) -> set[str] | None:
-    """Every text and name in the file that something is defined in; None where there is no such file."""
+    """All strings and argument names in the source file of an object; None if there is no such file."""
     try:
         file = inspect.getsourcefile(thing)
     except TypeError:

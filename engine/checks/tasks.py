@@ -1,4 +1,4 @@
-"""Rules over the rows of task files, beyond the first: each must become a task."""
+"""Rules about the rows of task files after the first one: each must become a task."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from engine.spec.load import LoadedSpec
 from engine.spec.tasks import parquet_files, rows_of, task_file, task_of
 
 MAX_ROWS = 20_000
-"""Rows of a file that are read; `engine run` reads them all."""
+"""Number of rows of a file that are checked; `engine run` reads all."""
 LARGEST = 32 * 1024 * 1024
-"""Bytes of a file that is read at all."""
+"""Maximum size of a file that is checked, in bytes."""
 
 
 class _State(NamedTuple):
-    """A file as it is now, and what is asked of its rows."""
+    """The state of a file, and the fields that its rows need."""
 
     path: str
     changed: int
@@ -30,7 +30,7 @@ class _State(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """Something that is not part of a cache's key."""
+    """An argument that is not part of a cache's key."""
 
     loaded: LoadedSpec
 
@@ -43,7 +43,7 @@ class _Known(NamedTuple):
 
 @rule("tasks.row", "error", "a row of the task file cannot become a task")
 def task_rows(ctx: CheckContext) -> Iterator[Finding]:
-    """The first bad one, by its number: it is no JSON, lacks a field, or shares its id with another."""
+    """The number of the first bad row: it is not JSON, lacks a field, or has the id of another row."""
     tasks = ctx.spec.tasks
     if tasks.source not in ("jsonl", "parquet", "inline"):
         return
@@ -57,7 +57,7 @@ def task_rows(ctx: CheckContext) -> Iterator[Finding]:
             file = task_file(ctx.loaded)
             found = _first_bad_of_file(_state(ctx, file), _Known(ctx.loaded))
     except (SpecError, OSError):
-        return  # `tasks.unreadable` says it
+        return  # `tasks.unreadable` reports it
     if found is not None:
         yield Finding(found.message, found.path, found.fix, origin=found.origin)
 
@@ -76,18 +76,18 @@ def videos(ctx: CheckContext) -> Iterator[Finding]:
         else:
             return
     except (SpecError, OSError, IndexError, ValueError):
-        return  # `tasks.unreadable` says it
+        return  # `tasks.unreadable` reports it
     for name in ("video", "videos"):
         if fields.get(name):
-            message = f"the tasks have a field `{name}`, and an episode shows text and images alone"
+            message = f"the tasks have a field `{name}`, and an episode shows only text and images"
             yield Finding(
-                message, ("tasks",), "show frames as image parts, or leave the field out by `tasks.map`", key=True
+                message, ("tasks",), "show frames as image parts, or omit the field with `tasks.map`", key=True
             )
 
 
-@rule("tasks.not-read", "info", "not every row of the task source is looked at")
+@rule("tasks.not-read", "info", "not every row of the task source is checked")
 def not_read(ctx: CheckContext) -> Iterator[Finding]:
-    """Of long files the first rows, of very large ones none; `engine run` reads them all."""
+    """Of a long file the first rows are checked, of a very large one none; `engine run` reads all."""
     tasks = ctx.spec.tasks
     if tasks.source not in ("jsonl", "inline") or (tasks.limit or LARGEST) <= MAX_ROWS:
         return
@@ -97,7 +97,7 @@ def not_read(ctx: CheckContext) -> Iterator[Finding]:
         else:
             found = _left_out(_state(ctx, task_file(ctx.loaded)), _Known(ctx.loaded))
     except (SpecError, OSError):
-        return  # `tasks.unreadable` says it
+        return  # `tasks.unreadable` reports it
     if found:
         path = ("tasks", "path" if tasks.source == "jsonl" else "rows")
         yield Finding(f"only {found} checked: a later row may lack a field or share its id", path)
@@ -124,7 +124,7 @@ def _first_bad_of_file(state: _State, known: _Known) -> Diagnostic | None:
 
 
 def _first_bad(loaded: LoadedSpec, most: int) -> Diagnostic | None:
-    """What is wrong with the first bad row behind the first; the first itself is `tasks.unreadable`'s."""
+    """The problem of the first bad row; the very first row is left to `tasks.unreadable`."""
     spec = loaded.spec.tasks
     seen: dict[str, int] = {}
     number = 0
@@ -145,7 +145,7 @@ def _first_bad(loaded: LoadedSpec, most: int) -> Diagnostic | None:
 
 
 def _columns(ctx: CheckContext, files: list[Path]) -> Iterator[Finding]:
-    """The columns of the first Parquet file, against `map` and `id`."""
+    """The columns of the first Parquet file, compared with `map` and `id`."""
     import pyarrow
     import pyarrow.parquet
 

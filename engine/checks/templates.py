@@ -1,7 +1,7 @@
-"""What a chat template does, found out by rendering it.
+"""What a chat template does, found by rendering it.
 
-A template is a program: it can loop for ever. Those of the engine's own catalogue are rendered here; any other, where
-the spec may be a stranger's, in a child process with a deadline, which is started once and only when it is needed.
+A template is a program that can loop for ever. Templates of the engine's catalogue are rendered in this process. If the spec is
+untrusted, other templates are rendered in a child process with a deadline, which is started once, when it is first needed.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from engine.checks.child import Child, ChildError, can_fork
 from engine.errors import RenderError
 
 SECONDS = 10.0
-"""What the child may take for one template."""
+"""Deadline of the child for one template, in seconds."""
 MEMORY = 2**30
-"""Bytes that a template may fill."""
+"""Memory limit of a template, in bytes."""
 View = dict[str, Any]
 
 
 class Shown(NamedTuple):
-    """What a template does."""
+    """The abilities of a template."""
 
     problem: str | None
-    """It cannot be rendered at all: why."""
+    """Why it cannot be rendered; None if it can."""
     tools: bool
-    """It shows the schemas of tools."""
+    """Whether it shows the schemas of tools."""
     results: bool
-    """It shows messages of role `tool`."""
+    """Whether it shows messages of role `tool`."""
     rewrites: str | None
-    """What of a reply it shows differently once a user speaks again."""
+    """The part of a reply that it shows differently after the next user message; None if there is none."""
 
 
 def shown(source: str, variables: Mapping[str, Any], *, trusted: bool) -> Shown | None:
-    """What a template does.
+    """Return what a template does.
 
     Args:
         source: The template.
-        variables: What it is rendered with beside messages and tools.
-        trusted: It is rendered in this process.
+        variables: Its variables other than messages and tools.
+        trusted: Whether it is rendered in this process.
 
     Returns:
-        None where the variables are nothing that a template can be asked about.
+        The abilities; None if the variables are not JSON.
     """
     try:
         key = json.dumps(variables, sort_keys=True)
@@ -54,10 +54,10 @@ def shown(source: str, variables: Mapping[str, Any], *, trusted: bool) -> Shown 
 
 
 def rendered(source: str, variables: Mapping[str, Any], messages: Sequence[View], *, trusted: bool) -> str | None:
-    """A conversation as the template writes it, up to the reply; None where it refuses.
+    """Render a conversation up to the reply; None if the template rejects it.
 
     Raises:
-        ChildError: it does not end, or takes too much memory.
+        ChildError: the template does not end, or takes too much memory.
     """
     known = shown(source, variables, trusted=trusted)
     if known is None or known.problem is not None:
@@ -80,14 +80,14 @@ def _shown_of(source: str, variables: str, trusted: bool) -> Shown:
 # ---- the child
 
 _children: list[Child] = []
-"""The child of this process, where it has one; a child of this process has its own."""
+"""The child of this process, if it has one; forked processes start their own."""
 if can_fork():
     os.register_at_fork(after_in_child=_children.clear)
 _seconds = [SECONDS]
 
 
 def set_deadline(seconds: float) -> None:
-    """Let the child take so long for one template."""
+    """Set the child's deadline for one template, in seconds."""
     _seconds[0] = min(SECONDS, seconds)
 
 
@@ -102,13 +102,13 @@ def _ask(request: dict[str, Any]) -> Any:
 
 
 def close_child() -> None:
-    """End the child, where there is one."""
+    """End the child, if there is one."""
     while _children:
         _children.pop().close()
 
 
 def _answer(request: bytes, doing: Callable[[str], None]) -> bytes:
-    """In the child."""
+    """Answer a request, in the child."""
     asked = json.loads(request)
     if "messages" in asked:
         return json.dumps({"text": _render(asked["source"], asked["variables"], asked["messages"])}).encode()

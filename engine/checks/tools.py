@@ -38,7 +38,7 @@ def _shapes(ctx: CheckContext) -> Iterator[tuple[DataPath, Any]]:
             continue  # `world.protocol` says it
 
 
-@rule("world.tool-name", "error", "two tools share a name, or a name is none that a model can call")
+@rule("world.tool-name", "error", "two tools share a name, or a tool's name is not allowed")
 def tool_name(ctx: CheckContext) -> Iterator[Finding]:
     """Letters, digits, `_` and `-`, at most 64 of them, not a digit first."""
     seen: dict[str, DataPath] = {}
@@ -60,9 +60,9 @@ def tool_schema(ctx: CheckContext) -> Iterator[Finding]:
     for path, shape in _shapes(ctx):
         function = shape.schema["function"]
         if not function["description"]:
-            message = f"the tool `{shape.name}` has no docstring: the model is told its name alone"
-            yield Finding(message, (*path, "use"), "say in its docstring what it does")
+            message = f"the tool `{shape.name}` has no docstring: the model sees only its name"
+            yield Finding(message, (*path, "use"), "describe it in its docstring")
         for name, schema in function["parameters"].get("properties", {}).items():
             if not set(schema) - {"description", "default"}:
-                message = f"the parameter `{name}` of the tool `{shape.name}` may be anything"
-                yield Finding(message, (*path, "use"), "give it a type that says what it is")
+                message = f"the parameter `{name}` of the tool `{shape.name}` has no type"
+                yield Finding(message, (*path, "use"), "annotate it with a type")

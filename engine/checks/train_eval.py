@@ -1,4 +1,4 @@
-"""Rules over `train.eval`: what it says of tasks and sampling is held to the same rules as the spec's own."""
+"""Rules about `train.eval`: its tasks and sampling are checked like those of the spec."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class _Train(Contract):
 
 
 class _Whole(Contract):
-    """Where the two stand in a spec, so that problems are told by their place in it."""
+    """The two at their position in a spec, so that problems have the right path."""
 
     train: _Train
 
 
 def _read(ctx: CheckContext) -> tuple[_Eval | None, list[Finding]]:
-    """What it says, read by the contracts of `tasks` and `sampling`; None where that cannot be."""
+    """The section, read as `tasks` and `sampling`; None if it is not valid."""
     if ctx.spec.train is None or ctx.spec.train.eval is None:
         return None, []
     given: dict[str, Any] = {}
@@ -60,7 +60,7 @@ def eval_form(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("train.eval-tasks", "error", "the evaluation's tasks cannot be read, or lack a field that the prompt names")
 def eval_tasks(ctx: CheckContext) -> Iterator[Finding]:
-    """The rules over `tasks`, for those of the evaluation."""
+    """The rules about `tasks`, applied to those of the evaluation."""
     section, _ = _read(ctx)
     if section is None or section.tasks is None:
         return
@@ -79,5 +79,5 @@ def eval_tasks(ctx: CheckContext) -> Iterator[Finding]:
 
 
 def _with_tasks(ctx: CheckContext, tasks: TasksSpec) -> CheckContext:
-    """The spec with the evaluation's tasks for its own, at the places where those are written."""
+    """The spec with the evaluation's tasks instead of its own, with their positions."""
     return CheckContext(ctx.loaded.with_tasks_of(tasks, TASKS), ctx.work, ctx.rule, ctx.skipped)

@@ -1,4 +1,4 @@
-"""How much work a check may take: counted in steps, not in seconds, so that the same spec always gets the same answer."""
+"""A budget for the work of a check, counted in steps and not in seconds, so that a spec always gets the same result."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from engine.errors import EngineError
 
 
 class WorkLimitError(EngineError):
-    """There is more to do than is done; whoever asked for it says so."""
+    """The work of a check exceeds its budget."""
 
-    kind = "too_much"
+    kind = "work_limit"
     blame = "spec"
 
-    def __init__(self, message: str = "the spec is too large to be looked at whole") -> None:
+    def __init__(self, message: str = "the spec is too large to check completely") -> None:
         super().__init__(message)
 
 
 class Work:
-    """What is left to spend; one unit is one step of a loop, roughly a microsecond or two."""
+    """The remaining budget. One unit is one step of a loop, about one or two microseconds."""
 
     __slots__ = ("left",)
 
@@ -26,10 +26,10 @@ class Work:
         self.left = left
 
     def spend(self, units: float = 1) -> None:
-        """Count some work.
+        """Take some units from the budget.
 
         Raises:
-            WorkLimitError: nothing is left.
+            WorkLimitError: the budget is used up.
         """
         self.left -= units
         if self.left < 0:

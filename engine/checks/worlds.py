@@ -1,4 +1,4 @@
-"""Rules over environments, tools, users, scorers and actions of a spec's own: they import, and they fit."""
+"""Rules about environments, tools, users, scorers and actions of a spec: they can be imported and called."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "environment": ("reset", ("task", "seed")),
     "user": ("respond", ("view",)),
 }
-"""The method that a world must have, and what it is called with."""
+"""The method that an environment or a user must have, and its arguments."""
 OPTIONAL: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "environment": {"step": ("view",), "score": ("view",), "tools": (), "close": ()},
     "user": {"close": ()},
     "tool": {"close": ()},
 }
-"""Methods that a world may have, and what they are called with."""
+"""Optional methods, and their arguments."""
 
 
 @rule("world.import", "error", "an entry point cannot be imported")
@@ -46,7 +46,11 @@ def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(message, path, fix or None)
 
 
-@rule("world.protocol", "error", "a world lacks a method, or cannot be called as the engine calls it")
+@rule(
+    "world.protocol",
+    "error",
+    "an environment, tool, user or scorer lacks a method, or cannot be called as the engine calls it",
+)
 def world_protocol(ctx: CheckContext) -> Iterator[Finding]:
     """Environments and users have their methods; tools have typed parameters; `with` fits the constructor."""
     for item in ctx.worlds:
@@ -64,7 +68,7 @@ def world_protocol(ctx: CheckContext) -> Iterator[Finding]:
 
 
 def _called(ctx: CheckContext) -> Iterator[tuple[DataPath, str, tuple[str, ...], Mapping[str, Any]]]:
-    """Functions of `train`: where each is named, what it is, and what it is called with."""
+    """Functions of `train`: position, entry point, arguments and `with`."""
     train = ctx.spec.train
     if train is None:
         return
@@ -75,11 +79,11 @@ def _called(ctx: CheckContext) -> Iterator[tuple[DataPath, str, tuple[str, ...],
 
 
 def _built(item: NamedEntry, thing: Any) -> Iterator[Finding]:
-    """An environment or a user: something that is called with `with` and gives an object with methods."""
+    """Check an environment or a user: it is called with `with` and returns an object with methods."""
     use = (*item.path, "use")
     yield from _call(thing, item.entry.use, (), item.entry.with_, use, (*item.path, "with"))
     if not inspect.isclass(thing):
-        return  # what a function returns is seen when it runs
+        return  # what a function returns is known only when it runs
     name, arguments = METHODS[item.role]
     if not callable(getattr(thing, name, None)):
         article = "an" if item.role[0] in "aeiou" else "a"
@@ -100,22 +104,22 @@ def _methods(item: NamedEntry, thing: type, methods: Mapping[str, tuple[str, ...
 
 
 def _instance(owner: type, name: str) -> tuple[str, ...]:
-    """`self`, where a method taken from its class still wants it."""
+    """`self`, if a method that is taken from its class needs it."""
     return () if isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod) else ("self",)
 
 
 def _tool(item: NamedEntry, thing: Any) -> Iterator[Finding]:
-    """A typed function, or a class whose objects are called."""
+    """Check a tool: a typed function, or a class whose objects are called."""
     use = (*item.path, "use")
     if inspect.isclass(thing):
         yield from _call(thing, item.entry.use, (), item.entry.with_, use, (*item.path, "with"))
         if "__call__" not in dir(thing):  # `callable` of a class is always true
             fix = "add `def __call__(self, …)` with typed parameters"
-            yield Finding(f"objects of `{item.entry.use}` cannot be called, so it is no tool", use, fix)
+            yield Finding(f"objects of `{item.entry.use}` cannot be called, so it is not a tool", use, fix)
         yield from _methods(item, thing, OPTIONAL["tool"])
         return
     if not callable(thing):
-        yield Finding(f"`{item.entry.use}` is no function but {_kind(thing)}", use, "name a typed function, or a class")
+        yield Finding(f"`{item.entry.use}` is {_kind(thing)}, not a function", use, "use a typed function or a class")
         return
     if item.entry.with_:
         fix = "make it a class that takes them and has `__call__`, or remove `with`"
@@ -135,7 +139,7 @@ def _tool(item: NamedEntry, thing: Any) -> Iterator[Finding]:
 
 
 def _scorer(item: NamedEntry, thing: Any) -> Iterator[Finding]:
-    """A function of the episode's view."""
+    """Check a scorer: a function of the episode's view."""
     yield from _function(thing, item.entry.use, item.entry.with_, (*item.path, "use"), (*item.path, "with"))
 
 
@@ -204,20 +208,18 @@ def no_user(ctx: CheckContext) -> Iterator[Finding]:
     """A reachable state with the action `ask_user`."""
     if not ctx.users:
         for name in ctx.speaking("user"):
-            fix = "add `user: {use: …}`, or take a machine without one (`machine: tools` or `single_turn`)"
+            fix = "add `user: {use: …}`, or use a machine without one (`machine: tools` or `single_turn`)"
             yield Finding(f"`{name}` asks the user, and the spec has none", ctx.state_path(name), fix, key=True)
 
 
-@rule("world.no-tools", "warning", "a state calls tools, and the spec offers none")
+@rule("world.no-tools", "warning", "a state calls tools, and the spec has none")
 def no_tools(ctx: CheckContext) -> Iterator[Finding]:
     """A reachable state with the action `call_tools`, and neither `tools` nor an environment with `tools()`."""
     if ctx.spec.tools or (ctx.spec.environment and _offers_tools(ctx, ctx.spec.environment.use)):
         return
     for name in ctx.speaking("tool"):
-        fix = (
-            "add `tools: [{use: …}]`, or take a machine without them (`machine: retry_with_feedback` or `single_turn`)"
-        )
-        yield Finding(f"`{name}` calls tools, and the spec offers none", ctx.state_path(name), fix, key=True)
+        fix = "add `tools: [{use: …}]`, or use a machine without them (`machine: retry_with_feedback` or `single_turn`)"
+        yield Finding(f"`{name}` calls tools, and the spec has none", ctx.state_path(name), fix, key=True)
 
 
 def _offers_tools(ctx: CheckContext, use: str) -> bool:
@@ -228,7 +230,7 @@ def _offers_tools(ctx: CheckContext, use: str) -> bool:
 def _call(
     thing: Any, use: str, arguments: tuple[str, ...], with_: Mapping[str, Any], at: DataPath, at_with: DataPath
 ) -> Iterator[Finding]:
-    """What is wrong with calling `thing(*arguments, **with_)`."""
+    """Check the call `thing(*arguments, **with_)`."""
     if not callable(thing):
         yield Finding(f"`{use}` cannot be called: it is {_kind(thing)}", at, "name a class or a function")
         return
@@ -250,7 +252,7 @@ def _call(
 
 
 def _missing(thing: Any, given: int, with_: Mapping[str, Any]) -> list[str]:
-    """Arguments that nothing supplies and that `with` could, behind the `given` positional ones."""
+    """Required arguments that are missing and that `with` could supply, after the `given` positional ones."""
     signature = _signature(thing)
     wanted = list(signature.parameters.values()) if signature else []
     return [
@@ -263,7 +265,7 @@ def _missing(thing: Any, given: int, with_: Mapping[str, Any]) -> list[str]:
 
 
 def _accepted(thing: Any) -> list[str] | None:
-    """The arguments that can be given by name; None where any can, or that is not known."""
+    """The arguments that can be passed by name; None if any can, or if this is not known."""
     signature = _signature(thing)
     if signature is None or any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values()):
         return None
@@ -275,7 +277,7 @@ def _accepted(thing: Any) -> list[str] | None:
 
 
 def _binding(function: Any, positional: tuple[str, ...], named: Mapping[str, Any]) -> str | None:
-    """Why a call does not fit a signature; None where it does, or the signature is not known."""
+    """Why a call does not match a signature; None if it does, or if the signature is not known."""
     signature = _signature(function)
     if signature is None:
         return None

@@ -183,7 +183,10 @@ def context_bound(ctx: CheckContext) -> Bound:
     ]
     found = [(most, by) for most, by in known if most is not None]
     if not found:
-        return Bound(None, "neither `limits.episode_tokens` nor `model.context` is set, and the model is not at hand")
+        return Bound(
+            None,
+            "neither `limits.episode_tokens` nor `model.context` is set, and the model's files are not on this computer",
+        )
     most, by = min(found)
     return Bound(float(min(most, UNBOUNDED)), by)
 
@@ -191,7 +194,7 @@ def context_bound(ctx: CheckContext) -> Bound:
 def _images(ctx: CheckContext) -> Bound:
     files = model_files(ctx.loaded)
     if files is not None and files.sees is False:
-        return Bound(0.0, "the model reads text alone")
+        return Bound(0.0, "the model takes only text")
     named = {"limits.images": ctx.spec.limits.images, "model.max_images": ctx.spec.model.max_images}
     known = [(most, by) for by, most in named.items() if most is not None]
     if not known:

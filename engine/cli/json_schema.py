@@ -1,8 +1,7 @@
-"""The contracts as JSON Schema, fit for an editor: what the loader accepts, and nothing else.
+"""JSON Schemas of the data classes for editors: exactly what the loader accepts.
 
-Pydantic's own schema of a spec says less than the loader allows in four places: a preset may be named by a
-string, `${NAME}` may stand where a number is wanted, `extends` may be there and then other keys may be left out,
-and some keys are needed only beside others. They are written in here.
+In four places Pydantic's schema of a spec differs from the loader: a preset may be given as a string, `${NAME}` may replace a
+number, with `extends` required keys may be missing, and some keys are required only together with others. This module adds them.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ CONTRACTS: dict[str, type[Contract | Struct]] = {
     "turn": Turn,
     "user-turn": UserTurn,
 }
-"""Contracts that cross a boundary, by the name of their file."""
+"""Public data classes, by the name of their file."""
 
 VARIABLE: Schema = {
     "type": "string",
@@ -56,7 +55,7 @@ _VARIABLE_REF: Schema = {"$ref": "#/$defs/Variable"}
 
 
 def documents() -> dict[str, str]:
-    """Every JSON Schema file's text, by its name without `.schema.json`."""
+    """Return the text of every JSON Schema file, by its name without `.schema.json`."""
     schemas = {"episode": episode_schema()}
     for name, model in CONTRACTS.items():
         schemas[name] = _untitled({"$schema": DIALECT, **adapter(model).json_schema(by_alias=True)})
@@ -65,7 +64,7 @@ def documents() -> dict[str, str]:
 
 
 def episode_schema() -> Schema:
-    """The schema of a spec as it is written: before `extends`, variables and presets are resolved."""
+    """The schema of a spec as written: before `extends`, variables and presets are resolved."""
     schema = _untitled(EpisodeSpec.model_json_schema(by_alias=True))
     definitions: Schema = schema["$defs"]
     for definition in definitions.values():
@@ -108,7 +107,7 @@ def episode_schema() -> Schema:
 
 
 def _shorten(schema: Schema) -> None:
-    """In scenarios, a plain string may stand for a reply, a user's answer, a place, and any number of messages."""
+    """In scenarios, a plain string may replace a reply, a user's answer, a place, and a list of messages."""
     scenario = schema["$defs"]["Scenario"]["properties"]
     replies, user, late = (scenario["replies"], scenario["user"], scenario["out_of_time"])
     replies["items"] = {"anyOf": [replies["items"], {"type": "string"}]}
@@ -119,7 +118,7 @@ def _shorten(schema: Schema) -> None:
 
 
 def _untitled(schema: Schema) -> Schema:
-    """Without the titles that Pydantic makes of names: an editor would show each name twice."""
+    """Remove the titles that Pydantic makes of names: an editor would show each name twice."""
     for key in ("properties", "$defs"):
         for item in schema.get(key, {}).values():
             item.pop("title", None)
@@ -128,7 +127,7 @@ def _untitled(schema: Schema) -> Schema:
 
 
 def _with_variable(schema: Schema) -> Schema:
-    """Where a number, a boolean or one of a few words is wanted, a variable may stand too."""
+    """Accept a variable where a number, a boolean or an enumerated word is required."""
     if "anyOf" in schema:
         wanted = [member for member in schema["anyOf"] if member.get("type") != "null"]
         return {**schema, "anyOf": [*schema["anyOf"], _VARIABLE_REF]} if any(map(_narrow, wanted)) else schema
@@ -146,7 +145,7 @@ def _narrow(schema: Schema) -> bool:
 
 
 def _also(schema: Schema, other: Schema) -> None:
-    """Accept `other` beside what a property accepts."""
+    """Also accept `other` for a property."""
     inner = {key: schema.pop(key) for key in ("type", "items") if key in schema}
     schema["anyOf"] = [inner, other]
 
@@ -171,9 +170,9 @@ def _machine(preset: Schema) -> Schema:
 
 
 def _loosen(schema: Schema) -> Schema:
-    """Take every `required` that a base file may satisfy out of a schema; return what a spec without one must hold.
+    """Remove every `required` that a base file may satisfy, and return the requirements of a spec without a base file.
 
-    Only mappings are merged: items of lists must be whole wherever they are written.
+    Only mappings are merged: items of lists must always be complete.
     """
     definitions: Schema = schema["$defs"]
     whole: Schema = {"required": schema.pop("required"), "properties": {"backend": _backend_needs(definitions)}}
@@ -191,13 +190,13 @@ def _loosen(schema: Schema) -> Schema:
 
 
 def _references(schema: Schema) -> set[str]:
-    """Names of the definitions that a property itself may be; those of a list's items are not among them."""
+    """Names of the definitions that a property may be, without those of list items."""
     members = [schema, *schema.get("anyOf", [])]
     return {member["$ref"].rpartition("/")[2] for member in members if "$ref" in member}
 
 
 def _rules(name: str, definition: Schema) -> list[Schema]:
-    """What a mapping of this kind must hold; its `required` moves here."""
+    """The requirements of a mapping of this kind, moved from its `required`."""
     required = definition.pop("required", None)
     rules: list[Schema] = [{"required": required}] if required else []
     return rules + {"TasksSpec": _task_rules(), "MachineSpec": _machine_rules()}.get(name, [])
@@ -216,7 +215,7 @@ def _machine_rules() -> list[Schema]:
 
 
 def _reassign_rules() -> list[Schema]:
-    """A transfer needs `from` and one of `share` and `value`; anything else needs `value` alone."""
+    """A transfer needs `from` and one of `share` and `value`; any other operation needs only `value`."""
     writes: Schema = {"required": ["op"], "properties": {"op": {"enum": ["add", "set"]}}}
     one_of = [
         {"required": ["share"], "not": {"required": ["value"]}},
@@ -227,7 +226,7 @@ def _reassign_rules() -> list[Schema]:
 
 
 def _event_rules() -> list[Schema]:
-    """As a rule's, but that `turn` is there always, and a transfer needs `to`."""
+    """Like a reward rule, but `turn` is always set, and a transfer needs `to`."""
     moves: Schema = {"required": ["op"], "properties": {"op": {"const": "transfer"}}}
     one_of = [
         {"required": ["share"], "not": {"required": ["value"]}},
@@ -238,7 +237,7 @@ def _event_rules() -> list[Schema]:
 
 
 def _user_rules() -> list[Schema]:
-    """One user for all tasks, or several that `tasks.user` chooses among."""
+    """One user for all tasks, or several from which `tasks.user` chooses."""
     one: Schema = {"required": ["user"], "properties": {"user": {"type": "object"}}}
     several: Schema = {"required": ["users"], "properties": {"users": {"type": "object", "minProperties": 1}}}
     chosen: Schema = {"required": ["tasks"], "properties": {"tasks": {"required": ["user"]}}}
@@ -246,7 +245,7 @@ def _user_rules() -> list[Schema]:
 
 
 def _backend_needs(definitions: Schema) -> Schema:
-    """Each kind of backend's own required keys, by `kind`."""
+    """The required keys of each backend, by `kind`."""
     rules: list[Schema] = []
     for name in sorted(name for name in definitions if name.endswith("BackendSpec")):
         definition = definitions[name]

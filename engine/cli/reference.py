@@ -1,4 +1,4 @@
-"""docs/spec.md: every key of a spec, its type, its default and what it means, from the contracts themselves."""
+"""docs/spec.md: every key of a spec with its type, default and meaning, from the data classes."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from engine.spec.problems import describe
 HEAD = """\
 # The spec
 
-<!-- Written by `engine schema` from the contracts in schemas/. Edit those, then run it again. -->
+<!-- Written by `engine schema` from the data classes in schemas/. Edit those, then run it again. -->
 
 An episode is declared in one YAML file. This page lists every key; `engine validate` checks a file against it,
-and a first line of `# yaml-language-server: $schema=…/schemas/json/episode.schema.json` has an editor do so.
+and editors do so with a first line of `# yaml-language-server: $schema=…/schemas/json/episode.schema.json`.
 
 ## How a file is read
 
 - **YAML 1.2.** Only `true` and `false` are booleans: `yes`, `no`, `on` and `off` are strings, `1e-5` is a number,
   `010` is ten. A number is not taken for a string, nor `"5"` for a number. Duplicate keys, merge keys (`<<`) and
   tags beyond the core are errors.
-- **`extends: base.yaml`**, or a list of files, puts other specs beneath this one. Mappings are merged key by key,
-  anything else is replaced; `null` takes a value away. Of several files later ones win, and this one over all.
-  A backend or loss of another `kind` and a credit of another `method` replace the base's whole; tasks of another `source`
+- **`extends: base.yaml`**, or a list of files, loads other specs as a base. Mappings are merged key by key,
+  other values are replaced, and `null` removes a value. Later files override earlier ones, and this file overrides all.
+  A backend or loss of another `kind` and a credit of another `method` replace the base's completely; tasks of another `source`
   keep `map`, `id` and `limit`. A name without a suffix is that of [published settings](published.md).
-- **`${NAME}`** and **`${NAME:default}`** inside a value are environment variables; `$${` is a literal `${`. Where
-  the variable is the whole value it is read as YAML, so numbers work. Inside `{…}` or `[…]` quote it: `"${NAME}"`.
-- **`--set a.b=value`** on the command line overrides a value, and is read as YAML; `tools.0.timeout=5s` reaches
-  into a list.
-- **Files** are relative to the file that names them: a base file's to the base file, those of `--set` to the
+- **`${NAME}`** and **`${NAME:default}`** inside a value are environment variables; `$${` is a literal `${`. If
+  the variable is the whole value, it is read as YAML, so numbers work. Inside `{…}` or `[…]` quote it: `"${NAME}"`.
+- **`--set a.b=value`** on the command line overrides a value, which is read as YAML; `tools.0.timeout=5s` sets
+  a value in a list.
+- **Files** are relative to the file that names them: in a base file to the base file, in `--set` to the
   current folder.
-- **Entry points** are `package.module:Name`. Modules are looked for in the spec's folder, the current folder and
-  what is installed.
+- **Entry points** are `package.module:Name`. Modules are searched in the spec's folder, the current folder and
+  the installed packages.
 - **Durations** are seconds, or `500ms`, `5s`, `2m`, `1h`.
 
 """
@@ -62,13 +62,13 @@ They may read:
 
 
 def reference() -> str:
-    """The whole page."""
+    """Return the page."""
     parts = [HEAD, "".join(_sections()), _actions(), _limits(), _guards(), _rules()]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
 def _sections() -> Iterator[str]:
-    """One section for each contract that a spec holds, in the order of its keys."""
+    """One section for each data class of a spec, in the order of its keys."""
     waiting: list[tuple[str, type[BaseModel]]] = [("", EpisodeSpec)]
     seen: set[tuple[str, type[BaseModel]]] = set()
     while waiting:
@@ -92,7 +92,7 @@ def _place(place: str, key: str, annotation: Any) -> str:
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The contracts that a field may hold."""
+    """The data classes of a field."""
     for member in branches(bare(annotation)):
         inner = bare(member)
         if is_model(inner):
@@ -168,7 +168,7 @@ def _actions() -> str:
     lines = [
         "## Actions",
         "",
-        "What a state does, and the events that it may end with.",
+        "The actions of states, and the events with which they may end.",
         "",
         "| action | what it does | events |",
         "|---|---|---|",
@@ -177,7 +177,10 @@ def _actions() -> str:
     own = 'what the function\'s `events` lists (`@action("done")`)'
     lines.append(f"| `package.module:action` | Call a function of your own. | {own} |")
     always = " and ".join(f"`{event}`" for event in ALWAYS)
-    lines += ["", f"Every state that is not final may also meet {always}: a limit was reached, or the action failed."]
+    lines += [
+        "",
+        f"In every state that is not final, {always} may also occur: a limit was reached, or the action failed.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -218,7 +221,7 @@ def _guards() -> str:
 def _rules() -> str:
     from engine.checks import all_rules
 
-    lines = ["## What is checked", "", "Besides the form, which `yaml.*` and `spec.*` report:", ""]
+    lines = ["## What is checked", "", "In addition to the form, which `yaml.*` and `spec.*` check:", ""]
     lines += ["| rule | severity | finds |", "|---|---|---|"]
     lines += [f"| `{item.id}` | {item.severity} | {item.about} |" for item in all_rules()]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Findings for machines: SARIF 2.1.0 for code scanning, and the annotations of GitHub's workflow commands.
+"""Findings as SARIF 2.1.0 for code scanning, and as annotations by GitHub's workflow commands.
 
 SARIF: OASIS Standard, "Static Analysis Results Interchange Format Version 2.1.0". Columns are counted in characters.
 """
@@ -25,7 +25,7 @@ _COMMANDS = {"error": "error", "warning": "warning", "info": "notice"}
 
 
 def as_sarif(reports: Sequence[Report]) -> str:
-    """One run with every rule that was broken, and one result for each finding."""
+    """Return one SARIF run with a result for each finding."""
     found = [item for report in reports for item in report.diagnostics]
     rules = sorted({item.rule for item in found})
     driver = {
@@ -88,19 +88,19 @@ def _location(item: Diagnostic) -> dict[str, Any]:
 
 
 def _plain(text: str) -> str:
-    """A text of which no part is a link (section 3.11.6), and in which nothing is hidden."""
+    """A text without links (section 3.11.6) and without invisible characters."""
     text = visible(text)
     return text.replace("[", "\\[").replace("]", "\\]") if "](" in text else text
 
 
 def _uri(file: str) -> str:
-    """A relative path as it is, an absolute one as a file URI."""
+    """A relative path unchanged, an absolute one as a file URI."""
     path = Path(file)
     return path.as_uri() if path.is_absolute() else quote(os.fsencode(path.as_posix()))
 
 
 def as_github(reports: Sequence[Report]) -> str:
-    """One workflow command for each finding: GitHub shows it beside the line."""
+    """Return one workflow command for each finding; GitHub shows it beside the line."""
     return "\n".join(_commands(reports))
 
 

@@ -1,4 +1,4 @@
-"""`engine schema`: JSON Schema files and the references of specs and rows, generated from the contracts."""
+"""`engine schema`: write the JSON Schema files and the references of specs and rows from the data classes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = Path("docs/rows.md")
 
 
 def generated() -> dict[Path, str]:
-    """Every generated file, by its path relative to the project, and what it should hold."""
+    """Return the content of every generated file, by its path relative to the project."""
     from engine.cli.json_schema import documents
     from engine.cli.reference import reference
     from engine.cli.rows_reference import rows_reference
@@ -27,7 +27,7 @@ def generated() -> dict[Path, str]:
 
 
 def stale(root: Path) -> Iterator[Path]:
-    """Generated files that are missing or hold something else, and schema files that nothing generates."""
+    """Yield generated files that are missing or out of date, and schema files that should not exist."""
     wanted = generated()
     for path, text in wanted.items():
         file = root / path
@@ -46,10 +46,10 @@ def schema(
         bool, typer.Option("--check", help="Write nothing; exit with 1 when a file is out of date.")
     ] = False,
 ) -> None:
-    """Write schemas/json/*.schema.json, docs/spec.md and docs/rows.md from the contracts.
+    """Write schemas/json/*.schema.json, docs/spec.md and docs/rows.md from the data classes.
 
-    A YAML file that begins with `# yaml-language-server: $schema=…/episode.schema.json` gets completion and
-    errors in an editor.
+    In a YAML file that begins with `# yaml-language-server: $schema=…/episode.schema.json`, editors show completion and
+    errors.
     """
     outdated = list(stale(root))
     if check:

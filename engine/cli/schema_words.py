@@ -1,6 +1,6 @@
-"""Words and examples for an editor, where a contract's own docstrings have none.
+"""Descriptions and examples for editors, for keys whose data class has no docstring.
 
-Invariant: every key of a spec has a description, and every example is one that the loader accepts; the tests hold both.
+Invariant: every key of a spec has a description, and the loader accepts every example; tests check both.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from engine.tokens.toolcalls import FORMATS
 
 WORDS: dict[str, dict[str, str]] = {
     "": {
-        "description": "What the episode is about, for whoever reads the spec.",
-        "model": "Which model speaks, and how conversations become its tokens.",
-        "backend": "Who samples: `local`, `sglang`, `openai` or `scripted`.",
+        "description": "What the episode is about, for readers of the spec.",
+        "model": "The model, and how conversations become its tokens.",
+        "backend": "The sampler: `local`, `sglang`, `openai` or `scripted`.",
         "sampling": "How tokens are sampled.",
         "tasks": "Where tasks come from.",
-        "environment": "The world of each episode, by entry point.",
-        "tools": "What the model may call: typed functions, by entry point.",
+        "environment": "The environment of each episode, by entry point.",
+        "tools": "The tools that the model may call: typed functions, by entry point.",
         "user": "The simulated user: a class of your own, or a model that plays it.",
         "machine": "The state machine: a preset by name, a preset with changes, or your own.",
-        "limits": "What one episode may cost.",
+        "limits": "Limits on one episode.",
         "rewards": "How rewards are moved between turns, and become advantages.",
-        "recover": "What the model is told when its reply cannot be used.",
+        "recover": "Texts for the model when its reply cannot be used.",
         "isolation": "Where the spec's own code runs: in threads of the engine, or in worker processes with limits.",
         "rollout": "How many episodes run, and how many at once.",
     },
-    "EnvironmentSpec": {"effects": "What a crash may do with a call that was made already."},
-    "ToolSpec": {"effects": "What a crash may do with a call that was made already."},
-    "UserSpec": {"effects": "What a crash may do with an answer that was given already."},
+    "EnvironmentSpec": {"effects": "Whether a call that was made before a crash may be repeated."},
+    "ToolSpec": {"effects": "Whether a call that was made before a crash may be repeated."},
+    "UserSpec": {"effects": "Whether an answer that was given before a crash may be requested again."},
     "MachineSpec": {
-        "states": "The states, by name, and what is done in each.",
+        "states": "The states by name, each with its action.",
         "transitions": "Where events lead, in the order in which they are tried.",
     },
     "TransitionSpec": {"dest": "The state that comes next."},
     "TasksSpec": {
         "source": "`inline` rows, a `jsonl` or `parquet` file, a data set on the `hub`, or a `python` function."
     },
-    "PromptMessage": {"role": "Who says it."},
-    "RoleMessage": {"role": "Who says it.", "content": "What is said; `{{field}}` is filled in."},
-    "ReassignRule": {"op": "Move what is there, add to it, or set it."},
-    "RewardEvent": {"op": "Add to what is there, set it, or move it."},
+    "PromptMessage": {"role": "The role of the message."},
+    "RoleMessage": {"role": "The role of the message.", "content": "The text; `{{field}}` is filled in."},
+    "ReassignRule": {"op": "Move a reward, add to it, or set it."},
+    "RewardEvent": {"op": "Add to a reward, set it, or move it."},
     "TextPart": {"type": "A run of text.", "text": "The text."},
     "ImagePart": {"type": "An image, by reference."},
     "LocalBackendSpec": {"kind": "transformers in this process."},
     "SGLangBackendSpec": {"kind": "SGLang servers, over their native HTTP API."},
-    "ScriptedBackendSpec": {"kind": "Replies from a file: a dry run without a model."},
+    "ScriptedBackendSpec": {"kind": "Replies from a file, without a model."},
     "OpenAIBackendSpec": {
         "kind": "Any OpenAI-compatible chat endpoint; its rows do not train.",
         "model": "The model's name at the endpoint.",
@@ -56,27 +56,27 @@ WORDS: dict[str, dict[str, str]] = {
     },
     "SamplingParams": {
         "top_p": "Sample from the fewest tokens whose probabilities sum to this.",
-        "min_p": "Leave out tokens less likely than this times the likeliest.",
-        "frequency_penalty": "Subtracted from a token's logit for each time it was said.",
-        "presence_penalty": "Subtracted from the logit of every token that was said.",
-        "repetition_penalty": "Divides (or multiplies) the logits of what was said; 1 is none.",
-        "min_new_tokens": "No end before so many tokens.",
-        "ignore_eos": "Go on behind the model's end token.",
-        "spaces_between_special_tokens": "Affects a backend's text alone; the engine reads ids.",
-        "no_stop_trim": "Affects a backend's text alone; the engine reads ids.",
-        "json_schema": "Sample only JSON that fits this schema (SGLang only).",
-        "regex": "Sample only what fits this regular expression (SGLang only).",
-        "ebnf": "Sample only what fits this grammar (SGLang only).",
+        "min_p": "Exclude tokens less probable than this times the most probable one.",
+        "frequency_penalty": "Subtracted from a token's logit for each time that it was sampled.",
+        "presence_penalty": "Subtracted from the logit of every token that was sampled.",
+        "repetition_penalty": "Divides (or multiplies) the logits of tokens that were sampled; 1 has no effect.",
+        "min_new_tokens": "Minimum number of tokens of a reply.",
+        "ignore_eos": "Continue after the model's end token.",
+        "spaces_between_special_tokens": "Affects only a backend's text; the engine reads ids.",
+        "no_stop_trim": "Affects only a backend's text; the engine reads ids.",
+        "json_schema": "Sample only JSON that matches this schema (SGLang only).",
+        "regex": "Sample only text that matches this regular expression (SGLang only).",
+        "ebnf": "Sample only text of this grammar (SGLang only).",
         "structural_tag": "Sample tagged parts by their own grammars (SGLang only).",
-        "custom_params": "Handed to a logit processor of the server's own (SGLang only).",
+        "custom_params": "Passed to a custom logit processor of the server (SGLang only).",
     },
 }
-"""By definition (the empty name is the spec itself) and key."""
+"""Descriptions by definition (the empty name is the spec itself) and key."""
 
 METHOD = "How turn rewards become advantages."
-"""`method` of every way of credit."""
-LOSS = "What is made smaller."
-"""`kind` of every loss."""
+"""Description of `method` of every credit method."""
+LOSS = "The loss that training minimises."
+"""Description of `kind` of every loss."""
 
 EXAMPLES: dict[str, dict[str, list[Any]]] = {
     "": {
@@ -119,11 +119,11 @@ EXAMPLES: dict[str, dict[str, list[Any]]] = {
     "IsolationSpec": {"memory": ["1GB"], "cpu": ["60s"], "output": ["1MB"], "processes": [16], "user": ["engine"]},
     "RolloutSpec": {"samples_per_task": [8], "concurrency": [64], "seed": [0]},
 }
-"""Likewise."""
+"""Examples by definition and key."""
 
 
 def add_words(schema: dict[str, Any]) -> None:
-    """Put words and examples into an episode's schema."""
+    """Add descriptions and examples to the schema of a spec."""
     definitions = schema["$defs"]
     for name, words in WORDS.items():
         properties = (schema if not name else definitions[name])["properties"]

@@ -1,4 +1,4 @@
-"""`engine validate`: every mistake of a spec, with its place and the fix, and the most that it can cost."""
+"""`engine validate`: all errors of a spec with their positions and fixes, and its worst-case cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SPEC_KEY = re.compile(r"^(?:spec|extends)[ \t]*:", re.MULTILINE)
 
 
 class Format(StrEnum):
-    """How findings are written."""
+    """The format of findings."""
 
     TEXT = "text"
     JSON = "json"
@@ -27,14 +27,14 @@ class Format(StrEnum):
 
 
 def find_specs(named: Sequence[Path], allowed: Sequence[Path] = ()) -> Iterator[Path]:
-    """The files that are meant, each once: a folder means every spec under it.
+    """Yield the files to validate, each once: for a folder, all specs below it.
 
-    In a folder, a YAML file is a spec if it has the key `spec` or `extends` at its top; scripts and scenarios
-    that lie beside specs do not.
+    In a folder, a YAML file is a spec if it has the key `spec` or `extends` at the top level; scripts and scenarios have
+    neither.
 
     Args:
         named: Files and folders.
-        allowed: Folders that links in those may lead to.
+        allowed: Folders to which links in these may lead.
     """
     seen: set[Path] = set()
     for path in named:
@@ -62,30 +62,30 @@ def _looks_like_spec(file: Path, allowed: Sequence[Path]) -> bool:
     try:
         data = Access.for_spec(file, allowed).read(file, MAX_BYTES)
     except (OSError, ValueError):
-        return True  # reading it will say why
+        return True  # reading it reports the reason
     return data is None or _SPEC_KEY.search(data.decode("utf-8-sig", "replace")) is not None
 
 
 def validate(
     specs: Annotated[list[Path], typer.Argument(metavar="SPEC…", help="Specs, or folders of specs.")],
-    format: Annotated[Format, typer.Option(help="How findings are written.")] = Format.TEXT,
+    format: Annotated[Format, typer.Option(help="Format of the findings.")] = Format.TEXT,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set limits.user_turns=2")
     ] = None,
     worst: Annotated[
         bool,
-        typer.Option("--worst-case", help="Say the most that an episode and the run can cost, and what bounds it."),
+        typer.Option("--worst-case", help="Show the maximum cost of an episode and of the run, and what bounds it."),
     ] = False,
     budget: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=MAXIMUM", help="Fail if the whole run could cost more: --budget tokens=1e9"),
     ] = None,
-    notes: Annotated[bool, typer.Option("--notes", help="In text, say what is only worth knowing, too.")] = False,
+    notes: Annotated[bool, typer.Option("--notes", help="In text, also show findings of severity info.")] = False,
     imports: Annotated[
         bool,
         typer.Option(
             "--import",
-            help="Import the code that specs name, for the checks that need it: only for specs that you trust.",
+            help="Import the code that specs name, for the rules that need it; only for specs that you trust.",
         ),
     ] = False,
     allowed: Annotated[
@@ -93,18 +93,18 @@ def validate(
         typer.Option(
             "--allow-path",
             metavar="FOLDER",
-            help="Open files below this folder too; without it, those below the spec's and the current folder.",
+            help="Also open files below this folder; the default is the spec's folder and the current folder.",
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="What one spec may take.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit for one spec.")] = 60.0,
 ) -> None:
-    """Find every mistake before anything runs: file:line:column, the rule, what is wrong, and the fix.
+    """Find all errors before a run: file:line:column, the rule, what is wrong, and how to fix it.
 
-    Exits with 0 when every spec is valid, 1 when one is not, 2 when one could not be read.
-    `engine explain RULE` says more about a rule.
+    The exit status is 0 if all specs are valid, 1 if one is not, 2 if one could not be read.
+    `engine explain RULE` describes a rule.
 
-    Safe for specs that somebody else wrote: without --import nothing that a spec names is imported or called, no network
-    is used, and values of environment variables are masked.
+    Safe for untrusted specs: without --import no code that a spec names is imported or called, no network is used, and
+    values of environment variables are masked.
     """
     from engine.checks.budget import BudgetError, read_budget
     from engine.cli.validate_examine import Options, examine_all
@@ -146,4 +146,4 @@ FORMATS: Mapping[Format, Callable[[Sequence[Report]], str]] = {
     Format.SARIF: _sarif,
     Format.GITHUB: _github,
 }
-"""How reports become what is printed."""
+"""The functions that write reports, by format."""

@@ -1,8 +1,8 @@
-"""One spec examined, and many, each within its time.
+"""Checking specs, each within a time limit.
 
-Specs are examined in a child process: one that takes too long, or that crashes a parser, costs its own result alone. No
-code that a spec names is imported there. With `--import` a second child for each spec imports it; what was found without
-it stays found, whatever that code does.
+Specs are checked in a child process: if one takes too long or crashes a parser, only its own result is lost. No code that a spec
+names is imported there. With `--import` a second child process for each spec imports the code; it cannot remove findings of the
+first one.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from engine.spec.load import UNREADABLE, read_spec
 from engine.spec.masking import mask_all, mask_name
 
 SECONDS = 60.0
-"""What one spec may take."""
+"""Time limit for one spec, in seconds."""
 MEMORY = 4 * 2**30
-"""Bytes that examining a spec may fill."""
+"""Memory limit for checking a spec, in bytes."""
 CODE_MEMORY = 8 * 2**30
-"""Bytes that the code of a spec may fill while it is imported."""
+"""Memory limit for importing the code of a spec, in bytes."""
 STOPPED = "check.stopped"
-"""The id of what says that a spec was not examined whole."""
+"""The id of the finding that a spec was not checked completely."""
 FAILED = "check.import-failed"
-"""The id of what says that the checks that import code have no result."""
+"""The id of the finding that the rules that import code have no result."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `engine validate` was asked for."""
+    """The options of `engine validate`."""
 
     overrides: Sequence[str] = ()
-    """As `--set` takes them."""
+    """Overrides, as for `--set`."""
     cost: bool = False
     """Compute the worst case."""
     budget: Mapping[str, float] = field(default_factory=dict)
-    """The most that the run may cost; see `engine.checks.budget`."""
+    """The budget of the run; see `engine.checks.budget`."""
     imports: bool = False
-    """Import the code that specs name, for the checks that need it."""
+    """Whether to import the code that specs name."""
     allowed: Sequence[Path] = ()
-    """Folders whose files may be opened too."""
+    """Additional folders whose files may be opened."""
     seconds: float = SECONDS
-    """What one spec may take."""
+    """Time limit for one spec, in seconds."""
 
 
 def examine(path: Path, options: Options | None = None, doing: Callable[[str], None] | None = None) -> Report:
-    """Read one spec and try every rule on it, in this process; a file of scenarios is held to the spec beside it.
+    """Read one spec and apply all rules to it, in this process; a file of scenarios is compared with its spec.
 
-    With `options.imports` the code that it names is imported here.
+    With `options.imports` the code that the spec names is imported in this process.
 
     Args:
         path: The spec.
-        options: What is asked for.
-        doing: Called with what is done next.
+        options: The options.
+        doing: Called with the next activity.
     """
     options = options or Options()
     access = Access.for_spec(path, options.allowed, imports=options.imports)
@@ -91,17 +91,17 @@ def _report(report: Report, sources: Mapping[str, str], access: Access) -> Repor
 
 
 def examine_all(paths: Sequence[Path], options: Options) -> tuple[list[Report], list[str]]:
-    """Examine specs in child processes.
+    """Check specs in child processes.
 
     Returns:
-        The reports, and lines that imported code and parsers printed, each with who printed it.
+        The reports, and the lines that imported code and parsers printed, with their origin.
     """
     if not can_fork():
         try:
             return [examine(path, replace(options, imports=False)) for path in paths], []
         finally:
             close_child()
-    all_rules()  # imported once, before the children are
+    all_rules()  # imported once, before the children are forked
     examiner = _Examiner(options)
     try:
         reports = [examiner.examine(path) for path in paths]
@@ -111,7 +111,7 @@ def examine_all(paths: Sequence[Path], options: Options) -> tuple[list[Report], 
 
 
 class _Examiner:
-    """Examines one spec after another, with one child for those that it lives through."""
+    """Checks one spec after another; a child is reused until it ends."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -119,7 +119,7 @@ class _Examiner:
         self._child: Child | None = None
 
     def examine(self, path: Path) -> Report:
-        """One spec."""
+        """Check one spec."""
         ends = time.monotonic() + self.options.seconds
         report = self._without_code(path)
         if not self.options.imports or report.unreadable or any(item.rule == STOPPED for item in report.diagnostics):
@@ -137,7 +137,7 @@ class _Examiner:
         except ChildError as error:
             self.close()
             return _failed(
-                path, STOPPED, f"this spec could not be examined whole: {error}", "make it smaller or simpler"
+                path, STOPPED, f"this spec could not be checked completely: {error}", "make it smaller or simpler"
             )
 
     def _with_code(self, path: Path, static: Report, seconds: float) -> Report:
@@ -146,7 +146,7 @@ class _Examiner:
             found = unpack(str(path), child.ask(str(path).encode("utf-8", "surrogateescape"), max(seconds, 0.1)))
             return _both(static, found)
         except (ChildError, ValueError) as error:
-            fix = "a module must be imported without ending the process, and within the time and memory that there is"
+            fix = "a module must be imported without ending the process, and within the time and memory limits"
             failed = _failed(path, FAILED, f"the checks that import its code have no result: {error}", fix)
             return replace(
                 static,
@@ -175,7 +175,7 @@ def _child(options: Options, memory: int) -> Child:
         try:
             return pack(examine(path, options, lambda rule: doing(f"at the rule `{rule}`")))
         except MemoryError:
-            return pack(_failed(path, STOPPED, "this spec takes more memory than there is", "make it smaller"))
+            return pack(_failed(path, STOPPED, "this spec needs more memory than is available", "make it smaller"))
         except RecursionError:
             return pack(_failed(path, STOPPED, "something in this spec is nested too deep", "flatten it"))
 
@@ -188,7 +188,7 @@ def _failed(path: Path, rule: str, message: str, fix: str) -> Report:
 
 
 def _both(static: Report, found: Report) -> Report:
-    """What was found with code, and what was found without it."""
+    """The findings with code merged with those without it."""
     known = {(item.rule, item.origin, item.path) for item in found.diagnostics}
     extra = [
         (item, excerpt)

@@ -1,7 +1,7 @@
-"""What `engine validate` found in one spec, and how it is written: text, JSON, and as a line between processes.
+"""The findings in one spec, and their formats: text, JSON, and a form for the pipe between processes.
 
-Everything that a spec or a file beside it can put into a finding is escaped here: control characters, line feeds, and
-what CI systems read as commands (`::error::` at the beginning of a line, `##[error]` anywhere).
+Text in findings that comes from a spec or another file is escaped here: control characters, line feeds, and commands to CI
+systems (`::error::` at the beginning of a line, `##[error]` anywhere).
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ VALID, INVALID, UNREADABLE = 0, 1, 2
 WIDEST = 400
 """Characters of a line that are shown."""
 MAX_SHOWN = 64 * 2**20
-"""Bytes of a file that a line is looked for in."""
+"""Maximum size of a file from which a line is shown, in bytes."""
 _WORD = re.compile(r""""(?:[^"\\]|\\.)*"|'[^']*'|\{\{.*?\}\}|[\w./:*-]*[\w./*-]""")
 _COLORS = {"error": typer.colors.RED, "warning": typer.colors.YELLOW, "info": typer.colors.BLUE}
 _COMMAND = re.compile(r"##(?=[\w.-]*\[)")
-"""How commands to CI systems begin, wherever they stand in a line."""
+"""The beginnings of commands to CI systems, anywhere in a line."""
 
 
 @dataclass(frozen=True)
 class Excerpt:
-    """The line that a finding is about."""
+    """The source line of a finding."""
 
     text: str
     """At most `WIDEST` characters of it."""
     column: int
-    """Where the finding points, from 1."""
+    """The column of the finding, from 1."""
     number: str
-    """The line's number; empty for an override."""
+    """The line number; empty for an override."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found in one spec."""
+    """The findings in one spec."""
 
     file: str
     diagnostics: list[Diagnostic]
     unreadable: bool = False
     excerpts: list[Excerpt | None] = field(default_factory=list)
-    """The line of each finding, where it is at hand."""
+    """The source line of each finding, if it can be read."""
     worst: WorstCase | None = None
-    """The most that it can cost; None where its machine is not sound, or nobody asked."""
+    """The worst case; None if the machine has errors, or if it was not requested."""
     scenarios: bool = False
-    """It is a file of scenarios, held to the spec beside it."""
+    """Whether it is a file of scenarios."""
     skipped: list[str] = field(default_factory=list)
-    """Rules that could not look at everything without importing code."""
+    """Rules that skipped something because code is not imported."""
 
     @property
     def status(self) -> int:
-        """0 valid, 1 invalid, 2 could not be read."""
+        """The exit status: 0 valid, 1 invalid, 2 could not be read."""
         if self.unreadable:
             return UNREADABLE
         return INVALID if any(item.severity == "error" for item in self.diagnostics) else VALID
@@ -80,7 +80,7 @@ def excerpts_of(found: Sequence[Diagnostic], sources: Mapping[str, str], access:
     Args:
         found: The findings.
         sources: Text of the files that were read, by `Origin.file`.
-        access: Which other files may be opened for it.
+        access: The other files that may be opened.
     """
     return [_excerpt_of(item, sources, access) for item in found]
 
@@ -130,7 +130,7 @@ def _read_lines(file: str, changed: int, size: int, access: Access) -> list[str]
 
 
 def as_text(reports: Sequence[Report], *, notes: bool = True, worst: bool = False) -> str:
-    """Each finding with its line of source and a caret, what each spec can cost, then one line that counts."""
+    """Return the findings with their source lines, the worst cases, and a summary line."""
     blocks = [
         _block(item, report.excerpts[index] if index < len(report.excerpts) else None)
         for report in reports
@@ -142,17 +142,17 @@ def as_text(reports: Sequence[Report], *, notes: bool = True, worst: bool = Fals
 
 
 def one_line(text: str) -> str:
-    """A text that stays on its line, and that neither a terminal nor a CI system takes for a command."""
+    """Escape a text so that it stays on one line and is not a command to a terminal or CI system."""
     return no_command(visible(text, newlines=False))
 
 
 def no_command(text: str) -> str:
-    """A text in which `##[error]` and the like are no command."""
+    """Escape `##[error]` and similar commands in a text."""
     return _COMMAND.sub(r"#\\x23", text)
 
 
 def first_in_line(text: str) -> str:
-    """The same, for what a line begins with."""
+    """Escape the same, and commands at the beginning of a line."""
     shown = one_line(text)
     return f"\\x3a{shown.lstrip()[1:]}" if shown.lstrip().startswith("::") else shown
 
@@ -170,7 +170,7 @@ def _cost(report: Report) -> list[str]:
         whole = "" if run is None else "?" if found.episodes is None and run.most is None else _number(run.most)
         rows.append((name, _number(bound.most), whole, bound.by))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    title = file if found.exact else f"{file} (its limits alone: the machine is too large to walk through)"
+    title = file if found.exact else f"{file} (from its limits only: the machine is too large to check all its paths)"
     return [title] + [
         f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {one_line(row[3])}" for row in rows
     ]
@@ -194,7 +194,7 @@ def _summary(reports: Sequence[Report]) -> str:
 
 
 def skipped_words(count: int) -> str:
-    """How many checks were not made, as the summary says it; empty where all were."""
+    """The summary's words about skipped rules; empty if none were skipped."""
     if count == 1:
         return "1 check skipped: it needs --import"
     return f"{count} checks skipped: they need --import" if count else ""
@@ -210,7 +210,7 @@ def _block(item: Diagnostic, excerpt: Excerpt | None) -> str:
 
 
 def _excerpt(excerpt: Excerpt | None) -> list[str]:
-    """The source line, and a caret under what is meant."""
+    """The source line, with a caret under the position."""
     if excerpt is None:
         return []
     line, column = excerpt.text, excerpt.column
@@ -231,7 +231,7 @@ def _width(char: str) -> int:
 
 
 def json_text(data: Any) -> str:
-    """JSON of which no line can be taken for a command; its meaning is the same."""
+    """Return JSON in which no line is a command to a CI system."""
     return visible_json(json.dumps(data, indent=2, ensure_ascii=False)).replace("##", "#\\u0023")
 
 
@@ -301,10 +301,10 @@ def unpack(file: str, data: bytes) -> Report:
 
     Args:
         file: The spec.
-        data: What `pack` wrote. It may come from a process that runs a stranger's code: nothing of it is executed.
+        data: The result of `pack`. It may come from a process that runs untrusted code, so nothing in it is executed.
 
     Raises:
-        ValueError: it is no report.
+        ValueError: the data is not a report.
     """
     try:
         plain = json.loads(data)

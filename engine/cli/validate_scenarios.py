@@ -1,4 +1,4 @@
-"""A file of scenarios, validated: its form, and whether each scenario fits the spec beside it. Nothing is played."""
+"""Validating a file of scenarios: its form, and whether each scenario matches its spec. Nothing is run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def is_scenarios(path: Path) -> bool:
-    """Whether a file's name says that it holds scenarios: `task.scenarios.yaml`."""
+    """Return whether a file's name is that of a scenario file: `task.scenarios.yaml`."""
     return path.suffix in (".yaml", ".yml") and path.stem.endswith(".scenarios")
 
 
@@ -29,12 +29,12 @@ TASK_RULE = "scenario.unknown-task"
 def scenario_problems(
     path: Path, overrides: Sequence[str] = (), access: Access | None = None
 ) -> tuple[list[Diagnostic], bool, list[str]]:
-    """What is wrong with a file of scenarios, whether it could not be read at all, and the rules that were skipped.
+    """Return the findings in a file of scenarios, whether it could not be read, and the rules that were skipped.
 
     Args:
         path: The file.
-        overrides: As `--set` takes them.
-        access: Which files may be opened, and whether code may be imported; everything when left out.
+        overrides: As for `--set`.
+        access: The files that may be opened, and whether code may be imported; the default allows everything.
     """
     from engine.scenarios.load import Stages, load_scenarios, spec_of
     from engine.spec.load import UNREADABLE
@@ -47,7 +47,7 @@ def scenario_problems(
     here = Origin(str(path), 1, 1)
     if not spec.is_file():
         fix = f"write {spec.name}, or name this file after its spec"
-        message = f"there is no spec `{spec}` that these scenarios could be of"
+        message = f"there is no spec `{spec}` for these scenarios"
         return [Diagnostic("scenario.no-spec", "error", message, fix, here)], False, []
     stages = Stages(spec, overrides, access)
     with contextlib.redirect_stdout(sys.stderr):
@@ -83,5 +83,5 @@ def _misfits(stages: Stages, scenarios: ScenarioSet, skipped: list[str]) -> Iter
 
 
 def _made_by_code(loaded: LoadedSpec) -> bool:
-    """Whether the tasks' rows come from code that may not be imported."""
+    """Whether the rows of the tasks come from code that may not be imported."""
     return not loaded.access.imports and loaded.spec.tasks.source in ("python", "hub")

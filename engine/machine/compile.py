@@ -1,8 +1,8 @@
 """A spec's machine as a pure function: (state, event, context) -> state.
 
-Invariant: one `transitions.Machine` for a spec, shared by all its episodes and never changed once it is built. No
-model is ever added to it: each step triggers on a throw-away model that holds the state alone, so steps of any
-number of tasks and threads do not meet. What does not depend on a condition is asked of it once, when it is built.
+Invariant: all episodes of a spec share one `transitions.Machine`, which never changes after it is built. No model is added to
+it: each step triggers on a temporary model that contains only the state, so steps of different tasks and threads are
+independent. Transitions without conditions are looked up once, when the machine is built.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Blame
 
 ReadContext = Callable[[frozenset[str]], Mapping[str, Any]]
-"""Builds the guard variables that are asked for, and no others."""
+"""Builds the requested guard variables, and no others."""
 
 
 class UnhandledEvent(EngineError):
-    """An event came in a state from which no transition for it leads on."""
+    """An event occurred in a state that has no transition for it."""
 
     kind = "unhandled_event"
     blame: Blame = "spec"
 
 
 class _Step:
-    """The model of one trigger."""
+    """The temporary model of one step."""
 
     __slots__ = ("state",)
 
@@ -49,8 +49,8 @@ class EpisodeMachine:
         machine.next("GENERATING", "answered", episode.context)     # "AWAITING_USER_FEEDBACK"
 
     Raises:
-        SpecError: a transition, or the beginning, names a state that is not there.
-        GuardError: a condition is not CEL.
+        SpecError: a transition or `initial` names a state that does not exist.
+        GuardError: a condition is not valid CEL.
     """
 
     def __init__(self, machine: ResolvedMachine | MachineSpec) -> None:
@@ -90,20 +90,20 @@ class EpisodeMachine:
         }
 
     def handled(self, state: str) -> list[str]:
-        """Events that the state has transitions for, in the order in which they are written."""
+        """Return the events for which the state has transitions, in the order in which they are written."""
         return list(dict.fromkeys(t.trigger for t in self.resolved.leaving(state)))
 
     def next(self, state: str, event: str, context: ReadContext) -> str:
-        """Where the event leads: the first transition whose condition holds.
+        """Return the next state: the destination of the first transition whose condition holds.
 
         Args:
-            state: Where the episode stands.
-            event: What its action ended with.
-            context: Called for each guard that is tried, with the names of the variables that it reads.
+            state: The current state.
+            event: The event with which its action ended.
+            context: Called for each guard that is evaluated, with the names of the variables that it reads.
 
         Raises:
-            UnhandledEvent: no transition is for this event in this state, or none whose condition holds.
-            GuardError: a condition cannot be told on these values.
+            UnhandledEvent: the state has no transition for this event, or no condition holds.
+            GuardError: a condition has no result for these values.
         """
         settled = self._settled.get((state, event))
         if settled is not None:
@@ -120,7 +120,7 @@ class EpisodeMachine:
         return step.state
 
     def _unconditional(self, state: str, event: str) -> str | None:
-        """Where the event leads whatever the context is; None where that depends on it, or nothing handles the event."""
+        """The next state if it does not depend on a condition; None if it does, or if nothing handles the event."""
         first = next(iter(self.resolved.leaving(state, event)), None)
         if first is None or first.conditions is not None:
             return None
@@ -148,7 +148,7 @@ def _condition(guard: Guard, transition: ResolvedTransition) -> Callable[[ReadCo
 
 
 def unknown_states(machine: ResolvedMachine) -> list[Diagnostic]:
-    """The states that a machine names and does not have; without positions in a file."""
+    """Return a diagnostic for each name that is not a state of the machine; without positions in a file."""
     asked: dict[tuple[str, DataPath], None] = {(machine.initial, ("machine", "initial")): None}
     for t in machine.transitions:
         place: DataPath = ("machine",) if t.index is None else ("machine", "transitions", t.index)

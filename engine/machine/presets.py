@@ -1,8 +1,8 @@
-"""The machines that a spec may begin with, and what a spec's machine comes to.
+"""The preset machines, and how a spec's machine is merged with its preset.
 
-Invariant: a resolved machine says everything that the spec's machine says and nothing else, one transition for
-each (source, trigger), in the order in which they are tried. Each knows the transition of the spec that it came
-from, so that whoever finds it wrong can point at a line.
+Invariant: a resolved machine is equivalent to the spec's machine, with one transition for each (source, trigger), in the order
+in which they are tried. Each transition knows the index of the spec's transition that it came from, so that findings have a
+position.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.schemas.machine import MachineSpec, Preset, StateSpec, TransitionSpec
 
 ANY = "*"
-"""As a transition's source: every state that is not final."""
+"""The source of a transition that applies in every state that is not final."""
 
 _PENDING = {"PENDING": StateSpec(action="reset")}
 _GENERATING = {"GENERATING": StateSpec(action="generate")}
@@ -23,10 +23,10 @@ _DONE = {"DONE": StateSpec(action="score", final=True)}
 
 _READY = TransitionSpec(trigger="ready", source="PENDING", dest="GENERATING")
 _CUT_SHORT = TransitionSpec(trigger=["limit", "failed", "truncated", "aborted"], source=ANY, dest="DONE")
-"""A turn that was cut off is no answer: nothing can follow it that the model would have seen coming."""
+"""A reply that was cut off is not an answer, so the episode ends."""
 
 _USER_WAITS = "turns.user < limits.user_turns"
-"""Whether the user may still speak. Where not, an answer ends the episode; that is no limit's doing."""
+"""Whether the user may still answer. If not, an answer of the model ends the episode, without the event `limit`."""
 
 PRESETS: Mapping[Preset, MachineSpec] = {
     "single_turn": MachineSpec(
@@ -85,16 +85,16 @@ PRESETS: Mapping[Preset, MachineSpec] = {
         ],
     ),
 }
-"""Every event that a state's action declares, `limit` and `failed` are handled, with an unguarded last transition.
+"""Each handles all events of its actions, `limit` and `failed`, with an unconditional last transition.
 
-`single_turn`: one reply. `tools`: replies and tool results until a reply calls none. `tools_and_user`: a user answers
-each reply that calls no tool, until satisfied or out of turns. `retry_with_feedback`: the same without tools.
+`single_turn`: one reply. `tools`: replies and tool results until a reply calls no tool. `tools_and_user`: a user answers
+each reply that calls no tool, until the user is satisfied or out of turns. `retry_with_feedback`: the same without tools.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedTransition:
-    """Where one event leads from one state, if its condition holds."""
+    """The destination of one event in one state, if its condition holds."""
 
     trigger: str
     source: str
@@ -102,14 +102,14 @@ class ResolvedTransition:
     conditions: str | None = None
     """One CEL expression; None: always."""
     index: int | None = None
-    """Which of the spec's own `machine.transitions` it came from; None: the preset's."""
+    """Index in the spec's `machine.transitions`; None if it comes from the preset."""
     wildcard: bool = False
     """Whether the source was written as `"*"`."""
 
 
 @dataclass(frozen=True)
 class ResolvedMachine:
-    """A machine with its preset merged in and every transition spelt out."""
+    """A machine merged with its preset, with every transition expanded."""
 
     initial: str
     states: dict[str, StateSpec]
@@ -122,22 +122,21 @@ class ResolvedMachine:
         return frozenset(name for name, state in self.states.items() if state.final)
 
     def leaving(self, source: str, trigger: str | None = None) -> list[ResolvedTransition]:
-        """Transitions out of a state, of one event or of all, in the order in which they are tried."""
+        """Return the transitions out of a state, for one event or all, in the order in which they are tried."""
         return [t for t in self.transitions if t.source == source and trigger in (None, t.trigger)]
 
 
 def resolve_machine(machine: MachineSpec) -> ResolvedMachine:
-    """Merge the preset in and spell every transition out.
+    """Merge a machine with its preset, and expand every transition.
 
-    The spec's states are added to the preset's and replace those of the same name; its transitions are tried
-    first. A transition of the preset that can then never be taken (an unguarded one of the spec's comes before it,
-    or its source is final now) is left out. Names are not checked here: a transition may lead to a state that is
-    not there.
+    The spec's states are added to those of the preset and replace states of the same name. Its transitions are tried
+    first. A transition of the preset that can never be taken (an unconditional one of the spec precedes it, or its
+    source is now final) is left out. Names are not checked: a transition may name a state that does not exist.
     """
     preset = PRESETS[machine.preset] if machine.preset is not None else None
     states = {**(preset.states if preset else {}), **machine.states}
     initial = machine.initial or (preset.initial if preset else None)
-    assert initial is not None  # MachineSpec holds to it
+    assert initial is not None  # MachineSpec validates this
     standing = [name for name, state in states.items() if not state.final]
     transitions = [t for index, spec in enumerate(machine.transitions) for t in _spell_out(spec, standing, index)]
     settled = {(t.source, t.trigger) for t in transitions if t.conditions is None}

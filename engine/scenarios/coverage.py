@@ -1,7 +1,7 @@
-"""Which transitions of a machine were taken, and which no scenario takes.
+"""Which transitions of a machine scenarios take.
 
-Invariant: two transitions that lead from one state by one event to the same state are still two: which one was
-taken is told by their conditions, on the values that the machine itself saw.
+Invariant: transitions with the same state, event and destination are counted separately, by evaluating their conditions on the
+values that the machine had.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ OUTSIDE_FIX = "move it beside the spec, or allow its folder: `engine validate --
 
 
 class OutsideError(PermissionError):
-    """A file that lies outside of the folders that may be read."""
+    """A file that is outside the folders that may be read."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(errno.EACCES, "it lies outside of the folders that may be read", str(path))
+        super().__init__(errno.EACCES, "it is outside the folders that may be read", str(path))
 
 
 @dataclass(frozen=True)

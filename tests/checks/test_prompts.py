@@ -117,7 +117,7 @@ def test_words_that_nobody_says_are_pointed_out() -> None:
 
 def test_nothing_said_at_all() -> None:
     assert found("source: inline, rows: [{q: a}]") == [
-        "1:1: error[prompt.empty] the model is shown nothing: there is neither a prompt nor an environment; "
+        "1:1: error[prompt.empty] the model gets no message: the spec has neither a prompt nor an environment; "
         'add `prompt: [{role: user, content: "{{question}}"}]`, or an `environment` that begins'
     ]
 

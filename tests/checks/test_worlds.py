@@ -172,14 +172,14 @@ def test_worlds_that_fit(lines: str) -> None:
         (
             "tools: [{use: 'check_worlds:NoCall', with: {k: 1}}]\n",
             [
-                "6:15: error[world.protocol] objects of `check_worlds:NoCall` cannot be called, so it is no tool; "
+                "6:15: error[world.protocol] objects of `check_worlds:NoCall` cannot be called, so it is not a tool; "
                 "add `def __call__(self, …)` with typed parameters"
             ],
         ),
         (
             "tools: [{use: 'check_worlds:NUMBER'}]\n",
             [
-                "6:15: error[world.protocol] `check_worlds:NUMBER` is no function but an int; name a typed function, or a class"
+                "6:15: error[world.protocol] `check_worlds:NUMBER` is no function but an int; use a typed function or a class"
             ],
         ),
         (
@@ -291,7 +291,7 @@ def test_actions_that_do_not_fit(state: str, events: str, lines: str, problems: 
 def test_a_user_state_needs_a_user() -> None:
     assert found("", "retry_with_feedback") == [
         "6:1: error[world.no-user] `AWAITING_USER_FEEDBACK` asks the user, and the spec has none; "
-        "add `user: {use: …}`, or take a machine without one (`machine: tools` or `single_turn`)"
+        "add `user: {use: …}`, or use a machine without one (`machine: tools` or `single_turn`)"
     ]
     assert found("user: {use: 'check_worlds:User'}\n", "retry_with_feedback") == []
 
@@ -299,7 +299,7 @@ def test_a_user_state_needs_a_user() -> None:
 def test_a_tool_state_without_tools_is_a_warning() -> None:
     assert found("", "tools") == [
         "6:1: warning[world.no-tools] `AWAITING_TOOL` calls tools, and the spec offers none; "
-        "add `tools: [{use: …}]`, or take a machine without them (`machine: retry_with_feedback` or `single_turn`)"
+        "add `tools: [{use: …}]`, or use a machine without them (`machine: retry_with_feedback` or `single_turn`)"
     ]
     assert found("tools: [{use: 'check_worlds:tool'}]\n", "tools") == []
     assert found("environment: {use: 'check_worlds:Good'}\n", "tools") == []

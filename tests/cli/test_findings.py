@@ -228,10 +228,10 @@ def test_notes_are_told_when_asked_for() -> None:
     Path("s.yaml").write_text(SPEC)
     assert run("validate", "s.yaml") == (0, "1 spec valid\n")
     assert run("validate", "s.yaml", "--notes")[1].splitlines() == [
-        "s.yaml:3:15: info[model.not-at-hand] the files of `m` are not here: template, context and images are not checked",
+        "s.yaml:3:15: info[model.not-at-hand] the files of `m` are not on this computer: template, context and images are not checked",
         "     3 | model: {path: m}",
         "       |               ^",
-        "        fix: fetch it once (`engine models` names those that can be), or give a folder",
+        "        fix: download it once (`engine models` lists the models), or give a folder",
         "1 spec valid",
     ]
 

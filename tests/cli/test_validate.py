@@ -85,7 +85,7 @@ def test_a_warning_does_not_make_a_spec_invalid() -> None:
         "s.yaml:4:1: warning[world.no-tools] `AWAITING_TOOL` calls tools, and the spec offers none",
         "     4 | machine: tools",
         "       | ^^^^^^^",
-        "        fix: add `tools: [{use: …}]`, or take a machine without them (`machine: retry_with_feedback` or `single_turn`)",
+        "        fix: add `tools: [{use: …}]`, or use a machine without them (`machine: retry_with_feedback` or `single_turn`)",
         "1 spec valid: 1 warning",
     ]
 
