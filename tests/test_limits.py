@@ -148,7 +148,7 @@ def test_a_limit_that_is_added_is_known_everywhere(tmp_path: Path) -> None:
         "worst": [[3.0, "limits.environment_steps"], [12.0, "limits.environment_steps"]],
         "budget": [
             [
-                "the run may cost 12 environment_steps (limits.environment_steps), beyond its budget of 11",
+                "the run may cost 12 environment_steps (limits.environment_steps); the budget is 11",
                 ["limits", "environment_steps"],
             ]
         ],

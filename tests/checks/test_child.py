@@ -98,7 +98,7 @@ def test_bytes_without_the_token_are_no_answer() -> None:
 
     with child(answer) as found, pytest.raises(ChildError) as caught:
         found.ask(b"", 30)
-    assert str(caught.value) == "the process answered what it was not asked"
+    assert str(caught.value) == "the process sent an invalid answer"
 
 
 def test_one_that_takes_too_long_is_ended_with_what_it_started() -> None:

@@ -85,7 +85,7 @@ def test_a_machine_of_ones_own_that_is_whole() -> None:
             "B: {action: call_tools}",
             "B: {}",
             [
-                "10:5: error[machine.no-action] nothing is done in `B`, so nothing can lead out of it; "
+                "10:5: error[machine.no-action] `B` has no action, so no event can lead out of it; "
                 "give it an `action`, or make it `final: true`",
                 "15:17: error[machine.unknown-event] `B` never emits the event `results`; known: failed, limit",
             ],

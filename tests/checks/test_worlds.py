@@ -179,7 +179,7 @@ def test_worlds_that_fit(lines: str) -> None:
         (
             "tools: [{use: 'check_worlds:NUMBER'}]\n",
             [
-                "6:15: error[world.protocol] `check_worlds:NUMBER` is no function but an int; use a typed function or a class"
+                "6:15: error[world.protocol] `check_worlds:NUMBER` is an int, not a function; use a typed function or a class"
             ],
         ),
         (
@@ -298,7 +298,7 @@ def test_a_user_state_needs_a_user() -> None:
 
 def test_a_tool_state_without_tools_is_a_warning() -> None:
     assert found("", "tools") == [
-        "6:1: warning[world.no-tools] `AWAITING_TOOL` calls tools, and the spec offers none; "
+        "6:1: warning[world.no-tools] `AWAITING_TOOL` calls tools, and the spec has none; "
         "add `tools: [{use: …}]`, or use a machine without them (`machine: retry_with_feedback` or `single_turn`)"
     ]
     assert found("tools: [{use: 'check_worlds:tool'}]\n", "tools") == []

@@ -183,18 +183,18 @@ def test_a_broken_machine_has_no_worst_case() -> None:
         ("tool_calls=0", None),
         (
             "tokens=127",
-            "s.yaml:7:45: error[budget.exceeded] the run may cost 128 tokens (machine × limits.turn_tokens), beyond its "
-            "budget of 127",
+            "s.yaml:7:45: error[budget.exceeded] the run may cost 128 tokens (machine × limits.turn_tokens); the budget "
+            "is 127",
         ),
         (
             "seconds=599",
-            "s.yaml:7:27: error[budget.exceeded] the run may cost 600 seconds (limits.episode_seconds), beyond its budget "
-            "of 599",
+            "s.yaml:7:27: error[budget.exceeded] the run may cost 600 seconds (limits.episode_seconds); the budget "
+            "is 599",
         ),
         (
             "images=5",
-            "s.yaml:7:9: error[budget.exceeded] the run's images have a budget of 5, and no bound: neither `limits.images` "
-            "nor `model.max_images` is set",
+            "s.yaml:7:9: error[budget.exceeded] the run's images are not bounded: neither `limits.images` "
+            "nor `model.max_images` is set; the budget is 5",
         ),
     ],
 )
@@ -207,10 +207,10 @@ def test_a_budget_is_a_check(budget: str, problem: str | None) -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ("tokns=1", "there is no budget of `tokns`; did you mean `tokens`?"),
-        ("tokens", "`tokens` is no budget; write `tokens=1e9`"),
-        ("tokens=nan", "`tokens=nan` is no budget; write `tokens=1e9`"),
-        ("seconds=-1", "`seconds=-1` is no budget; write `seconds=1e9`"),
+        ("tokns=1", "there is no budget `tokns`; did you mean `tokens`?"),
+        ("tokens", "`tokens` is not a valid budget; write `tokens=1e9`"),
+        ("tokens=nan", "`tokens=nan` is not a valid budget; write `tokens=1e9`"),
+        ("seconds=-1", "`seconds=-1` is not a valid budget; write `seconds=1e9`"),
     ],
 )
 def test_a_budget_that_cannot_be_read(given: str, problem: str) -> None:

@@ -82,7 +82,7 @@ def test_a_warning_does_not_make_a_spec_invalid() -> None:
     status, output = run("s.yaml")
     assert status == 0
     assert output.splitlines() == [
-        "s.yaml:4:1: warning[world.no-tools] `AWAITING_TOOL` calls tools, and the spec offers none",
+        "s.yaml:4:1: warning[world.no-tools] `AWAITING_TOOL` calls tools, and the spec has none",
         "     4 | machine: tools",
         "       | ^^^^^^^",
         "        fix: add `tools: [{use: …}]`, or use a machine without them (`machine: retry_with_feedback` or `single_turn`)",
