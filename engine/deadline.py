@@ -1,31 +1,32 @@
-"""Deadlines for many calls that may each take as long as the others, and clocks that stand still together.
+"""Deadlines of calls and of episodes, which can stand still together.
 
-Of calls with the same time allowed, the one that began first is over first. So one timer serves all of them, where
-`asyncio.timeout` sets and cancels one for each.
+Among calls with the same time limit, the call that began first ends first. So one timer serves all of them, where
+`asyncio.timeout` sets and cancels a timer for each.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    """Something that measures time and can stand still."""
+    """Measures time and can stand still."""
 
     def pause(self) -> None:
         """Stand still."""
         ...
 
     def resume(self) -> None:
-        """Go on, with as much time left as when it stood still."""
+        """Continue with the time that was left."""
         ...
 
 
 class Standstill:
-    """Clocks that stand still together. It is a clock too; one that was paused twice goes on after the second `resume`."""
+    """Clocks that stand still together. It is a clock itself; after two calls of `pause` it continues at the second `resume`."""
 
     def __init__(self) -> None:
         self._clocks: dict[Clock, None] = {}
@@ -37,13 +38,13 @@ class Standstill:
         return self._pauses > 0
 
     def add(self, clock: Clock) -> None:
-        """Have a clock stand still with the others, at once if they do."""
+        """Add a clock. If the others stand still, it does so at once."""
         self._clocks[clock] = None
         if self._pauses:
             clock.pause()
 
     def remove(self, clock: Clock) -> None:
-        """Leave a clock to itself. If it stands still it goes on."""
+        """Remove a clock. If it stands still, it continues."""
         if self._clocks.pop(clock, clock) is None and self._pauses:
             clock.resume()
 
@@ -55,7 +56,7 @@ class Standstill:
                 clock.pause()
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue."""
         self._pauses -= 1
         if not self._pauses:
             for clock in list(self._clocks):
@@ -66,7 +67,7 @@ class Standstill:
         """`asyncio.timeout` that stands still with the others.
 
         Raises:
-            TimeoutError: the block took longer.
+            TimeoutError: The block took longer than `seconds`.
         """
         async with asyncio.timeout(seconds) as limit:
             clock = _Timeout(limit)
@@ -104,20 +105,20 @@ class Deadlines:
             await something()           # TimeoutError after 30 seconds
 
     Args:
-        seconds: What each call may take.
+        seconds: Time limit of each call.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._calls: dict[Deadline, None] = {}
-        """Calls under way, the oldest first."""
+        """Running calls, the oldest first."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._still: float | None = None
-        """When the calls' time stood still, by the loop's clock; None while it runs."""
+        """When the time was paused, by the loop's clock; None while it runs."""
 
     def pause(self) -> None:
-        """Have the time of all calls stand still. Of those that begin now, too."""
+        """Pause the time of all calls, and of calls that begin later."""
         if self._still is None:
             self._still = asyncio.get_running_loop().time()
             if self._timer is not None:
@@ -125,7 +126,7 @@ class Deadlines:
                 self._timer = None
 
     def resume(self) -> None:
-        """Have it go on."""
+        """Continue the time of all calls."""
         if self._still is None:
             return
         loop = asyncio.get_running_loop()
@@ -139,7 +140,7 @@ class Deadlines:
             self._timer = loop.call_at(first.ends, self._ring)
 
     def begin(self) -> Deadline:
-        """One call's deadline; its time begins with the `with` block."""
+        """The deadline of one call, which begins with the `with` block."""
         return Deadline(self)
 
     def _add(self, call: Deadline, loop: asyncio.AbstractEventLoop) -> None:
@@ -167,10 +168,10 @@ class Deadlines:
 
 
 class Deadline:
-    """One call's deadline: a context manager around what it waits for, as `asyncio.timeout` is.
+    """The deadline of one call: a context manager like `asyncio.timeout`.
 
     Raises:
-        TimeoutError: on leaving the block, where the time ended in it.
+        TimeoutError: At the end of the block, if the time ended inside it.
     """
 
     __slots__ = ("_before", "_group", "_task", "ends", "over")
@@ -180,12 +181,12 @@ class Deadline:
         self._task: asyncio.Task[Any] | None = None
         self._before = 0
         self.ends = 0.0
-        """By the loop's clock."""
+        """When the time ends, by the loop's clock."""
         self.over = False
-        """The time ended inside the block."""
+        """Whether the time ended inside the block."""
 
     def strike(self) -> None:
-        """The time is over: cancel what is waited for."""
+        """Cancel the call: its time has ended."""
         assert self._task is not None
         self.over = True
         self._task.cancel()
@@ -201,9 +202,93 @@ class Deadline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # The timer is left to ring for nothing: that is cheaper than setting it anew for each call.
+        # The timer is not cancelled: one that finds nothing to do costs less than a timer for each call.
         self._group._calls.pop(self, None)
         if self.over and self._task is not None:
-            alone = self._task.uncancel() <= self._before  # cancelled from outside as well: then that is what happened
-            if alone and kind is asyncio.CancelledError:
-                raise TimeoutError from error
+            _end_block(self._task, self._before, kind, error)
+
+
+class EpisodeDeadline:
+    """The deadline of one episode: it interrupts the action that runs when the time ends. One timer serves all actions.
+
+        deadline = EpisodeDeadline(60.0, spent=0.0)
+        with deadline:
+            await action.perform(episode, world)    # TimeoutError, and `over`, if the time ended in here
+        deadline.stop()
+
+    Args:
+        seconds: Time limit of the episode.
+        spent: Seconds that it has already used, before a resume.
+    """
+
+    __slots__ = ("_acting", "_before", "_seconds", "_still", "_task", "_timer", "ends", "over", "stood")
+
+    def __init__(self, seconds: float, spent: float) -> None:
+        self._task = asyncio.current_task()
+        self._seconds = seconds
+        self._acting = False
+        self._before = 0
+        self._still: float | None = None
+        self.stood = 0.0
+        """Seconds that it stood still."""
+        self.over = False
+        """Whether it interrupted an action."""
+        self.ends = time.perf_counter() + seconds - spent
+        """When the time ends, by `perf_counter`."""
+        self._timer = asyncio.get_running_loop().call_later(seconds - spent, self._strike)
+
+    def spent(self, now: float) -> float:
+        """Seconds that the episode has used at `now`, by `perf_counter`."""
+        return self._seconds - self.ends + now
+
+    def passed(self, now: float) -> bool:
+        """Whether the time has ended at `now`, by `perf_counter`."""
+        return (now if self._still is None else self._still) >= self.ends
+
+    def stop(self) -> None:
+        """End the deadline: the episode has ended."""
+        self._timer.cancel()
+
+    def pause(self) -> None:
+        """Stand still, because no server can be asked."""
+        self._still = time.perf_counter()
+        self._timer.cancel()
+
+    def resume(self) -> None:
+        """Continue with the time that was left."""
+        if self._still is None:
+            return
+        now = time.perf_counter()
+        stood, self._still = now - self._still, None
+        self.stood += stood
+        self.ends += stood
+        if not self.over:
+            self._timer = asyncio.get_running_loop().call_later(self.ends - now, self._strike)
+
+    def _strike(self) -> None:
+        # Between actions the episode waits for its journal, and that wait is never interrupted.
+        if self._acting and self._task is not None:
+            self.over = True
+            self._task.cancel()
+
+    def __enter__(self) -> None:
+        self._acting = True
+        self._before = 0 if self._task is None else self._task.cancelling()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._acting = False
+        if self.over and self._task is not None:
+            _end_block(self._task, self._before, kind, error)
+
+
+def _end_block(
+    task: asyncio.Task[Any], before: int, kind: type[BaseException] | None, error: BaseException | None
+) -> None:
+    """Take back the cancellation of a deadline. If the task was cancelled by someone else too, that cancellation holds.
+
+    Raises:
+        TimeoutError: Only the deadline cancelled the block.
+    """
+    alone = task.uncancel() <= before
+    if alone and kind is asyncio.CancelledError:
+        raise TimeoutError from error

@@ -28,6 +28,7 @@ import structlog
 from engine.actions.base import Action, World
 from engine.actions.calls import LoopReplacedError
 from engine.actions.facts import FAILED, LIMIT
+from engine.deadline import EpisodeDeadline
 from engine.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, WorldError
 from engine.limits import CONTEXT, EPISODE_SECONDS, MAX_STEPS
@@ -69,76 +70,6 @@ class RestartNeededError(ReplayError):
     """The episode cannot be taken up again where it stopped: it must begin anew."""
 
 
-class _Clock:
-    """An episode's time: ends the action that is waiting when it is over. One timer, however many actions there are.
-
-    with clock:
-        await action.perform(episode, world)    # TimeoutError, and `over`, where the time ended in here
-    """
-
-    __slots__ = ("_acting", "_before", "_seconds", "_still", "_task", "_timer", "ends", "over", "stood")
-
-    def __init__(self, seconds: float, spent: float) -> None:
-        self._task = asyncio.current_task()
-        self._seconds = seconds
-        self._acting = False
-        self._before = 0
-        self._still: float | None = None
-        self.stood = 0.0
-        """Seconds that it stood still."""
-        self.over = False
-        """It ended an action."""
-        self.ends = time.perf_counter() + seconds - spent
-        """When it is over, by `perf_counter`."""
-        self._timer = asyncio.get_running_loop().call_later(seconds - spent, self._strike)
-
-    def spent(self, now: float) -> float:
-        """Seconds that the episode has taken."""
-        return self._seconds - self.ends + now
-
-    def passed(self, now: float) -> bool:
-        """Whether it is over."""
-        return (now if self._still is None else self._still) >= self.ends
-
-    def stop(self) -> None:
-        """The episode has ended."""
-        self._timer.cancel()
-
-    def pause(self) -> None:
-        """Stand still: the servers cannot be asked."""
-        self._still = time.perf_counter()
-        self._timer.cancel()
-
-    def resume(self) -> None:
-        """Go on, with the time that was left."""
-        if self._still is None:
-            return
-        now = time.perf_counter()
-        stood, self._still = now - self._still, None
-        self.stood += stood
-        self.ends += stood
-        if not self.over:
-            self._timer = asyncio.get_running_loop().call_later(self.ends - now, self._strike)
-
-    def _strike(self) -> None:
-        # Between actions the episode waits for its journal, and that is never broken off.
-        if self._acting and self._task is not None:
-            self.over = True
-            self._task.cancel()
-
-    def __enter__(self) -> None:
-        self._acting = True
-        self._before = 0 if self._task is None else self._task.cancelling()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._acting = False
-        # Cancelled from outside as well, the episode ends as it was told to.
-        if self.over and self._task is not None:
-            alone = self._task.uncancel() <= self._before
-            if alone and kind is asyncio.CancelledError:
-                raise TimeoutError from error
-
-
 class Executor:
     """Drives episodes of one spec. Shared by all of them: it holds nothing of any one."""
 
@@ -178,7 +109,7 @@ class Executor:
         """
         if self._seconds is None:
             return await self._steps(episode, world, None)
-        clock = _Clock(self._seconds, time.time() - episode.started)
+        clock = EpisodeDeadline(self._seconds, time.time() - episode.started)
         clocks = self._clocks
         if clocks is not None:
             clocks.add(clock)
@@ -189,7 +120,7 @@ class Executor:
                 clocks.remove(clock)
             clock.stop()
 
-    async def _steps(self, episode: Episode, world: World, clock: _Clock | None) -> Ending | None:
+    async def _steps(self, episode: Episode, world: World, clock: EpisodeDeadline | None) -> Ending | None:
         written: asyncio.Future[None] | None = None
         """Of the newest entry, where nobody has waited for it yet."""
         while True:
@@ -253,7 +184,7 @@ class Executor:
         return Ending(entry, columns)
 
     async def _perform(
-        self, episode: Episode, stage: _StateWork, world: World, clock: _Clock | None, now: float
+        self, episode: Episode, stage: _StateWork, world: World, clock: EpisodeDeadline | None, now: float
     ) -> Record:
         """The record of this state: what the action brought back, or the limit or failure that forbade it."""
         action = stage.action
