@@ -186,5 +186,5 @@ def _is_qwen(written: Json) -> bool:
         and not to_bytes["use_regex"]
         and written["normalizer"] == {"type": "NFC"}
         and (written["decoder"] or {}).get("type") == "ByteLevel"
-        and outside == list(range(first, first + len(outside)))  # it numbers them anew
+        and outside == list(range(first, first + len(outside)))  # Qwen2Tokenizer numbers them again
     )

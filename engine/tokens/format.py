@@ -61,7 +61,7 @@ class ChatFormat(ABC):
         self.context = context
         self.tool_role = spec.tool_role
         self.allow_special = spec.allow_special
-        """Text that spells an added token becomes that token, whoever wrote it."""
+        """Text that spells an added token becomes that token."""
         self.stop_token_ids: list[int] = []
         self.call_format: ToolCallFormat | None = None
         """Reads tool calls in text; None where `reader` reads replies by token."""

@@ -97,7 +97,7 @@ class ReplyParser:
         return self._parse_text(text, turn, tools, opened=False)
 
     def is_plain(self, parsed: ParsedReply) -> bool:
-        """Whether a reply is text that no template looks into: what holds of a probe holds of it."""
+        """Whether a reply is text in which the template looks for nothing, so that the checks of probes hold for it."""
         special = self._form.inspected
         body = parsed.body
         return parsed.whole and (special is None or special.search(body) is None) and bool(body) and not body.isspace()
