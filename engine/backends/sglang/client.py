@@ -1,7 +1,7 @@
-"""SGLang servers as a backend: requests, retries, what an interrupted reply becomes, and the certificate.
+"""SGLang servers as a backend: requests, retries, interrupted replies, and the certificate of prompts.
 
-Invariant: one call of `generate` hands on at most one generation, whose every token was sampled after
-exactly the prompt that was sent. What was lost on the way (a connection, a server) leaves no trace but counts.
+Invariant: one call of `generate` returns at most one generation, and each of its tokens was sampled after exactly the prompt
+that was sent. Lost connections and servers change only the counts.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 INTERRUPTIONS = 32
-"""Most times that one reply is taken up again."""
+"""Maximum number of times that one reply is continued."""
 ABORT_SECONDS = 2.0
-"""How long closing waits for servers to be told what to stop."""
+"""Time that `close` waits until servers have received their aborts, in seconds."""
 
 
 class PolicyAdapter(NamedTuple):
-    """The adapter that requests without one of their own are sampled with, while a policy is trained as one."""
+    """The LoRA adapter under training: requests that name no adapter are sampled with it."""
 
     name: str
     version: int
@@ -87,12 +87,12 @@ class SGLangBackend(Backend):
         """Nothing is opened yet.
 
         Args:
-            spec: servers, deadlines, retries.
-            format: the model's chat format: vocabulary, context, decoding.
-            sampling: the spec's own parameters, tried out at the start.
-            model: what the spec calls the model.
-            api_key: sent as a bearer token.
-            folder: finds the model's files, for `spec.verify`.
+            spec: Servers, deadlines, retries.
+            format: The model's chat format: vocabulary, context, decoding.
+            sampling: The spec's sampling parameters, tested at the start.
+            model: The model's name in the spec.
+            api_key: Sent as a bearer token.
+            folder: Finds the model's files, for `spec.verify`.
         """
         headers = key_headers(api_key)
         self._spec = spec
@@ -111,20 +111,20 @@ class SGLangBackend(Backend):
         self.control = Control(self.pool)
         self.vocab_size = format.vocab_size
         self.policy: PolicyAdapter | None = None
-        """Set while the policy is a LoRA adapter: the version of a reply is then the adapter's."""
+        """Set while the policy is a LoRA adapter: a reply then has the version of the adapter."""
         self.adapter_uses: Counter[str] = Counter()
-        """Requests on their way, by the policy's adapter that they name."""
+        """Adapter name -> number of requests in flight that are sampled with it."""
         self.dropped: list[str] = []
-        """Parameters that a router does not pass on."""
+        """Parameters that the router drops."""
         self.verified: Difference | None = None
-        """How far the servers' log-probs are from the model's files; None where `spec.verify` does not ask."""
+        """Difference between the servers' log-probs and those of the model's files; None without `spec.verify`."""
         self._encoder = Encoder(vocab_size=self.vocab_size, vision=format.vision)
         self._nonce = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._calls: dict[str, Server] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._told = False
-        """Closed: servers were told what to stop, and are told nothing more."""
+        """Closed: no more aborts are sent."""
         self._closed = asyncio.Event()
         self._deadlines = Deadlines(spec.timeout)
         self._try_deadlines = Deadlines(spec.try_timeout or spec.timeout / 2)
@@ -171,10 +171,11 @@ class SGLangBackend(Backend):
         return self.pool.workers
 
     async def start(self) -> None:
-        """Reach the servers and check that they serve this model, and take this spec's sampling.
+        """Reach the servers, and check that they serve this model and accept this spec's sampling.
 
         Raises:
-            BackendError: none is there, or one of them cannot serve this spec.
+            OutageError: No server can be reached.
+            BackendError: A server cannot serve this spec.
         """
         facts = await check_servers(self.pool, self._spec, self._format, self._sampling, self._model, self._headers)
         self.vocab_size = facts.vocab_size
@@ -198,12 +199,12 @@ class SGLangBackend(Backend):
         self.pool.watch()
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """One reply, whatever happens on the way to it. Cancelling the call tells the server to stop.
+        """Sample one reply: ids int32 [tokens], log-probs float32 [tokens]. Cancelling the call stops the server's work.
 
         Raises:
-            ContextOverflow: the prompt does not fit the servers' context.
-            OutageError: no server replied to any request for `backend.wait`.
-            BackendError: kinds `timeout`, `unreachable`, `unavailable`, `rate_limited`, `server_error`, `bad_reply`,
+            ContextOverflow: The prompt does not fit the servers' context.
+            OutageError: No server replied to any request for `backend.wait`.
+            BackendError: Kinds `timeout`, `unreachable`, `unavailable`, `rate_limited`, `server_error`, `bad_reply`,
                 `bad_request`, `bad_prompt`, `prompt_mismatch`, `unauthorized`, `not_found`, `closed`.
         """
         began = time.perf_counter()
@@ -222,7 +223,7 @@ class SGLangBackend(Backend):
                 part = await self._part(request, request.input_ids, request.max_new_tokens, 0)
                 parts, finish = [part], part.finish
                 if finish.type == "abort" and self._spec.interrupted != "report":
-                    parts, finish = await self._taken_up(request, part)
+                    parts, finish = await self._continue(request, part)
         except TimeoutError:
             self._counts["timeouts"] += 1
             raise BackendError(f"no reply within {self._spec.timeout:g} s", kind="timeout") from None
@@ -237,12 +238,12 @@ class SGLangBackend(Backend):
         return generation
 
     def release(self, episode_id: str) -> None:
-        """The episode is over: forget its prompt and its server."""
+        """Drop the prompt and the server of an episode that has ended."""
         self._encoder.forget(episode_id)
         self.pool.forget(episode_id)
 
     async def close(self) -> None:
-        """Tell the servers to stop what is running, and close every connection."""
+        """Have the servers stop what is running, and close all connections."""
         self._closed.set()
         for rid, server in list(self._calls.items()):
             self.abort(server, rid)
@@ -287,7 +288,7 @@ class SGLangBackend(Backend):
         }
 
     def _images(self) -> dict[str, Any]:
-        """How images were shown: see images.py."""
+        """How servers processed images; see images.py."""
         known = [server.images for server in self.workers if server.images is not None]
         return {
             "sent": "scaled",
@@ -297,8 +298,8 @@ class SGLangBackend(Backend):
 
     # -- one reply
 
-    async def _taken_up(self, request: GenerateRequest, part: Part) -> tuple[list[Part], FinishReason]:
-        """The parts of a reply whose first one was interrupted."""
+    async def _continue(self, request: GenerateRequest, part: Part) -> tuple[list[Part], FinishReason]:
+        """Continue a reply whose first part was interrupted. Returns all parts."""
         parts: list[Part] = []
         for _ in range(INTERRUPTIONS):
             self._counts["interruptions"] += 1
@@ -313,7 +314,7 @@ class SGLangBackend(Backend):
         return [*parts, part], part.finish
 
     def _kept(self, request: GenerateRequest, parts: list[Part]) -> list[Part]:
-        """What of an interrupted reply its rest may be sampled after."""
+        """The parts of an interrupted reply that its rest may be sampled after."""
         if not can_resume(request.sampling):
             return []
         sampled = [token for part in parts for token in part.ids.tolist()]
@@ -326,7 +327,7 @@ class SGLangBackend(Backend):
         return kept
 
     def _part(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Coroutine[Any, Any, Part]:
-        """One reply of one server, sampled with the policy's adapter where it is one."""
+        """One reply of one server, sampled with the policy's adapter if there is one."""
         if self.policy is None or request.adapter is not None:
             return self._tried(request, ids, most, sampled)
         return self._adapted(self.policy, request, ids, most, sampled)
@@ -344,7 +345,7 @@ class SGLangBackend(Backend):
         return replace(part, versions=[VersionSpan(version=policy.version, start=0, end=tokens)] if tokens else [])
 
     async def _tried(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Part:
-        """The same after as many attempts as it takes. What no server worked on uses up no try."""
+        """One reply, after failed attempts were repeated. An attempt that no server worked on is not counted."""
         failed: list[Server] = []
         tries: Tries | None = None
         while True:
@@ -375,7 +376,7 @@ class SGLangBackend(Backend):
         return self._encoder.encode(request, self._rid(), ids, most, sampled, prefixes=self.control.prefixes)
 
     def _rid(self) -> str:
-        """A name of fixed length: SGLang aborts every request whose name begins with the one it is given."""
+        """A request id of fixed length: SGLang aborts every request whose id begins with the given one."""
         return f"{self._nonce}{next(self._numbers):012x}"
 
     async def _wait(self, seconds: float) -> None:
@@ -392,7 +393,7 @@ class SGLangBackend(Backend):
         raise BackendError("the backend was closed", kind="closed")
 
     async def _attempt(self, server: Server, sent: Outgoing) -> Part:
-        """Send once. The server is told to stop where its reply is not waited for to the end."""
+        """Send a request once. If its reply is not awaited to the end, the server gets an abort."""
         if self._closed.is_set():
             raise BackendError("the backend was closed", kind="closed")
         self._counts["attempts"] += 1
@@ -450,7 +451,7 @@ class SGLangBackend(Backend):
         return part
 
     def abort(self, server: Server, rid: str) -> None:
-        """Have a server stop a request, without waiting for it; `close` waits."""
+        """Have a server stop a request. This does not wait for the server; `close` does."""
         if self._told:
             return
         self._counts["aborts"] += 1
@@ -463,11 +464,11 @@ class SGLangBackend(Backend):
     async def _send_abort(self, server: Server, rid: str) -> None:
         try:
             await server.json("POST", "/abort_request", {"rid": rid}, timeout=ABORT_SECONDS)
-        except BackendError as error:  # a server that is gone works for nobody
+        except BackendError as error:  # a server that is gone has stopped anyway
             log.debug("abort was not delivered", server=server.url, rid=rid, reason=str(error))
 
     async def _admit(self, server: Server) -> None:
-        """A server that was away may have been started anew, as something else even: give it what the others have."""
+        """Give a server that is back the weights and adapters of the others, and check it: it may serve another model now."""
         await self.control.catch_up(server)
         if self._spec.router:
             return
@@ -479,7 +480,7 @@ class SGLangBackend(Backend):
 
 
 def _read(sent: Outgoing, vocab_size: int, status: int, body: bytes) -> Part | ReplyError | PromptMismatch | bytes:
-    """A reply decoded, or what is wrong with it; one that is no 200 as it is."""
+    """A decoded reply, or the error in it; the body if the status is not 200."""
     if status != 200:
         return body
     try:

@@ -1,10 +1,10 @@
-"""Several servers that serve the same model: which one a request goes to, and which ones are there.
+"""Several servers with the same model: which server a request goes to, and which servers are available.
 
-An episode stays with its server, which has its prefix cached; a new one goes to the server with the
-fewest requests in flight. A server that fails is left alone until it answers its health check again.
+An episode stays with its server, which has cached its prefix; a new episode goes to the server with the fewest requests in
+flight. A server that fails gets no requests until it answers its health check again.
 
-Invariant: `in_flight` of a server is the number of requests that were sent to it and neither answered
-nor given up; it never drifts, since it is counted in one place.
+Invariant: `in_flight` of a server is the number of requests that were sent to it and neither answered nor cancelled; it is
+counted in one place.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from engine.errors import BackendError
 log = structlog.get_logger(__name__)
 
 REMEMBERED = 65536
-"""Episodes whose server is remembered."""
+"""Maximum number of episodes whose server is remembered."""
 BROKEN_AFTER = 3
-"""Server errors (5xx) in a row after which a server counts as broken."""
+"""Number of 5xx replies in a row after which a server counts as failed."""
 MAX_HEAL_PAUSE = 5.0
-"""Most seconds between two questions whether a lost server is back."""
+"""Maximum pause between two health checks of a failed server, in seconds."""
 
 
 class Pool:
-    """The servers.
+    """The servers of one backend.
 
     server = pool.choose("episode-1")
     server.begin()
@@ -57,10 +57,10 @@ class Pool:
     ) -> None:
         """
         Args:
-            servers: at least one.
-            wait: seconds without any reply after which requests that wait for a server raise `OutageError`.
-            health_timeout: seconds without any reply after which a busy server is asked whether it is there.
-            admit: called with a server that answers its health check again; raises BackendError to keep it out.
+            servers: At least one.
+            wait: Seconds without any reply after which requests that wait for a server raise `OutageError`.
+            health_timeout: Seconds without any reply after which a busy server gets a health check.
+            admit: Called with a server that answers its health check again; it raises BackendError if the server must stay out.
         """
         self.servers = list(servers)
         self.workers = self.servers
@@ -71,14 +71,14 @@ class Pool:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.outage = Outage(wait)
         self.failovers = 0
-        """Episodes that had to change their server."""
+        """Number of episodes that had to change their server."""
 
     async def available(self, episode_id: str, avoid: Iterable[Server] = ()) -> Server:
-        """`choose`, once a server can be asked.
+        """Wait until a server is available, and choose it as `choose` does.
 
         Raises:
-            OutageError: none replied for as long as requests wait.
-            BackendError: the pool was closed (kind `closed`).
+            OutageError: No server replied for `wait` seconds.
+            BackendError: The pool was closed (kind `closed`).
         """
         while (server := self.choose(episode_id, avoid)) is None:
             if not self.outage.closed:
@@ -87,11 +87,11 @@ class Pool:
         return server
 
     def choose(self, episode_id: str, avoid: Iterable[Server] = ()) -> Server | None:
-        """The server for this episode's next request: its own while it is there, else the least loaded; None where none is.
+        """The server for an episode's next request: its own while that is available, else the least loaded; None: there is none.
 
         Args:
-            episode_id: whose request it is.
-            avoid: servers that failed this very request; used again only where no other is left.
+            episode_id: The episode of the request.
+            avoid: Servers that failed this request; they are used again only if no other is left.
         """
         own = self._sticky.get(episode_id)
         if own is not None and own.healthy and not own.resting and own not in avoid:
@@ -112,16 +112,16 @@ class Pool:
         return server
 
     def forget(self, episode_id: str) -> None:
-        """The episode is over."""
+        """Drop the server of an episode that has ended."""
         self._sticky.pop(episode_id, None)
 
     def answered(self, server: Server, status: int, retry_after: float | None = None) -> None:
-        """Note a reply's status. A server that keeps failing is taken out, one that asks for a pause is given it.
+        """Count a reply by its status. A server that keeps failing is taken out; a server that asks for a pause gets one.
 
         Args:
-            server: which one answered.
-            status: of its reply.
-            retry_after: seconds after which it wants to be asked again.
+            server: The server that replied.
+            status: The status of its reply.
+            retry_after: The pause that it asks for, in seconds.
         """
         server.served += 1
         if status < 500:
@@ -140,7 +140,7 @@ class Pool:
             self.failed(server, f"answered {status} {server.errors} times in a row", retry_after)
 
     def _rest(self, server: Server, reason: str, seconds: float | None) -> None:
-        """Send a server nothing for the pause that it asks for; for a growing one where it does not say how long."""
+        """Send a server nothing during the pause that it asks for; if it names none, during a pause that grows."""
         if server.resting and seconds is None:
             return
         if seconds is None:
@@ -160,7 +160,7 @@ class Pool:
             self.outage.open()
 
     def failed(self, server: Server, reason: str, retry_after: float | None = None) -> None:
-        """Take a server out, and look after it in the background until it is back."""
+        """Take a server out, and check its health in the background until it is back."""
         server.counts["failed"] += 1
         if not server.healthy:
             return
@@ -171,16 +171,16 @@ class Pool:
         self._run(f"heal {server.url}", self._heal(server, retry_after or 0.0))
 
     def _close_gate(self, reason: str) -> None:
-        """Have requests wait, where no server can be asked."""
+        """Have requests wait if no server is available."""
         if not any(server.usable for server in self.servers):
             self.outage.close(reason)
 
     def watch(self) -> None:
-        """Begin to look after servers that are busy and say nothing."""
+        """Start the health checks of busy servers that send no reply."""
         self._run("watch", self._watch())
 
     async def close(self) -> None:
-        """Stop looking after servers, tell who waits for one, and close all connections."""
+        """Stop the health checks, fail the waiting requests, and close all connections."""
         self.outage.end()
         tasks = list(self._tasks.values())
         for task in tasks:
@@ -199,7 +199,7 @@ class Pool:
         if self._tasks.get(name) is task:
             del self._tasks[name]
         if not task.cancelled() and task.exception() is not None:
-            log.error("looking after sglang servers failed", task=name, error=repr(task.exception()))
+            log.error("the health check of sglang servers failed", task=name, error=repr(task.exception()))
 
     async def _heal(self, server: Server, pause: float) -> None:
         wait = 0.25
@@ -216,16 +216,16 @@ class Pool:
                 continue
             server.healthy = True
             server.errors = 0
-            if server.usable:  # it was given a request, and replied
+            if server.usable:  # it replied to the check
                 self.outage.served()
             server.counts["rejoined"] += 1
             log.info("sglang server is back", url=server.url)
             return
 
     async def _watch(self) -> None:
-        """A server that has requests and says nothing is asked for its name; where even that stays out, it hangs.
+        """Ask busy servers that send no reply for their model; a server that does not answer even this hangs.
 
-        A slow model, a long queue or a paused server answers such a question, so none is taken for hung.
+        A server with a slow model, with a long queue or in a pause answers, so it is not taken out.
         """
         while True:
             await asyncio.sleep(self._health_timeout / 2)
@@ -234,7 +234,7 @@ class Pool:
             await asyncio.gather(*(self._suspect(server) for server in suspects))
 
     def suspect(self, server: Server) -> None:
-        """Ask in the background whether a server is there that has left a request without a reply."""
+        """Check in the background a server that has not replied to a request in time."""
         name = f"suspect {server.url}"
         if server.healthy and name not in self._tasks:
             self._run(name, self._suspect(server))

@@ -16,7 +16,7 @@ from engine.errors import BackendError
 
 
 class ImageFacts(NamedTuple):
-    """How one server treats images."""
+    """How one server processes images."""
 
     processor: str
     """Its image processor's backend as `/server_info` names it: `auto` (torchvision where it has one), `torchvision`, `pil`."""
@@ -26,33 +26,33 @@ class ImageFacts(NamedTuple):
 
 
 class Server:
-    """One server, and what is known of it."""
+    """One server, and what is known about it."""
 
     def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
         self.url = url.rstrip("/")
         self.http = HttpClient(url, headers=headers)
         self.healthy = True
         self.resting = False
-        """It asked for a pause (429) that is not over."""
+        """It asked for a pause (429) that has not ended."""
         self.in_flight = 0
         self.served = 0
-        """Requests answered."""
+        """Number of replies."""
         self.assigned = 0
-        """Episodes that were given to it."""
+        """Number of episodes that were assigned to it."""
         self.errors = 0
-        """5xx replies in a row."""
+        """Number of 5xx replies in a row."""
         self.heard = 0.0
-        """When a reply last came, or the first of the requests in flight was sent; monotonic seconds."""
+        """Time of the newest reply, or of the first request in flight; monotonic seconds."""
         self.version: str | None = None
-        """Name of its weights, as it last said."""
+        """Name of its weights, from its newest reply."""
         self.seeded = False
-        """Whether a request's own seed counts."""
+        """Whether it uses the seed of a request."""
         self.images: ImageFacts | None = None
-        """How it treats images, for a model that takes some."""
+        """How it processes images, for a model with a vision tower."""
         self.counts: Counter[str] = Counter()
-        """`failed` (connections), `5xx`, `rejoined`."""
+        """`failed` (connections), `5xx`, `429`, `rejoined`."""
         self.refusals = 0
-        """429 replies in a row."""
+        """Number of 429 replies in a row."""
         self.rest: asyncio.TimerHandle | None = None
         """Ends its pause."""
 
@@ -62,22 +62,22 @@ class Server:
         return self.healthy and not self.resting
 
     def begin(self) -> None:
-        """A request is sent."""
+        """Count a request that is sent."""
         if self.in_flight == 0:
             self.heard = time.monotonic()
         self.in_flight += 1
 
     def end(self) -> None:
-        """It was answered, or given up."""
+        """Count a request that was answered or cancelled."""
         self.in_flight -= 1
         self.heard = time.monotonic()
 
     async def json(self, method: str, path: str, body: Any = None, *, timeout: float = 30.0) -> Any:  # noqa: ASYNC109
-        """A small request and its decoded reply; None for an empty one.
+        """Send a small request. Returns its decoded reply; None if the body is empty.
 
         Raises:
-            BackendError: no reply in `timeout` seconds (kind `unreachable`, retryable), or not a 2xx
-                (kind `http_<status>`); the message holds the server's.
+            BackendError: No reply in `timeout` seconds (kind `unreachable`, retryable), or a status other than 2xx (kind
+                `http_<status>`); the message includes the server's.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -106,7 +106,7 @@ class Server:
             return reply.body.decode(errors="replace")
 
     def stats(self) -> dict[str, Any]:
-        """JSON values only."""
+        """Counts and state; JSON values only."""
         return {
             "url": self.url,
             "healthy": self.healthy,
