@@ -14,7 +14,7 @@ from chat_kit import make_tokenizer
 from exactness import SCENARIOS, Player, Said, aligned, all_cases, cases, load_case, play
 
 from engine.errors import RenderError
-from engine.schemas.message import Message
+from engine.schemas.message import Message, ToolCall
 from engine.tokens.choosing import TOOL
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
@@ -144,7 +144,7 @@ def test_calls_of_a_prompt_are_shown_or_refused(load: Load) -> None:
     called = Message(
         role="assistant",
         content="",
-        tool_calls=[{"id": "call_9_0", "name": "probe_tool", "arguments": {"text": "Rome"}}],  # type: ignore[list-item]
+        tool_calls=[ToolCall(id="call_9_0", name="probe_tool", arguments={"text": "Rome"})],
     )
     for name in ("qwen3", "glm4moe", "llama3_2", "lfm2_v2"):
         form = load(name)
