@@ -1,9 +1,8 @@
-"""What is asked of servers before the first episode, so that a run does not find out on its hundredth turn.
+"""Checks of the servers before the first episode, so that a run does not fail at its hundredth turn.
 
-Each server says which model it serves, how long a context it takes, whether its tokenizer writes the same
-ids as ours, how large its vocabulary is, and whether it takes this spec's sampling: a request with it is sent,
-and its reply must pass every check that a turn's reply passes. Behind a router, what it does not pass on is
-found by requests that SGLang must refuse: an answer means that the reason to refuse was dropped.
+For each server: its model, its context, its vocabulary, whether its tokenizer gives the same ids, and whether it accepts the
+spec's sampling. For the last one a request is sent, whose reply must pass all checks of a turn's reply. The parameters that a
+router drops are found with requests that SGLang must refuse: a normal answer means that the parameter was dropped.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 TRIAL_SECONDS = 120.0
-"""A first request may have to compile a grammar or load an adapter."""
+"""Time limit of a test request in seconds: a first request may compile a grammar or load an adapter."""
 SAMPLE_TEXT = "Wie viel ist 17 × 25? <answer>425</answer>\n\tdef f(x): return x ** 2  # naïve 𝒙\n"
-"""Encoded by both tokenizers."""
+"""Text that both tokenizers encode."""
 _RANGE = re.compile(r"\[0, (\d+)\]")
 _REFUSED: dict[str, dict[str, Any]] = {
     "sampling_seed": {"sampling_params": {"sampling_seed": 2**63}},
@@ -52,22 +51,22 @@ _REFUSED: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"sampling_params": {"repetition_penalty": 9.0}},
     "lora_path": {"lora_path": "there-is-no-such-adapter"},
 }
-"""Requests that SGLang refuses, by the parameter for which it does."""
+"""Parameter -> a request that SGLang refuses because of it."""
 
 
 class Facts(NamedTuple):
-    """What holds of all servers together."""
+    """Facts about all servers together."""
 
     vocab_size: int
-    """Ids below it are safe to send."""
+    """Ids below it may be sent."""
     context: int | None
-    """Prompts must be shorter, and prompt and reply no longer."""
+    """Maximum length of prompt and reply together; a prompt must be shorter."""
     dropped: list[str]
-    """Parameters that do not reach the servers."""
+    """Parameters that the router drops."""
 
 
 class ServerInfo(NamedTuple):
-    """What one server says of itself; None for what it does not."""
+    """Facts that one server reports; None: not reported."""
 
     vocab_size: int | None
     context: int | None
@@ -81,10 +80,11 @@ async def check_servers(
     model: str,
     headers: dict[str, str],
 ) -> Facts:
-    """Ask every server, all at once. One that cannot be reached is left out for now, as long as another is there.
+    """Check all servers at once. A server that cannot be reached is left out until it is back, if another one is available.
 
     Raises:
-        BackendError: no server is there, one serves something else, or refuses this spec's sampling.
+        OutageError: No server can be reached.
+        BackendError: A server has another model, or refuses this spec's sampling.
     """
     if spec.router:
         pool.workers = await _workers(pool.servers, headers)
@@ -142,10 +142,10 @@ async def check_model_path(urls: Sequence[str], headers: dict[str, str], folder:
 async def check_server(
     server: Server, spec: SGLangBackendSpec, format: ChatFormat, sampling: SamplingParams, model: str
 ) -> ServerInfo:
-    """Check one server; also when it comes back after it was away, since it may serve something else by then.
+    """Check one server: at the start, and when it is back after a failure, since it may serve another model then.
 
     Raises:
-        BackendError: it is not there (kind `unreachable`), or cannot serve this spec.
+        BackendError: It cannot be reached (kind `unreachable`), or cannot serve this spec.
     """
     info = await server.json("GET", "/model_info")
     if not isinstance(info, dict) or "model_path" not in info:
@@ -197,7 +197,7 @@ async def _check_tokenizer(server: Server, format: ChatFormat) -> None:
 
 
 async def _vocab_size(server: Server) -> int | None:
-    """The range of ids, out of the refusal of one that is outside of any."""
+    """The size of the vocabulary, from the error message for an id outside of it."""
     reply = await ask_worker(server, {"input_ids": [0], **_REFUSED["logit_bias"]})
     match = _RANGE.search(error_text(reply)) if reply.status == 400 else None
     return int(match.group(1)) + 1 if match else None
@@ -206,7 +206,7 @@ async def _vocab_size(server: Server) -> int | None:
 async def _trial(
     server: Server, spec: SGLangBackendSpec, format: ChatFormat, sampling: SamplingParams, vocab_size: int
 ) -> None:
-    """One token with this spec's own sampling."""
+    """Sample one token with the spec's own sampling."""
     request = GenerateRequest(
         episode_id="trial",
         turn=0,
@@ -235,7 +235,7 @@ async def _trial(
 
 
 async def ask_worker(server: Server, body: dict[str, Any] | bytes) -> HttpReply:
-    """A trial request to `/generate`, and its reply as it is.
+    """Send a test request to `/generate`. Returns its reply, whatever its status.
 
     Raises:
         BackendError: no reply in time (kind `unreachable`).
@@ -254,7 +254,7 @@ async def ask_worker(server: Server, body: dict[str, Any] | bytes) -> HttpReply:
 
 
 async def _workers(routers: list[Server], headers: dict[str, str]) -> list[Server]:
-    """The servers behind the routers: control calls go to them, since a router refuses those."""
+    """The servers behind the routers. Control calls go to them, because a router refuses such calls."""
     urls: list[str] = []
     for router in routers:
         try:
@@ -272,7 +272,11 @@ async def _workers(routers: list[Server], headers: dict[str, str]) -> list[Serve
 
 
 async def _dropped(routers: list[Server], sampling: SamplingParams, spec: SGLangBackendSpec) -> list[str]:
-    """Parameters that do not come through. Fails where the spec needs one of them."""
+    """The parameters that the routers drop.
+
+    Raises:
+        BackendError: The spec sets one of them, or a router answers with an error.
+    """
     dropped: set[str] = set()
     for router in routers:
         for name, body in _REFUSED.items():

@@ -1,7 +1,7 @@
 """Weights, adapters and pauses on every server at once.
 
-Invariant: a server that did not take what the others took is out of the pool until it has; so all servers
-that are given requests sample with the same weights and know the same adapters.
+Invariant: a server that has not loaded what the others have loaded is out of the pool until it has. So all servers that get
+requests sample with the same weights and have the same adapters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 PauseMode = Literal["in_place", "retract", "abort"]
 UPDATE_SECONDS = 600.0
-"""Deadline for loading weights or an adapter."""
+"""Time limit for loading weights or an adapter, in seconds."""
 PAUSE_SECONDS = 60.0
 
 
@@ -33,24 +33,24 @@ class _Weights(NamedTuple):
     name: str
     load: Load
     again: bool
-    """Whether a server that was away can be given them later."""
+    """Whether they can be loaded later, on a server that was not available."""
     source: str
 
 
 class Control:
-    """Calls that concern a server as a whole.
+    """Calls that change a whole server.
 
         async with backend.control.paused():
             await backend.control.update_weights_from_disk("/models/step-10", version=10)
         await backend.control.load_adapter("tutor", "/adapters/tutor")
 
-    What becomes of replies that are being sampled is the pause's mode:
+    The mode of a pause decides about running replies:
 
-    - `retract` (default): they wait, and go on after their prefix was computed anew with the new weights.
-    - `in_place`: they wait, and go on with what the old weights computed: later log-probs are of both.
-    - `abort`: they come back as they are, and the client asks for the rest once sampling goes on.
+    - `retract` (default): they wait, and continue after their KV cache was computed again with the new weights.
+    - `in_place`: they wait, and continue with the KV cache of the old weights: later log-probs depend on both.
+    - `abort`: they are returned as they are, and the client requests the rest after the pause.
 
-    In every mode each token carries the version that it was sampled with.
+    In every mode each token carries the version that sampled it.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -69,7 +69,7 @@ class Control:
     # -- pauses
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """Have every server stop sampling. Requests that come in wait.
+        """Pause sampling on all servers. New requests wait.
 
         Raises:
             BackendError: a server did not; sampling goes on everywhere else.
@@ -77,12 +77,12 @@ class Control:
         await self._pause(mode, self._reachable())
 
     async def resume(self) -> None:
-        """Have every server go on."""
+        """Continue sampling on all servers."""
         await self._resume(self._reachable())
 
     @asynccontextmanager
     async def paused(self, mode: PauseMode = "retract") -> AsyncIterator[None]:
-        """Sampling stands still inside, and goes on afterwards whatever happens."""
+        """Sampling is paused inside the block, and continues afterwards in any case."""
         async with self._held(mode, self._reachable()):
             yield
 
@@ -221,7 +221,7 @@ class Control:
             self.unloaded.discard(name)
 
     async def unload_adapter(self, name: str) -> None:
-        """Take an adapter out of every server.
+        """Unload an adapter on all servers.
 
         Raises:
             BackendError: a server does not know it.
@@ -260,10 +260,10 @@ class Control:
         }
 
     async def catch_up(self, server: Server) -> None:
-        """Give a server that was away what the others were given meanwhile.
+        """Load on a server that is back what the others have loaded meanwhile.
 
         Raises:
-            BackendError: it cannot be given it now; it stays out.
+            BackendError: It cannot load it now; it stays out of the pool.
         """
         if self._weights is not None:
             info = await server.json("GET", "/model_info")
@@ -294,7 +294,7 @@ class Control:
     async def _all(
         self, method: str, path: str, body: Any = None, *, seconds: float = 30.0, servers: list[Server] | None = None
     ) -> dict[str, Any]:
-        """The same call to these servers, else to every one that is there: URL -> reply."""
+        """Send the same call to these servers; default: to all that are available. Returns URL -> reply."""
         servers = self._reachable() if servers is None else servers
         if not servers:
             raise BackendError(f"{path}: no sglang server is there", kind="unreachable")
@@ -311,7 +311,7 @@ class Control:
 
 
 def from_disk(path: str, version: int, load_format: str | None = None) -> Load:
-    """A way to give a server the weights of a folder that it can read."""
+    """A function that loads the weights of a folder on a server."""
 
     async def load(server: Server, flush: bool) -> None:
         body: dict[str, Any] = {"model_path": path, "weight_version": str(version), "flush_cache": flush}

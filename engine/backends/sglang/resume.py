@@ -1,8 +1,8 @@
-"""A reply that was interrupted (weights were updated) goes on from the tokens that it has.
+"""Continues a reply that was interrupted by a weight update.
 
-Invariant: what is kept are sampled tokens, each with its own log-prob and weight version; nothing that
-depends on the reply as a whole (a stop string across the cut, a grammar, penalties for repetition) is
-taken apart: such a reply begins anew, or a few tokens earlier.
+Invariant: the kept tokens were sampled, each with its own log-prob and weight version. A reply with something that depends on
+the whole of it (a stop string across the cut, a grammar, repetition penalties) starts again, or continues a few tokens
+earlier.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from engine.backends.sglang.wire import Part
 from engine.schemas.generation import FinishReason, Generation, SamplingParams, VersionSpan
 
 TAIL = 64
-"""Tokens at the cut that are decoded to look for the beginning of a stop string."""
+"""Number of tokens before the cut that are decoded to find the beginning of a stop string."""
 
 
 def can_resume(sampling: SamplingParams) -> bool:
-    """Whether the rest of a reply may be sampled without its beginning being counted in.
+    """Whether the rest of a reply may be sampled in a request of its own.
 
-    The server counts penalties, follows a grammar and searches for expressions from where it begins.
+    A server applies penalties, grammars and expressions only to what it samples in one request.
     """
     whole = (
         sampling.frequency_penalty,

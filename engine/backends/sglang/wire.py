@@ -1,12 +1,10 @@
-"""What goes over the wire to /generate, and what comes back, to the byte.
+"""The bodies of requests to /generate and of their replies.
 
-A prompt grows from turn to turn, so its ids are kept as JSON text and only what is new is encoded: a
-turn costs the same at any length. The server echoes the ids that it was given; they are compared as
-text, so that costs a memcmp.
+A prompt grows from turn to turn, so the JSON text of its ids is kept and only the new ids are encoded: the cost of a turn does
+not depend on its length. The server echoes the ids that it received; they are compared as text, with a memcmp.
 
-Invariants: the text that is sent spells exactly `input_ids`; a reply is handed on only when the prompt
-that the server echoed is the one that was sent, each sampled id has exactly one log-prob, of that same
-id, and all ids lie in the vocabulary.
+Invariants: the text that is sent holds exactly `input_ids`; a reply is accepted only if the prompt that the server echoed is
+the one that was sent, each sampled id has exactly one log-prob of the same id, and all ids lie in the vocabulary.
 """
 
 from __future__ import annotations
@@ -30,23 +28,23 @@ if TYPE_CHECKING:
     from engine.tokens.vision import Vision
 
 BANNED = -1e9
-"""Logit bias of an id that must not be sampled; JSON has no infinity."""
+"""Logit bias of a banned id; JSON has no infinity."""
 DEFAULT_VERSION = "default"
-"""What SGLang calls the weights it was started with; version 0 here."""
+"""SGLang's name of the weights that it was started with; version 0 in the engine."""
 _COMPACT = "\0compact"
-"""Added to an episode's name where its prompt is remembered as it was sent."""
+"""Suffix of an episode's id for its prompt with one placeholder per image, as it was sent."""
 _ECHO = b',"prompt_token_ids":['
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 ROUNDING = 1e-5
-"""How far above 0 a log-prob may be: what float32 loses where a probability is 1."""
+"""Maximum log-prob: float32 rounding can bring the log of a probability of 1 above 0."""
 _META_BYTES = 1 << 20
 _TOKEN_BYTES = 1024
 
 
 class ReplyError(Exception):
-    """A reply that cannot be used; another try may give a better one."""
+    """A reply is unusable; another try may succeed."""
 
 
 # -- out
@@ -58,7 +56,7 @@ class Outgoing(msgspec.Struct, frozen=True):
     pieces: tuple[bytes, ...]
     rid: str
     prompt: bytes
-    """The prompt's ids as JSON, without the brackets: those that the server must say it worked on."""
+    """The prompt's ids as JSON, without the brackets; the server must echo them."""
     ids: np.ndarray
     """The same as int32 [tokens]. What is sent instead, where there are images, holds one placeholder for each."""
     max_new_tokens: int
@@ -77,7 +75,7 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 class Encoder:
-    """Writes requests. Remembers the prompts of the episodes that spoke last, at most `memory` bytes of them."""
+    """Encodes requests. It keeps the prompts of the newest episodes, up to `memory` bytes."""
 
     def __init__(
         self,
@@ -90,11 +88,11 @@ class Encoder:
     ) -> None:
         """
         Args:
-            vocab_size: ids must be below it: a larger one ends the whole server.
-            seeded: send the request's seed; a server without deterministic inference ignores it.
-            echo: ask for the prompt's ids back.
-            memory: bytes of prompts to remember; what is forgotten is encoded anew.
-            vision: the model's images, for one that sees.
+            vocab_size: Ids must be below it: a larger id would end the whole server.
+            seeded: Send the request's seed; a server without deterministic inference ignores it.
+            echo: Ask for an echo of the prompt's ids.
+            memory: Maximum size of the kept prompts in bytes; dropped prompts are encoded again.
+            vision: The model's images, for a model with a vision tower.
         """
         self._vision = vision
         self.vocab_size = vocab_size
@@ -171,7 +169,7 @@ class Encoder:
         return sent, b',"image_data":[%b]' % b",".join(uris)
 
     def forget(self, episode_id: str) -> None:
-        """Drop what is remembered of an episode that has ended."""
+        """Drop the prompt of an episode that has ended."""
         for key in (episode_id, f"{episode_id}{_COMPACT}"):
             self._drop(key)
 
@@ -207,7 +205,7 @@ class Encoder:
             self._drop(next(iter(self._known)))
 
     def _sampling_text(self, request: GenerateRequest, sampled: int) -> bytes:
-        """Everything but the length and the seed, as JSON without the braces; written once for each spec."""
+        """All sampling parameters except length and seed, as JSON without the braces; encoded once per spec."""
         if sampled and request.sampling.min_new_tokens:
             left = max(0, request.sampling.min_new_tokens - sampled)
             return _dump(request.sampling.model_copy(update={"min_new_tokens": left}), request)
@@ -216,7 +214,7 @@ class Encoder:
         if found is None:
             if len(self._sampling) >= 64:
                 self._sampling.clear()
-            # the object is kept beside its text, so that no other can come to have its id
+            # the object is kept with its text, so that its id cannot be reused
             found = self._sampling[key] = (request.sampling, _dump(request.sampling, request))
         return found[1]
 
@@ -300,7 +298,7 @@ class Part(msgspec.Struct, frozen=True):
     cached_tokens: int
     queue_seconds: float
     echoed: bool
-    """Whether the server's prompt was compared with ours."""
+    """Whether the server's prompt was compared with the one that was sent."""
 
 
 class PromptMismatch(BackendError):
@@ -323,11 +321,11 @@ class PromptMismatch(BackendError):
 
 
 def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
-    """Read a reply to `sent` and check it against everything that is known of it.
+    """Read the reply to a request and check it against the request.
 
     Raises:
-        ReplyError: it is no JSON, lacks something, or contradicts itself or the request.
-        PromptMismatch: the server worked on another prompt.
+        ReplyError: It is not JSON, lacks something, or contradicts itself or the request.
+        PromptMismatch: The server worked on another prompt.
     """
     reply, seen = _read(body, sent)
     meta = reply.meta_info
