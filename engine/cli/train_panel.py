@@ -102,6 +102,8 @@ class TrainPanel:
         ):
             if key in now:
                 parts.append(f"{name} {form.format(now[key])}")
+        if again := now.get("rollout/regenerated_tokens"):
+            parts.append(f"sampled again {again:.0f}")
         times = _times(now)
         if times:
             parts.append(" ".join(f"{phase} {seconds:.1f}s" for phase, seconds in times))

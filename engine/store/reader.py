@@ -102,6 +102,11 @@ class RunReader:
         with self._reader() as connection:
             return {row[0] for row in connection.execute("SELECT id FROM episodes WHERE status = 'done'")}
 
+    def openings(self) -> list[float]:
+        """Unix times at which the run was opened for writing, oldest first."""
+        with self._reader() as connection:
+            return [row[0] for row in connection.execute("SELECT at FROM openings ORDER BY rowid")]
+
     def statuses(self) -> dict[str, str]:
         """`pending`, `running` (begun and not done) or `done` for each episode, by its id."""
         with self._reader() as connection:

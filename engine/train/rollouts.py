@@ -199,7 +199,8 @@ class BatchCollector:
         if stored is not None and (finished := stored.finished(task.id, sample)) is not None:
             return _EndedEpisode(finished)
         async with self._live_episodes:
-            before = stored.unfinished(task.id, sample) if stored is not None else None
+            begun = stored is not None and stored.begun(task.id, sample)
+            continues = stored is not None and begun and stored.continues(task.id, sample)
             try:
                 trajectory = await self._runner.episode(task, sample)
             except StoreError:
@@ -212,9 +213,9 @@ class BatchCollector:
                 return None
         if self._progress is not None:
             self._progress(trajectory)
-        if stored is None or before is None:
+        if stored is None or not begun:
             return _EndedEpisode(trajectory)
-        return _EndedEpisode(trajectory, before.turns > 0, stored.regenerated_tokens(task.id, sample, before))
+        return _EndedEpisode(trajectory, continues, stored.regenerated_tokens(task.id, sample))
 
     async def batch(self) -> Batch:
         """Collect the next batch: `tasks_per_step` groups, or fewer if dynamic sampling reached `max_sampling_rounds`.

@@ -5,7 +5,6 @@ Invariant: the store is asked only for what was there when this launch began.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.schemas.journal import GenerationRecord
@@ -20,19 +19,6 @@ if TYPE_CHECKING:
     from engine.store.store import RunStore
 
 
-@dataclass(frozen=True, slots=True)
-class Journaled:
-    """What an unfinished episode had written when this launch began."""
-
-    attempt: int
-    entries: int
-    """Number of journal entries."""
-    turns: int
-    """Number of sampled turns."""
-    tokens: int
-    """Number of sampled tokens."""
-
-
 class StoredEpisodes:
     """The episodes of earlier launches, by task and sample.
 
@@ -45,6 +31,7 @@ class StoredEpisodes:
         self._store = store
         self._samples = samples
         self._statuses = store.statuses()
+        self._openings = store.openings()
 
     def finished(self, task_id: str, sample: int) -> Trajectory | None:
         """A finished episode; None if it is not finished."""
@@ -56,14 +43,13 @@ class StoredEpisodes:
         found = (self.finished(task_id, sample) for sample in range(self._samples))
         return [trajectory for trajectory in found if trajectory is not None]
 
-    def unfinished(self, task_id: str, sample: int) -> Journaled | None:
-        """What an episode that was begun and not finished has written; None for any other episode."""
-        episode_id = episode_id_of(task_id, sample)
-        if self._statuses.get(episode_id) != "running":
-            return None
-        journal = self._store.journal(episode_id)
-        lengths = [len(generation.output_ids) for generation in _generations(journal)]
-        return Journaled(self._store.episode(episode_id).attempt, len(journal), len(lengths), sum(lengths))
+    def begun(self, task_id: str, sample: int) -> bool:
+        """Whether an episode was begun and not finished."""
+        return self._statuses.get(episode_id_of(task_id, sample)) == "running"
+
+    def continues(self, task_id: str, sample: int) -> bool:
+        """Whether an episode that was begun and not finished has sampled a turn."""
+        return self.begun(task_id, sample) and bool(_generations(self._store.journal(episode_id_of(task_id, sample))))
 
     def versions(self, task_id: str) -> tuple[int, int] | None:
         """The smallest and the largest weight version of a group's sampled tokens; None if it has none."""
@@ -80,17 +66,24 @@ class StoredEpisodes:
                         versions.add(0)
         return (min(versions), max(versions)) if versions else None
 
-    def regenerated_tokens(self, task_id: str, sample: int, before: Journaled) -> int:
-        """Tokens of an episode, finished now, that were sampled again: an upper bound, because of the turn that was under way.
+    def regenerated_tokens(self, task_id: str, sample: int) -> int:
+        """Tokens of an episode, finished now, that were sampled again in any launch: an upper bound.
 
-        A turn whose generation was cut off is sampled again with the same seed. An episode that had to begin again, because
-        an effect outside cannot be repeated, samples all of its turns again.
+        A turn that was due when a launch ended counts, because its generation may have been cut off; it is sampled again with the
+        same seed. An episode that had to begin again, because an effect outside cannot be repeated, has earlier attempts, all of
+        whose tokens count.
         """
-        episode_id = episode_id_of(task_id, sample)
-        if self._store.episode(episode_id).attempt != before.attempt:
-            return before.tokens
-        after = _generations(self._store.journal(episode_id)[before.entries : before.entries + 1])
-        return sum(len(generation.output_ids) for generation in after)
+        row = self._store.episode(episode_id_of(task_id, sample))
+        earlier = (self._store.journal(row.id, attempt) for attempt in range(row.attempt))
+        again = sum(len(each.output_ids) for journal in earlier for each in _generations(journal))
+        journal = self._store.journal(row.id)
+        first_of_launch: dict[int, JournalEntry] = {}
+        for opened in self._openings:
+            if opened > (row.started or 0.0):
+                entry = next((entry for entry in journal if entry.at >= opened), None)
+                if entry is not None:
+                    first_of_launch[entry.seq] = entry
+        return again + sum(len(each.output_ids) for each in _generations(list(first_of_launch.values())))
 
 
 def _generations(journal: Sequence[JournalEntry]) -> list[Generation]:

@@ -38,16 +38,16 @@ class Store:
 
     def __init__(self) -> None:
         self.done: dict[str, Trajectory] = {}
-        self.begun: dict[str, int] = {}
+        self.began_with: dict[str, int] = {}
 
     def finished(self, task_id: str, sample: int) -> Trajectory | None:
         return self.done.get(f"{task_id}/{sample}")
 
-    def unfinished(self, task_id: str, sample: int) -> None:
-        return None
+    def begun(self, task_id: str, sample: int) -> bool:
+        return False
 
     def versions(self, task_id: str) -> tuple[int, int] | None:
-        found = [version for name, version in self.begun.items() if name.rpartition("/")[0] == task_id]
+        found = [version for name, version in self.began_with.items() if name.rpartition("/")[0] == task_id]
         return (min(found), max(found)) if found else None
 
 
@@ -61,7 +61,7 @@ class Killable(World):
     async def episode(self, task: Any, sample: int) -> Trajectory:
         name = f"{task.id}/{sample}"
         assert name not in self.store.done  # a finished episode is never run again
-        version = self.store.begun.setdefault(name, self.version)
+        version = self.store.began_with.setdefault(name, self.version)
         told = await super().episode(task, sample)
         self.store.done[name] = make_trajectory(task, sample, told.outcome.reward, version=version)
         return self.store.done[name]

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import worlds_for_training as worlds
 from safetensors.torch import load_file
@@ -24,6 +25,7 @@ from engine.train.batch_log import BatchLog
 from engine.train.checkpoint import Checkpoints, checkpoints_of
 from engine.train.learner import Learner
 from engine.train.metrics import MetricsLog, read_metrics
+from engine.train.stored import StoredEpisodes
 from engine.train.trainer import Trainer
 
 SAME = ("step", "reward/mean", "episode/tokens", "tokens/trained", "staleness/max", "loss", "grad_norm", "lr")
@@ -349,3 +351,48 @@ async def test_steps_whose_episodes_are_gone_are_sampled_again(
     assert [record.step for record in BatchLog(again.folder).read()] == [1, 2, 3]
     assert len((again.folder / "batches.cut.jsonl").read_text().splitlines()) == 3
     assert len((again.folder / "metrics.cut.jsonl").read_text().splitlines()) == 2
+
+
+async def test_tokens_that_any_launch_sampled_again_are_counted(tmp_path: Path, maker_of_entries: Any) -> None:
+    """Turns of 16 tokens: a first attempt with one turn, then another with a turn before and a turn in each of two launches."""
+    task, header, entry = maker_of_entries
+    store = RunStore.create(tmp_path, header)
+    await store.begin(task, 0)
+    for seq in (0, 1):
+        await store.append("t0/0", entry(seq, at=time.time()))
+    await store.restart("t0/0")
+    await store.append("t0/0", entry(0, at=time.time()))
+    await store.append("t0/0", entry(1, at=time.time()))
+    store.close()
+    for seq in (2, 4):  # first a tool's answer, in the next launch a turn
+        store = RunStore.open(tmp_path / header.run_id)
+        stored = StoredEpisodes(store, 1)
+        assert stored.continues("t0", 0)
+        await store.begin(task, 0)
+        for number in range(seq, seq + 2 if seq == 2 else seq + 1):
+            await store.append("t0/0", entry(number + (seq == 4), at=time.time(), seq=number))
+        assert stored.regenerated_tokens("t0", 0) == (16 if seq == 2 else 16 + 16)
+        store.close()
+
+
+@pytest.fixture
+def maker_of_entries() -> Any:
+    """A task, the header of a run, and entries: a reset, then turns of 16 tokens at odd numbers and tool results at even ones."""
+    from engine.schemas.environment import Reset, Task
+    from engine.schemas.generation import FinishReason, Generation
+    from engine.schemas.journal import JournalEntry, ResetRecord, ToolsRecord
+
+    def entry(kind: int, *, at: float, seq: int | None = None) -> JournalEntry:
+        generation = Generation(
+            output_ids=np.arange(16, dtype=np.int32),
+            logprobs=np.zeros(16, np.float32),
+            finish=FinishReason(type="stop"),
+        )
+        record: Any = ToolsRecord(results=[]) if kind else ResetRecord(reset=Reset())
+        if kind % 2:
+            record = GenerationRecord(generation=generation)
+        number = kind if seq is None else seq
+        return JournalEntry(seq=number, state="A", event="b", dest="C", record=record, at=at, seconds=0.0)
+
+    header = RunHeader(run_id="run", name="x", created=0.0, engine_version="1", spec={})
+    return Task(id="t0", index=0, fields={}), header, entry
