@@ -259,7 +259,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--turns", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--spread", type=float, default=1.0, help="most journal entries between two kills, in steps")
     parser.add_argument("--checkpoint-every", type=int, default=3)
     parser.add_argument("--staleness", type=int, default=0)
