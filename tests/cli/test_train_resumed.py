@@ -109,7 +109,7 @@ def test_what_may_change_is_set_at_a_resume_and_stays(spec: Path) -> None:
     for change, named in (
         ("train.tasks_per_step=2", "`train.tasks_per_step`"),
         ("train.loss.kind=gspo", "`train.loss.kind`"),
-        ("rewards.credit.method=turn_return", "`rewards.credit.method`"),
+        ("rollout.samples_per_task=2", "`rollout.samples_per_task`"),
         ("tasks.limit=2", "`tasks.limit`"),
     ):
         refused = train("--resume", str(folder), "--set", change)
