@@ -6,6 +6,7 @@ exports, JSON Schema and docs/spec.md read the class attributes and ask for no `
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
@@ -36,6 +37,16 @@ class CreditMethod(Contract):
     def uses_turn_rewards(self) -> bool:
         """Moving rewards between the turns of an episode, with the same sum, can change the advantages."""
         return True
+
+    @property
+    def last_turn_names(self) -> tuple[str, ...] | None:
+        """Names of the only rewards of the last turn that change an advantage; None: all rewards of the last turn do."""
+        return None
+
+    @property
+    def keys_without_effect(self) -> Mapping[str, str]:
+        """Keys that change nothing because of the values of other keys: key -> the reason."""
+        return {}
 
     @property
     def zero_without_group(self) -> bool:
@@ -129,6 +140,10 @@ class MtGrpoCredit(ComparedCredit):
     def uses_turn_rewards(self) -> bool:
         return self.weight > 0 or self.outcome is None
 
+    @property
+    def last_turn_names(self) -> tuple[str, ...] | None:
+        return None if self.outcome is None else tuple(self.outcome)
+
 
 class GigpoCredit(ComparedCredit):
     """GiGPO: the episode relative to its group, plus each turn relative to the group's turns that began in the same state."""
@@ -151,6 +166,11 @@ class GigpoCredit(ComparedCredit):
         return self.weight > 0
 
     @property
+    def keys_without_effect(self) -> Mapping[str, str]:
+        why = "`weight: 0` leaves out the comparison of turns that began in the same state"
+        return {} if self.weight else {"gamma": why, "state_key": why}
+
+    @property
     def zero_without_group(self) -> bool:
         return self.baseline == "mean" and self.weight == 0  # an episode can be in one state twice
 
@@ -166,6 +186,10 @@ class ScoreCredit(DiscountedCredit):
     """The bonus is alpha times the difference from the previous attempt."""
     reward: str | None = None
     """Name of the reward that scores an attempt. Default: the sum of the turn's rewards."""
+
+    @property
+    def keys_without_effect(self) -> Mapping[str, str]:
+        return {} if self.alpha else {"reward": "`alpha: 0` gives no bonus"}
 
 
 class ProgressCredit(DiscountedCredit):

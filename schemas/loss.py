@@ -30,6 +30,13 @@ class Loss(Contract):
     """The ratio has bounds. The metrics then count the tokens outside of them."""
     denominator: ClassVar[Denominator]
     """What the sum of the token losses is divided by."""
+    ratio_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys that change the gradient only where the ratio is not 1. With one update per batch it is 1 for every token."""
+
+    @property
+    def too_small_delta(self) -> float | None:
+        """`delta`, if it is below `1 + clip_high`; else None."""
+        return None
 
     @property
     def constant_length(self) -> int | None:
@@ -43,6 +50,7 @@ class ClippedLoss(Loss):
     formula: ClassVar[str] = "engine.train.losses.clipped:ClippedSurrogate"
     ratio_level: ClassVar[Literal["token", "sequence"] | None] = "token"
     clips_ratio: ClassVar[bool] = True
+    ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "delta")
 
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
     """Lower clip bound: the ratio is clipped to at least 1 - clip_low."""
@@ -50,6 +58,10 @@ class ClippedLoss(Loss):
     """Upper clip bound: the ratio is clipped to at most 1 + clip_high. DAPO (clip-higher) uses 0.28."""
     delta: float | None = Field(default=None, gt=1.0)
     """Two-sided clipping (dual-clip PPO): upper bound of the ratio for negative advantages. No bound if not set."""
+
+    @property
+    def too_small_delta(self) -> float | None:
+        return self.delta if self.delta is not None and self.delta < 1 + self.clip_high else None
 
 
 class GrpoLoss(ClippedLoss):
@@ -111,6 +123,7 @@ class CispoLoss(Loss):
     formula: ClassVar[str] = "engine.train.losses.cispo:ClippedWeight"
     ratio_level: ClassVar[Literal["token", "sequence"] | None] = "token"
     clips_ratio: ClassVar[bool] = True
+    ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
     denominator: ClassVar[Denominator] = "step_tokens"
 
     kind: Literal["cispo"] = "cispo"
@@ -126,6 +139,7 @@ class SapoLoss(Loss):
     formula: ClassVar[str] = "engine.train.losses.sapo:SmoothGate"
     ratio_level: ClassVar[Literal["token", "sequence"] | None] = "token"
     clips_ratio: ClassVar[bool] = False
+    ratio_keys: ClassVar[tuple[str, ...]] = ("temperature_positive", "temperature_negative")
     denominator: ClassVar[Denominator] = "episode_tokens"
 
     kind: Literal["sapo"] = "sapo"

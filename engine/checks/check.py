@@ -26,12 +26,14 @@ def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
     from engine.checks import (  # noqa: F401  (importing them registers their rules)
         backend,
+        credit_reach,
         cycles,
         guards,
         isolation,
         limits,
         machine,
         model,
+        no_effect,
         people,
         prompts,
         rewards,

@@ -180,17 +180,22 @@ def _mentioned(ctx: CheckContext) -> set[str] | None:
     for item in uses:
         found |= set(_texts_in(item.with_))
     for use in named:
-        thing = ctx.described(use)
-        if isinstance(thing, NotImported):
-            texts = None if thing.file is None or thing.node is None else _texts_of_file(str(thing.file))
-            if texts is None:
-                ctx.skip()
-        else:
-            texts = None if isinstance(thing, EntryError) else _texts_of(thing)
+        texts = mentioned_texts(ctx, use)
         if texts is None:
             return None
         found |= texts
     return found
+
+
+def mentioned_texts(ctx: CheckContext, use: str) -> set[str] | None:
+    """All strings and argument names in the source file of an entry point; None if it cannot be read."""
+    thing = ctx.described(use)
+    if isinstance(thing, NotImported):
+        texts = None if thing.file is None or thing.node is None else _texts_of_file(str(thing.file))
+        if texts is None:
+            ctx.skip()
+        return texts
+    return None if isinstance(thing, EntryError) else _texts_of(thing)
 
 
 def _texts_in(value: Any) -> Iterator[str]:

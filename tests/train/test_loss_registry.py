@@ -37,7 +37,7 @@ def tokens_of(ratios: list[float], rows: list[int]) -> Tokens:
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_each_loss_declares_every_fact(loss: type[Loss]) -> None:
     own = {name for name in inspect.get_annotations(Loss) if hasattr(loss, name)}
-    assert own == {"formula", "ratio_level", "clips_ratio", "denominator"}
+    assert own == {"formula", "ratio_level", "clips_ratio", "denominator", "ratio_keys"}
     assert loss.denominator in get_args(Denominator)
 
 

@@ -1,0 +1,162 @@
+"""Rules about options of `train`, `rewards` and `tasks` that have no effect in combination with others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.checks.context import CheckContext
+from engine.checks.registry import Finding, rule
+from engine.schemas.tasks import TasksSpec
+from engine.schemas.train import TrainSpec
+from engine.spec.diagnostic import DataPath
+
+Option = tuple[DataPath, str]
+"""The path of an option and the reason why it has no effect."""
+
+
+@rule("train.no-effect", "warning", "an option of `train` has no effect in this combination")
+def train_no_effect(ctx: CheckContext) -> Iterator[Finding]:
+    """Options that are set, and that another option or its default makes ineffective."""
+    if ctx.spec.train is None:
+        return
+    for path, why in (*_loss(ctx.spec.train), *_batch(ctx.spec.train), *_around(ctx, ctx.spec.train)):
+        if ctx.written(*path):
+            name = ".".join(str(part) for part in path)
+            yield Finding(
+                f"`{name}` has no effect: {why}", path, "remove it, or change what the message names", key=True
+            )
+
+
+def _loss(train: TrainSpec) -> Iterator[Option]:
+    """Options of the loss, the rollout correction and the KL penalty."""
+    several = train.update_epochs * train.minibatches > 1
+    noisy = train.proximal_logprobs == "recompute" and train.lora is not None and train.lora.dropout > 0
+    if train.proximal_logprobs != "sampler" and not several and not noisy:
+        for key in train.loss.ratio_keys:
+            if getattr(train.loss, key) is not None:
+                yield (
+                    ("train", "loss", key),
+                    "with one update per batch every probability ratio is 1; set `train.minibatches` or `train.update_epochs`",
+                )
+    correction: DataPath = ("train", "rollout_correction")
+    if train.rollout_correction.kind == "none":
+        for key in ("level", "low", "high"):
+            yield (*correction, key), "`train.rollout_correction.kind` is `none`"
+    elif train.proximal_logprobs == "sampler":
+        for key in ("kind", "level", "low", "high"):
+            yield (*correction, key), "with `train.proximal_logprobs: sampler` every correction weight is 1"
+    if train.kl.coefficient == 0:
+        yield ("train", "kl", "estimator"), "`train.kl.coefficient` is 0"
+    for index, bonus in enumerate(train.advantage_bonuses):
+        if bonus.coefficient == 0:
+            yield ("train", "advantage_bonuses", index, "coefficient"), "the function's values are multiplied by 0"
+
+
+def _batch(train: TrainSpec) -> Iterator[Option]:
+    """Options of the batch and of the optimizer."""
+    if train.minibatches > train.tasks_per_step:
+        why = f"a batch of {train.tasks_per_step} groups has at most {train.tasks_per_step} mini-batches (`train.tasks_per_step`)"
+        yield (
+            ("train", "minibatches"),
+            f"of {train.minibatches}, {train.minibatches - train.tasks_per_step} are empty: {why}",
+        )
+    oversample, groups = train.asynchrony.oversample, train.tasks_per_step
+    if oversample > 1 and round((oversample - 1) * groups) == 0:
+        why = f"{oversample:g} × {groups} groups (`train.tasks_per_step`) is less than half a group more"
+        yield ("train", "asynchrony", "oversample"), why
+    warmup = train.optimizer.warmup_steps
+    if warmup >= train.steps and train.optimizer.schedule != "constant":
+        why = f"the warm-up of {warmup} steps does not end before the {train.steps} steps of the training"
+        yield ("train", "optimizer", "schedule"), why
+
+
+def _around(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
+    """Options of weight sync, notifications and placement."""
+    sync, lora = train.weight_sync, train.lora is not None
+    local = ctx.spec.backend.trains and sync.method == "auto" and "disk" not in ctx.spec.backend.weight_methods
+    method = "tensors" if local else sync.method if sync.method != "auto" else "adapter" if lora else "disk"
+    if not ctx.spec.backend.weights_in_servers:
+        yield (
+            ("train", "weight_sync", "pause_generation"),
+            f"the `{ctx.spec.backend.kind}` backend takes weights in memory",
+        )
+    elif method == "adapter":
+        yield ("train", "weight_sync", "pause_generation"), "sending an adapter pauses nothing"
+    if method == "tensors":
+        yield ("train", "weight_sync", "folder"), "the weights are sent in memory"
+    notify = train.notify
+    if notify.webhook_env is None and notify.command is None and notify.use is None:
+        for key in ("on", "stall_timeout"):
+            yield ("train", "notify", key), "no channel is set (`webhook_env`, `command` or `use`)"
+    elif "stalled" not in notify.on:
+        yield ("train", "notify", "stall_timeout"), "`train.notify.on` does not contain `stalled`"
+    if not train.advantage_bonuses:
+        why = "training reads `advantages`; `placement` changes only the column `token_rewards` of exported rows"
+        yield ("rewards", "placement"), why
+
+
+@rule("train.kl-estimator", "warning", "the KL penalty in the loss has an expected gradient of 0")
+def kl_estimator(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.kl.estimator: k1` with a coefficient."""
+    train = ctx.spec.train
+    if train is not None and train.kl.coefficient > 0 and train.kl.estimator == "k1":
+        message = "the expected gradient of `k1` is 0: in the loss it adds noise and does not keep the policy near the reference"
+        fix = "use `k2` or `k3`; `k1` estimates the value of the KL divergence"
+        yield Finding(message, ("train", "kl", "estimator"), fix)
+
+
+@rule("train.delta", "warning", "`train.loss.delta` is below the upper clip bound")
+def delta(ctx: CheckContext) -> Iterator[Finding]:
+    """`delta` below `1 + clip_high`."""
+    train = ctx.spec.train
+    if train is not None and train.loss.too_small_delta is not None:
+        bound = 1 + getattr(train.loss, "clip_high", 0.0)
+        message = (
+            f"`delta: {train.loss.too_small_delta:g}` is below `1 + clip_high` = {bound:g}: negative advantages are cut earlier than "
+            "positive ones, inside of the range that the clip allows"
+        )
+        yield Finding(message, ("train", "loss", "delta"), f"set it above {bound:g}, such as 4.0, or remove it")
+
+
+@rule("rewards.no-effect", "warning", "an option of `rewards` has no effect in this combination")
+def rewards_no_effect(ctx: CheckContext) -> Iterator[Finding]:
+    """Keys of the credit method, and keys and amounts of reward rules, that change nothing."""
+    rewards = ctx.spec.rewards
+    for key, why in rewards.credit.keys_without_effect.items():
+        path: DataPath = ("rewards", "credit", key)
+        if ctx.written(*path):
+            yield Finding(f"`{key}` has no effect: {why}", path, "remove it", key=True)
+    alone = ctx.spec.train is not None and ctx.spec.rollout.samples_per_task == 1
+    if alone and not rewards.credit.needs_state_key and getattr(rewards.credit, "scale", "none") != "none":
+        message = "`scale` has no effect: a group of one episode (`rollout.samples_per_task`) has no standard deviation"
+        yield Finding(message, ("rewards", "credit", "scale"), "set `rollout.samples_per_task` to 4 or more")
+    for index, item in enumerate(rewards.reassign):
+        path = ("rewards", "reassign", index)
+        if ctx.written(*path, "discount") and "each" not in (item.from_, item.to):
+            message = "`discount` has no effect: it belongs to the address `each`"
+            yield Finding(message, (*path, "discount"), "remove it, or use `to: each`", key=True)
+        for key in ("share", "value"):
+            if getattr(item, key) == 0 and item.op != "set":
+                yield Finding(f"`{key}: 0` has no effect: nothing is moved or added", (*path, key), "remove the rule")
+
+
+_KEYS: dict[str, tuple[str, ...]] = {
+    "inline": ("rows",),
+    "jsonl": ("path",),
+    "parquet": ("path",),
+    "hub": ("path", "name", "split"),
+    "python": ("use", "with"),
+}
+"""For each source, the keys that only some sources read."""
+
+
+@rule("tasks.no-effect", "warning", "a key of `tasks` is not read with this source")
+def tasks_no_effect(ctx: CheckContext) -> Iterator[Finding]:
+    """Keys that belong to another `source`."""
+    tasks: TasksSpec = ctx.spec.tasks
+    for key in dict.fromkeys(name for keys in _KEYS.values() for name in keys):
+        path: DataPath = ("tasks", key)
+        if key not in _KEYS[tasks.source] and ctx.written(*path):
+            readers = " or ".join(f"`{source}`" for source, keys in _KEYS.items() if key in keys)
+            message = f"`{key}` has no effect with `source: {tasks.source}`: only {readers} reads it"
+            yield Finding(message, path, "remove it, or change `source`", key=True)
