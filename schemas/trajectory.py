@@ -67,9 +67,9 @@ class Turn(Struct):
     event: str
     """What it led to: tool_calls, answered, truncated, malformed, aborted."""
     rewards: dict[str, float] = field(default_factory=dict)
-    anchor: str | None = None
-    """The state that it began in, where the spec's credit asks for it: equal only for equal ones, empty for one that
-    nobody told."""
+    state_key: str | None = None
+    """The key of the state in which the turn began, if the credit method needs one: equal keys mean equal states; empty
+    if the fact is not set yet."""
     seconds: float = 0.0
     queue_seconds: float = 0.0
     cached_tokens: int = 0
@@ -154,21 +154,21 @@ class Trajectory(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeScore(Struct):
-    """What other rules make of a finished episode: kept beside what its own rules made of it."""
+    """The result of a finished episode under other reward rules, stored beside the result of its own rules."""
 
     outcome: Outcome
-    """With a failure where these rules cannot be carried out, or would have led elsewhere."""
+    """It has a failure if these rules cannot be applied, or if they would have led to another event."""
     rewards: list[dict[str, float]]
-    """What each turn holds, by name."""
-    anchors: list[str | None] = field(default_factory=list)
-    """`Turn.anchor` of each turn."""
+    """The rewards of each turn, by name."""
+    state_keys: list[str | None] = field(default_factory=list)
+    """`Turn.state_key` of each turn."""
     postings: list[Posting] = field(default_factory=list)
     """The sealed ledger."""
 
     def over(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory as these rules see it: the same tokens and words, other rewards."""
+        """Return the trajectory with this score's rewards, outcome and ledger; tokens and messages are the same."""
         turns = [
-            replace(turn, rewards=rewards, anchor=anchor)
-            for turn, rewards, anchor in zip(trajectory.turns, self.rewards, self.anchors, strict=True)
+            replace(turn, rewards=rewards, state_key=key)
+            for turn, rewards, key in zip(trajectory.turns, self.rewards, self.state_keys, strict=True)
         ]
         return replace(trajectory, outcome=self.outcome, turns=turns, postings=self.postings)

@@ -104,7 +104,7 @@ class GenerateAction(BuiltInAction):
         """Append the reply to the tape and read it."""
         generation = record.generation
         episode.conversation.prompt()  # a replay has not asked for it yet
-        anchor = self._anchor(episode)
+        state_key = self._compute_state_key(episode)
         episode.turn += 1
         reply = episode.conversation.reply(generation, episode.turn)
         episode.attempts = list(reply.attempts)
@@ -122,7 +122,7 @@ class GenerateAction(BuiltInAction):
                 end=place.end,
                 finish=generation.finish,
                 event=event,
-                anchor=anchor,
+                state_key=state_key,
                 seconds=generation.seconds,
                 queue_seconds=generation.queue_seconds,
                 cached_tokens=generation.cached_tokens,
@@ -131,11 +131,11 @@ class GenerateAction(BuiltInAction):
         )
         return event
 
-    def _anchor(self, episode: Episode) -> str | None:
-        """The state that the turn begins in, where the spec's credit asks for it."""
+    def _compute_state_key(self, episode: Episode) -> str | None:
+        """Compute the key of the state in which the turn begins; None if the credit method needs none."""
         if self._state_key is None:
             return None
-        return self._state_key.tell(episode.facts, episode.conversation.messages, episode.context)
+        return self._state_key.compute(episode.facts, episode.conversation.messages, episode.context)
 
     def _event(self, episode: Episode) -> str:
         assert episode.finish is not None

@@ -45,7 +45,7 @@ class StateKey:
         self._fact = state_key if state_key is not None and is_fact_name(state_key) else None
         self._guard = Guard(state_key) if state_key is not None and self._fact is None else None
 
-    def tell(
+    def compute(
         self, facts: Mapping[str, Any], shown: Sequence[Message], context: Callable[[frozenset[str]], Mapping[str, Any]]
     ) -> str:
         """Compute the key of the present state.

@@ -113,7 +113,7 @@ class Replayer:
         return EpisodeScore(
             outcome=again.outcome,
             rewards=[turn.rewards for turn in again.turns],
-            anchors=[turn.anchor for turn in again.turns],
+            state_keys=[turn.state_key for turn in again.turns],
             postings=again.postings,
         )
 
@@ -150,7 +150,7 @@ class Replayer:
 def _unscored(stored: Trajectory, failure: Failure) -> EpisodeScore:
     """No rewards, and why."""
     outcome = replace(stored.outcome, failure=failure, trainable=False, reward=0.0, rewards={})
-    return EpisodeScore(outcome=outcome, rewards=[{} for _ in stored.turns], anchors=[None for _ in stored.turns])
+    return EpisodeScore(outcome=outcome, rewards=[{} for _ in stored.turns], state_keys=[None for _ in stored.turns])
 
 
 def _pairs(left: Any, right: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

@@ -1,9 +1,9 @@
-"""Which episodes were under way when the engine died, and how often.
+"""Counts how often each episode was running when the engine died.
 
-A row stands for an episode from its beginning to its end. It is marked in flight while a process drives the episode; a run
-that is closed in order takes the marks away, so a mark that is found at the next opening is a crash: of the machine, of
-somebody's `kill -9`, or of the engine by the code of this very episode. A process that stops on purpose and cannot write into
-the store (a full disk, an exit at once) marks the lock's file instead (`RunLock.mark_stopped`).
+A row exists from an episode's beginning to its end. It is marked as running while a process drives the episode. A run that is
+closed normally clears the marks, so a mark that is found when the run is opened means a crash: of the machine, by `kill -9`,
+or of the engine by the code of this episode. A process that stops on purpose but cannot write into the store (a full disk, an
+immediate exit) marks the lock file instead (`RunLock.mark_stopped`).
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ from __future__ import annotations
 import sqlite3
 
 TABLE = """
-CREATE TABLE flights (
-    episode INTEGER PRIMARY KEY REFERENCES episodes (number), crashes INTEGER NOT NULL, flying INTEGER NOT NULL);
+CREATE TABLE crash_counts (
+    episode INTEGER PRIMARY KEY REFERENCES episodes (number), crashes INTEGER NOT NULL, running INTEGER NOT NULL);
 """
 
 
-def take_off(connection: sqlite3.Connection, episode: int) -> None:
-    """An episode begins, or is taken up again."""
+def mark_running(connection: sqlite3.Connection, episode: int) -> None:
+    """Mark an episode as running, when it begins or is resumed."""
     connection.execute(
-        "INSERT INTO flights VALUES (?, 0, 1) ON CONFLICT (episode) DO UPDATE SET flying = 1", (episode,)
+        "INSERT INTO crash_counts VALUES (?, 0, 1) ON CONFLICT (episode) DO UPDATE SET running = 1", (episode,)
     )
 
 
-def land(connection: sqlite3.Connection, episode: int) -> None:
-    """An episode is done."""
-    connection.execute("DELETE FROM flights WHERE episode = ?", (episode,))
+def mark_done(connection: sqlite3.Connection, episode: int) -> None:
+    """Remove the row of an episode that is done."""
+    connection.execute("DELETE FROM crash_counts WHERE episode = ?", (episode,))
 
 
 def count_crashes(connection: sqlite3.Connection) -> None:
-    """A run is opened: whatever is in flight now was so when the process before this one died.
+    """Count one crash for each episode that is still marked as running when the run is opened, and clear the marks.
 
-    An episode that got further in that process than ever before starts again at one crash: an episode that kills the engine
-    does so at one place, and never gets beyond it. So a long episode survives any number of deaths that it has not caused.
+    The count of an episode that got further in the dead process than ever before restarts at one: an episode that kills the
+    engine does so at one place, and never gets beyond it. So a long episode survives any number of crashes that it did not cause.
     """
     connection.execute(
-        "UPDATE flights SET flying = 0, crashes = 1 + CASE WHEN EXISTS ("
+        "UPDATE crash_counts SET running = 0, crashes = 1 + CASE WHEN EXISTS ("
         "SELECT 1 FROM journal j JOIN episodes e ON e.number = j.episode AND e.attempt = j.attempt "
-        "WHERE j.episode = flights.episode "
+        "WHERE j.episode = crash_counts.episode "
         "AND j.at >= (SELECT at FROM openings ORDER BY rowid DESC LIMIT 1 OFFSET 1) "
         "AND j.seq > (SELECT coalesce(max(b.seq), -1) FROM journal b WHERE b.episode = j.episode AND b.attempt < j.attempt)"
-        ") THEN 0 ELSE crashes END WHERE flying = 1"
+        ") THEN 0 ELSE crashes END WHERE running = 1"
     )
 
 
-def leave_in_order(connection: sqlite3.Connection) -> None:
-    """A run is closed: episodes that are not done are no longer in flight."""
-    connection.execute("UPDATE flights SET flying = 0 WHERE flying = 1")
+def clear_running(connection: sqlite3.Connection) -> None:
+    """Clear the running marks without counting crashes, when a run is closed normally."""
+    connection.execute("UPDATE crash_counts SET running = 0 WHERE running = 1")
 
 
 def crashes(connection: sqlite3.Connection) -> dict[str, int]:
-    """By episode id: at how many deaths of the engine it was in flight; episodes that were at none are left out."""
+    """Return how many crashes of the engine each episode was running at, by episode id; episodes without a crash are left out."""
     rows = connection.execute(
-        "SELECT episodes.id, flights.crashes FROM flights JOIN episodes ON episodes.number = flights.episode "
-        "WHERE flights.crashes > 0"
+        "SELECT episodes.id, crash_counts.crashes FROM crash_counts "
+        "JOIN episodes ON episodes.number = crash_counts.episode WHERE crash_counts.crashes > 0"
     )
     return dict(rows.fetchall())

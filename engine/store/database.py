@@ -1,12 +1,11 @@
 """The run's SQLite file: its tables, its version, and how it is opened.
 
-Invariant: one schema version, checked before anything is read. A file of another version is refused with the
-version that can read it; it is never guessed at.
+Invariant: there is one schema version, checked before anything is read. A file of another version is refused with a message
+that names its version.
 
-WAL with `synchronous=NORMAL`: a commit survives the death of the process at any instant (`kill -9` included),
-because it is in the operating system's hands by then. A power loss or a crash of the operating system may take
-back the newest commits, those since the last checkpoint reached the disk; it never leaves half of one, and what
-was taken back is run again by a resume.
+WAL with `synchronous=NORMAL`: a commit survives the death of the process at any instant (`kill -9` included), because the
+operating system has the data by then. A power loss or a crash of the operating system may undo the newest commits (those
+after the last checkpoint that reached the disk), but never half of a commit. A resume runs again what was undone.
 """
 
 from __future__ import annotations
@@ -25,24 +24,20 @@ from engine.store.private import private_file
 
 FILE = "run.db"
 """The file's name in a run's folder."""
-SCHEMA_VERSION = 4
-"""Written to `PRAGMA user_version`. 1 had no scores. 2 had no forks, and no word on whether an action that gave up had begun. 3 did not
-count crashes. All are read as they are, and become 4 when they are opened for writing."""
-OLDEST_VERSION = 1
-"""The oldest version that is read."""
+SCHEMA_VERSION = 5
+"""Written to `PRAGMA user_version`. Files of other versions are refused. Version 5 renamed `Turn.anchor` to `state_key`,
+`EpisodeScore.anchors` to `state_keys`, and the table `flights` to `crash_counts`."""
 APPLICATION_ID = 0x45504953
 """Written to `PRAGMA application_id`: "EPIS"."""
 
-_SCORES_SINCE = 2
-_CRASHES_SINCE = 4
 _PAGE = 8192
 _CHECKPOINT_PAGES = 2000
 _WAL_BYTES = 64 * 2**20
 _CHUNKS = (64, 8, 1)
 
-# The journal grows at its end whichever episode an entry is of: keyed by episode, every entry would dirty a page
-# of its own (measured: 3 to 4 times the CPU). The unique index is narrow, and the episodes alive are neighbours.
-# `delta` and `after` have no type, because SQLite takes the sign off a REAL column's -0.0.
+# A journal entry is always added at the end of the table. If the table were keyed by episode, each entry would dirty a page of
+# its own (measured: 3 to 4 times the CPU). The unique index is narrow, and running episodes are next to each other in it.
+# `delta` and `after` have no type, because SQLite stores -0.0 in a REAL column as 0.0.
 _TABLES = """
 CREATE TABLE run (
     one INTEGER PRIMARY KEY CHECK (one = 1), run_id TEXT NOT NULL, name TEXT NOT NULL, created REAL NOT NULL,
@@ -75,9 +70,6 @@ CREATE TABLE postings (
 CREATE UNIQUE INDEX postings_in_order ON postings (episode, seq);
 CREATE TABLE images (
     digest TEXT PRIMARY KEY, mime TEXT NOT NULL, width INTEGER NOT NULL, height INTEGER NOT NULL, bytes BLOB NOT NULL);
-"""
-
-_SCORES = """
 CREATE TABLE scores (
     label TEXT PRIMARY KEY, created REAL NOT NULL, engine_version TEXT NOT NULL, rewards TEXT NOT NULL,
     spec_path TEXT NOT NULL) WITHOUT ROWID;
@@ -85,58 +77,55 @@ CREATE TABLE scored (
     label TEXT NOT NULL REFERENCES scores (label), episode INTEGER NOT NULL REFERENCES episodes (number),
     score TEXT NOT NULL, PRIMARY KEY (label, episode)) WITHOUT ROWID;
 """
-"""What version 2 added."""
 
 COLUMNS = {"journal": 11, "branches": 8, "postings": 10}
-"""Tables that `insert` writes to, and how many values a row has."""
+"""The tables that `insert` writes to, each with its number of values per row."""
 
 
 def create_tables(path: Path) -> None:
-    """Make an empty run file at `path`, which must not exist.
+    """Create an empty run file at `path`.
 
     Raises:
-        StoreError: it exists, or cannot be made.
+        StoreError: the file exists, or cannot be created.
     """
     if path.exists():
         raise StoreError(f"{path} exists already; open it instead of creating it")
     try:
-        connection = sqlite3.connect(private_file(path), isolation_level=None)  # its WAL gets the same mode
+        connection = sqlite3.connect(private_file(path), isolation_level=None)  # the WAL file gets the same mode
         try:
             connection.execute(f"PRAGMA page_size = {_PAGE}")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(
-                f"BEGIN;{_TABLES}{_SCORES}{crashes.TABLE}PRAGMA application_id = {APPLICATION_ID};PRAGMA user_version = {SCHEMA_VERSION};COMMIT;"
+                f"BEGIN;{_TABLES}{crashes.TABLE}PRAGMA application_id = {APPLICATION_ID};PRAGMA user_version = {SCHEMA_VERSION};COMMIT;"
             )
         finally:
             connection.close()
     except (sqlite3.Error, OSError) as error:
-        raise StoreError(f"cannot make {path}: {error}; is its folder writable, and the disk not full?") from error
+        raise StoreError(f"cannot create {path}: {error}; is its folder writable, and is the disk full?") from error
 
 
 def advice(error: BaseException) -> str:
-    """What to do about an error of SQLite's; empty where nothing more can be said."""
+    """Return how to fix an SQLite error, as the end of a message; empty if there is no advice."""
     text = str(error)
     if "full" in text or "disk I/O" in text:
-        return "; make room on the disk and resume the run"
+        return "; free space on the disk and resume the run"
     if "malformed" in text or "no such table" in text or "no such column" in text or "not a database" in text:
-        return "; the file is damaged: restore it from a copy, or begin another run"
+        return "; the file is damaged: restore it from a copy, or start a new run"
     if "UNIQUE" in text:
         return "; the same step was written twice"
     return ""
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:
-    """Open for writing, from any one thread. The caller holds the run's lock.
+    """Open a run file for writing, from one thread at a time. The caller holds the run's lock.
 
     Raises:
-        StoreError: there is no run, it is of another version, or it cannot be opened.
+        StoreError: there is no run, it has another version, or it cannot be opened.
     """
     _must_exist(path)
     try:
         connection = sqlite3.connect(path, isolation_level=None, timeout=30.0, check_same_thread=False)
-        if (version := check_version(connection, path)) < SCHEMA_VERSION:
-            added = (_SCORES if version < _SCORES_SINCE else "") + (crashes.TABLE if version < _CRASHES_SINCE else "")
-            connection.executescript(f"BEGIN IMMEDIATE;{added}PRAGMA user_version = {SCHEMA_VERSION};COMMIT;")
+        check_version(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
@@ -147,17 +136,17 @@ def connect_writer(path: Path) -> sqlite3.Connection:
 
 
 def connect_reader(path: Path) -> sqlite3.Connection:
-    """Open read-only; a writer in another process is neither held up nor seen half-way.
+    """Open a run file read-only. A writer in another process is not blocked, and its unfinished commits are not visible.
 
     Raises:
-        StoreError: there is no run, it is of another version, or it cannot be opened.
+        StoreError: there is no run, it has another version, or it cannot be opened.
     """
     _must_exist(path)
     uri = f"file:{quote(str(path.absolute()))}?mode=ro"
     try:
         return _checked(uri, path)
     except sqlite3.OperationalError as error:
-        # A closed run on a read-only medium has no WAL and lets none be made: nobody can write it, so it is immutable.
+        # A closed run on a read-only file system has no WAL, and none can be created: nobody can write to it, so it is immutable.
         barred = error.sqlite_errorname == "SQLITE_CANTOPEN" or error.sqlite_errorname.startswith("SQLITE_READONLY")
         if not barred or Path(f"{path}-wal").exists():
             raise StoreError(f"cannot read {path}: {error}") from error
@@ -186,16 +175,11 @@ def _must_exist(path: Path) -> None:
         raise StoreError(f"{path} does not exist; give the folder of a run, or its id")
 
 
-def has_scores(connection: sqlite3.Connection) -> bool:
-    """Whether the file is of a version that has scores."""
-    return int(connection.execute("PRAGMA user_version").fetchone()[0]) >= _SCORES_SINCE
-
-
-def check_version(connection: sqlite3.Connection, path: Path) -> int:
-    """The file's version; refuse what this engine cannot read.
+def check_version(connection: sqlite3.Connection, path: Path) -> None:
+    """Check that the file is a run of this engine's store version.
 
     Raises:
-        StoreError: not a run file, or of an older or newer version.
+        StoreError: it is not a run file, or it has an older or a newer version.
     """
     try:
         application = connection.execute("PRAGMA application_id").fetchone()[0]
@@ -205,18 +189,10 @@ def check_version(connection: sqlite3.Connection, path: Path) -> int:
     except sqlite3.DatabaseError as error:
         raise StoreError(f"{path} is not a run: {error}") from error
     if application != APPLICATION_ID:
-        raise StoreError(f"{path} is not a run: it is some other SQLite file")
-    if version > SCHEMA_VERSION:
-        raise StoreError(
-            f"{path} is of store version {version}, and this engine reads versions up to {SCHEMA_VERSION}: "
-            "upgrade episode-engine"
-        )
-    if version < OLDEST_VERSION:
-        raise StoreError(
-            f"{path} is of store version {version}, and this engine reads versions from {OLDEST_VERSION}: "
-            "export it with the engine that wrote it"
-        )
-    return int(version)
+        raise StoreError(f"{path} is not a run: it is another SQLite file")
+    if version != SCHEMA_VERSION:
+        fix = "upgrade episode-engine" if version > SCHEMA_VERSION else "use the engine that wrote it"
+        raise StoreError(f"{path} has store version {version}, and this engine reads version {SCHEMA_VERSION}: {fix}")
 
 
 @cache
@@ -226,10 +202,10 @@ def _insert(table: str, rows: int) -> str:
 
 
 def insert(connection: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Insert rows, many to a statement.
+    """Insert rows, many with one statement.
 
-    `executemany` lets go of the interpreter lock once a row, and each time waits its turn behind a busy event
-    loop, up to 5 ms; a statement of many rows does so once. Its sizes are few, so that all stay prepared.
+    `executemany` releases the interpreter lock once per row, and each time waits up to 5 ms for a busy event loop; a statement
+    with many rows does so once. There are only a few statement sizes, so all statements stay prepared.
     """
     start = 0
     while start < len(rows):

@@ -115,7 +115,7 @@ def member_of(trajectory: Trajectory, values: Sequence[Sequence[float]] | None =
         )
     return Member(
         SealedLedger.from_postings(trajectory.postings, len(turns)),
-        state_keys=[turn.anchor for turn in turns],
+        state_keys=[turn.state_key for turn in turns],
         values=None if values is None else np.array([value for row in values for value in row], np.float64),
         ends=list(accumulate(sizes)),
     )

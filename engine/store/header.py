@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 import engine
 from engine.errors import StoreError
@@ -58,14 +58,10 @@ class Fork(Contract):
 
 
 class RunHeader(Contract):
-    """The head of a run.
+    """The header of a run.
 
     RunHeader.of(load_spec("specs/quickstart.yaml"), overrides=["limits.user_turns=2"])
-
-    Unknown keys are ignored: older engines wrote `seeds` and `limit`, which repeat what `spec` and `overrides` hold.
     """
-
-    model_config = ConfigDict(extra="ignore")
 
     run_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Its folder's name: `<name>-<YYYYmmdd>-<HHMMSS>-<4 hex>`, in UTC, so that runs of one name sort by time."""
@@ -140,16 +136,8 @@ class RunHeader(Contract):
 
     @property
     def rewards(self) -> dict[str, Any]:
-        """The spec's section `rewards`. Runs of older engines say `gamma` of every credit: `outcome` never read it."""
-        return self._rewards(self._filled(self.spec, strict=False))
-
-    @staticmethod
-    def _rewards(spec: dict[str, Any]) -> dict[str, Any]:
-        rewards: dict[str, Any] = dict(spec.get("rewards") or {})
-        credit = rewards.get("credit")
-        if credit and credit.get("method", "outcome") == "outcome":
-            rewards["credit"] = {"method": "outcome", **{key: credit[key] for key in credit if key != "gamma"}}
-        return rewards
+        """The spec's section `rewards`."""
+        return dict(self._filled(self.spec, strict=False).get("rewards") or {})
 
     def _filled(self, document: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         """A document of this header with the values of variables in their places."""
@@ -176,7 +164,7 @@ class RunHeader(Contract):
 
         stored = self._filled(self.spec, strict=strict)
         try:
-            spec = EpisodeSpec.model_validate({**stored, "rewards": self._rewards(stored)})
+            spec = EpisodeSpec.model_validate(stored)
         except (ValueError, TypeError) as error:
             renamed = renamed_keys(error, EpisodeSpec) if isinstance(error, ValidationError) else []
             if renamed:

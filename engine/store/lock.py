@@ -53,7 +53,7 @@ class RunLock:
             self._write(f"{os.getpid()}\n")
         except OSError as error:
             self._file.close()
-            raise StoreError(f"cannot write in {folder}: {error}; make room on the disk") from error
+            raise StoreError(f"cannot write in {folder}: {error}; free space on the disk") from error
         _held.add(self)
 
     @property

@@ -16,7 +16,6 @@ from pydantic_core import from_json
 import engine
 from engine.errors import StoreError
 from engine.store import codec
-from engine.store.database import has_scores
 
 
 class ScoreHead(NamedTuple):
@@ -36,8 +35,7 @@ _HEAD = "label, created, engine_version, rewards, spec_path"
 
 def read_heads(connection: sqlite3.Connection) -> list[ScoreHead]:
     """Every score of the run, oldest first."""
-    if not has_scores(connection):
-        return []
+
     rows = connection.execute(f"SELECT {_HEAD} FROM scores ORDER BY created, label").fetchall()
     return [
         ScoreHead(label, created, version, from_json(rewards), path) for label, created, version, rewards, path in rows

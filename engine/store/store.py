@@ -131,7 +131,7 @@ class RunStore(RunReader):
             with reading(path):
                 connection.execute("INSERT INTO openings VALUES (?, ?, ?, ?)", opening)
                 connection.execute("UPDATE run SET status = 'running'")
-                (crashes.leave_in_order if lock.was_stopped else crashes.count_crashes)(connection)
+                (crashes.clear_running if lock.was_stopped else crashes.count_crashes)(connection)
             return cls(folder, header, lock, Writer(connection, str(path)))
         except BaseException:
             lock.restore()
@@ -196,7 +196,7 @@ class RunStore(RunReader):
                     (episode_id, task.id, task.index, sample_index, seed, time.time()),
                 ).lastrowid
                 assert number is not None
-                crashes.take_off(connection, number)
+                crashes.mark_running(connection, number)
                 return number, 0, []
             number, attempt, status, started = found
             if status == "done":
@@ -205,7 +205,7 @@ class RunStore(RunReader):
                 "UPDATE episodes SET status = 'running', started = ?, seed = coalesce(?, seed) WHERE number = ?",
                 (started or time.time(), seed, number),
             )
-            crashes.take_off(connection, number)
+            crashes.mark_running(connection, number)
             return number, attempt, journal_rows(connection, number, attempt)
 
         self._beginning.add(episode_id)
@@ -393,7 +393,7 @@ class RunStore(RunReader):
         try:
             self._writer.close()
             with closing(database.connect_writer(self._path)) as connection, reading(self._path):
-                crashes.leave_in_order(connection)
+                crashes.clear_running(connection)
                 connection.execute(
                     "UPDATE run SET status = coalesce(?, (SELECT CASE count(*) WHEN 0 THEN 'interrupted' "
                     "WHEN sum(status = 'done') THEN 'done' ELSE 'interrupted' END FROM episodes))",
@@ -467,7 +467,7 @@ def _finish(
     written: codec.WrittenTrajectory,
 ) -> None:
     number = track.number
-    crashes.land(connection, number)
+    crashes.mark_done(connection, number)
     held = connection.execute(
         "SELECT count(*) FROM journal WHERE episode = ? AND attempt = ?", (number, track.attempt)
     ).fetchone()[0]

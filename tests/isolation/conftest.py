@@ -114,7 +114,7 @@ def run_here(tmp_path: Path) -> Callable[..., Any]:
         with sqlite3.connect(folder / "run.db") as connection:
             for task, count in (crashes or {}).items():
                 connection.execute(
-                    "INSERT INTO flights SELECT number, ?, 0 FROM episodes WHERE task_id = ?", (count, task)
+                    "INSERT INTO crash_counts SELECT number, ?, 0 FROM episodes WHERE task_id = ?", (count, task)
                 )
         with RunStore.open(folder) as store:
             result = await Runner(loaded, tasks, form, backend, store).run()

@@ -116,13 +116,14 @@ def test_an_interruption_is_no_crash_and_kill_9_is_one(
     arguments = [str(spec)]
     for number in (signal.SIGINT, signal.SIGKILL, signal.SIGINT, signal.SIGKILL):
         engine = subprocess.Popen([sys.executable, "-m", "engine.cli.main", "run", *arguments, "-q"], cwd=tmp_path)
-        flying = False
-        while not flying and engine.poll() is None:
+        running = False
+        while not running and engine.poll() is None:
             time.sleep(0.1)
             for file in (tmp_path / "runs").glob("*/run.db"):
                 try:
                     with sqlite3.connect(f"file:{file}?mode=ro", uri=True) as connection:
-                        flying = bool(connection.execute("SELECT count(*) FROM flights WHERE flying").fetchone()[0])
+                        query = "SELECT count(*) FROM crash_counts WHERE running"
+                        running = bool(connection.execute(query).fetchone()[0])
                 except sqlite3.Error:
                     continue
         os.kill(engine.pid, number)

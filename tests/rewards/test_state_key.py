@@ -24,7 +24,7 @@ SHOWN = [
 
 def tell(state_key: str | None, facts: Mapping[str, Any] = FACTS, shown: list[Message] = SHOWN) -> str:
     context = {"facts": facts, "turns": {"assistant": 1, "user": 0}}
-    return StateKey(state_key).tell(facts, shown, lambda names: {name: context[name] for name in names})
+    return StateKey(state_key).compute(facts, shown, lambda names: {name: context[name] for name in names})
 
 
 def test_a_facts_name_is_that_fact_whatever_the_order_of_its_keys() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -144,43 +145,25 @@ async def test_states_are_written_down_by_rescoring(
 ) -> None:
     gigpo = {"method": "gigpo", "scale": "none", "state_key": "tries"}
     ran = await run_spec(make_spec(["It is 40.", "It is 41.", "It is 42."]))
-    assert [turn.anchor for turn in ran.only.turns] == [None, None, None]
+    assert [turn.state_key for turn in ran.only.turns] == [None, None, None]
     await again(ran, make_spec([], rewards={"credit": gigpo}))
-    assert [turn.anchor for turn in ran.store.trajectory("a/0", "new").turns] == ["", "1", "2"]
+    assert [turn.state_key for turn in ran.store.trajectory("a/0", "new").turns] == ["", "1", "2"]
     await again(ran, make_spec([], rewards={"credit": gigpo | {"state_key": "[turns.user, facts.size()]"}}), "cel")
-    assert [turn.anchor for turn in ran.store.trajectory("a/0", "cel").turns] == ["[0,0]", "[1,1]", "[2,1]"]
+    assert [turn.state_key for turn in ran.store.trajectory("a/0", "cel").turns] == ["[0,0]", "[1,1]", "[2,1]"]
     await again(ran, make_spec([], rewards={"credit": {"method": "gigpo"}}), "seen")
-    seen = [turn.anchor for turn in ran.store.trajectory("a/0", "seen").turns]
+    seen = [turn.state_key for turn in ran.store.trajectory("a/0", "seen").turns]
     assert len(set(seen)) == 3
     assert '"Not It is 41.. Again."' in str(seen[2])
 
 
-@pytest.mark.parametrize("version", [2, 3])
-async def test_a_run_of_an_older_store_version_is_read_and_becomes_the_newest(ran: Any, version: int) -> None:
-    old = list(ran.store.trajectories())
-    with sqlite3.connect(ran.store.folder / "run.db") as connection:
-        connection.executescript(f"DROP TABLE flights; PRAGMA user_version = {version};")
-        connection.execute("UPDATE run SET header = json_remove(header, '$.fork')")
-    with RunStore.open(ran.store.folder, readonly=True) as store:
-        assert same(store.trajectories(), old)
-        assert store.header.fork is None
-    RunStore.open(ran.store.folder).close()
-    with sqlite3.connect(ran.store.folder / "run.db") as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (4,)
-        assert connection.execute("SELECT count(*) FROM flights").fetchone() == (0,)
-    with RunStore.open(ran.store.folder, readonly=True) as store:
-        assert same(store.trajectories(), old)
-
-
-async def test_a_run_of_the_first_store_version_is_read_and_scored(ran: Any, make_spec: Callable[..., Path]) -> None:
-    old = list(ran.store.trajectories())
-    with sqlite3.connect(ran.store.folder / "run.db") as connection:
-        connection.executescript("DROP TABLE scored; DROP TABLE scores; DROP TABLE flights; PRAGMA user_version = 1;")
-    store = RunStore.open(ran.store.folder, readonly=True)
-    assert store.scores() == []
-    assert same(store.trajectories(), old)
-    with pytest.raises(StoreError, match="has no score `new`: it has none; `engine rescore"):
-        list(store.trajectories("new"))
-    await again(ran, make_spec([], rewards={"reassign": [PAY]}))
-    assert [head.label for head in store.scores()] == ["new"]
-    assert same(store.trajectories(), old)
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+async def test_a_run_of_an_older_store_version_is_refused_by_name_and_not_changed(ran: Any, version: int) -> None:
+    file = ran.store.folder / "run.db"
+    with sqlite3.connect(file) as connection:
+        connection.executescript(f"PRAGMA user_version = {version}; PRAGMA wal_checkpoint(TRUNCATE);")
+    before = file.read_bytes()
+    words = f"{file} has store version {version}, and this engine reads version 5: use the engine that wrote it"
+    for readonly in (True, False):
+        with pytest.raises(StoreError, match=re.escape(words)):
+            RunStore.open(ran.store.folder, readonly=readonly)
+    assert file.read_bytes() == before

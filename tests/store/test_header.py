@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -67,12 +66,6 @@ def test_a_stored_run_gives_its_spec_back_though_the_file_is_gone(
     assert again.origin(("limits", "user_turns")) == loaded.origin(("limits", "user_turns"))
 
 
-def test_a_header_of_an_older_engine_is_read(tmp_path: Path) -> None:
-    header = RunHeader.of(load(tmp_path))
-    older = header.model_dump(mode="json") | {"seeds": {"rollout": 7}, "limit": 3}
-    assert RunHeader.model_validate_json(json.dumps(older)) == header
-
-
 def test_run_ids_of_one_name_sort_by_time() -> None:
     assert new_run_id("a", 0.0).startswith("a-19700101-000000-")
     assert new_run_id("a", 1e9) < new_run_id("a", 1e9 + 1)
@@ -116,12 +109,7 @@ def test_where_there_are_no_runs_it_says_how_to_make_one(tmp_path: Path) -> None
         find_run("latest", tmp_path / "none")
 
 
-def test_a_run_of_before_the_methods_had_keys_of_their_own_is_read(tmp_path: Path) -> None:
-    header = RunHeader.of(load(tmp_path))
-    old = {"method": "outcome", "gamma": 1.0, "baseline": "leave_one_out", "scale": "none"}
-    header = header.model_copy(update={"spec": header.spec | {"rewards": header.spec["rewards"] | {"credit": old}}})
-    credit = header.loaded_spec().spec.rewards.credit
-    assert credit.model_dump() == {"method": "outcome", "baseline": "leave_one_out", "scale": "none"}
+def test_a_header_says_whether_the_run_is_an_evaluation(tmp_path: Path) -> None:
     assert (RunHeader.of(load(tmp_path)).evaluation, RunHeader.of(load(tmp_path), evaluation=True).evaluation) == (
         False,
         True,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ async def test_an_episode_that_gets_further_each_time_is_no_suspect(tmp_path: Pa
                 begin = 0
             if name != "stands":
                 for seq in range(begin, begin + 2):
-                    entry = maker.entry(seq).model_copy(update={"at": time.time()})
+                    entry = replace(maker.entry(seq), at=time.time())
                     await store.append(f"{task.id}/0", entry)
         assert store._writer is not None
         assert store._lock is not None

@@ -213,12 +213,10 @@ async def test_a_run_is_not_made_twice(store: RunStore) -> None:
 @pytest.mark.parametrize(
     ("pragma", "words"),
     [
-        ("user_version = 5", "of store version 5, and this engine reads versions up to 4: upgrade episode-engine"),
-        (
-            "user_version = 0",
-            "of store version 0, and this engine reads versions from 1: export it with the engine that",
-        ),
-        ("application_id = 7", "is not a run: it is some other SQLite file"),
+        ("user_version = 6", "has store version 6, and this engine reads version 5: upgrade episode-engine"),
+        ("user_version = 4", "has store version 4, and this engine reads version 5: use the engine that wrote it"),
+        ("user_version = 0", "has store version 0, and this engine reads version 5: use the engine that wrote it"),
+        ("application_id = 7", "is not a run: it is another SQLite file"),
     ],
 )
 def test_another_version_is_refused_by_name(tmp_path: Path, maker: Any, pragma: str, words: str) -> None:

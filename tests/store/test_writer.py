@@ -164,7 +164,7 @@ async def test_a_full_disk_is_a_store_error_and_what_was_written_stays_readable(
     await asyncio.wait_for(asyncio.gather(*(episode(index) for index in range(30))), 30)
     assert len(refused) == 30
     assert set(refused) == {
-        f"cannot write {store.folder / 'run.db'}: database or disk is full; make room on the disk and resume the run"
+        f"cannot write {store.folder / 'run.db'}: database or disk is full; free space on the disk and resume the run"
     }
     assert sum(written.values()) > 0
     for index, count in written.items():
@@ -213,7 +213,7 @@ def test_a_file_that_may_not_grow_fails_every_waiter_and_stays_whole(tmp_path: P
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     with RunStore.open(run, readonly=True) as store:
         for index, count, error in lines:
-            assert "make room on the disk and resume the run" in error
+            assert "free space on the disk and resume the run" in error
             assert maker.same(
                 store.journal(f"t{index}/0"), [maker.entry(seq, int(index), 64) for seq in range(int(count))]
             )
