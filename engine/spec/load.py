@@ -12,6 +12,7 @@ files beneath this one, where mappings are merged and anything else is replaced;
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -221,7 +222,7 @@ def validate(document: Document, model: type[Model]) -> tuple[Model | None, list
     Where a string is wanted and `${ENV}` or `--set` gave something that reads as a number, its text is taken.
     """
     try:
-        return model.model_validate(document.data, strict=True, by_alias=True, by_name=False), []
+        return model.model_validate_json(json.dumps(document.data), strict=True, by_alias=True, by_name=False), []
     except ValidationError as error:
         problems, as_text = diagnose(error, model, document)
     if not as_text:

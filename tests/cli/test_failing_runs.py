@@ -217,14 +217,19 @@ def test_help_names_the_exit_statuses() -> None:
         assert said in words, words
 
 
-@pytest.mark.parametrize("command", ["run", "train"])
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("command", "arguments", "words"),
     [
-        ([], "give a spec to"),
-        (["--resume", "latest", "spec.yaml"], "leave out SPEC"),
-        (["--resume", "latest", "--set", "name=x"], "leave out SPEC"),
-        (["spec.yaml", "--no-such-option"], "No such option"),
+        *(
+            (command, arguments, words)
+            for command in ("run", "train")
+            for arguments, words in (
+                ([], "give a spec to"),
+                (["--resume", "latest", "spec.yaml"], "leave out SPEC"),
+                (["spec.yaml", "--no-such-option"], "No such option"),
+            )
+        ),
+        ("run", ["--resume", "latest", "--set", "name=x"], "leave out SPEC"),  # a resumed training takes some settings
     ],
 )
 def test_a_wrong_command_line_exits_with_2(command: str, arguments: list[str], words: str) -> None:

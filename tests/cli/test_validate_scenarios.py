@@ -81,7 +81,7 @@ def test_a_spec_that_is_not_there_or_not_valid_is_told() -> None:
     assert run("other.scenarios.yaml") == (
         1,
         [
-            "other.scenarios.yaml:1:1: error[scenario.no-spec] there is no spec `other.yaml` that these scenarios could be of",
+            "other.scenarios.yaml:1:1: error[scenario.no-spec] there is no spec `other.yaml` for these scenarios",
             "1 file of scenarios, 1 invalid: 1 error",
         ],
     )
