@@ -22,7 +22,6 @@ def compare(
     ],
     second: Annotated[str, typer.Argument(help="The run that is held against it.")],
     out: Annotated[Path, typer.Option(help="Folder that runs are stored under.")] = Path("runs"),
-    seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap.")] = 0,
     format: Annotated[Format, typer.Option(help="What is printed.")] = Format.TEXT,
 ) -> None:
     """Hold one run against another, task by task: what the second gained or lost, with a 95 % interval.
@@ -41,7 +40,7 @@ def compare(
         def same(task_id: str) -> bool:
             return one.task(task_id).fields == other.task(task_id).fields
 
-        found = hold(one.trajectories(), other.trajectories(), same, seed=seed)
+        found = hold(one.trajectories(), other.trajectories(), same)
         if not found.tasks:
             raise StoreError(
                 f"{one.run_id} and {other.run_id} have no finished task in common "
@@ -59,6 +58,7 @@ def compare(
             "only_second": found.only_second,
             "changed": found.changed,
             "masked": list(found.masked),
+            "warning": found.warning,
             "differences": {name: difference.plain() for name, difference in found.differences.items()},
         }
         echo_json(told)
@@ -100,3 +100,5 @@ def _tell(console: Console, found: Comparison, first: str, second: str) -> None:
             f"{found.masked[0]} and {found.masked[1]} episodes that failed through no fault of the policy's"
         )
     console.print(f"{found.tasks} tasks, paired" + (f"; left out: {', '.join(left_out)}" if left_out else ""))
+    if found.warning is not None:
+        console.print(f"warning: {found.warning}", style="yellow")

@@ -40,7 +40,6 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder that runs are stored under.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap; sampling's is the spec's.")] = 0,
     format: Annotated[Format, typer.Option(help="What is printed.")] = Format.TEXT,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Go on where the first 16 episodes all fail in one way.")
@@ -49,7 +48,8 @@ def evaluate(
 ) -> None:
     """Run a spec to measure its policy: success by turn, pass@k, rewards by name, each with a 95 % interval.
 
-    The run is stored like any other, and none of its rows trains. Intervals are from a bootstrap over tasks. Episodes
+    The run is stored like any other, and none of its rows trains. A value is the mean over tasks of each task's mean over
+    its episodes, as in `engine compare`; intervals are over tasks. Episodes
     that failed through no fault of the policy's are left out and counted. Of a training the best checkpoint is taken;
     a LoRA adapter is merged into a copy of the spec's model. The exit status is as for `engine run`; a run that failed as
     a whole has no estimates.
@@ -69,7 +69,7 @@ def evaluate(
             changes.append(f"model.path={json.dumps(_other_model(console, spec, changes, model))}")
         silent = quiet or format is Format.JSON
         folder, found, result = asyncio.run(
-            _evaluate(console, spec, changes, limit, out, seed, quiet=silent, keep_going=keep_going)
+            _evaluate(console, spec, changes, limit, out, quiet=silent, keep_going=keep_going)
         )
     except EngineError as error:
         echo(str(error), err=True)
@@ -124,7 +124,6 @@ async def _evaluate(
     changes: list[str],
     limit: int | None,
     out: Path | None,
-    seed: int,
     *,
     quiet: bool,
     keep_going: bool,
@@ -147,7 +146,7 @@ async def _evaluate(
     if result.interrupted:
         console.print(f"Interrupted. To finish it: engine run --resume {store.folder}")
         raise typer.Exit(interrupted())
-    return store.folder, measure(store.trajectories(), seed=seed), result
+    return store.folder, measure(store.trajectories()), result
 
 
 def plain(found: Evaluation) -> dict[str, Any]:
@@ -156,6 +155,7 @@ def plain(found: Evaluation) -> dict[str, Any]:
         "tasks": found.tasks,
         "episodes": found.episodes,
         "masked": dict(found.masked),
+        "warning": found.warning,
         "estimates": {name: estimate.plain() for name, estimate in found.estimates.items()},
     }
 
@@ -169,6 +169,8 @@ def tell(console: Console, found: Evaluation) -> None:
         table.add_row(words(name), f"{estimate.value:.3f}", interval(estimate), str(estimate.tasks))
     console.print(table)
     console.print(f"{found.episodes} episodes of {found.tasks} tasks")
+    if found.warning is not None:
+        console.print(f"warning: {found.warning}", style="yellow")
     if found.masked:
         listed = ", ".join(f"{kind} {count}" for kind, count in found.masked.most_common())
         console.print(f"{found.masked.total()} episodes left out, not the policy's failure: {listed}")

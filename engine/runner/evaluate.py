@@ -1,7 +1,10 @@
-"""Statistics of an evaluation: success by turn, pass@k, rewards by name, and how sure one may be of them.
+"""Statistics of an evaluation: success by turn, pass@k, rewards by name, each with a 95 % interval.
 
-Pure functions of finished episodes. Whose failure was not the policy's is left out and counted: a simulator that broke
-says nothing about the policy.
+Pure functions of finished episodes. Episodes that failed through no fault of the policy's are left out and counted.
+
+Invariant: a value is the mean over tasks of each task's mean over its episodes (`task_means`), in `evaluate` and in `compare`, so
+both give the same value for the same run. A mean over all episodes would weight a task by how many of its episodes did not fail
+through a fault of something else, and could not be paired with another run. Intervals are over tasks: see `intervals.py`.
 """
 
 from __future__ import annotations
@@ -13,17 +16,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from engine.runner.intervals import (
+    FEW_TASKS,
+    Floats,
+    mean_interval,
+    proportion_interval,
+    share_difference_interval,
+)
 from engine.runner.stats import label
 from engine.schemas.trajectory import Trajectory
-
-Floats = npt.NDArray[np.float64]
-
-RESAMPLES = 10_000
-"""Bootstrap resamples."""
-CONFIDENCE = 0.95
-_CELLS = 4_000_000
 
 
 class Sample(NamedTuple):
@@ -39,13 +41,13 @@ class Sample(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A mean over episodes (or tasks), with its bootstrap interval."""
+    """A mean over tasks with its 95 % interval. The ends are NaN where no interval can be computed."""
 
     value: float
     low: float
     high: float
     tasks: int
-    """How many it is over."""
+    """Number of tasks that have this measure."""
 
     def plain(self) -> dict[str, float | int | None]:
         """For JSON, where nothing to estimate from is null."""
@@ -64,6 +66,11 @@ class Evaluation:
     estimates: dict[str, Estimate] = field(default_factory=dict)
     """By name: `success`, `reward`, `turns`, `tokens`, `success@turn:<k>` (solved by turn k), `pass@<k>`,
     `reward:<name>`."""
+
+    @property
+    def warning(self) -> str | None:
+        """What the number of tasks does to the intervals; None if there are enough tasks."""
+        return few_tasks(self.tasks)
 
 
 def collect(trajectories: Iterable[Trajectory]) -> tuple[list[Sample], Counter[str]]:
@@ -118,16 +125,25 @@ def by_task(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     return found
 
 
-class _Metric(NamedTuple):
-    """A ratio of sums over tasks."""
+class _Measure(NamedTuple):
+    """A value of each task."""
 
     name: str
-    top: Callable[[Sequence[Sample]], float]
-    bottom: Callable[[Sequence[Sample]], float]
+    of_task: Callable[[Sequence[Sample]], float]
+    """Mean over the task's episodes."""
+    of_episode: Callable[[Sample], float] | None
+    """The value of one episode; None for a measure of a whole group."""
+    share: bool
+    """Whether every episode's value is 0 or 1."""
+    least: int = 1
+    """Smallest number of episodes that a task needs."""
 
 
-def _mean(name: str, of: Callable[[Sample], float]) -> _Metric:
-    return _Metric(name, lambda group: math.fsum(map(of, group)), len)
+def _mean(name: str, of: Callable[[Sample], float], samples: Iterable[Sample] = (), *, share: bool = False) -> _Measure:
+    """The mean of a value; it is a share if `share`, or if all `samples` have 0 or 1."""
+    seen = {of(sample) for sample in samples}
+    share = share or (bool(seen) and seen <= {0.0, 1.0})
+    return _Measure(name, lambda group: math.fsum(map(of, group)) / len(group), of, share)
 
 
 def _solved_by(turn: int) -> Callable[[Sample], float]:
@@ -138,97 +154,74 @@ def _reward_of(name: str) -> Callable[[Sample], float]:
     return lambda sample: sample.rewards.get(name, 0.0)
 
 
-def _pass(k: int) -> _Metric:
+def _pass(k: int) -> _Measure:
     def chance(group: Sequence[Sample]) -> float:
-        solved = sum(sample.solved_turn is not None for sample in group)
-        return pass_at_k(len(group), solved, k) if len(group) >= k else 0.0
+        return pass_at_k(len(group), sum(sample.solved_turn is not None for sample in group), k)
 
-    return _Metric(f"pass@{k}", chance, lambda group: float(len(group) >= k))
+    return _Measure(f"pass@{k}", chance, None, True, k)
 
 
-def _basic(names: Iterable[str]) -> list[_Metric]:
+def _measures(samples: Sequence[Sample], ks: Iterable[int]) -> list[_Measure]:
+    """The measures of these episodes; rewards that are 0 or 1 in all of them are shares."""
+    names = {name for sample in samples for name in sample.rewards}
+    last = max((sample.solved_turn for sample in samples if sample.solved_turn is not None), default=-1)
     return [
-        _mean("success", lambda sample: float(sample.solved_turn is not None)),
-        _mean("reward", lambda sample: sample.reward),
-        *(_mean(f"reward:{name}", _reward_of(name)) for name in sorted(names)),
+        _mean("success", lambda sample: float(sample.solved_turn is not None), share=True),
+        _mean("reward", lambda sample: sample.reward, samples),
+        *(_mean(f"reward:{name}", _reward_of(name), samples) for name in sorted(names)),
         _mean("turns", lambda sample: float(sample.turns)),
         _mean("tokens", lambda sample: float(sample.tokens)),
+        *(_mean(f"success@turn:{turn}", _solved_by(turn), share=True) for turn in range(last + 1)),
+        *map(_pass, ks),
     ]
 
 
-def _names(samples: Iterable[Sample]) -> set[str]:
-    return {name for sample in samples for name in sample.rewards}
+def task_means(groups: Iterable[Sequence[Sample]], of_task: Callable[[Sequence[Sample]], float]) -> Floats:
+    """A measure's value of each task, [tasks]. The mean of these is the value that `evaluate` and `compare` give."""
+    return np.array([of_task(group) for group in groups], np.float64)
 
 
-def evaluate(trajectories: Iterable[Trajectory], *, seed: int = 0, resamples: int = RESAMPLES) -> Evaluation:
-    """Everything that an evaluation tells.
+def few_tasks(tasks: int) -> str | None:
+    """A warning where the number of tasks is too small for intervals that can be relied on; else None."""
+    if tasks == 1:
+        return "1 task: intervals are over its episodes and say nothing about other tasks"
+    if tasks < FEW_TASKS:
+        return (
+            f"only {tasks} tasks: intervals are wide, and those of measures that are not 0 or 1 in each episode assume "
+            f"task means that are about normal; use {FEW_TASKS} tasks or more"
+        )
+    return None
+
+
+def evaluate(trajectories: Iterable[Trajectory]) -> Evaluation:
+    """Compute all measures of an evaluation.
 
     Args:
         trajectories: Finished episodes of a run.
-        seed: Of the bootstrap: the same episodes and seed give the same intervals.
-        resamples: Of the bootstrap.
     """
     samples, masked = collect(trajectories)
     tasks = by_task(samples)
-    most = max((len(group) for group in tasks.values()), default=0)
-    last = max((sample.solved_turn for sample in samples if sample.solved_turn is not None), default=-1)
-    metrics = [
-        *_basic(_names(samples)),
-        *(_mean(f"success@turn:{turn}", _solved_by(turn)) for turn in range(last + 1)),
-        *(_pass(k) for k in powers(most)),
-    ]
-    # Of a single task its episodes are what is resampled.
-    units = list(tasks.values()) if len(tasks) != 1 else [[sample] for sample in samples]
     found = Evaluation(len(tasks), len(samples), masked)
     if not samples:
         return found
-    top = np.array([[metric.top(unit) for metric in metrics] for unit in units], np.float64)
-    bottom = np.array([[metric.bottom(unit) for metric in metrics] for unit in units], np.float64)
-    whole = np.array([[metric.top(group), metric.bottom(group)] for group in [*tasks.values()] for metric in metrics])
-    whole = whole.reshape(len(tasks), len(metrics), 2).sum(axis=0)
-    low, high = bootstrap(top, bottom, seed=seed, resamples=resamples)
-    for number, metric in enumerate(metrics):
-        counted = sum(metric.bottom(group) > 0 for group in tasks.values())
-        value = float(whole[number, 0] / whole[number, 1]) if whole[number, 1] else math.nan
-        # Of one task alone, what is estimated over the whole group (pass@k) has nothing to be resampled by.
-        alone = len(tasks) == 1 and metric.name.startswith("pass@")
-        interval = (math.nan, math.nan) if alone else (float(low[number]), float(high[number]))
-        found.estimates[metric.name] = Estimate(value, *interval, counted)
+    most = max(len(group) for group in tasks.values())
+    for measure in _measures(samples, powers(most)):
+        groups = [group for group in tasks.values() if len(group) >= measure.least]
+        means = task_means(groups, measure.of_task)
+        ends = _interval(measure, groups, means)
+        found.estimates[measure.name] = Estimate(float(means.mean()), *ends, len(groups))
     return found
 
 
-def bootstrap(
-    top: Floats, bottom: Floats, *, seed: int, resamples: int, confidence: float = CONFIDENCE
-) -> tuple[Floats, Floats]:
-    """The percentile interval of ratios of sums, resampling rows with replacement (Efron & Tibshirani 1993, ch. 13).
-
-    Args:
-        top: [units, metrics]: what is summed above the line for each unit (a task: its episodes belong together).
-        bottom: The same, below the line.
-        seed: Of the generator.
-        resamples: How many.
-        confidence: Of the interval.
-
-    Returns:
-        Its two ends, [metrics]; NaN where nothing is below the line.
-    """
-    units = len(top)
-    generator = np.random.Generator(np.random.PCG64(seed))
-    ratios = []
-    chunk = max(1, _CELLS // max(units, 1))
-    for start in range(0, resamples, chunk):
-        drawn = generator.multinomial(units, np.full(units, 1.0 / units), size=min(chunk, resamples - start))
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratios.append((drawn @ top) / (drawn @ bottom))
-    found = np.concatenate(ratios)
-    tail = (1.0 - confidence) / 2.0
-    ends = np.full((2, top.shape[1]), math.nan)
-    for metric in range(top.shape[1]):
-        column = found[:, metric]
-        column = column[np.isfinite(column)]
-        if len(column):
-            ends[:, metric] = np.quantile(column, [tail, 1.0 - tail])
-    return ends[0], ends[1]
+def _interval(measure: _Measure, groups: Sequence[Sequence[Sample]], means: Floats) -> tuple[float, float]:
+    """The interval of one measure: over tasks, or over the episodes of the only task."""
+    if len(groups) > 1:
+        count = sum(len(group) // measure.least for group in groups)
+        return proportion_interval(means, count) if measure.share else mean_interval(means)
+    if measure.of_episode is None:
+        return math.nan, math.nan
+    values = np.array([measure.of_episode(sample) for sample in groups[0]], np.float64)
+    return proportion_interval(values, len(values)) if measure.share else mean_interval(values)
 
 
 class Difference(NamedTuple):
@@ -260,25 +253,26 @@ class Comparison:
     """Episodes whose failure was not the policy's: left out."""
     differences: dict[str, Difference] = field(default_factory=dict)
 
+    @property
+    def warning(self) -> str | None:
+        """What the number of tasks does to the intervals; None if there are enough tasks."""
+        return "1 task: a difference has no interval" if self.tasks == 1 else few_tasks(self.tasks)
+
 
 def compare(
     first: Iterable[Trajectory],
     second: Iterable[Trajectory],
     same: Callable[[str], bool] = lambda task_id: True,
-    *,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
 ) -> Comparison:
     """The second run against the first, paired by task: what a task is like falls out of the difference.
 
-    The measures are those of `evaluate`; pass@k up to the fewest episodes that a task has in either run.
+    The measures and their values are those of `evaluate` over the tasks that both runs have; pass@k up to the fewest episodes
+    that a task has in either run.
 
     Args:
         first: Finished episodes of one run.
         second: Of the other.
         same: Whether a task that both have is the same in both.
-        seed: Of the bootstrap over tasks.
-        resamples: Of the bootstrap.
     """
     (ones, masked_one), (others, masked_other) = collect(first), collect(second)
     left, right = by_task(ones), by_task(others)
@@ -293,22 +287,12 @@ def compare(
     )
     if not paired:
         return found
-    both_of = [sample for task in paired for sample in (*left[task], *right[task])]
-    last = max((sample.solved_turn for sample in both_of if sample.solved_turn is not None), default=-1)
-    fewest = min(len(side[task]) for side in (left, right) for task in paired)
-    metrics = [
-        *_basic(_names(both_of)),
-        *(_mean(f"success@turn:{turn}", _solved_by(turn)) for turn in range(last + 1)),
-        *(_pass(k) for k in powers(fewest) if k > 1),
-    ]
-    means = np.array(
-        [[[m.top(side[task]) / m.bottom(side[task]) for m in metrics] for task in paired] for side in (left, right)]
-    )
-    apart = means[1] - means[0]
-    low, high = bootstrap(apart, np.ones_like(apart), seed=seed, resamples=resamples)
-    if len(paired) == 1:  # nothing to resample
-        low, high = np.full_like(low, math.nan), np.full_like(high, math.nan)
-    for number, metric in enumerate(metrics):
-        one, other, between = means[0, :, number].mean(), means[1, :, number].mean(), apart[:, number].mean()
-        found.differences[metric.name] = Difference(*map(float, (one, other, between, low[number], high[number])))
+    sides = [[side[task] for task in paired] for side in (left, right)]
+    fewest = min(len(group) for groups in sides for group in groups)
+    samples = [sample for groups in sides for group in groups for sample in group]
+    for measure in _measures(samples, powers(fewest)):
+        one, other = (task_means(groups, measure.of_task) for groups in sides)
+        apart = other - one
+        ends = share_difference_interval(apart) if measure.share else mean_interval(apart)
+        found.differences[measure.name] = Difference(float(one.mean()), float(other.mean()), float(apart.mean()), *ends)
     return found

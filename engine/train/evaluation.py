@@ -93,7 +93,7 @@ class Evaluator:
             result = await runner.run()
             if result.stopped is not None:
                 raise result.stopped
-            found = evaluate(store.trajectories(), seed=self._train.seed)
+            found = evaluate(store.trajectories())
         finally:
             store.close()
         return {f"eval/{name}": value.value for name, value in found.estimates.items() if value.value == value.value}
