@@ -26,6 +26,8 @@ class CreditMethod(Contract):
     """`formula` has a third argument, the folder of the spec, to find a function of the user's own."""
     needs_values: ClassVar[bool] = False
     """The method needs a critic's value before each sampled token (`Member.values`)."""
+    value_level: ClassVar[Literal["token", "turn"]] = "token"
+    """For a method with `needs_values`: it reads the values of all sampled tokens, or those before the first token of each turn."""
     needs_state_key: ClassVar[bool] = False
     """The method needs the state in which each turn began (`Member.state_keys`), with or without a `state_key` in the spec."""
     default_state: ClassVar[str | None] = None
@@ -243,12 +245,27 @@ class TurnPpoCredit(CreditMethod):
 
     formula: ClassVar[str] = "engine.rewards.credit.turn_ppo:turn_ppo"
     needs_values: ClassVar[bool] = True
+    value_level: ClassVar[Literal["token", "turn"]] = "turn"
 
     method: Literal["turn_ppo"] = "turn_ppo"
     gamma: float = Field(default=0.99, ge=0.0, le=1.0)
     """Discount per turn."""
     lam: float = Field(default=0.9, ge=0.0, le=1.0)
     """Lambda of the GAE."""
+
+
+class GaeCredit(CreditMethod):
+    """PPO's GAE over all sampled tokens of an episode, with each turn's reward on its last token. Needs a critic's values."""
+
+    formula: ClassVar[str] = "engine.rewards.credit.gae:first_token_gae"
+    token_formula: ClassVar[str | None] = "engine.rewards.credit.gae:token_gae"
+    needs_values: ClassVar[bool] = True
+
+    method: Literal["gae"] = "gae"
+    gamma: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Discount per token."""
+    lam: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Lambda of the GAE. Below 1 the variance is smaller, and errors of the critic bias the gradient."""
 
 
 class EntryCredit(CreditMethod):
@@ -277,6 +294,7 @@ CreditSpec = Annotated[
     | RedistributeCredit
     | BilevelGaeCredit
     | TurnPpoCredit
+    | GaeCredit
     | EntryCredit,
     Field(discriminator="method"),
 ]

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from engine.schemas.base import Contract, Seconds
+from engine.schemas.critic import CriticSpec
 from engine.schemas.loss import DrGrpoLoss, LossSpec
 
 Level = Literal["token", "turn", "sequence"]
@@ -54,6 +55,15 @@ class BonusSpec(Contract):
     """Keyword arguments of the function."""
     coefficient: float = 1.0
     """Factor of the function's values."""
+
+
+class OverlongPenalty(Contract):
+    """DAPO's soft overlong punishment: a reply's reward falls linearly over the last tokens before `limits.turn_tokens`."""
+
+    margin: int = Field(ge=1)
+    """Number of tokens before the limit from which the reward falls, from 0 down to -coefficient at the limit."""
+    coefficient: float = Field(default=1.0, gt=0.0)
+    """What a reply that reaches the limit costs."""
 
 
 class OptimizerSpec(Contract):
@@ -202,8 +212,14 @@ class TrainSpec(Contract):
     """Functions whose values are added to the advantages of sampled tokens."""
     advantage_norm: Literal["none", "batch"] = "none"
     """`batch`: whiten the advantages of a batch to mean 0 and standard deviation 1 over its tokens (REINFORCE++)."""
+    critic: CriticSpec | None = None
+    """A critic, for credit methods that need values; `kind` selects it."""
+    overlong: Literal["keep", "mask"] | OverlongPenalty = "keep"
+    """Replies that are as long as `limits.turn_tokens`. `keep`: trained on like others. `mask`: the tokens of a reply that was cut are not
+    trained (DAPO's overlong filtering). `{margin: N}`: a growing penalty near the limit, added to the turn's rewards."""
     dynamic_sampling: bool = True
-    """Drop groups without signal (every advantage is 0) and sample other groups instead (DAPO)."""
+    """Drop groups without signal (every advantage is 0) and sample other groups instead (DAPO). With a credit method that needs a
+    critic no group is dropped."""
     max_sampling_rounds: int = Field(default=4, ge=1)
     """Limit of dynamic sampling: at most this many times `tasks_per_step` groups are sampled for one batch. Then the batch is
     trained on with fewer groups."""

@@ -40,6 +40,7 @@ def all_rules() -> list[Rule]:
         tasks,
         tools,
         train,
+        train_critic,
         train_eval,
         transitions,
         worlds,

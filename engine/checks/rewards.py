@@ -241,9 +241,11 @@ def credit_needs(ctx: CheckContext) -> Iterator[Finding]:
     if not ctx.written(*path):
         return
     method = credit.method
-    if credit.needs_values:
-        message = f"`{method}` needs a critic's value before every sampled token, which no key of a spec gives"
-        fix = "give them with `engine export --values`, or use a method without a critic: `turn_return`, `gigpo`"
+    if credit.needs_values and ctx.spec.train is None:
+        message = (
+            f"`{method}` needs a critic's value before every sampled token, and a run without training has no critic"
+        )
+        fix = "give values with `engine export --values`, or use a method without a critic: `turn_return`, `gigpo`"
         yield Finding(message, (*path, "method"), fix)
     if credit.default_state is not None and credit.declared_state_key is None:
         message = f"`{method}` has no `state_key`: two turns began in the same state only if {credit.default_state}"

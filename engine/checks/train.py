@@ -96,16 +96,6 @@ def shifted_sampling(ctx: CheckContext) -> Iterator[Finding]:
                 yield Finding(message, ("sampling", key), "remove it; `train.eval.sampling` can have it")
 
 
-@rule("train.critic", "error", "the credit method needs a critic, and training has none")
-def critic(ctx: CheckContext) -> Iterator[Finding]:
-    """A method with `needs_values`."""
-    for _ in _train(ctx):
-        if ctx.spec.rewards.credit.needs_values:
-            message = f"`{ctx.spec.rewards.credit.method}` needs a critic's values, and `engine train` has no critic"
-            fix = "use a method that compares episodes: `turn_return`, `gigpo`, `mt_grpo`"
-            yield Finding(message, ("rewards", "credit", "method"), fix)
-
-
 @rule("train.nothing-to-learn", "error", "every advantage would be 0")
 def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
     """The credit method gives 0 in a group of one episode."""

@@ -54,6 +54,9 @@ WORDS: dict[str, dict[str, str]] = {
         "api_key_env": "Name of the environment variable that holds the API key.",
         "retries": "Attempts after the first, on connection errors and 5xx.",
     },
+    "ProbeCritic": {"kind": "A small network on the policy's hidden states, apart from the policy."},
+    "HeadCritic": {"kind": "A linear layer on the policy's hidden states, which also trains the policy's weights."},
+    "NetworkCritic": {"kind": "A model of its own."},
     "SamplingParams": {
         "top_p": "Sample from the fewest tokens whose probabilities sum to this.",
         "min_p": "Exclude tokens less probable than this times the most probable one.",

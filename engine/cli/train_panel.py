@@ -25,6 +25,8 @@ _GROUPS = (
     ("policy", (("KL", "policy/approx_kl"), ("KL to reference", "policy/kl_ref"), ("entropy", "policy/entropy"),
                 ("clipped low", "policy/clip_low"), ("clipped high", "policy/clip_high"), ("ESS", "policy/ess"),
                 ("gradient", "grad_norm"), ("lr", "lr"))),
+    ("critic", (("loss", "critic/loss"), ("explained variance", "critic/explained_variance"),
+                ("mean value", "critic/value_mean"), ("mean return", "critic/return_mean"))),
     ("sampler", (("mean log-prob gap", "sampler/diff_mean"), ("max", "sampler/diff_max"),
                  ("mean staleness", "staleness/mean"), ("max", "staleness/max"))),
 )  # fmt: skip

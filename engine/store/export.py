@@ -52,8 +52,9 @@ class Plan:
     placement: Where
     base: Path | None
     """The spec's folder, for a credit method by entry point."""
-    values: Mapping[str, Sequence[Sequence[float]]]
-    """A critic's values, where there are some."""
+    values: Mapping[str, Sequence[Sequence[float]]] | None
+    """A critic's values, where there are some. None: the caller computes them; if the credit needs them, advantages are 0 and
+    the rows have the column `ledger`."""
     vision: Vision | None
     """Makes tensors of images, where rows are to carry them."""
     evaluation: bool
@@ -141,18 +142,25 @@ def group_rows(
     Raises:
         LedgerError: the credit method needs what is not there.
     """
-    members = [member_of(trajectory, plan.values.get(trajectory.episode_id)) for trajectory in group]
+    members = [member_of(trajectory, (plan.values or {}).get(trajectory.episode_id)) for trajectory in group]
     chosen = [
         number
         for number, trajectory in enumerate(group)
         if trajectory.outcome.trainable and trajectory.turns and not plan.evaluation
     ]
-    found = credit_tokens(plan.credit, [members[number] for number in chosen], base=plan.base)
+    without_values = plan.values is None and plan.credit.needs_values
+    found = (
+        [members[number].broadcast(np.zeros(members[number].ledger.turns)) for number in chosen]
+        if without_values
+        else credit_tokens(plan.credit, [members[number] for number in chosen], base=plan.base)
+    )
     advantages = dict(zip(chosen, found, strict=True))
     for number, (trajectory, member) in enumerate(zip(group, members, strict=True)):
         shared = _shared(trajectory, member.ledger, plan, task)
         for branch in trajectory.branches:
             row = _row(shared, branch, plan.placement, advantages.get(number))
+            if without_values:
+                row["ledger"] = member.ledger
             if plan.vision is not None and branch.images:
                 row |= plan.vision.tensors([[image.image for image in branch.images]])
             if row["trainable"] or not trainable_only:

@@ -17,7 +17,10 @@ import numpy as np
 
 from engine.errors import TrainError
 from engine.runner.stats import Summary, label
+from engine.schemas.train import OverlongPenalty
 from engine.store.export import Plan, Row, group_rows
+from engine.train.overlong import cut_by, cut_turns, mask_turns, penalized
+from engine.train.valued_rows import CUT, LEDGER
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +52,9 @@ class Group:
 
     @property
     def without_signal(self) -> bool:
-        """Whether every advantage is 0, so that the group has no gradient."""
+        """Whether every advantage is 0, so that the group has no gradient. Unknown, and so false, before a critic has given values."""
+        if any(LEDGER in row for row in self.rows):
+            return False
         return not any(np.abs(row["advantages"]).max(initial=0.0) > ZERO_ADVANTAGE for row in self.rows)
 
 
@@ -134,12 +139,18 @@ class Batch:
 class RowBuilder:
     """Builds the training rows of a group, with the credit and the advantage bonuses of the spec.
 
+    If the credit needs a critic's values, advantages hold the bonuses only, and the rows have the columns that `valued_rows` reads.
+
     Raises:
         EntryError: a bonus function cannot be imported.
     """
 
     def __init__(self, spec: EpisodeSpec, train: TrainSpec, base: Path | None) -> None:
-        self._plan = Plan(spec.rewards.credit, spec.rewards.placement, base, {}, None, False)
+        self._plan = Plan(spec.rewards.credit, spec.rewards.placement, base, None, None, False)
+        self._limits = spec.limits
+        self._most = min(spec.limits.turn_tokens, spec.sampling.max_new_tokens or spec.limits.turn_tokens)
+        self._overlong = train.overlong
+        self._bootstrap = frozenset(train.critic.bootstrap) if train.critic is not None else frozenset()
         self._bonuses = [(bonus, _entry(bonus, base)) for bonus in train.advantage_bonuses]
 
     def rows(self, trajectories: Sequence[Trajectory]) -> list[Row]:
@@ -149,11 +160,24 @@ class RowBuilder:
             LedgerError: the credit method cannot be computed.
             TrainError: kind `train_setup`: a bonus function did not return one finite number per token.
         """
+        if isinstance(self._overlong, OverlongPenalty):
+            trajectories = [penalized(each, self._overlong, self._most) for each in trajectories]
         rows = list(group_rows(trajectories, self._plan, trainable_only=True))
+        if self._overlong == "mask":
+            cut = {each.episode_id: cut_turns(each) for each in trajectories}
+            rows = [row for row in rows if mask_turns(row, cut[row["episode_id"]])]
+        if self._plan.credit.needs_values:
+            last = {each.episode_id: self._last_branch(each) for each in trajectories}
+            for row in rows:
+                row[CUT] = last[row["episode_id"]] == row["branch"]
         for bonus, function in self._bonuses:
             for row in rows:
                 row["advantages"] = row["advantages"] + _bonus(bonus, function, row)
         return rows
+
+    def _last_branch(self, trajectory: Trajectory) -> int | None:
+        """The branch of the last turn, if a limit of `train.critic.bootstrap` cut the episode after it."""
+        return trajectory.turns[-1].branch if cut_by(trajectory, self._limits) in self._bootstrap else None
 
 
 def _entry(bonus: BonusSpec, base: Path | None) -> Callable[..., Any]:

@@ -74,6 +74,9 @@ class ProcessGroup(Protocol):
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
         """Scale the gradients to a norm of at most `limit`. Returns the norm over all shards before scaling."""
 
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of parameters that every process holds as a whole. A missing gradient counts as 0."""
+
     def full_parameters(self, model: nn.Module, *, write: bool = False) -> Any:
         """A context in which process 0's model has full weights. With `write`, changes to them are kept in all shards."""
 
@@ -117,6 +120,9 @@ class SingleProcessGroup:
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
         return float(nn.utils.clip_grad_norm_(parameters, limit))
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        pass
 
     @contextmanager
     def full_parameters(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:
@@ -251,6 +257,12 @@ class ShardedProcessGroup:
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         nn.utils.clip_grads_with_norm_(parameters, limit, whole)
         return float(whole)
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
 
     @contextmanager
     def full_parameters(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:

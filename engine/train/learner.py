@@ -3,13 +3,13 @@
 Invariants:
 - The gradient of a step does not depend on how its rows are split into micro-batches: the loss weight of every token is
   computed before the first micro-batch.
-- An update whose loss or gradient norm is not finite is not applied.
+- An update whose loss or gradient norm is not finite is not applied, neither to the policy nor to a critic.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,17 +24,21 @@ from engine.train.distributed import ProcessGroup, SingleProcessGroup
 from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums
+from engine.train.minibatches import minibatches
+from engine.train.moments import load_moments, moments
 from engine.train.packing import Pack, pack_rows
 from engine.train.state_parts import StatePart, save_tensors
-from engine.train.tokens import Tokens
+from engine.train.tokens import Tokens, ValueTokens
+from engine.train.value_loss import value_objective
+from engine.train.valued_rows import value_metrics, value_weights, valued_rows, with_last_state
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
     from engine.store.export import Row
     from engine.tokens.images import Tensors
+    from engine.train.critic import Critic
     from engine.train.policy import Policy
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 RANDOM = "torch_rng"
 """Name of torch's random state in the optimizer's file of a checkpoint."""
 
@@ -47,6 +51,7 @@ class Learner:
         spec: The `train:` section.
         episode_tokens: Maximum number of tokens of an episode, for `dr_grpo` without `length`.
         process_group: The processes of the training. Each has a learner; process 0's learner calls the others.
+        critic: The critic, if the credit method needs values. Rows then come without the credit's advantages.
 
     Raises:
         TrainError: kind `train_setup`: no parameter is trained.
@@ -59,8 +64,10 @@ class Learner:
         *,
         episode_tokens: int | None = None,
         process_group: ProcessGroup | None = None,
+        critic: Critic | None = None,
     ) -> None:
         self.policy = policy
+        self.critic = critic
         self.process_group: ProcessGroup = process_group or SingleProcessGroup()
         self._run = self.process_group.shard(
             policy.model
@@ -87,6 +94,8 @@ class Learner:
         """The learning rate of the current batch (or the last one)."""
         self.updates = 0
         """Number of updates that the current batch (or the last one) has made."""
+        self._only_critic = False
+        """Whether the current batch trains the critic alone."""
 
     def step(
         self,
@@ -117,6 +126,12 @@ class Learner:
             vision.bank.read_tensors_from(images.get)
         self.updates = 0
         spec = self._spec
+        told = []
+        if self.critic is not None:
+            critic = self.critic
+            rows = valued_rows(rows, self._values(rows), critic.credit, by_turn=critic.by_turn)
+            told.append(value_metrics(rows))
+            self._only_critic = step < critic.spec.warmup_steps
         advantages = (
             whitened_advantages(rows) if spec.advantage_norm == "batch" else [row["advantages"] for row in rows]
         )
@@ -126,9 +141,8 @@ class Learner:
         rate = self.rate = self._rate(step) if rate is None else rate
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        told = []
         for number in range(spec.update_epochs):
-            parts = _minibatches(rows, spec.minibatches, seed=(spec.seed, step, number))
+            parts = minibatches(rows, spec.minibatches, seed=(spec.seed, step, number))
             ordered = [row for part in parts for row in part]
             loss_weights = self._loss_weights(ordered, [place for place, part in enumerate(parts) for _ in part])
             for part in parts:
@@ -136,7 +150,7 @@ class Learner:
                     break
                 told.append(self._update(part, loss_weights[: len(part)]))
                 loss_weights = loss_weights[len(part) :]
-        return mean_metrics(told) | {"lr": rate, "updates": float(len(told))}
+        return mean_metrics(told) | {"lr": rate, "updates": float(self.updates)}
 
     def _images(self, rows: Sequence[Row]) -> dict[str, Tensors]:
         """Tensors of the rows' images by digest, which process 0 sends to the others."""
@@ -157,16 +171,31 @@ class Learner:
     @torch.no_grad()
     def _with_proximal(self, rows: Sequence[Row]) -> list[Row]:
         """Rows with `proximal`: the policy's current log-probs, float32 [trained tokens]."""
+        found = self._by_row(rows, lambda pack: self._run(self.policy.forward, pack, entropy=False)[0])
+        return [row | {"proximal": of} for row, of in zip(rows, found, strict=True)]
+
+    @torch.no_grad()
+    def _values(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """The critic's values before the trained tokens of each row, and that of its last state if it was cut; float32."""
+        critic = self.critic
+        assert critic is not None
+        if critic.reads_policy:
+            return self._by_row(
+                [with_last_state(row) for row in rows], lambda pack: self._run(self.policy.values, pack, critic.head)
+            )
+        return self._by_row([with_last_state(row) for row in rows], critic.values)
+
+    def _by_row(self, rows: Sequence[Row], compute: Callable[[Pack], torch.Tensor]) -> list[np.ndarray]:
+        """Compute one number for each trained token in all processes. For each row, float32 [trained tokens]."""
         found = [np.zeros(len(_places(row)), np.float32) for row in rows]
         mine: dict[int, np.ndarray] = {}
         for pack, _ in self.process_group.assign(self._packs(rows), _cost):
-            logprobs, _ = self._run(self.policy.forward, pack, entropy=False)
-            values, numbers = logprobs.float().cpu().numpy(), pack.row.cpu().numpy()
+            values, numbers = compute(pack).float().cpu().numpy(), pack.row.cpu().numpy()
             mine |= {int(number): values[numbers == number] for number in np.unique(numbers)}
         for part in self.process_group.all_gather(mine):
             for number, values in part.items():
                 found[number][:] = values
-        return [row | {"proximal": of} for row, of in zip(rows, found, strict=True)]
+        return found
 
     def _packs(self, rows: Sequence[Row]) -> list[Pack]:
         memory = self._spec.memory
@@ -175,32 +204,48 @@ class Learner:
 
     def _update(self, rows: Sequence[Row], loss_weights: Sequence[np.ndarray]) -> dict[str, float]:
         """Make one optimizer step. `loss_weights`: for each row, float64 [trained tokens]."""
-        loss, metrics = 0.0, MetricSums()
+        loss, value_loss, metrics, critic = 0.0, 0.0, MetricSums(), self.critic
+        if critic is not None:
+            rows = [row | {"value_weights": of} for row, of in zip(rows, value_weights(rows), strict=True)]
         for pack, counts in self.process_group.assign(self._packs(rows), _cost):
             tokens = self._tokens(pack, rows, loss_weights)
-            part, counted = objective(self._spec, tokens if counts else _with_zero_loss_weights(tokens))
-            if part.requires_grad:
-                part.backward()  # type: ignore[no-untyped-call]
+            tokens = tokens if counts else _with_zero_loss_weights(tokens)
+            part, counted = objective(self._spec, tokens)
+            whole = part
+            if critic is not None and tokens.valued is not None:
+                of_values, counted_values = value_objective(critic.spec, tokens.valued)
+                whole = part + critic.spec.loss_factor * of_values
+                value_loss += float(of_values.detach())
+                counted.merge(counted_values)
+            if whole.requires_grad:
+                whole.backward()  # type: ignore[no-untyped-call]
             if counts:
                 loss += float(part.detach())
                 metrics.merge(counted)
         if self.process_group.size > 1:
-            parts, metrics = self.process_group.all_gather((loss, metrics.cpu())), MetricSums()
-            loss = sum(part for part, _ in parts)
-            for _, counted in parts:
+            parts, metrics = self.process_group.all_gather((loss, value_loss, metrics.cpu())), MetricSums()
+            loss, value_loss = (sum(part[place] for part in parts) for place in (0, 1))  # type: ignore[misc]
+            for *_, counted in parts:
                 metrics.merge(counted)
         norm = self.process_group.clip_grad_norm(self._parameters, self._spec.optimizer.max_grad_norm or math.inf)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise TrainError(
-                f"the loss is {loss} and its gradient's norm {norm}: the update was not applied. Lower `train.optimizer.lr`, "
-                "or look at policy/ratio_max and sampler/diff_max in metrics.jsonl",
-                kind="diverged",
-            )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        told = {"loss": loss, "grad_norm": norm}
+        if critic is not None:
+            told["critic/grad_norm"] = critic.clip_gradients()
+        if not all(math.isfinite(number) for number in (*told.values(), value_loss)):
+            self._zero_gradients()
+            raise TrainError(_not_finite(told), kind="diverged")
+        if critic is not None:
+            critic.optimizer.step()
+        if not self._only_critic:
+            self.optimizer.step()
+        self._zero_gradients()
         self.updates += 1
-        return metrics.result() | {"loss": loss, "grad_norm": norm}
+        return metrics.result() | told
+
+    def _zero_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.critic is not None:
+            self.critic.optimizer.zero_grad(set_to_none=True)
 
     def _loss_weights(self, rows: Sequence[Row], parts: Sequence[int]) -> list[np.ndarray]:
         """Loss weights of each row, [trained tokens]. `parts`: number of the mini-batch of each row."""
@@ -211,7 +256,12 @@ class Learner:
     def _tokens(self, pack: Pack, rows: Sequence[Row], loss_weights: Sequence[np.ndarray]) -> Tokens:
         """Run the forward pass of a pack and gather the tensors that the loss of its tokens needs."""
         spec = self._spec
-        logprobs, entropy = self._run(self.policy.forward, pack, entropy=True)
+        values: torch.Tensor | None = None
+        if self.critic is not None and self.critic.reads_policy:
+            logprobs, entropy, values = self._run(self.policy.forward_with_values, pack, self.critic.head, entropy=True)
+        else:
+            logprobs, entropy = self._run(self.policy.forward, pack, entropy=True)
+            values = self.critic.values(pack) if self.critic is not None else None
         reference = self._run(self.policy.reference, pack) if spec.kl.coefficient else None
         device = logprobs.device
         numbers = pack.row.cpu().numpy()
@@ -225,11 +275,14 @@ class Learner:
         def column(name: str) -> torch.Tensor:
             return flat((rows[number][name][_places(rows[number])] for number in held), torch.float32)
 
+        def computed(name: str) -> torch.Tensor:
+            return flat((rows[number][name] for number in held), torch.float32)
+
         turns = flat((rows[number]["turn_ids"][_places(rows[number])] for number in held), torch.int64)
         row = torch.as_tensor(numbers, dtype=torch.int64).to(device)
         sampler = column("logprobs")
         if "proximal" in (rows[0] if rows else {}):
-            proximal = flat((rows[number]["proximal"] for number in held), torch.float32)
+            proximal = computed("proximal")
         else:
             proximal = sampler if spec.proximal_logprobs == "sampler" else logprobs.detach()
         return Tokens(
@@ -242,6 +295,9 @@ class Learner:
             turns=row * (int(turns.max()) + 1 if len(turns) else 1) + turns,
             reference=reference,
             entropy=entropy,
+            valued=None
+            if values is None
+            else ValueTokens(values, computed("values"), computed("returns"), computed("value_weights")),
         )
 
     def _rate(self, step: int) -> float:
@@ -258,10 +314,11 @@ class Learner:
 
     def state_parts(self) -> dict[str, StatePart]:
         """The parts of a checkpoint that this learner needs to continue, by name."""
-        return {
+        parts = {
             "policy": StatePart(1, self._save_policy, self._load_policy),
             "optimizer": StatePart(1, self._save_optimizer, self._load_optimizer),
         }
+        return parts if self.critic is None else parts | {"critic": self.critic.state_part()}
 
     def _save_policy(self, file: Path) -> None:
         with self.process_group.full_parameters(self.policy.model):
@@ -283,11 +340,10 @@ class Learner:
         Moments have the shapes of their parameters; step counts are scalars.
         """
         self.process_group.call_others("optimizer_state")
-        told: dict[str, torch.Tensor] = {}
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                told[f"{name}::{key}"] = torch.as_tensor(value)
-        return self.process_group.gather_full(told)
+        return moments(self.optimizer, self._named(), self.process_group)
+
+    def _named(self) -> dict[str, torch.nn.Parameter]:
+        return dict(zip(self._names, self._parameters, strict=True))
 
     def read_optimizer_state(self, file: Path) -> torch.Tensor:
         """Load what `optimizer_state` returned, from a safetensors file that every process can read.
@@ -303,25 +359,19 @@ class Learner:
         self.process_group.call_others("read_optimizer_state", file)
         state = load_file(file)
         random: torch.Tensor = state.pop(RANDOM)
-        by_name = dict(zip(self._names, self._parameters, strict=True))
-        for key, value in state.items():
-            name, _, moment = key.rpartition("::")
-            parameter = by_name.get(name)
-            if parameter is None or (moment in _MOMENTS and value.shape != parameter.shape):
-                raise ValueError(f"the optimizer's state `{key}` {tuple(value.shape)} belongs to no trained parameter")
-            kept = self.process_group.shard_like(value, parameter) if moment in _MOMENTS else value
-            self.optimizer.state[parameter][moment] = kept
+        load_moments(state, self.optimizer, self._named(), self.process_group)
         return random
 
     def follow(self) -> None:
         """In every process except process 0: run the calls of process 0 until it closes."""
-        self.process_group.serve_calls(
-            {
-                "step": self.step,
-                "optimizer_state": self.optimizer_state,
-                "read_optimizer_state": self.read_optimizer_state,
-            }
-        )
+        calls: dict[str, Callable[..., Any]] = {
+            "step": self.step,
+            "optimizer_state": self.optimizer_state,
+            "read_optimizer_state": self.read_optimizer_state,
+        }
+        if self.critic is not None:
+            calls |= {"critic_moments": self.critic.moments, "read_critic": self.critic.read}
+        self.process_group.serve_calls(calls)
 
 
 def _cost(pack: Pack) -> int:
@@ -330,22 +380,21 @@ def _cost(pack: Pack) -> int:
 
 def _with_zero_loss_weights(tokens: Tokens) -> Tokens:
     """Tokens of a pass that does not count: it runs only because the other processes run one."""
-    return replace(tokens, loss_weights=torch.zeros_like(tokens.loss_weights))
+    valued = tokens.valued
+    if valued is not None:
+        valued = replace(valued, weights=torch.zeros_like(valued.weights))
+    return replace(tokens, loss_weights=torch.zeros_like(tokens.loss_weights), valued=valued)
+
+
+def _not_finite(told: Mapping[str, float]) -> str:
+    """The message of an update that is not applied."""
+    norms = f"the loss is {told['loss']} and its gradient's norm {told['grad_norm']}"
+    key, names = "`train.optimizer.lr`", "policy/ratio_max and sampler/diff_max"
+    if math.isfinite(told["loss"]) and math.isfinite(told["grad_norm"]):
+        norms, key, names = "the critic's loss or its gradient's norm is not finite", "`train.critic.lr`", "critic/loss"
+    return f"{norms}: the update was not applied. Lower {key}, or look at {names} in metrics.jsonl"
 
 
 def _places(row: Row) -> np.ndarray:
     """Indices of the sampled tokens of a row, int64 [trained tokens]."""
     return np.flatnonzero(row["loss_mask"] == 1)
-
-
-def _minibatches(rows: Sequence[Row], count: int, seed: tuple[int, int, int]) -> list[list[Row]]:
-    """Split rows into `count` parts with about equally many tasks. Rows of one task stay together."""
-    if count == 1:
-        return [list(rows)]
-    by_task: dict[str, list[Row]] = {}
-    for row in rows:
-        by_task.setdefault(row["task_id"], []).append(row)
-    tasks = list(by_task)
-    order = np.random.default_rng(seed).permutation(len(tasks))
-    parts = [part for part in np.array_split(order, count) if len(part)]
-    return [[row for place in part for row in by_task[tasks[place]]] for part in parts]

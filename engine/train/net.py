@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ from engine.train.packing import Pack, pack_rows
 
 if TYPE_CHECKING:
     from engine.tokens.vision import Vision
+
+ValueHead = Callable[[torch.Tensor], torch.Tensor]
+"""Hidden states [n, H] -> a critic's values, float32 [n]."""
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Maximum mean absolute difference of log-probs between the packed forward pass and the model's own."""
@@ -82,11 +86,31 @@ class PackedModel:
         """A context in which matrix products use the autocast dtype."""
         return torch.autocast(self.device.type, self._autocast) if self._autocast is not None else nullcontext()
 
+    @property
+    def hidden_size(self) -> int:
+        """Size of the hidden states that the output layer gets."""
+        return int(self._head.in_features)
+
     def logprobs(self, pack: Pack, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs [n] of the pack's trained tokens, and entropies [n] or None. With a graph if gradients are enabled."""
+        return self._logprobs(pack, self._states(pack), entropy=entropy)
+
+    def values(self, pack: Pack, head: ValueHead) -> torch.Tensor:
+        """A critic's values before the pack's trained tokens, float32 [n]. With a graph if gradients are enabled."""
+        return head(self._states(pack)[pack.sources.to(self.device)])
+
+    def logprobs_and_values(
+        self, pack: Pack, head: ValueHead, *, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """What `logprobs` and `values` return, [n] each, from one forward pass."""
+        states = self._states(pack)
+        return *self._logprobs(pack, states, entropy=entropy), head(states[pack.sources.to(self.device)])
+
+    def _logprobs(self, pack: Pack, states: torch.Tensor, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs and entropies from hidden states [T, H]."""
         sources, labels, back = self._unique_labels(pack)
         with self.autocast():
-            states = self._states(pack)[sources]
+            states = states[sources]
             if self._scale != 1.0:
                 states = states * self._scale
             found, entropies = chunked_logprobs(
@@ -122,13 +146,14 @@ class PackedModel:
     def _states(self, pack: Pack) -> torch.Tensor:
         """The hidden states that the output layer gets, [T, H]."""
         inputs: dict[str, Any] = {"position_ids": pack.position_ids.to(self.device)[None]}
-        if self.vision is not None:
-            from engine.train.policy_vision import vision_inputs
+        with self.autocast():
+            if self.vision is not None:
+                from engine.train.policy_vision import vision_inputs
 
-            inputs |= vision_inputs(self.model, self.vision, pack, self.device, self.dtype)
-        elif pack.images:
-            raise TrainError("rows have images: pass the model's `vision`", kind="train_setup")
-        out = self.backbone(input_ids=pack.input_ids.to(self.device)[None], use_cache=False, pack=pack, **inputs)
+                inputs |= vision_inputs(self.model, self.vision, pack, self.device, self.dtype)
+            elif pack.images:
+                raise TrainError("rows have images: pass the model's `vision`", kind="train_setup")
+            out = self.backbone(input_ids=pack.input_ids.to(self.device)[None], use_cache=False, pack=pack, **inputs)
         states: torch.Tensor = out.last_hidden_state[0]
         return states
 

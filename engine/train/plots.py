@@ -75,6 +75,13 @@ def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[Panel]]:
             Panel("effective sample size, fraction", _lines(rows, ["policy/ess"]), limits=(0.0, 1.05)),
             Panel("gradient norm", _lines(rows, ["grad_norm"])),
         ],
+        "critic": [
+            Panel("explained variance", _lines(rows, ["critic/explained_variance"])),
+            Panel("value loss", _lines(rows, ["critic/loss"])),
+            Panel("mean value and mean return", _lines(rows, ["critic/value_mean", "critic/return_mean"])),
+            Panel("fraction of clipped values", _lines(rows, ["critic/clip_fraction"])),
+            Panel("gradient norm", _lines(rows, ["critic/grad_norm"])),
+        ],
         "sampler": [
             Panel("sampler/trainer log-prob difference", _lines(rows, ["sampler/diff_mean", "sampler/diff_max"]))
         ],

@@ -13,7 +13,7 @@ from engine.backends.local.device import pick_device
 from engine.errors import TrainError
 from engine.schemas.train import TrainSpec
 from engine.train import files
-from engine.train.net import PackedModel
+from engine.train.net import PackedModel, ValueHead
 from engine.train.packing import Pack
 
 if TYPE_CHECKING:
@@ -56,16 +56,7 @@ class Policy:
         """
 
         def open_net() -> PackedModel:
-            return PackedModel(
-                folder,
-                device=pick_device(spec.device, "train.device"),
-                dtype=torch.bfloat16 if spec.precision == "bfloat16" else torch.float32,
-                autocast=torch.bfloat16 if spec.precision == "mixed" else None,
-                temperature=temperature,
-                vocab=vocab,
-                vision=vision,
-                chunk_elements=spec.memory.logits_chunk_elements,
-            )
+            return open_model(folder, spec, temperature=temperature, vocab=vocab, vision=vision)
 
         net, adapter, reference_model = open_net(), None, None
         if spec.lora is not None:
@@ -78,7 +69,7 @@ class Policy:
         policy = cls(net, adapter, reference_model)
         policy._freeze(spec.freeze)
         if spec.memory.gradient_checkpointing:
-            policy._enable_gradient_checkpointing()
+            enable_gradient_checkpointing(net.model)
         return policy
 
     def _freeze(self, patterns: list[str]) -> None:
@@ -95,23 +86,6 @@ class Policy:
                 parameter.requires_grad_(False)
         if not any(True for _ in self.parameters()):
             raise TrainError("`train.freeze` leaves nothing to train", kind="train_setup")
-
-    def _enable_gradient_checkpointing(self) -> None:
-        """Make layers recompute activations. transformers does this only in training mode, so only these layers are put in it."""
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        model = self.net.model
-        if not model.supports_gradient_checkpointing:
-            raise TrainError(
-                f"{type(model).__name__} has no gradient checkpointing: set `train.memory.gradient_checkpointing: false`",
-                kind="train_setup",
-            )
-        # Older versions of transformers have only the second name.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-        for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = True  # only the layer itself: its submodules stay in evaluation mode
 
     # --- parameters -----------------------------------------------------------------------------------------
 
@@ -152,6 +126,20 @@ class Policy:
         if self._adapter is not None:
             self._adapter.dropout(torch.is_grad_enabled())
         return self.net.logprobs(pack, entropy=entropy)
+
+    def forward_with_values(
+        self, pack: Pack, head: ValueHead, *, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """What `forward` returns, and the values [n] of a critic on the policy's hidden states, from one forward pass."""
+        if self._adapter is not None:
+            self._adapter.dropout(torch.is_grad_enabled())
+        return self.net.logprobs_and_values(pack, head, entropy=entropy)
+
+    def values(self, pack: Pack, head: ValueHead) -> torch.Tensor:
+        """The values of a critic on the policy's hidden states before the pack's trained tokens, float32 [n]."""
+        if self._adapter is not None:
+            self._adapter.dropout(torch.is_grad_enabled())
+        return self.net.values(pack, head)
 
     def reference(self, pack: Pack) -> torch.Tensor:
         """Compute log-probs [n] of the reference model, without graph: the base model with LoRA, else the model as loaded.
@@ -230,3 +218,40 @@ class Policy:
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(state[name])
+
+
+def enable_gradient_checkpointing(model: Any) -> None:
+    """Make layers recompute activations. transformers does this only in training mode, so only these layers are put in it.
+
+    Raises:
+        TrainError: kind `train_setup`: the model cannot do that.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if not model.supports_gradient_checkpointing:
+        raise TrainError(
+            f"{type(model).__name__} has no gradient checkpointing: set `train.memory.gradient_checkpointing: false`",
+            kind="train_setup",
+        )
+    # Older versions of transformers have only the second name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # only the layer itself: its submodules stay in evaluation mode
+
+
+def open_model(
+    folder: Path, spec: TrainSpec, *, temperature: float, vocab: int | None, vision: Vision | None
+) -> PackedModel:
+    """Load a model with the precision, device and memory limits of a spec. Arguments and errors as in `Policy.load`."""
+    return PackedModel(
+        folder,
+        device=pick_device(spec.device, "train.device"),
+        dtype=torch.bfloat16 if spec.precision == "bfloat16" else torch.float32,
+        autocast=torch.bfloat16 if spec.precision == "mixed" else None,
+        temperature=temperature,
+        vocab=vocab,
+        vision=vision,
+        chunk_elements=spec.memory.logits_chunk_elements,
+    )

@@ -8,14 +8,16 @@ from engine.errors import TrainError
 from engine.schemas.backend import kinds_that_train
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
+from engine.train.critic import Critic
 from engine.train.learner import Learner
-from engine.train.policy import Policy
+from engine.train.policy import Policy, open_model
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
     from engine.train.distributed import ProcessGroup
+    from engine.train.net import PackedModel
 
 
 def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
@@ -45,6 +47,11 @@ def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGro
         ModelError: the model's files cannot be found or loaded.
     """
     spec, train = loaded.spec, train_spec_of(loaded)
+    credit = spec.rewards.credit
+    if credit.needs_values and train.critic is None:
+        raise TrainError(
+            f"{loaded.path}: `{credit.method}` needs a critic: add `train.critic: {{kind: probe}}`", kind="train_setup"
+        )
     policy = Policy.load(
         resolve_model(spec.model.path, spec.model.revision, loaded.base),
         train,
@@ -52,7 +59,39 @@ def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGro
         vocab=format.vocab_size,
         vision=format.vision,
     )
-    return Learner(policy, train, episode_tokens=spec.limits.tokens_per_episode, process_group=process_group)
+    critic = None
+    if train.critic is not None:
+        critic = Critic(
+            train.critic,
+            credit,
+            policy,
+            process_group,
+            seed=train.seed,
+            model=_critic_model(loaded, train, format, policy) if train.critic.own_model else None,
+            gradient_checkpointing=train.memory.gradient_checkpointing,
+        )
+    length = spec.limits.tokens_per_episode
+    return Learner(policy, train, episode_tokens=length, process_group=process_group, critic=critic)
+
+
+def _critic_model(loaded: LoadedSpec, train: TrainSpec, format: ChatFormat, policy: Policy) -> PackedModel:
+    """Load the model of a critic.
+
+    Raises:
+        TrainError: kind `train_setup`: its vocabulary is not that of the policy.
+    """
+    assert train.critic is not None
+    path, revision = train.critic.model
+    folder = policy.net.folder if path is None else resolve_model(path, revision, loaded.base)
+    model = open_model(folder, train, temperature=1.0, vocab=format.vocab_size, vision=format.vision)
+    own, wanted = (each.model.get_input_embeddings().weight.shape[0] for each in (model, policy.net))
+    if own != wanted:
+        raise TrainError(
+            f"`train.critic.path` {path}: its vocabulary has {own} tokens and that of the policy {wanted}; use a model with "
+            "the same tokenizer",
+            kind="train_setup",
+        )
+    return model
 
 
 def follow(loaded: LoadedSpec, process_group: ProcessGroup) -> None:

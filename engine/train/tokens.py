@@ -36,3 +36,19 @@ class Tokens:
     """Log-probs of the reference model; needed for `kl`."""
     entropy: Tensor | None = None
     """Entropy of the current policy's distribution at the token, in nats, with its graph; needed for `entropy_coefficient`."""
+    valued: ValueTokens | None = None
+    """What the value loss of a critic needs."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ValueTokens:
+    """Tensors [n] of the value loss, in the order of the tokens."""
+
+    values: Tensor
+    """A critic's values before the tokens, with their graph."""
+    old: Tensor
+    """The values before the batch's first update."""
+    returns: Tensor
+    """The targets of the values."""
+    weights: Tensor
+    """Factor of each token in the value loss: 0 where no value is trained."""

@@ -101,7 +101,36 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
         ),
         (
             GROUP + "rewards: {credit: {method: bilevel_gae}}\ntrain: {}\n",
-            ["8:28: error[train.critic] `bilevel_gae` needs a critic's values, and `engine train` has no critic"],
+            ["8:28: error[train.critic] `bilevel_gae` needs a critic's values, and `train.critic` is not set"],
+        ),
+        (
+            GROUP + "train: {critic: {kind: probe}}\n",
+            [
+                "8:9: error[train.critic] the credit method `turn_return` reads no values, so a critic would be trained for nothing"
+            ],
+        ),
+        (
+            "rewards: {credit: {method: gae}}\ntrain: {critic: {kind: head}}\n",
+            [],
+        ),
+        (
+            "rewards: {credit: {method: gae}}\nlimits: {images: null}\n"
+            "train: {steps: 5, dynamic_sampling: true, critic: {kind: head, clip: 0.2, warmup_steps: 5, bootstrap: [images, context]}}\n",
+            [
+                "9:37: warning[train.critic-option] with a critic no group is dropped, because advantages are known only when the "
+                "batch is trained on",
+                "9:70: warning[train.critic-option] `clip` bounds how far values move over the updates of a batch, and a batch "
+                "has one update",
+                "9:89: warning[train.critic-option] the critic alone is trained for 5 steps, and there are 5: the policy never is",
+                "9:104: warning[train.critic-option] the limit `images` is not set, so it ends no episode",
+            ],
+        ),
+        (
+            GROUP + "limits: {turn_tokens: 64}\ntrain: {overlong: {margin: 64}}\n",
+            [
+                "9:28: warning[train.overlong] replies are penalized in the last 64 tokens before the limit, which is 64: all of "
+                "them are"
+            ],
         ),
         (
             "train: {}\nrewards: {credit: {method: outcome, baseline: mean}}\n",

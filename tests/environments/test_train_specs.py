@@ -16,7 +16,7 @@ SPECS = Path(__file__).parents[2] / "specs"
 NAMES = ["train_arithmetic", "train_color_square", "train_credit"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "train_critic"])
 def test_it_opens_with_the_schema_and_has_no_findings(name: str) -> None:
     path = SPECS / f"{name}.yaml"
     assert path.read_text().startswith("# yaml-language-server: $schema=../schemas/json/episode.schema.json\n")

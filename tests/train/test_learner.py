@@ -123,16 +123,16 @@ def test_against_the_samplers_log_probs_nothing_is_corrected_twice(tiny_model_di
 
 
 def test_a_mini_batch_keeps_a_task_together_and_takes_each_once(tiny_model_dir: Path) -> None:
-    from engine.train.learner import _minibatches
+    from engine.train.minibatches import minibatches
 
     rows = make_rows(groups=5)
-    parts = _minibatches(rows, 3, seed=(0, 1, 2))
+    parts = minibatches(rows, 3, seed=(0, 1, 2))
     assert [len(part) for part in parts] == [8, 8, 4]
     assert sorted(row["episode_id"] for part in parts for row in part) == sorted(row["episode_id"] for row in rows)
     assert all(len({row["task_id"] for row in part}) * 4 == len(part) for part in parts)
-    assert [len(part) for part in _minibatches(rows[:4], 3, seed=(0, 0, 0))] == [4]
+    assert [len(part) for part in minibatches(rows[:4], 3, seed=(0, 0, 0))] == [4]
     order = [[row["task_id"] for row in part] for part in parts]
-    assert order != [[row["task_id"] for row in part] for part in _minibatches(rows, 3, seed=(0, 2, 2))]
+    assert order != [[row["task_id"] for row in part] for part in minibatches(rows, 3, seed=(0, 2, 2))]
 
 
 def test_the_learning_rate_warms_up_and_falls(tiny_model_dir: Path) -> None:

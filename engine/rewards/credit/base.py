@@ -47,6 +47,8 @@ class Member:
     """A critic's value before each sampled token of the episode, in the order of turns: float64 [sampled tokens]."""
     ends: Sequence[int] | None = None
     """For each turn, one past its last token in `values`. The ends are never inferred from rewards."""
+    after: float = 0.0
+    """The critic's value of the state after the last turn, if a limit cut the episode there; 0 if it ended."""
 
     def slices(self) -> list[slice]:
         """The position of each turn in `values`.

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.rewards.credit.base import Member, Values
-from engine.rewards.credit.turn_ppo import gae
+from engine.rewards.credit.gae import gae
 from engine.schemas.credit import BilevelGaeCredit
 
 
 def bilevel_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[Values]:
     """The upper level of VAGEN's bi-level GAE (arXiv 2510.16907, section 3.4): an advantage for each turn.
 
-        delta_t = r_t + gamma * V_t+1 - V_t,    V after the last turn = 0
+        delta_t = r_t + gamma * V_t+1 - V_t,    V after the last turn = `Member.after`
         A_t     = delta_t + gamma * lam * A_t+1
 
     V_t is the critic's value at the last sampled token of turn t. The caller gives the ends of turns, because a turn without a
@@ -51,13 +51,13 @@ def _turns(spec: BilevelGaeCredit, member: Member) -> tuple[Values, list[Values]
     """The advantage of each turn, float64 [turns], and the values of its tokens."""
     values, slices = member.valued(spec.method)
     ends = np.zeros(len(slices))
-    following = 0.0
+    following = member.after
     for turn in range(len(slices) - 1, -1, -1):
         place = slices[turn]
         if place.stop > place.start:  # a turn without sampled tokens has the value of the next turn
             following = float(values[place.stop - 1])
         ends[turn] = following
-    return gae(member.ledger.totals, ends, spec.gamma, spec.lam), [values[place] for place in slices]
+    return gae(member.ledger.totals, ends, spec.gamma, spec.lam, member.after), [values[place] for place in slices]
 
 
 def _tokens(spec: BilevelGaeCredit, values: Values, last: float) -> Values:

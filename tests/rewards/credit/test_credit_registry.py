@@ -38,6 +38,8 @@ VARIANTS = [
     {"method": "redistribute", "state_key": "room"},
     {"method": "bilevel_gae"},
     {"method": "turn_ppo"},
+    {"method": "gae"},
+    {"method": "gae", "gamma": 0.9, "lam": 0.5},
 ]
 
 
@@ -94,7 +96,7 @@ def test_a_method_without_what_it_needs_says_so_and_no_other_method_asks(variant
                 credit(spec, bare)
         else:
             credit(spec, bare)
-    assert {each.name for each in fields(Member)} == {"ledger", "state_keys", "values", "ends"}
+    assert {each.name for each in fields(Member)} == {"ledger", "state_keys", "values", "ends", "after"}
 
 
 class TotalCredit(CreditMethod):

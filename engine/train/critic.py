@@ -1,0 +1,214 @@
+"""The critic: predicts, before each sampled token, the rewards that are still to come.
+
+Three kinds (`train.critic.kind`), each a head on hidden states:
+- `probe`: a small network on the policy's states, which are detached;
+- `head`: a linear layer on the policy's states; its gradient reaches the policy's weights, or its LoRA adapter;
+- `network`: a linear layer on the states of a model of its own.
+
+Invariants:
+- A new critic's values are 0, so advantages are returns until it has learned.
+- The values and targets of a batch are computed once, before its first update. They follow from the rows and the weights, so a
+  step that a resumed training repeats has the same ones.
+- Weights of `probe` and `head` are whole in every process, and their gradients are summed over processes; a `network` is sharded
+  as the policy is.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from engine.errors import TrainError
+from engine.train.moments import load_moments, moments
+from engine.train.policy import enable_gradient_checkpointing
+from engine.train.state_parts import StatePart, save_tensors
+
+if TYPE_CHECKING:
+    from engine.schemas.credit import CreditMethod
+    from engine.schemas.critic import CriticSpec, ProbeCritic
+    from engine.train.distributed import ProcessGroup, RunForward
+    from engine.train.net import PackedModel
+    from engine.train.packing import Pack
+    from engine.train.policy import Policy
+
+_WEIGHT = "weight::"
+"""Begins the names of weights in the critic's file of a checkpoint; the other tensors are AdamW's."""
+_HEAD = "value_head"
+
+
+class LinearHead(nn.Module):
+    """A linear layer; values are 0 at first."""
+
+    def __init__(self, spec: CriticSpec, size: int) -> None:
+        super().__init__()
+        self.last = nn.Linear(size, 1)
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Values float32 [n] of hidden states [n, H]."""
+        found: torch.Tensor = self.last(states.to(self.last.weight.dtype))
+        return found[:, 0].float()
+
+
+class ProbeHead(LinearHead):
+    """Normalization and one hidden layer, on detached states; values are 0 at first."""
+
+    def __init__(self, spec: ProbeCritic, size: int) -> None:
+        super().__init__(spec, spec.width)
+        self.first = nn.Sequential(nn.LayerNorm(size), nn.Linear(size, spec.width), nn.GELU())
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.first(states.detach().float()))
+
+
+class Critic:
+    """A critic and its optimizer.
+
+    Args:
+        spec: `train.critic`.
+        credit: The credit method, which reads the values.
+        policy: The policy. With `network`, values do not depend on it.
+        process_group: The processes of the training.
+        seed: Seed of the first layer of a `probe`.
+        model: The model of a `network`; None for the other kinds.
+        gradient_checkpointing: Whether the model of a `network` recomputes activations.
+
+    Raises:
+        TrainError: kind `train_setup`: the credit method reads no values.
+    """
+
+    def __init__(
+        self,
+        spec: CriticSpec,
+        credit: CreditMethod,
+        policy: Policy,
+        process_group: ProcessGroup,
+        *,
+        seed: int = 0,
+        model: PackedModel | None = None,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        if not credit.needs_values:
+            raise TrainError("`train.critic` is set, and the credit method reads no values", kind="train_setup")
+        self.spec = spec
+        self.credit = credit
+        self.by_turn = spec.level == "turn" or (spec.level == "auto" and credit.value_level == "turn")
+        """Whether a turn has one value."""
+        self._process_group = process_group
+        self._model = model
+        size = (model or policy.net).hidden_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.head: LinearHead = resolve_name(spec.head)(spec, size).to(policy.device)
+        trained: nn.Module = self.head
+        if model is not None:
+            _freeze_output_layer(model)
+            if gradient_checkpointing:
+                enable_gradient_checkpointing(model.model)
+            self.head.to(model.dtype)
+            setattr(model.model, _HEAD, self.head)  # a part of the model, so that it is sharded with it
+            trained = model.model
+            self._run: RunForward = process_group.shard(trained)
+        self.parameters = {name: each for name, each in trained.named_parameters() if each.requires_grad}
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=spec.lr, weight_decay=0.0)
+
+    @property
+    def reads_policy(self) -> bool:
+        """Whether values come from the policy's hidden states, and so from its forward pass."""
+        return self._model is None
+
+    def values(self, pack: Pack) -> torch.Tensor:
+        """The values of a `network` before the pack's trained tokens, float32 [n]. With a graph if gradients are enabled."""
+        assert self._model is not None
+        found: torch.Tensor = self._run(self._model.values, pack, self.head)
+        return found
+
+    def clip_gradients(self) -> float:
+        """Sum the gradients over processes and clip them. Returns the norm before clipping."""
+        parameters = list(self.parameters.values())
+        if self.reads_policy:
+            self._process_group.sum_gradients(parameters)
+        return self._process_group.clip_grad_norm(parameters, self.spec.max_grad_norm or math.inf)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------
+
+    def state_part(self) -> StatePart:
+        """Weights and AdamW's state, as a part of a checkpoint."""
+        return StatePart(1, self._save, self._load)
+
+    def _save(self, file: Path) -> None:
+        self._process_group.call_others("critic_moments")
+        tensors = self.moments()
+        if self._model is None:
+            weights = {name: each.detach() for name, each in self.parameters.items()}
+            save_tensors(tensors | _marked(weights), file)
+            return
+        with self._process_group.full_parameters(self._model.model):
+            save_tensors(tensors | _marked(self._model_state()), file)
+
+    def _load(self, file: Path) -> None:
+        if self._model is not None:
+            with self._process_group.full_parameters(self._model.model, write=True):
+                _copy(_weights_in(file), self._model_state())
+        self._process_group.call_others("read_critic", file)
+        self.read(file)
+
+    def _model_state(self) -> dict[str, torch.Tensor]:
+        """The trained weights of a `network`, whole inside of `full_parameters`; each has the shape of its parameter."""
+        assert self._model is not None
+        return {name: each.detach() for name, each in self._model.model.named_parameters() if each.requires_grad}
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """AdamW's state, as `engine.train.moments.moments` returns it, in the shapes of the parameters. Every process must call this."""
+        return moments(self.optimizer, self.parameters, self._process_group)
+
+    def read(self, file: Path) -> None:
+        """Load a critic's file, without the weights of a `network`. Every process must call this.
+
+        Raises:
+            ValueError: the file belongs to another critic.
+        """
+        if self._model is None:
+            _copy(_weights_in(file), {name: each.detach() for name, each in self.parameters.items()})
+        state = {name: each for name, each in load_file(file).items() if not name.startswith(_WEIGHT)}
+        load_moments(state, self.optimizer, self.parameters, self._process_group)
+
+
+def _freeze_output_layer(model: PackedModel) -> None:
+    """Leave a model's output layer untrained, unless it is tied to the embeddings: values do not use it."""
+    embeddings = model.model.get_input_embeddings().weight
+    for parameter in model.model.get_output_embeddings().parameters():
+        if parameter is not embeddings:
+            parameter.requires_grad_(False)
+
+
+def _marked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{_WEIGHT}{name}": each for name, each in weights.items()}
+
+
+def _weights_in(file: Path) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(_WEIGHT): each for name, each in load_file(file).items() if name.startswith(_WEIGHT)}
+
+
+@torch.no_grad()
+def _copy(weights: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
+    """Copy weights by name.
+
+    Raises:
+        ValueError: names or shapes differ.
+    """
+    odd = sorted(weights.keys() ^ into.keys())
+    odd += [name for name in into if name in weights and into[name].shape != weights[name].shape]
+    if odd:
+        raise ValueError(
+            f"the critic of the checkpoint is another one: {len(odd)} weights differ, for example {odd[0]!r}"
+        )
+    for name, value in into.items():
+        value.copy_(weights[name])

@@ -1,0 +1,237 @@
+"""Trainings with a critic: it learns the values, resumes exactly, and refuses what it cannot use."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_learner import make_rows
+
+from engine.errors import TrainError
+from engine.rewards.ledger import Ledger, SealedLedger
+from engine.schemas.credit import read_credit
+from engine.schemas.reward import RewardEvent
+from engine.schemas.train import TrainSpec
+from engine.spec.load import load_spec
+from engine.store.header import RunHeader
+from engine.train import folder as folders
+from engine.train.checkpoint import Checkpoints, State, checkpoints_of
+from engine.train.critic import Critic
+from engine.train.distributed import SingleProcessGroup
+from engine.train.learner import Learner
+from engine.train.metrics import read_metrics
+from engine.train.policy import Policy, open_model
+from engine.train.trainer import Trainer
+
+KINDS: dict[str, dict[str, Any]] = {
+    "probe": {"kind": "probe", "width": 32, "lr": 1e-2},
+    "head": {"kind": "head", "lr": 1e-2},
+    "network": {"kind": "network", "lr": 1e-3},
+}
+METHODS = ["turn_ppo", "bilevel_gae", "gae"]
+
+
+def sealed(*rewards: float) -> SealedLedger:
+    ledger = Ledger()
+    for turn, value in enumerate(rewards):
+        ledger.post(RewardEvent(turn=turn, value=value), turn)
+    return ledger.seal(len(rewards))
+
+
+def valued(rows: list[dict[str, Any]], cut: bool = False) -> list[dict[str, Any]]:
+    """Rows as a training with a critic builds them: a ledger in place of the credit's advantages."""
+    rng = np.random.default_rng(7)
+    found = []
+    for row in rows:
+        ledger = sealed(*rng.normal(size=2).round(2).tolist())
+        found.append(row | {"advantages": np.zeros(len(row["input_ids"]), np.float32), "ledger": ledger, "cut": cut})
+    return found
+
+
+def learner_of(folder: Path, critic: dict[str, Any], credit: str = "gae", **train: Any) -> Learner:
+    settings = {"optimizer": {"lr": 1e-3, "max_grad_norm": None}, "critic": critic} | train
+    spec = TrainSpec.model_validate(settings)
+    policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None)
+    group = SingleProcessGroup()
+    assert spec.critic is not None
+    model = open_model(folder, spec, temperature=1.0, vocab=None, vision=None) if spec.critic.own_model else None
+    made = Critic(spec.critic, read_credit({"method": credit}), policy, group, seed=spec.seed, model=model)
+    return Learner(policy, spec, episode_tokens=64, process_group=group, critic=made)
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    assert learner.critic is not None
+    own = {f"critic.{name}": each.detach().clone() for name, each in learner.critic.parameters.items()}
+    return own | {name: tensor.clone() for name, tensor in learner.policy.state().items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_update_is_the_same_however_the_rows_are_packed(kind: str, tiny_model_dir: Path) -> None:
+    rows = valued(make_rows(), cut=True)
+    told, after = [], []
+    for memory in ({"max_tokens_per_microbatch": 1}, {"max_tokens_per_microbatch": 90, "share_prefixes": False}, {}):
+        learner = learner_of(
+            tiny_model_dir, KINDS[kind] | {"max_grad_norm": None}, memory=memory, minibatches=2, update_epochs=2
+        )
+        told.append(learner.step(rows, 0))
+        after.append(weights(learner))
+    assert told[0]["updates"] == 4
+    for other, moved in zip(told[1:], after[1:], strict=True):
+        assert set(other) == set(told[0])
+        for name, value in told[0].items():
+            assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+        for name, tensor in after[0].items():
+            torch.testing.assert_close(moved[name], tensor, rtol=0, atol=5e-3, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_critic_learns_and_only_a_head_changes_the_policy(kind: str, tiny_model_dir: Path) -> None:
+    """In the warm-up the critic alone is trained. The gradient of a value reaches the policy from a `head` only."""
+    rows = valued(make_rows())
+    learner = learner_of(tiny_model_dir, KINDS[kind] | {"warmup_steps": 40})
+    before = weights(learner)
+    told = [learner.step(rows, step) for step in range(40)]
+    after = weights(learner)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved
+    assert all(name.startswith("critic.") for name in moved)
+    assert told[0]["critic/value_mean"] == 0.0
+    assert told[0]["critic/explained_variance"] == 0.0
+    assert told[-1]["critic/loss"] < 0.9 * told[0]["critic/loss"]
+    assert told[-1]["critic/explained_variance"] > 0.1
+    assert told[0]["critic/return_mean"] == pytest.approx(told[-1]["critic/return_mean"], abs=1e-6)  # lam 1: returns
+
+    (pack,) = learner._packs(rows)
+    critic = learner.critic
+    assert critic is not None
+    values = learner.policy.values(pack, critic.head) if critic.reads_policy else critic.values(pack)
+    values.sum().backward()  # type: ignore[no-untyped-call]
+    assert any(each.grad is not None and bool(each.grad.any()) for each in learner._parameters) == (kind == "head")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_cut_episodes_are_those_of_the_last_state(kind: str, tiny_model_dir: Path) -> None:
+    """Appending the state's own next token to a row and training it gives the same value as the row that was cut."""
+    learner = learner_of(tiny_model_dir, KINDS[kind] | {"warmup_steps": 9})
+    rows = valued(make_rows(groups=1))
+    learner.step(rows, 0)
+    cut = learner._values([row | {"cut": True} for row in rows])
+    whole = learner._values(rows)
+    for row, one, other in zip(rows, cut, whole, strict=True):
+        assert len(one) == len(other) + 1
+        np.testing.assert_allclose(one[:-1], other, atol=1e-5)
+        assert learner.critic is not None
+        longer = row | {
+            "input_ids": np.append(row["input_ids"], 17), "loss_mask": np.append(row["loss_mask"], 1),
+        }  # fmt: skip
+        np.testing.assert_allclose(learner._values([longer])[0][-1], one[-1], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_brings_the_critic_back(kind: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    rows = valued(make_rows())
+    whole = learner_of(tiny_model_dir, KINDS[kind], minibatches=2)
+    whole.step(rows, 0)
+    checkpoint = Checkpoints(tmp_path, 1).write(State(step=1, version=1), whole)
+    fresh = learner_of(tiny_model_dir, KINDS[kind], minibatches=2)
+    Checkpoints.read(checkpoint, fresh)
+    assert all(torch.equal(weights(whole)[name], tensor) for name, tensor in weights(fresh).items())
+    again = valued(make_rows(seed=1))
+    assert whole.step(again, 1) == fresh.step(again, 1)
+    assert all(torch.equal(weights(whole)[name], tensor) for name, tensor in weights(fresh).items())
+    other = "head" if kind != "head" else "probe"
+    with pytest.raises(TrainError, match="the critic of the checkpoint is another one"):
+        Checkpoints.read(checkpoint, learner_of(tiny_model_dir, KINDS[other]))
+
+
+def test_a_value_that_is_not_finite_changes_nothing(tiny_model_dir: Path) -> None:
+    learner = learner_of(tiny_model_dir, KINDS["probe"] | {"lr": 1.0})
+    before = weights(learner)
+    rows = valued(make_rows())
+    rows[0]["ledger"] = sealed(0.0, 1e30)
+    with pytest.raises(TrainError, match="the update was not applied") as caught:
+        learner.step(rows, 0)
+    assert (caught.value.kind, learner.updates) == ("diverged", 0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(learner).items())
+
+
+def test_a_method_without_values_has_no_critic(tiny_model_dir: Path) -> None:
+    with pytest.raises(TrainError, match="the credit method reads no values"):
+        learner_of(tiny_model_dir, KINDS["probe"], credit="outcome")
+
+
+# ---- whole trainings
+
+
+def begin(spec: Path, out: Path) -> Trainer:
+    loaded = load_spec(spec)
+    return Trainer(loaded, folders.begin(out, RunHeader.of(loaded)))
+
+
+EXACT: dict[str, Any] = {
+    "steps": 4,
+    "checkpoints": {"every": 2, "keep": 5},
+    "rollout_correction": {"kind": "none"},
+    "minibatches": 2,
+}
+DETERMINISTIC = {"kind": "local", "dtype": "float32", "max_batch": 16, "deterministic": True}
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        ("turn_ppo", "probe"),
+        pytest.param("bilevel_gae", "head", marks=pytest.mark.slow),
+        pytest.param("gae", "network", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_resumed_training_is_the_one_that_never_stopped(
+    method: str, kind: str, train_spec: Any, tmp_path: Path
+) -> None:
+    """The second launch repeats step 3 from the batch log: its values come from the checkpoint's critic."""
+    changes = {"rewards": {"credit": {"method": method}}, "backend": DETERMINISTIC}
+    train = EXACT | {"critic": KINDS[kind]}
+    whole = begin(train_spec(name="whole", train=train, **changes), tmp_path / "whole")
+    await whole.run()
+    parted = begin(train_spec(name="parted", train=train | {"steps": 3}, **changes), tmp_path / "parted")
+    await parted.run()
+    for file in checkpoints_of(parted.folder)[-1].iterdir():  # a kill before the checkpoint of step 3
+        if file.is_file():
+            file.unlink()
+    loaded = folders.read_header(parted.folder).loaded_spec()
+    assert loaded.spec.train is not None
+    longer = loaded.spec.model_copy(update={"train": loaded.spec.train.model_copy(update={"steps": 4})})
+    object.__setattr__(loaded, "spec", longer)
+    again = Trainer(loaded, parted.folder)
+    result = await again.run()
+    assert (result.steps, result.repeated_steps) == (4, 1)
+    for file in ("policy.safetensors", "critic.safetensors"):
+        one, other = (load_file(checkpoints_of(each.folder)[-1] / file) for each in (whole, again))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    names = ("step", "loss", "critic/loss", "critic/explained_variance", "critic/value_mean", "grad_norm")
+    for one, other in zip(read_metrics(whole.folder), read_metrics(again.folder), strict=True):
+        assert [one[name] for name in names] == [other[name] for name in names]
+
+
+async def test_groups_of_one_episode_train_with_a_critic(train_spec: Any, tmp_path: Path) -> None:
+    changes = {"rewards": {"credit": {"method": "gae"}}, "rollout": {"samples_per_task": 1}}
+    trainer = begin(train_spec(train={"steps": 2, "critic": KINDS["probe"]}, **changes), tmp_path / "runs")
+    result = await trainer.run()
+    told = read_metrics(trainer.folder)
+    assert (result.steps, len(told)) == (2, 2)
+    for line in told:
+        assert line["groups/equal"] == 0
+        assert math.isfinite(line["critic/loss"])
+        assert line["critic/grad_norm"] > 0
+
+
+async def test_a_method_that_needs_a_critic_does_not_start_without_one(train_spec: Any, tmp_path: Path) -> None:
+    trainer = begin(train_spec(rewards={"credit": {"method": "turn_ppo"}}), tmp_path / "runs")
+    with pytest.raises(TrainError, match=r"`turn_ppo` needs a critic: add `train\.critic"):
+        await trainer.run()
