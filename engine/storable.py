@@ -22,7 +22,10 @@ NumPy scalars and arrays, tuples and subclasses of the types above are taken for
 
 from __future__ import annotations
 
+import binascii
+from base64 import b64decode
 from collections.abc import Mapping
+from hashlib import sha256
 from math import isfinite
 from typing import Any
 
@@ -59,6 +62,24 @@ def refusal(value: Any) -> str | None:
         place = valid_text(path.removeprefix("."))
         return f"`{place}` {refused.why}" if place else f"it {refused.why}"
     return None
+
+
+def stored_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A task's fields as they are stored: images in `data:` URIs are named by digest, because the run store has their bytes."""
+    return {key: _by_digest(value) for key, value in fields.items()}
+
+
+def _by_digest(value: Any) -> Any:
+    if isinstance(value, str):
+        if not value.startswith("data:image/") or ";base64," not in value[:64]:
+            return value
+        try:
+            return f"sha256:{sha256(b64decode(value.partition(',')[2], validate=True)).hexdigest()}"
+        except binascii.Error:
+            return value
+    if isinstance(value, dict):
+        return {key: _by_digest(item) for key, item in value.items()}
+    return [_by_digest(item) for item in value] if isinstance(value, list) else value
 
 
 def _size(value: Any, depth: int, room: int) -> int:

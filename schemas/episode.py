@@ -13,7 +13,7 @@ from engine.schemas.generation import SamplingParams
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.machine import MachineSpec
 from engine.schemas.model import ModelSpec
-from engine.schemas.prompt import PromptMessage, RecoverSpec
+from engine.schemas.prompt import PromptField, PromptMessage, RecoverSpec
 from engine.schemas.reward_spec import RewardsSpec
 from engine.schemas.role import UserSpec
 from engine.schemas.tasks import TasksSpec
@@ -50,8 +50,9 @@ class EpisodeSpec(Contract):
     backend: BackendSpec = Field(default_factory=LocalBackendSpec)
     sampling: SamplingParams = Field(default_factory=SamplingParams)
     tasks: TasksSpec
-    prompt: list[PromptMessage] = Field(default_factory=list)
-    """How each episode begins; the environment's own messages follow."""
+    prompt: list[PromptMessage] | PromptField = Field(default_factory=list)
+    """How each episode begins: messages for all tasks, or `{field: messages}`, the task's own. The environment's messages
+    follow."""
     environment: EnvironmentSpec | None = None
     tools: list[ToolSpec] = Field(default_factory=list)
     user: UserSpec | None = None
@@ -67,6 +68,16 @@ class EpisodeSpec(Contract):
     rollout: RolloutSpec = Field(default_factory=RolloutSpec)
     train: TrainSpec | None = None
     """How `engine train` has the model learn; everything else leaves it alone."""
+
+    @property
+    def messages(self) -> list[PromptMessage]:
+        """The messages of `prompt`; none if each task has its own."""
+        return self.prompt if isinstance(self.prompt, list) else []
+
+    @property
+    def conversation(self) -> PromptField | None:
+        """Where each task has its own messages; None if `prompt` is for all tasks."""
+        return self.prompt if isinstance(self.prompt, PromptField) else None
 
     @property
     def users_by_name(self) -> dict[str, UserSpec]:
@@ -87,6 +98,15 @@ class EpisodeSpec(Contract):
         if self.tasks.user is not None and not self.users:
             raise ValueError("`tasks.user` chooses among `users`, and there are none")
         return self
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _prompt_is_a_list(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "field" not in value:
+            raise ValueError(
+                "it must be a list of messages, or `{field: messages}`; write `- role: …` for each message"
+            )
+        return value
 
     @field_validator("machine", mode="before")
     @classmethod

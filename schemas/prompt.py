@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from engine.schemas.base import Contract
 from engine.schemas.message import ContentPart
 
@@ -19,6 +21,19 @@ class PromptMessage(Contract):
     role: Literal["system", "user", "assistant", "tool"]
     content: Words
     """Text, or a list of text and image parts; an image's path is relative to the spec."""
+
+
+class PromptField(Contract):
+    """Each task has its own conversation: OpenAI messages in a field of the row."""
+
+    field: str = Field(min_length=1)
+    """The task's field with the messages; a text is one message of the user. Dotted names are allowed."""
+    images: str | None = "images"
+    """The task's field with the images that `<image>` marks and image parts without an image stand for, in order. If it is
+    not set and a row has no such field, `<image>` is text. null: no field."""
+    tools: str | None = "tools"
+    """The task's field with the schemas of its tools. The model is shown these and no others; the spec's tools of the same
+    names answer. A row without it has all tools of the spec. null: no field."""
 
 
 class RecoverSpec(Contract):

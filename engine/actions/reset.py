@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from engine.actions.base import BuiltInAction, Services, World
@@ -10,8 +11,9 @@ from engine.episode import Episode
 from engine.errors import WorldError
 from engine.schemas.environment import Reset
 from engine.schemas.journal import ResetRecord
-from engine.schemas.message import Message
-from engine.spec.template import fill, fill_words, own_spans
+from engine.schemas.message import ContentPart, Message, TextPart
+from engine.spec.conversation import conversation_of
+from engine.spec.template import fill, fill_words, found_image, image_folders, own_spans
 
 
 class ResetAction(BuiltInAction):
@@ -23,7 +25,9 @@ class ResetAction(BuiltInAction):
         super().__init__(services)
         self._environment = services.spec.environment
         self._base = base
-        self._pictured = any(not isinstance(message.content, str) for message in services.spec.prompt)
+        self._own = services.spec.conversation
+        self._folders = image_folders(services.spec.tasks.path, base)
+        self._pictured = any(not isinstance(message.content, str) for message in services.spec.messages)
 
     async def perform(self, episode: Episode, world: World) -> ResetRecord:
         """The environment's first word; an empty one where the spec has no environment.
@@ -31,7 +35,9 @@ class ResetAction(BuiltInAction):
         Raises:
             WorldError: the environment failed, or returned no `Reset`.
         """
-        prompt = self._prompt(episode) if self._pictured else None
+        prompt = self._prompt(episode) if self._pictured or self._own is not None else None
+        if prompt is not None and not self._pictured and all(isinstance(message.content, str) for message in prompt):
+            prompt = None  # spec and task alone determine it
         if self._environment is None:
             return ResetRecord(reset=Reset(), prompt=prompt)
         reset = await call_world(
@@ -53,7 +59,9 @@ class ResetAction(BuiltInAction):
         return ResetRecord(reset=reset, prompt=prompt)
 
     def _prompt(self, episode: Episode) -> list[Message]:
-        """What the spec says first, filled in with the task's fields."""
+        """What is said first: the task's own conversation, or the spec's messages filled in with the task's fields."""
+        if self._own is not None:
+            return [self._located(message) for message in conversation_of(episode.task.fields, self._own)]
         return [
             Message(
                 role=message.role,
@@ -61,14 +69,26 @@ class ResetAction(BuiltInAction):
                 if isinstance(message.content, str)
                 else fill_words(message.content, episode.task.fields, self._base),
             )
-            for message in self._services.spec.prompt
+            for message in self._services.spec.messages
         ]
+
+    def _located(self, message: Message) -> Message:
+        """A message whose images have absolute paths."""
+        if isinstance(message.content, str):
+            return message
+        parts: list[ContentPart] = [
+            part
+            if isinstance(part, TextPart)
+            else part.model_copy(update={"image": found_image(part.image, self._folders)})
+            for part in message.content
+        ]
+        return replace(message, content=parts)
 
     def apply(self, episode: Episode, record: ResetRecord) -> str:
         """Open the conversation."""
         fields = episode.task.fields
         prompt = self._prompt(episode) if record.prompt is None else record.prompt
-        intended = [own_spans(message.content, fields) for message in self._services.spec.prompt]
+        intended = [own_spans(message.content, fields) for message in self._services.spec.messages]
         episode.facts.update(record.reset.facts)
         episode.conversation.open([*prompt, *record.reset.messages], intended)
         return "ready"

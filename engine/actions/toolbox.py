@@ -52,16 +52,30 @@ class BoundTool:
 
 
 class Toolbox:
-    """The tools of one episode."""
+    """The tools of one episode.
 
-    def __init__(self, tools: Sequence[BoundTool], workers: Workers) -> None:
+    Args:
+        tools: What can be called.
+        workers: Where it runs.
+        shown: Schemas that the model is shown instead of the tools' own.
+    """
+
+    def __init__(
+        self, tools: Sequence[BoundTool], workers: Workers, shown: Sequence[dict[str, Any]] | None = None
+    ) -> None:
         self.tools = {tool.shape.name: tool for tool in tools}
         self._workers = workers
+        self._shown = shown
+
+    def showing(self, schemas: Sequence[dict[str, Any]]) -> Toolbox:
+        """The tools that a task's own schemas name; the model is shown these schemas."""
+        names = [schema["function"]["name"] for schema in schemas]
+        return Toolbox([self.tools[name] for name in names if name in self.tools], self._workers, schemas)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """What the model is shown of them, in OpenAI's form."""
-        return [tool.shape.schema for tool in self.tools.values()]
+        return list(self._shown) if self._shown is not None else [tool.shape.schema for tool in self.tools.values()]
 
     def effects(self, name: str) -> Effects:
         """What a crash may do with a call of this tool; an unknown one was never called."""

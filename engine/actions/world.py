@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from engine.actions.base import Services, World
+from engine.actions.call_tools import CallToolsAction
 from engine.actions.llm_user import ModelUser
 from engine.actions.toolbox import BoundTool, Toolbox, bind_tool
 from engine.actions.workers import call_world
 from engine.errors import EngineError, WorldError
 from engine.isolation.pool import FunctionTool, HeldObject, Pool, RemoteFunction
 from engine.isolation.remote import Cell, Origin, RemoteObject, RemoteTool
+from engine.machine.presets import resolve_machine
 from engine.schemas.entry import IsolationSpec
+from engine.spec.conversation import tools_of
 from engine.spec.entry import load_entry
 from engine.spec.signature import waits
 from engine.storable import words_of
@@ -112,6 +115,8 @@ class WorldBuilder:
             for name, user in spec.users_by_name.items()
         }
         """By the user's name: what builds it or, where a model plays it, its grader."""
+        states = resolve_machine(spec.machine).states.values()
+        self._calls_tools = any(state.action == CallToolsAction.name for state in states)
         tools = [(factory(tool, "tool", tool.isolation), tool) for tool in spec.tools]
         self._functions = [(item, tool) for item, tool in tools if not item.is_class]
         self._classes = [(item, tool) for item, tool in tools if item.is_class]
@@ -150,7 +155,28 @@ class WorldBuilder:
             world.user_name = self._chosen(task)
             world.user = await self._build_user(world.user_name, world)
         shared = self.shared_toolbox if world.cell is None else None
-        world.toolbox = shared or await self._toolbox(world)
+        world.toolbox = self._for_task(shared or await self._toolbox(world), task)
+
+    def _for_task(self, toolbox: Toolbox, task: Task | None) -> Toolbox:
+        """The tools that the task's row names; all of them if it names none.
+
+        Raises:
+            WorldError: the row names a tool that the spec does not have, and the machine calls tools.
+        """
+        source = self._services.spec.conversation
+        schemas = tools_of(task.fields, source) if source is not None and task is not None else None
+        if schemas is None:
+            return toolbox
+        missing = [name for schema in schemas if (name := schema["function"]["name"]) not in toolbox.tools]
+        if missing and self._calls_tools:
+            known = ", ".join(f"`{name}`" for name in toolbox.tools) or "none"
+            raise WorldError(
+                f"the row of task `{task.id if task else ''}` has the tool `{missing[0]}`, which the spec does not have "
+                f"(tools: {known}); add it under `tools`, or set `prompt.tools: null`",
+                blame="spec",
+                kind="unknown_tool",
+            )
+        return toolbox.showing(schemas)
 
     async def _construct(self, factory: Factory, blame: Blame, effects: Effects, world: World) -> Any:
         """Build an object where its methods will run: in the episode's only worker, in one of its own, or in this process."""
@@ -245,7 +271,7 @@ class WorldBuilder:
                 engine died.
         """
         if not alone and self._environment is None and not self._people and self.shared_toolbox is not None:
-            return World(toolbox=self.shared_toolbox)
+            return World(toolbox=self._for_task(self.shared_toolbox, task))
         world = World()
         if alone:
             own = IsolationSpec(mode="process", user="engine")

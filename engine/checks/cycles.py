@@ -70,8 +70,9 @@ def cycle_by_time(ctx: CheckContext) -> Iterator[Finding]:
 def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
     """Without a turn of the model between them: many chat templates refuse this, others merge the two messages."""
     shown_as_user = {"user", *(["tool"] if ctx.spec.model.tool_role == "user" else [])}
-    prompt = ctx.spec.prompt
-    opened = bool(prompt) and prompt[-1].role == "user" and ctx.spec.environment is None
+    prompt = ctx.spec.messages
+    in_rows = ctx.spec.conversation is not None  # a row's conversation ends with a user's or a tool's message
+    opened = (in_rows or (bool(prompt) and prompt[-1].role == "user")) and ctx.spec.environment is None
     steps: dict[str, dict[str, set[str]]] = {}
     for edge in ctx.live:
         steps.setdefault(edge.source, {}).setdefault(edge.trigger, set()).add(edge.dest)

@@ -207,7 +207,7 @@ def images(ctx: CheckContext) -> Iterator[Finding]:
     why = f"is a `{kind}`, whose images are not supported" if files.sees else "takes only text"
     fix = f"take one of {', '.join(FAMILIES)}" if files.sees else "take a vision-language model, or leave the image out"
     words: list[tuple[DataPath, Any]] = [
-        (("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.prompt)
+        (("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.messages)
     ]
     words += [(("recover", key), value) for key, value in ctx.spec.recover]
     for path, value in words:
@@ -259,7 +259,7 @@ def prompt_too_long(ctx: CheckContext) -> Iterator[Finding]:
 
 def _openings(ctx: CheckContext) -> Iterator[tuple[int, list[View]]]:
     """The spec's part of the prompt, for the first rows."""
-    if not ctx.spec.prompt or not all(isinstance(message.content, str) for message in ctx.spec.prompt):
+    if not ctx.spec.messages or not all(isinstance(message.content, str) for message in ctx.spec.messages):
         return
     if ctx.spec.tasks.source not in ("inline", "jsonl"):
         return
@@ -270,7 +270,7 @@ def _openings(ctx: CheckContext) -> Iterator[tuple[int, list[View]]]:
                 row.number,
                 [
                     {"role": message.role, "content": fill(str(message.content), task.fields)}
-                    for message in ctx.spec.prompt
+                    for message in ctx.spec.messages
                 ],
             )
     except (SpecError, EngineError):

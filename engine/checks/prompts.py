@@ -46,9 +46,14 @@ def known_fields(ctx: CheckContext) -> Iterator[tuple[int, Mapping[str, Any]]]:
 def prompt_field(ctx: CheckContext) -> Iterator[Finding]:
     """Every `{{field}}` of `prompt` and `recover.malformed`, compared with `tasks.map` or the rows."""
     rows = list(known_fields(ctx))
+    source = ctx.spec.conversation
+    for number, fields in rows if source is not None and ctx.spec.tasks.map else ():
+        assert source is not None
+        if not number and not has_field(source.field.partition(".")[0], fields):
+            yield Finding(f"tasks have no field `{source.field}`", ("prompt", "field"), nearest(source.field, fields))
     templates = [
         (("prompt", index, "content", *below), template)
-        for index, message in enumerate(ctx.spec.prompt)
+        for index, message in enumerate(ctx.spec.messages)
         for below, template in texts_of(message.content)
     ]
     for path, template in templates:
@@ -186,7 +191,7 @@ def _named_files(ctx: CheckContext) -> list[tuple[DataPath, str]]:
         named.append((("model", "chat_template"), ctx.spec.model.chat_template))
     named += [(("backend", key), file) for key, file in ctx.spec.backend.files.items()]
     said: list[tuple[DataPath, Words]] = [(("recover", key), words) for key, words in _recover(ctx)]
-    said += [(("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.prompt)]
+    said += [(("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.messages)]
     for above, words in said:
         for below, reference in texts_of(words):
             if below and below[-1] == "image" and not is_reference(reference) and not fields_of(reference):

@@ -19,6 +19,7 @@ from engine.scenarios.load import ScenarioSet, Stages, check_scenario, check_too
 from engine.scenarios.worlds import script_actions, script_world
 from engine.schemas.journal import JournalEntry, LimitRecord
 from engine.schemas.script import Script
+from engine.spec.conversation import conversation_of
 
 if TYPE_CHECKING:
     from engine.actions.workers import Workers
@@ -121,4 +122,9 @@ class _Stage:
             await self._factory.worlds.close(world)
         limits = [entry.record.limit for entry in self._journal if isinstance(entry.record, LimitRecord)]
         states = [self._factory.machine.initial, *(dest for _, _, dest in trajectory.path)]
-        return Played(trajectory, limits, states, self._watcher.taken, len(self._factory.spec.prompt))
+        return Played(trajectory, limits, states, self._watcher.taken, self._opening(task))
+
+    def _opening(self, task: Task) -> int:
+        """How many messages the prompt of a task has."""
+        source = self._factory.spec.conversation
+        return len(self._factory.spec.messages if source is None else conversation_of(task.fields, source))

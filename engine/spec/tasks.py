@@ -10,23 +10,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import date, time, timedelta
-from decimal import Decimal
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import to_jsonable_python
-
 from engine.errors import SpecError
 from engine.schemas.environment import Task
 from engine.schemas.tasks import TasksSpec
 from engine.spec.access import OUTSIDE_FIX
+from engine.spec.conversation import RowError, conversation_of, tools_of
 from engine.spec.diagnostic import DataPath, Diagnostic, Origin
 from engine.spec.entry import EntryError, load_entry
 from engine.spec.near import near_or_known, nearest_name, short
-from engine.storable import refusal, words_of
+from engine.spec.row_values import find, plain
+from engine.storable import refusal, stored_fields, words_of
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
@@ -142,38 +140,48 @@ def task_of(row: Row, index: int, spec: TasksSpec, loaded: LoadedSpec) -> Task:
         kind = type(row.fields).__name__
         fault = f"{where} is no mapping of names to values, but {kind}"
         raise _fault(loaded, "tasks.bad-row", fault, None, row.origin or loaded.origin(TASKS))
-    fields = {key: _plain(value) for key, value in row.fields.items()}
-    problem = refusal(fields)
+    fields = {key: plain(value) for key, value in row.fields.items()}
+    problem = refusal(stored_fields(fields))
     if problem is not None:
         at = row.origin or loaded.origin(TASKS)
         raise _fault(loaded, "tasks.bad-row", f"{where} cannot be stored: {problem}", None, at)
     for name, source in spec.map.items():
-        if source not in fields:
+        if not find(source, fields)[0]:
             fault, fix = f"{where} has no field `{source}`", _near(source, fields)
             raise _fault(loaded, "tasks.missing-field", fault, fix, row.origin or loaded.origin((*TASKS, "map", name)))
-    mapped = {name: fields[source] for name, source in spec.map.items()} if spec.map else fields
+    mapped = {name: find(source, fields)[1] for name, source in spec.map.items()} if spec.map else fields
+    _check_conversation(row, mapped, loaded)
     user = _user(row, fields, spec, loaded) if spec.user is not None else None
     return Task(id=_id(row, index, fields, spec, loaded), index=index, fields=mapped, user=user)
 
 
-def _plain(value: Any) -> Any:
-    """Dates, times and decimals, which Parquet has and JSON has not, as text; anything else as it is."""
-    if isinstance(value, date | time | timedelta | Decimal):
-        return to_jsonable_python(value)
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
+def _check_conversation(row: Row, fields: Mapping[str, Any], loaded: LoadedSpec) -> None:
+    """Refuse a row whose own conversation cannot be shown, if the spec takes it from there."""
+    source = loaded.spec.conversation
+    if source is None:
+        return
+    fix: str | None = None
+    try:
+        messages = conversation_of(fields, source)
+        tools_of(fields, source)
+        if messages[-1].role != "assistant" or loaded.spec.environment is not None:
+            return
+        fault = f"`{source.field}` ends with a message of the assistant, and the model replies next"
+        fix = "remove that message from the row"
+    except RowError as error:
+        fault = str(error)
+        if not find(source.field, fields)[0]:
+            fix = _near(source.field, fields)
+    raise _fault(loaded, "tasks.bad-row", f"row {row.number}: {fault}", fix, row.origin or loaded.origin(TASKS))
 
 
 def _user(row: Row, fields: Mapping[str, Any], spec: TasksSpec, loaded: LoadedSpec) -> str:
     """The name in the field that `tasks.user` names: one of `users`."""
     at = row.origin or loaded.origin((*TASKS, "user"))
-    if spec.user not in fields:
+    there, name = find(str(spec.user), fields)
+    if not there:
         fault = f"row {row.number} has no field `{spec.user}`, which `tasks.user` names"
         raise _fault(loaded, "tasks.missing-field", fault, _near(str(spec.user), fields), at)
-    name = fields[str(spec.user)]
     known = loaded.spec.users
     if not isinstance(name, str) or name not in known:
         near = get_close_matches(str(name), list(known), n=1)
@@ -186,10 +194,10 @@ def _id(row: Row, index: int, fields: Mapping[str, Any], spec: TasksSpec, loaded
     if spec.id is None:
         return str(index)
     at = row.origin or loaded.origin((*TASKS, "id"))
-    if spec.id not in fields:
+    there, value = find(spec.id, fields)
+    if not there:
         fault = f"row {row.number} has no field `{spec.id}`, which `tasks.id` names"
         raise _fault(loaded, "tasks.missing-field", fault, _near(spec.id, fields), at)
-    value = fields[spec.id]
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         fault = f"row {row.number}: the id `{spec.id}` must be text or a whole number; it is {value!r}"
         raise _fault(loaded, "tasks.bad-row", fault, None, at)

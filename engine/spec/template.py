@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
 from engine.schemas.message import ContentPart, TextPart
+from engine.spec.row_values import find
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from engine.schemas.prompt import Words
 
 _FIELD = re.compile(r"(\\?)\{\{(.*?)\}\}", re.DOTALL)
@@ -114,6 +114,30 @@ def image_reference(reference: str, base: Path) -> str:
     return reference if is_reference(reference) else str(base / reference)
 
 
+def image_folders(rows: str | None, base: Path) -> list[Path]:
+    """The folders that a row's image paths are relative to: that of the file of rows, then that of the spec.
+
+    Args:
+        rows: `tasks.path`.
+        base: The spec's folder.
+    """
+    if rows is None:
+        return [base]
+    places = [base / rows, Path(rows)]
+    return [*(place if place.is_dir() else place.parent for place in places if place.exists()), base]
+
+
+def found_image(reference: str, folders: Sequence[Path]) -> str:
+    """A row's image reference; a relative path is taken from the first folder that has the file, else from the last."""
+    if is_reference(reference):
+        return reference
+    places = [folder / reference for folder in folders]
+    try:
+        return str(next((place for place in places if place.is_file()), places[-1]))
+    except (OSError, ValueError):  # no file can have such a name
+        return str(places[-1])
+
+
 def is_reference(image: str) -> bool:
     """Whether an image is named by a digest or a URI, and not by a path."""
     return image.startswith(_REFERENCES)
@@ -121,25 +145,14 @@ def is_reference(image: str) -> bool:
 
 def has_field(name: str, fields: Mapping[str, Any]) -> bool:
     """Whether `{{name}}` can be filled from these fields."""
-    return _find(name, fields)[0]
-
-
-def _find(name: str, fields: Mapping[str, Any]) -> tuple[bool, Any]:
-    if name in fields:
-        return True, fields[name]
-    value: Any = fields
-    for key in name.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return False, None
-        value = value[key]
-    return True, value
+    return find(name, fields)[0]
 
 
 def _value(match: re.Match[str], fields: Mapping[str, Any]) -> str:
     if match[1]:
         return match[0][1:]
     name = match[2].strip()
-    found, value = _find(name, fields)
+    found, value = find(name, fields)
     if not found:
         near = get_close_matches(name, list(fields), n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"fields: {', '.join(map(str, fields)) or 'none'}"

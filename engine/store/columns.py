@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from engine.storable import stored_fields
+
 if TYPE_CHECKING:
     from engine.schemas.environment import Task
     from engine.schemas.message import Message
@@ -126,6 +128,6 @@ def task_row(task: Task | None, facts: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of a task and of what was told in its episode. Without a task (inside a trainer) its own are null."""
     return {
         "task_index": None if task is None else task.index,
-        "task_fields": None if task is None else json_text(task.fields),
+        "task_fields": None if task is None else json_text(stored_fields(task.fields)),
         "facts": json_text(facts),
     }

@@ -36,6 +36,7 @@ from engine.schemas.environment import Task
 from engine.schemas.journal import JournalEntry
 from engine.schemas.message import ImagePart
 from engine.schemas.trajectory import Blame, EpisodeScore, Trajectory
+from engine.storable import stored_fields
 from engine.store import codec, crashes, database
 from engine.store.again import begin_again
 from engine.store.find import find_run
@@ -152,7 +153,7 @@ class RunStore(RunReader):
 
     async def plan(self, tasks: Sequence[Task], samples_per_task: int) -> None:
         """Write down episodes that are to come, as pending; those that are there already stay as they are."""
-        rows = [(task.id, task.index, codec.json_of(task.fields)) for task in tasks]
+        rows = [(task.id, task.index, codec.json_of(stored_fields(task.fields))) for task in tasks]
         episodes = [
             (episode_id_of(task.id, sample), task.id, task.index, sample)
             for task in tasks
@@ -182,7 +183,7 @@ class RunStore(RunReader):
         episode_id = episode_id_of(task.id, sample_index)
         if episode_id in self._tracks or episode_id in self._beginning:
             raise StoreError(f"{episode_id} is under way already")
-        fields = codec.json_of(task.fields)
+        fields = codec.json_of(stored_fields(task.fields))
 
         def job(connection: sqlite3.Connection) -> tuple[int, int, list[Any]]:
             _same_task(connection, task, fields)

@@ -25,6 +25,7 @@ from urllib.request import url2pathname
 import numpy as np
 
 from engine.errors import ImageError
+from engine.tokens.download import download
 
 if TYPE_CHECKING:
     from engine.schemas.message import ImagePart
@@ -70,7 +71,7 @@ def digest_of(data: bytes) -> str:
 
 
 def read_reference(part: ImagePart, blame: Blame) -> bytes:
-    """The bytes that an image part refers to by path, `file://` or `data:` URI.
+    """The bytes that an image part refers to by path, `file://` or `data:` URI; in a prompt (blame `spec`) also by URL.
 
     Raises:
         ImageError: It cannot be read (kind `image_unreadable`), or it is empty (`image_empty`).
@@ -84,6 +85,8 @@ def read_reference(part: ImagePart, blame: Blame) -> bytes:
             if len(body) > MAX_BYTES // 3 * 4:
                 raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
             data = b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
+        elif blame == "spec" and reference.startswith(("http://", "https://")):
+            data = download(reference, MAX_BYTES)
         elif "://" in reference and not reference.startswith("file://"):
             raise ValueError("images are given by path, file:// or data: URI; download it, and give its bytes")
         else:

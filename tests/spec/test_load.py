@@ -135,7 +135,7 @@ user: x.y:Z
         "write 500ms, 5s, 2m, 1h or seconds",
         "s.yaml:28:15: error[spec.bad-value] `limits.user_turns` must be at least 1; it is 0",
         "s.yaml:29:17: error[spec.bad-value] `limits.tool_seconds` must be a finite number; it is nan",
-        "s.yaml:30:9: error[spec.wrong-type] `prompt` must be a list of mappings; it is a mapping",
+        "s.yaml:30:1: error[spec.bad-value] `prompt`: it must be a list of messages, or `{field: messages}`; write `- role: …` for each message",
         "s.yaml:31:7: error[spec.wrong-type] `user` must be a mapping; it is `x.y:Z`; write `user: {use: x.y:Z}`",
     ]
 
