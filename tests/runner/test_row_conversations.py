@@ -36,7 +36,14 @@ async def test_each_task_begins_with_its_own_messages(make_spec: Any, run_spec: 
     ]
     ran = await run_spec(make_spec(["42", "42"], tasks=rows(row("a", *told), row("b")), **FIELD))
     long, short = ran.trajectories["a/0"], ran.trajectories["b/0"]
-    assert [message.role for message in long.messages] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert [message.role for message in long.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+    ]
     assert long.messages[4].content == told[4]["content"]  # no template: a row's text is shown as it is
     assert [message.text for message in short.messages] == ["17 + 25?", "42"]
     assert long.branches[0].turn_ids.max() == 0  # examples are no turns

@@ -100,7 +100,11 @@ async def test_an_image_that_is_not_there_fails_its_episode(make_spec: Any, run_
 async def test_urls_that_worlds_say_are_never_requested(make_spec: Any, run_spec: Any, url: str) -> None:
     """A tool may repeat the policy's words: its URL would let the policy send requests."""
     call = {"tool_calls": [{"name": "show", "arguments": {"url": f"{url}/a.png"}}]}
-    changes = {"tools": [{"use": "url_tool:show"}], "machine": "tools", "prompt": [{"role": "user", "content": "Look."}]}
+    changes = {
+        "tools": [{"use": "url_tool:show"}],
+        "machine": "tools",
+        "prompt": [{"role": "user", "content": "Look."}],
+    }
     path = make_spec("qwen3_vl", [call, "red"], limits={"turn_tokens": 128}, **changes)
     (path.parent / "url_tool.py").write_text(
         "from engine.schemas.environment import ToolReply\nfrom engine.schemas.message import image_part\n\n"
