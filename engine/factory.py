@@ -50,6 +50,7 @@ class EpisodeFactory:
         workers: Threads and worker processes for the spec's code; closed by the caller.
         slots: The most generations of the policy that may be in flight.
         role_backends: Backends that may serve model-played users and judges; without one, calls of the role fail.
+        training: The weights of the policy change while episodes run.
 
     Raises:
         EngineError: the spec's code cannot be imported, or its machine or rules are invalid.
@@ -64,12 +65,13 @@ class EpisodeFactory:
         *,
         slots: int = 1,
         role_backends: RoleBackends = "any",
+        training: bool = False,
     ) -> None:
         spec = loaded.spec
         self.spec = spec
         self._format = format
         generations = asyncio.Semaphore(slots)
-        self.roles = RoleModels(loaded, format, backend, generations, allowed=role_backends)
+        self.roles = RoleModels(loaded, format, backend, generations, allowed=role_backends, training=training)
         """Models that play users or judge; whoever needs them calls `start` and `close`."""
         self._services = Services(spec, format, backend, workers, generations, self.roles)
         resolved = resolve_machine(spec.machine)

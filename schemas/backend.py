@@ -59,6 +59,19 @@ class BackendBase(Contract):
         default = SamplingParams()
         return [name for name in cls.unsupported_sampling if getattr(sampling, name) != getattr(default, name)]
 
+    def sync_method(self, method: str, *, lora: bool) -> str:
+        """How a training sends weights: `method`, with `auto` resolved.
+
+        Args:
+            method: `train.weight_sync.method`.
+            lora: Whether a LoRA adapter is trained.
+        """
+        return method if method != "auto" else "tensors"
+
+    def shares_servers(self, other: BackendBase) -> bool:
+        """Whether some server is one of the other backend's."""
+        return bool({url.rstrip("/") for url in self.server_urls} & {url.rstrip("/") for url in other.server_urls})
+
     @property
     def adapter_name(self) -> str | None:
         """Name of the LoRA adapter that the policy's requests are sampled with; None: the base model."""
@@ -146,6 +159,9 @@ class SGLangBackendSpec(BackendBase):
     verify: bool = False
     """Load the model here, at the start, and compare one prompt's log-probs (with an image, for a model that takes some) with
     each server's."""
+
+    def sync_method(self, method: str, *, lora: bool) -> str:
+        return method if method != "auto" else "adapter" if lora else "disk"
 
     @property
     def adapter_name(self) -> str | None:

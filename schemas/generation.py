@@ -84,6 +84,8 @@ class GenerateRequest(Struct):
     """Beside `images`: the tokens [start, end) that each stands at."""
     adapter: str | None = None
     """Name of a LoRA adapter that is loaded in the backend; None is the base model."""
+    base_model: bool = False
+    """Sample with the base model, also while the policy is an adapter in the backend."""
     messages: list[Message] | None = None
     """The conversation so far, for a backend that declares `takes_messages`; None for every other."""
     tools: list[dict[str, Any]] | None = None

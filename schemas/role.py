@@ -35,6 +35,9 @@ class RoleSpec(Contract):
     """Which model plays, and how conversations become its tokens; the policy's own when left out."""
     backend: BackendSpec | None = None
     """Where it runs. Left out: in the policy's backend, where the weights are the same; else transformers in this process."""
+    weights: Literal["frozen", "policy"] = "frozen"
+    """Weights of the model during a training of the same model. `frozen`: those that the training starts from (with LoRA: the base
+    model), so that rewards do not drift with the policy. `policy`: the newest weights of the policy."""
     sampling: SamplingParams = Field(default_factory=SamplingParams)
     """How it is sampled. Nothing that it says is ever trained."""
     prompt: list[RoleMessage] = Field(default_factory=list)

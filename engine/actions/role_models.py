@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from engine.actions.role_weights import frozen_refusal, role_weights, shares_policy
 from engine.backends.registry import open_backend
-from engine.errors import ContextOverflow, EngineError, WorldError
+from engine.errors import ContextOverflow, EngineError, TrainError, WorldError
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest
@@ -75,10 +76,21 @@ class RoleModel:
         format: Its own chat format.
         served: The backend that serves it.
         blame: Who is to blame where it fails; also the beginning of every kind of failure.
+        base_model: Its requests are for the base model, also while the policy is an adapter in the backend.
     """
 
-    def __init__(self, name: str, spec: RoleSpec, format: ChatFormat, served: RoleBackend, blame: Blame) -> None:
+    def __init__(
+        self,
+        name: str,
+        spec: RoleSpec,
+        format: ChatFormat,
+        served: RoleBackend,
+        blame: Blame,
+        *,
+        base_model: bool = False,
+    ) -> None:
         self.name = name
+        self._base_model = base_model
         self._spec = spec
         self._format = format
         self._served = served
@@ -152,6 +164,7 @@ class RoleModel:
             stop_token_ids=self._stop,
             seed=seed,
             adapter=None if self._served.borrowed or self._spec.backend is None else self._spec.backend.adapter_name,
+            base_model=self._base_model,
             messages=list(messages) if sends_messages else None,
         )
 
@@ -197,6 +210,7 @@ class RoleModels:
         backend: The policy's backend, started by its owner.
         slots: The policy's generation slots.
         allowed: Which backends may serve roles.
+        training: The weights of the policy change while episodes run.
     """
 
     def __init__(
@@ -207,8 +221,10 @@ class RoleModels:
         slots: asyncio.Semaphore,
         *,
         allowed: RoleBackends = "any",
+        training: bool = False,
     ) -> None:
         self._loaded = loaded
+        self._training = training
         self._format = format
         self._policy = RoleBackend(backend, slots, borrowed=True)
         self._allowed = allowed
@@ -221,22 +237,29 @@ class RoleModels:
 
         Raises:
             EngineError: a model cannot be had, or a backend cannot serve it.
+            TrainError: kind `train_setup`: a role with `weights: frozen` would have the weights that are trained.
         """
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
             for path, (name, part, blame) in self._declared.items():
-                borrows = shares_policy(self._loaded.spec, part)
+                weights = role_weights(self._loaded.spec, part) if self._training else "apart"
+                copied = weights == "copy"
+                borrows = shares_policy(self._loaded.spec, part) and not copied
                 scripted = not borrows and section_of(self._loaded, path).spec.backend.scripted
                 if self._allowed == "none" or (self._allowed == "scripted" and not scripted):
                     continue
+                if weights == "impossible":
+                    raise TrainError("; ".join(frozen_refusal(name, self._loaded.spec)), kind="train_setup")
                 form = self._format if part.model is None else load_format(part.model, self._loaded.base)
-                served = self._policy if borrows else await self._open(path, form)
-                self._models[path] = RoleModel(name, part, form, served, blame)
+                served = self._policy if borrows else await self._open(path, form, copied=copied)
+                self._models[path] = RoleModel(name, part, form, served, blame, base_model=weights == "base")
             undo.pop_all()
 
-    async def _open(self, path: DataPath, form: ChatFormat) -> RoleBackend:
+    async def _open(self, path: DataPath, form: ChatFormat, *, copied: bool) -> RoleBackend:
         """A backend for a part: one that was opened for the same weights, or another."""
         section = section_of(self._loaded, path)
+        if copied:  # the policy's settings, and the weights of `model.path`
+            section = replace(section, spec=section.spec.model_copy(update={"backend": self._loaded.spec.backend}))
         key = section.spec.model_dump_json(include={"model": {"path", "revision"}, "backend": True})
         if section.spec.backend.scripted:
             key += str(path)  # each role has its own script
@@ -298,13 +321,6 @@ def roles_of(spec: EpisodeSpec) -> dict[DataPath, tuple[str, RoleSpec, Blame]]:
     if scorer is not None and scorer.model_played:
         found["rewards", "scorer"] = (scorer.name, scorer, "environment")
     return found
-
-
-def shares_policy(spec: EpisodeSpec, part: RoleSpec) -> bool:
-    """Whether a part speaks through the policy's backend: the same weights, and no other backend declared."""
-    if part.model is not None and (part.model.path, part.model.revision) != (spec.model.path, spec.model.revision):
-        return False
-    return part.backend is None or (part.backend == spec.backend and not part.backend.scripted)
 
 
 def section_of(loaded: LoadedSpec, path: DataPath) -> LoadedSpec:

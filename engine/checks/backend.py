@@ -26,7 +26,8 @@ def _sampled(ctx: CheckContext) -> Iterator[tuple[BackendBase, SamplingParams, D
     yield ctx.spec.backend, ctx.spec.sampling, ("sampling",)
     if not any(user.model_played for _, user in ctx.users) and ctx.spec.rewards.scorer is None:
         return
-    from engine.actions.role_models import roles_of, shares_policy
+    from engine.actions.role_models import roles_of
+    from engine.actions.role_weights import shares_policy
 
     for path, (_, part, _) in roles_of(ctx.spec).items():
         shared = shares_policy(ctx.spec, part)

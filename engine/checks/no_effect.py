@@ -73,8 +73,7 @@ def _batch(train: TrainSpec) -> Iterator[Option]:
 def _around(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
     """Options of weight sync, notifications and placement."""
     sync, lora = train.weight_sync, train.lora is not None
-    local = ctx.spec.backend.trains and sync.method == "auto" and "disk" not in ctx.spec.backend.weight_methods
-    method = "tensors" if local else sync.method if sync.method != "auto" else "adapter" if lora else "disk"
+    method = ctx.spec.backend.sync_method(sync.method, lora=lora)
     if not ctx.spec.backend.weights_in_servers:
         yield (
             ("train", "weight_sync", "pause_generation"),

@@ -98,3 +98,39 @@ def never_satisfied(ctx: CheckContext) -> Iterator[Finding]:
         if user.model_played and user.grader is None and not any(mark.satisfied for mark in user.marks):
             fix = 'add `marks: [{text: "[DONE]", satisfied: true}]`, and say so in its prompt'
             yield Finding("this user is never satisfied: only a limit ends its episodes", path, fix, key=True)
+
+
+@rule("played.frozen", "error", "the weights of a user or judge cannot be frozen during the training")
+def played_frozen(ctx: CheckContext) -> Iterator[Finding]:
+    """It runs on the policy's servers, which have only the newest weights."""
+    if ctx.spec.train is None or not _played(ctx):
+        return
+    from engine.actions.role_models import roles_of
+    from engine.actions.role_weights import frozen_refusal, role_weights
+
+    for path, (name, part, _) in roles_of(ctx.spec).items():
+        if role_weights(ctx.spec, part) == "impossible":
+            message, fix = frozen_refusal(name, ctx.spec)
+            yield Finding(message, path, fix, key=True)
+
+
+@rule("played.policy-weights", "warning", "a user or judge has the weights that are trained")
+def played_policy_weights(ctx: CheckContext) -> Iterator[Finding]:
+    """`weights: policy`; also where it has no effect."""
+    if ctx.spec.train is None or not _played(ctx):
+        return
+    from engine.actions.role_models import roles_of
+    from engine.actions.role_weights import role_weights
+
+    for path, (name, part, _) in roles_of(ctx.spec).items():
+        if part.weights != "policy":
+            continue
+        at: DataPath = (*path, "weights")
+        if role_weights(ctx.spec, part) == "policy":
+            message = f"the model of `{name}` changes with the policy in every step, and so do its answers and rewards"
+            yield Finding(message, at, "write `weights: frozen`, unless self-play is intended")
+        else:
+            message = (
+                f"`weights: policy` has no effect: the model of `{name}` is another one, or has a backend of its own"
+            )
+            yield Finding(message, at, "remove it, or remove its `model` and `backend`")

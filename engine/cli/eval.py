@@ -66,7 +66,8 @@ def evaluate(
         changes.append(f"rollout.samples_per_task={samples}")
     try:
         if model is not None:
-            changes.append(f"model.path={json.dumps(_other_model(console, spec, changes, model))}")
+            frozen = frozen_role_models(spec, changes)
+            changes += [f"model.path={json.dumps(_other_model(console, spec, changes, model))}", *frozen]
         silent = quiet or format is Format.JSON
         folder, found, result = asyncio.run(
             _evaluate(console, spec, changes, limit, out, quiet=silent, keep_going=keep_going)
@@ -84,6 +85,26 @@ def evaluate(
     tell_stopped(result, folder)
     if result.faults:
         raise typer.Exit(ERROR)
+
+
+def frozen_role_models(spec: Path, changes: list[str]) -> list[str]:
+    """Overrides that keep the spec's model for roles with frozen weights, as in the evaluations of the training.
+
+    Raises:
+        SpecError: the spec is invalid.
+    """
+    from engine.actions.role_models import roles_of
+    from engine.spec.load import load_spec
+
+    loaded = load_spec(spec, changes).spec
+    if loaded.train is None or not loaded.backend.trains:
+        return []
+    own = json.dumps(loaded.model.model_dump(mode="json", by_alias=True, exclude_defaults=True))
+    return [
+        f"{'.'.join(map(str, path))}.model={own}"
+        for path, (_, part, _) in roles_of(loaded).items()
+        if part.model is None and part.backend is None and part.weights == "frozen"
+    ]
 
 
 def _other_model(console: Console, spec: Path, changes: list[str], model: str) -> str:

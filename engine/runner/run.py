@@ -80,6 +80,7 @@ class Runner:
         backend: Started already; the caller closes it.
         store: Open for writing; the caller closes it.
         keep_going: Do not stop where the first episodes all fail in one way.
+        training: The weights of the policy change while episodes run.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Runner:
         store: RunStore,
         *,
         keep_going: bool = False,
+        training: bool = False,
     ) -> None:
         spec = loaded.spec
         self.spec = spec
@@ -104,7 +106,9 @@ class Runner:
         self._clocks = Standstill()
         self._suspects = Suspects(store.crashes())
         self._finishing = asyncio.Semaphore(FINISHING)
-        self._factory = EpisodeFactory(loaded, format, backend, self._workers, slots=spec.rollout.concurrency)
+        self._factory = EpisodeFactory(
+            loaded, format, backend, self._workers, slots=spec.rollout.concurrency, training=training
+        )
         self._worlds = self._factory.worlds
         self._roles = self._factory.roles
         self._executor = self._factory.executor(

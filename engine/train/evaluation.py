@@ -89,7 +89,9 @@ class Evaluator:
         loaded = evaluation_of(self._loaded)
         store = _store_of(loaded, self._folder, f"step-{step:06d}")
         try:
-            runner = Runner(loaded, load_tasks(loaded), format, backend, store, keep_going=self._keep_going)
+            runner = Runner(
+                loaded, load_tasks(loaded), format, backend, store, keep_going=self._keep_going, training=True
+            )
             result = await runner.run()
             if result.stopped is not None:
                 raise result.stopped

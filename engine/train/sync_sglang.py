@@ -43,7 +43,7 @@ def open_sglang_sync(spec: EpisodeSpec, backend: SGLangBackend, folder: Path, *,
     """
     assert spec.train is not None
     weights = spec.train.weight_sync
-    method = weights.method if weights.method != "auto" else ("adapter" if lora else "disk")
+    method = spec.backend.sync_method(weights.method, lora=lora)
     if spec.backend.adapter_name is not None:
         raise TrainError(
             f"`backend.adapter: {spec.backend.adapter_name}` cannot be used with `train`: the trainer starts from the base "

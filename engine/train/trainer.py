@@ -190,7 +190,9 @@ class Trainer:
             self._newest_checkpoint = resumed
         self._metrics = MetricsLog(self.folder, self.train.report_to, self.folder.name, config)
         try:
-            runner = Runner(self.loaded, [], self._format, self._backend, store, keep_going=self._keep_going)
+            runner = Runner(
+                self.loaded, [], self._format, self._backend, store, keep_going=self._keep_going, training=True
+            )
             runner.live.total = self.train.steps * self.train.tasks_per_step * self.spec.rollout.samples_per_task
             if self._watch is not None:
                 self._watch(runner)

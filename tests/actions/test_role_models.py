@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.actions.role_models import RoleModels, roles_of, section_of, shares_policy
+from engine.actions.role_models import RoleModels, roles_of, section_of
+from engine.actions.role_weights import shares_policy
 from engine.backends.scripted import ScriptedBackend
 from engine.errors import WorldError
 from engine.schemas.message import Message

@@ -327,8 +327,8 @@ class SGLangBackend(Backend):
         return kept
 
     def _part(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Coroutine[Any, Any, Part]:
-        """One reply of one server, sampled with the policy's adapter if there is one."""
-        if self.policy is None or request.adapter is not None:
+        """One reply of one server, sampled with the policy's adapter if there is one and the request is not for the base model."""
+        if self.policy is None or request.adapter is not None or request.base_model:
             return self._tried(request, ids, most, sampled)
         return self._adapted(self.policy, request, ids, most, sampled)
 

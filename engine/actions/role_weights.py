@@ -1,0 +1,57 @@
+"""Which weights a model-played user or judge has while the same model is trained.
+
+A training sends new weights to the policy's backend. A role that speaks through it would get them too, and rewards that it
+gives would drift with the policy. `weights: frozen`, the default, keeps the weights that the training starts from.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.role import RoleSpec
+
+RoleWeights = Literal["apart", "policy", "base", "copy", "impossible"]
+"""The weights of a role during a training.
+
+- `apart`: no training changes them: another model, or another backend
+- `policy`: the newest weights of the policy
+- `base`: the policy's backend has them, because the policy is an adapter there
+- `copy`: a backend of its own with the weights of `model.path`
+- `impossible`: `frozen` is asked for, and the servers have only the newest weights
+"""
+
+
+def shares_policy(spec: EpisodeSpec, part: RoleSpec) -> bool:
+    """Whether a part speaks through the policy's backend: the same weights, and no other backend declared."""
+    if part.model is not None and (part.model.path, part.model.revision) != (spec.model.path, spec.model.revision):
+        return False
+    return part.backend is None or (part.backend == spec.backend and not part.backend.scripted)
+
+
+def role_weights(spec: EpisodeSpec, part: RoleSpec) -> RoleWeights:
+    """The weights of a role while the spec's `train` section trains its model; `apart` without that section."""
+    train = spec.train
+    shares = shares_policy(spec, part)
+    if train is None or not (shares or (part.backend is not None and part.backend.shares_servers(spec.backend))):
+        return "apart"
+    adapter = spec.backend.sync_method(train.weight_sync.method, lora=train.lora is not None) == "adapter"
+    if not shares and adapter:
+        return "apart"  # a client of its own, whose requests do not name the policy's adapter
+    if part.weights == "policy":
+        return "policy"
+    if not spec.backend.weights_in_servers:
+        return "copy"
+    return "base" if adapter else "impossible"
+
+
+def frozen_refusal(name: str, spec: EpisodeSpec) -> tuple[str, str]:
+    """Why the weights of a role cannot be frozen, and what to do."""
+    lora = spec.train is not None and spec.train.lora is not None
+    how = "the adapter is sent merged into the weights" if lora else "all weights are trained"
+    return (
+        f"the model of `{name}` would have the newest weights of the policy: it is on the same servers, and {how}",
+        "give it a `backend` of its own (other servers), train an adapter (`train.lora`, `weight_sync.method: adapter`), or "
+        "write `weights: policy`",
+    )
