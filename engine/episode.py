@@ -102,6 +102,7 @@ class Episode:
         "seconds",
         "seed",
         "seq",
+        "shows_written",
         "solved",
         "solved_turn",
         "started",
@@ -165,6 +166,8 @@ class Episode:
         self.solved = False
         self.solved_turn: int | None = None
         self.aborted = False
+        self.shows_written = False
+        """Whether views have the newest reply as it was sampled."""
 
     @property
     def malformed(self) -> list[MalformedCall]:
@@ -196,6 +199,7 @@ class Episode:
             finish=self.finish.type if self.finish else "",
             facts=dict(self.facts),
             rewards=self.ledger.totals(self.turn + 1),
+            written=self.conversation.written if self.shows_written else "",
         )
 
     def context(self, names: frozenset[str]) -> dict[str, Any]:

@@ -122,4 +122,9 @@ class EpisodeFactory:
         rollout = self.spec.rollout
         schemas = world.toolbox.schemas if world.toolbox else []
         conversation = Conversation(self._format, schemas, self.spec.model.history)
-        return Episode(task, sample, rollout.seed, conversation, self.machine.initial, self._limits, salt=rollout.salt)
+        episode = Episode(
+            task, sample, rollout.seed, conversation, self.machine.initial, self._limits, salt=rollout.salt
+        )
+        facts = self.spec.environment.facts if self.spec.environment else None
+        episode.shows_written = facts is not None and facts.reads_written
+        return episode

@@ -54,6 +54,9 @@ class EpisodeView:
     """What the worlds have told so far."""
     rewards: Sequence[float]
     """The reward of each assistant turn so far, all names summed."""
+    written: str = ""
+    """The newest reply as it was sampled, with calls and reasoning, without the token that ended it. Only for adapters whose
+    library reads replies so; empty for others."""
 
     @property
     def reply(self) -> str:

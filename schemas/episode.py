@@ -84,10 +84,22 @@ class EpisodeSpec(Contract):
         """Every user by name; the one of `user` has the empty name."""
         return {"": self.user} if self.user is not None else self.users
 
-    def isolation_of(self, own: IsolationSpec | None) -> IsolationSpec:
-        """Where something runs whose own key `isolation` is `own`."""
+    def isolation_of(
+        self, own: IsolationSpec | None, otherwise: Literal["thread", "process"] = "thread"
+    ) -> IsolationSpec:
+        """Where something runs whose own key `isolation` is `own`; `otherwise`: where neither it nor the spec says it."""
         whole = (own or IsolationSpec()).over(self.isolation)
-        return whole if whole.mode is not None else IsolationSpec(mode="thread")
+        if whole.mode is not None:
+            return whole
+        return whole.model_copy(update={"mode": "process"}) if otherwise == "process" else IsolationSpec(mode="thread")
+
+    @property
+    def environment_isolation(self) -> IsolationSpec:
+        """Where the environment runs; an adapter whose library is not known to be safe in threads defaults to `process`."""
+        environment = self.environment
+        if environment is None:
+            return self.isolation_of(None)
+        return self.isolation_of(environment.isolation, environment.default_mode)
 
     @model_validator(mode="after")
     def _users_are_chosen(self) -> EpisodeSpec:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from engine.schemas.adapters import AdapterFacts, adapter_facts
 from engine.schemas.base import Seconds
 from engine.schemas.entry import Effects, Entry, IsolationSpec
 
@@ -9,11 +15,42 @@ from engine.schemas.entry import Effects, Entry, IsolationSpec
 class EnvironmentSpec(Entry):
     """The environment of each episode."""
 
+    adapter: str | None = None
+    """The library that `use` belongs to, such as `slime`; left out, `use` is a class of the engine's own form."""
     effects: Effects = "replayable"
     timeout: Seconds = 60.0
     """Deadline for each of its calls."""
     isolation: IsolationSpec | None = None
     """Where it runs; the spec's `isolation` when left out."""
+
+    @property
+    def facts(self) -> AdapterFacts | None:
+        """What holds for its adapter; None: it has none."""
+        return None if self.adapter is None else adapter_facts(self.adapter)
+
+    @property
+    def entry(self) -> Entry:
+        """The class that runs and its keyword arguments: the adapter's, where there is one."""
+        if self.facts is None:
+            return self
+        return Entry(use=self.facts.runs, with_={"use": self.use, **self.with_})
+
+    def entry_in(self, base: Path) -> Entry:
+        """The same for a spec in the folder `base`, which an adapter is given because `use` may be a path."""
+        entry = self.entry
+        return entry if self.facts is None else Entry(use=entry.use, with_={**entry.with_, "base": str(base)})
+
+    @property
+    def default_mode(self) -> Literal["thread", "process"]:
+        """Where it runs if neither its own `isolation` nor the spec's says it."""
+        return "thread" if self.facts is None or self.facts.thread_safe else "process"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _effects_of_adapter(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("adapter"), str) and "effects" not in value:
+            return {**value, "effects": adapter_facts(value["adapter"]).effects}
+        return value
 
 
 class ToolSpec(Entry):

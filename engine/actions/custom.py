@@ -106,11 +106,12 @@ class EnvironmentStep(StepAction):
             raise WorldError(
                 "a state's action is `step`, but the spec has no environment", blame="spec", kind="no_environment"
             )
-        isolation = services.spec.isolation_of(spec.isolation)
+        isolation = services.spec.environment_isolation
+        use = spec.entry.use
         if isolation.mode == "process":
-            events = services.workers.isolation.describe(spec.use, base, isolation).events
+            events = services.workers.isolation.describe(use, base, isolation).events
         else:
-            events = load_entry(spec.use, base).events
+            events = load_entry(use, base).events
         super().__init__(services, "step", tuple(events or ()))
         self._blame = "environment"
         self._what = f"`{spec.use}`.step"

@@ -21,7 +21,7 @@ from engine.actions.workers import Workers, call_world
 from engine.errors import EngineError, WorldError
 from engine.isolation.remote import InvalidArguments, RemoteTool
 from engine.schemas.message import MalformedCall, ToolCall, ToolResult
-from engine.spec.signature import ToolShape, explain, reply_of, shape_of
+from engine.spec.signature import ToolShape, checked_arguments, explain, reply_of, shape_of
 from engine.storable import message_of
 
 if TYPE_CHECKING:
@@ -44,9 +44,8 @@ class BoundTool:
         Raises:
             InvalidArguments: they do not fit its signature.
         """
-        assert self.shape.arguments is not None  # a tool in a worker process is checked there
         try:
-            return dict(self.shape.arguments.model_validate(arguments).__dict__)
+            return checked_arguments(self.shape, arguments)
         except ValidationError as error:
             raise InvalidArguments(explain(error)) from None
 

@@ -106,8 +106,11 @@ class WorldBuilder:
         def factory(entry: Any, role: str, isolation: IsolationSpec | None) -> Factory:
             return Factory(entry, base, spec.isolation_of(isolation), services.workers, role)
 
-        environment = spec.environment
-        self._environment = factory(environment, "environment", environment.isolation) if environment else None
+        self._environment = (
+            Factory(spec.environment.entry_in(base), base, spec.environment_isolation, services.workers, "environment")
+            if spec.environment
+            else None
+        )
         self._people = {
             name: factory(entry, "user", user.isolation)
             if (entry := user.grader if user.model_played else user)

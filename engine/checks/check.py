@@ -25,6 +25,7 @@ UNFINISHED = "check.unfinished"
 def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
     from engine.checks import (  # noqa: F401  (importing them registers their rules)
+        adapters,
         backend,
         credit_reach,
         cycles,

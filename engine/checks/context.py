@@ -153,7 +153,7 @@ class CheckContext:
             if key == "grader":
                 break
             owner = getattr(owner, key) if isinstance(owner, BaseModel) and isinstance(key, str) else owner[key]
-        return self.spec.isolation_of(owner.isolation).mode
+        return self.spec.isolation_of(owner.isolation, getattr(owner, "default_mode", "thread")).mode
 
     def skip(self) -> None:
         """Record that the current rule skipped something because code is not imported."""
@@ -167,7 +167,7 @@ class CheckContext:
         if (facts := ACTIONS.get(state.action)) is not None:
             if facts.events is not None:
                 return facts.events
-            return self.declared(self.spec.environment.use) if self.spec.environment else None
+            return self.declared(self.spec.environment.entry.use) if self.spec.environment else None
         return self.declared(state.action) if ":" in state.action else ()
 
     def speaking(self, role: Literal["user", "tool"]) -> list[str]:
@@ -304,7 +304,7 @@ class CheckContext:
         spec = self.spec
         found = [NamedEntry(("tools", index), tool, "tool") for index, tool in enumerate(spec.tools)]
         if spec.environment:
-            found.insert(0, NamedEntry(("environment",), spec.environment, "environment"))
+            found.insert(0, NamedEntry(("environment",), spec.environment.entry, "environment"))
         for path, user in self.users:
             if user.use is not None:
                 found.append(NamedEntry(path, Entry(use=user.use, with_=user.with_), "user"))

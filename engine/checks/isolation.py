@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
@@ -37,7 +38,7 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
         if not runs:
             message = "a model plays this part, so it has no code that could run in its own process"
             yield Finding(message, at, "remove `isolation`, or give the part `use`", key=True)
-        elif own.limits and spec.isolation_of(own).mode != "process":
+        elif own.limits and spec.isolation_of(own, _default(ctx, path)).mode != "process":
             yield Finding(f"{_names(own)} cannot limit code that runs in the engine's process", at, _PROCESS, key=True)
     whole = spec.isolation
     if whole is None:
@@ -46,11 +47,19 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
         message = "the spec has no environment, tool, user, scorer or action of its own that could be isolated"
         yield Finding(message, ("isolation",), "remove `isolation`", key=True)
     elif whole.mode is None and whole.limits:
-        inherited = any(runs and own is not None and own.mode == "process" for _, own, runs in parts)
+        inherited = any(
+            runs and spec.isolation_of(own, _default(ctx, path)).mode == "process" for path, own, runs in parts
+        )
         if not inherited:
             yield Finding(
                 f"{_names(whole)} cannot limit code that runs in the engine's process", ("isolation",), _PROCESS
             )
+
+
+def _default(ctx: CheckContext, path: DataPath) -> Literal["thread", "process"]:
+    """Where a part runs if neither its own `isolation` nor the spec's says it."""
+    environment = ctx.spec.environment
+    return environment.default_mode if environment is not None and path == ("environment",) else "thread"
 
 
 def _names(isolation: IsolationSpec) -> str:

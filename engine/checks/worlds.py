@@ -192,15 +192,16 @@ def _step(ctx: CheckContext, path: DataPath) -> Iterator[Finding]:
             "the action `step` asks the environment, and the spec has none", path, "add `environment: {use: …}`"
         )
         return
-    thing = ctx.entry(environment.use)
+    use = environment.entry.use
+    thing = ctx.entry(use)
     if isinstance(thing, EntryError):
         return
     if inspect.isclass(thing) and not callable(getattr(thing, "step", None)):
         fix = "add `def step(self, view) -> Step`"
-        yield Finding(f"the action `step` asks `{environment.use}`, which has no method `step`", path, fix)
-    if ctx.declared(environment.use) is None:
+        yield Finding(f"the action `step` asks `{use}`, which has no method `step`", path, fix)
+    if ctx.declared(use) is None:
         fix = 'give it `events = ("done",)`: what its steps may answer'
-        yield Finding(f"`{environment.use}` declares no events for the action `step`", path, fix)
+        yield Finding(f"`{use}` declares no events for the action `step`", path, fix)
 
 
 @rule("world.no-user", "error", "a state asks the user, and the spec has none")
@@ -215,7 +216,7 @@ def no_user(ctx: CheckContext) -> Iterator[Finding]:
 @rule("world.no-tools", "warning", "a state calls tools, and the spec has none")
 def no_tools(ctx: CheckContext) -> Iterator[Finding]:
     """A reachable state with the action `call_tools`, and neither `tools` nor an environment with `tools()`."""
-    if ctx.spec.tools or (ctx.spec.environment and _offers_tools(ctx, ctx.spec.environment.use)):
+    if ctx.spec.tools or (ctx.spec.environment and _offers_tools(ctx, ctx.spec.environment.entry.use)):
         return
     for name in ctx.speaking("tool"):
         fix = "add `tools: [{use: …}]`, or use a machine without them (`machine: retry_with_feedback` or `single_turn`)"

@@ -31,7 +31,7 @@ from engine.errors import EngineError
 from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.reward import RewardEvent
 from engine.spec.entry import load_entry
-from engine.spec.signature import ToolShape, explain, reply_of, shape_of, waits
+from engine.spec.signature import ToolShape, checked_arguments, explain, reply_of, shape_of, waits
 from engine.storable import refusal
 
 METHODS = ("reset", "step", "score", "tools", "respond", "close", "__call__")
@@ -229,9 +229,8 @@ class Server:
 
     def _call_tool(self, id: int, name: str, arguments: dict[str, Any], view: Any, calls: bool) -> bytes:
         function, shape = self._served.tools[id, name]
-        assert shape.arguments is not None
         try:
-            checked = dict(shape.arguments.model_validate(arguments).__dict__)
+            checked = checked_arguments(shape, arguments)
         except ValidationError as error:
             raise _Answered(INVALID, explain(error)) from None
         if not calls:

@@ -84,11 +84,23 @@ PRESETS: Mapping[Preset, MachineSpec] = {
             _CUT_SHORT,
         ],
     ),
+    "step": MachineSpec(
+        initial="PENDING",
+        states=_PENDING | _GENERATING | {"STEPPING": StateSpec(action="step")} | _DONE,
+        transitions=[
+            _READY,
+            TransitionSpec(trigger=["answered", "tool_calls", "malformed"], source="GENERATING", dest="STEPPING"),
+            TransitionSpec(trigger="continue", source="STEPPING", dest="GENERATING"),
+            TransitionSpec(trigger=["done", "truncated"], source="STEPPING", dest="DONE"),
+            _CUT_SHORT,
+        ],
+    ),
 }
 """Each handles all events of its actions, `limit` and `failed`, with an unconditional last transition.
 
 `single_turn`: one reply. `tools`: replies and tool results until a reply calls no tool. `tools_and_user`: a user answers
-each reply that calls no tool, until the user is satisfied or out of turns. `retry_with_feedback`: the same without tools.
+each reply that calls no tool, until the user is satisfied or out of turns. `retry_with_feedback`: the same without tools. `step`: the environment answers each reply, until it is
+done; its events are `continue`, `done` and, if it was cut short, `truncated`.
 """
 
 

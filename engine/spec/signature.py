@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, get_type_hints
+from typing import Any, Literal, Union, get_type_hints
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -73,13 +73,117 @@ def _plain(schema: Any) -> Any:
 def shape_of(function: Callable[..., Any], name: str | None = None) -> ToolShape:
     """Read a tool's name, schema and argument model off its signature and docstring.
 
+    A `DescribedTool` has a schema of its own, which is used as it is.
+
     Raises:
         TypeError: a parameter without a type, a positional-only or variadic one.
     """
+    if isinstance(function, DescribedTool):
+        return function.shape(name)
     target = function if inspect.isroutine(function) else type(function).__call__
     return _shape_of(
         getattr(target, "__func__", target), name or getattr(function, "__name__", type(function).__name__)
     )
+
+
+class DescribedTool:
+    """A tool with a JSON schema of its own, as other libraries describe theirs, instead of a signature.
+
+        DescribedTool("add", "Add two numbers.", {"type": "object", "properties": …}, call, takes_view=True)
+
+    Args:
+        name: The tool's name for the model.
+        description: What the model is told of it.
+        parameters: JSON schema of its arguments: an object. Checked are names, required ones and the types at the top level.
+        call: Called with the arguments by name; may be async.
+        takes_view: `call` has a parameter `view`, which the engine fills in.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        parameters: Mapping[str, Any],
+        call: Callable[..., Any],
+        *,
+        takes_view: bool = False,
+    ) -> None:
+        self.name = name
+        self._schema = {"name": name, "description": description, "parameters": dict(parameters)}
+        self._call = call
+        self._view = "view" if takes_view else None
+
+    def shape(self, name: str | None = None) -> ToolShape:
+        """Its name, schema and the model that checks its arguments."""
+        parameters = self._schema["parameters"]
+        schema = {"type": "function", "function": {**self._schema, "name": name or self.name}}
+        return ToolShape(name or self.name, schema, _arguments_of(orjson.dumps(parameters).decode()), self._view)
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self._call(**arguments)
+
+
+_JSON_TYPES: dict[str, Any] = {
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": bool,
+    "array": list[Any],
+    "object": dict[str, Any],
+    "null": None,
+}
+
+
+class _Given(BaseModel):
+    """Arguments of a described tool: only those that the model gave."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """By the tool's own names."""
+        named = {field.alias or name: getattr(self, name) for name, field in type(self).model_fields.items()}
+        set_ = {
+            type(self).model_fields[name].alias or name
+            for name in self.model_fields_set
+            if name in type(self).model_fields
+        }
+        return {**{name: value for name, value in named.items() if name in set_}, **(self.model_extra or {})}
+
+
+@lru_cache(maxsize=512)
+def _arguments_of(parameters: str) -> type[BaseModel]:
+    """The model that checks arguments against a JSON schema, at the top level."""
+    schema = orjson.loads(parameters)
+    required = set(schema.get("required") or ())
+    fields: dict[str, Any] = {}
+    for index, (name, about) in enumerate((schema.get("properties") or {}).items()):
+        fields[f"field_{index}"] = (_type_of(about), Field(default=... if name in required else None, alias=name))
+    extra: Any = "allow" if schema.get("additionalProperties") else "forbid"
+    return create_model("arguments", __base__=_Given, __config__=None, __cls_kwargs__={"extra": extra}, **fields)
+
+
+def _type_of(about: Any) -> Any:
+    """The Python type of a property; Any where the schema says more than one plain type."""
+    if not isinstance(about, dict):
+        return Any
+    if isinstance(about.get("enum"), list) and about["enum"] and all(isinstance(item, str) for item in about["enum"]):
+        return Literal[tuple(about["enum"])]
+    named = about.get("type")
+    kinds = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    if not kinds or any(kind not in _JSON_TYPES for kind in kinds):
+        return Any
+    found = [_JSON_TYPES[kind] for kind in kinds]
+    return found[0] if len(found) == 1 else Union[tuple(found)]  # noqa: UP007  (built from a list)
+
+
+def checked_arguments(shape: ToolShape, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments as the function takes them.
+
+    Raises:
+        ValidationError: they do not fit its signature or schema.
+    """
+    assert shape.arguments is not None  # a tool in a worker process is checked there
+    found = shape.arguments.model_validate(arguments)
+    return found.given if isinstance(found, _Given) else dict(found.__dict__)
 
 
 @lru_cache(maxsize=512)

@@ -108,6 +108,7 @@ class Conversation:
         "_trail",
         "_verbatim",
         "_waiting",
+        "_written",
         "form",
         "history",
         "messages",
@@ -135,6 +136,8 @@ class Conversation:
         self._trail = Trail()
         self._tapes: list[tuple[Tape, str]] = []
         self._places: list[TurnPlace] = []
+        self._written = ""
+        """The newest reply of a backend that gives text and no ids."""
         self._prompted = 0
         """How many messages are in the current prompt, or were in it when its reply came."""
         self._asked = False
@@ -263,6 +266,17 @@ class Conversation:
     def turns(self) -> list[TurnPlace]:
         """(branch, start, end) of each turn's sampled tokens."""
         return self._places
+
+    @property
+    def written(self) -> str:
+        """The newest reply as it was sampled, without the token that ended it; empty before the first."""
+        if not self._places:
+            return ""
+        branch, start, end = self._places[-1]
+        if start == end:  # of a backend that gives text and no ids
+            return self._written
+        ids = self._tapes[branch][0].ids[start:end]
+        return self.form.decode(ids[:-1] if int(ids[-1]) in self.form.stop_set else ids)
 
     @property
     def images(self) -> list[ImagePart]:
@@ -403,6 +417,7 @@ class Conversation:
         start, end = tape.append("generated", [], turn=turn, logprobs=[])
         self._before = None
         tape.append("bridge", self.form.encode(text))
+        self._written = text
         parsed = self.form.replies.parse_text(text, turn=turn, tools=self._tools or ())
         end_ = _End(None, parsed.thinking, None if self.form.replies.is_plain(parsed) else text)
         return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), end_)

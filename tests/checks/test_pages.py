@@ -30,7 +30,15 @@ REST = {
 """What an example leaves out."""
 WHOLE = {"spec.empty", "spec.missing-key"}
 """Rules whose bad example lacks something that must not be filled in."""
-ELSEWHERE = {"machine.too-large", "model.calls-not-read", "tasks.not-read", "train.no-package", STOPPED, FAILED}
+ELSEWHERE = {
+    "machine.too-large",
+    "model.calls-not-read",
+    "tasks.not-read",
+    "train.no-package",
+    "world.no-package",
+    STOPPED,
+    FAILED,
+}
 """Rules whose bad example would fill pages, or depends on what is installed; they have tests of their own."""
 NO_GOOD = {"tasks.hub", STOPPED, FAILED}
 """A good example would need the network, or is no spec."""

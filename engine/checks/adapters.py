@@ -1,0 +1,49 @@
+"""Rules over `environment.adapter`: its library is installed, and `use` names something that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from engine.checks.context import CheckContext
+from engine.checks.registry import Finding, rule
+from engine.spec.entry import EntryError
+from engine.spec.source import read_entry
+
+
+@rule("world.adapter", "error", "an adapter's file or entry point is not there")
+def adapter_target(ctx: CheckContext) -> Iterator[Finding]:
+    """`environment.use` of an adapter, which names a file, code in a file, or an entry point."""
+    environment = ctx.spec.environment
+    facts = environment.facts if environment is not None else None
+    if environment is None or facts is None or facts.names == "name":
+        return
+    path = ("environment", "use")
+    place, _, name = environment.use.rpartition(":")
+    place = environment.use if facts.names == "file" else place
+    if facts.names == "code" and not (place and name.isidentifier()):
+        yield Finding(f"`{environment.use}` names no function or class", path, f"`use` is {facts.use}")
+    elif facts.names == "file" or place.endswith(".py"):
+        file = ctx.loaded.base / Path(place).expanduser()
+        if not ctx.loaded.access.allows(file):
+            ctx.skip()
+        elif not file.is_file():
+            yield Finding(f"there is no file `{place}`", path, "the path is relative to the spec's folder")
+    else:
+        try:
+            read_entry(environment.use, ctx.loaded.base, ctx.loaded.access)
+        except EntryError as error:
+            message, _, fix = str(error).partition("; ")
+            yield Finding(message, path, fix or None)
+
+
+@rule("world.no-package", "info", "a package that the environment's adapter needs is not installed")
+def adapter_package(ctx: CheckContext) -> Iterator[Finding]:
+    """The packages of `environment.adapter`."""
+    environment = ctx.spec.environment
+    facts = environment.facts if environment is not None else None
+    for package in facts.packages if facts is not None else ():
+        if find_spec(package) is None and facts is not None:
+            message = f"`{package}` is not installed, and a run needs it for the adapter `{facts.name}`"
+            yield Finding(message, ("environment", "adapter"), facts.install)

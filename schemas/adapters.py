@@ -1,0 +1,81 @@
+"""The environments of other libraries that run unchanged: which there are, and what holds for each.
+
+    environment: {adapter: gymnasium, use: FrozenLake-v1, with: {kwargs: {is_slippery: false}}}
+
+The classes that run are in `engine/integrations/worlds/`, one file each; a class is imported when a run needs it, and its
+library when an episode begins. To add an adapter: its file there, and its entry in `ADAPTERS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.schemas.entry import Effects
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFacts:
+    """What holds for one adapter. Checks, docs and engine read these facts here."""
+
+    name: str
+    """What a spec writes as `environment.adapter`."""
+    runs: str
+    """Entry point of the class that runs. It is built with `use`, `base` (the spec's folder) and the spec's `with`."""
+    use: str
+    """What `environment.use` names, in words."""
+    names: Literal["code", "file", "name"]
+    """What `environment.use` is: `code` (`package.module:Name` or `path/file.py:Name`), `file` (a path relative to the
+    spec), or `name` (of the library's own)."""
+    rewards: Literal["turn", "end", "turn and end"]
+    """When its rewards come: each with the turn that earned it, or after the last turn."""
+    packages: tuple[str, ...] = ()
+    """Top-level modules that must be importable."""
+    extra: str | None = None
+    """The engine's extra that installs them; None: they are on no package registry."""
+    effects: Effects = "replayable"
+    """`environment.effects` where the spec does not say it."""
+    thread_safe: bool = False
+    """Whether many environments may run in threads of one process. If not, each runs in a worker process, unless the spec
+    says `isolation: thread`."""
+    images: bool = False
+    """Whether it may show images."""
+    truncates: bool = False
+    """Whether it tells an episode that ran out of time (`truncated`) from one that is over."""
+    reads_written: bool = False
+    """Whether it reads replies as they were sampled (`EpisodeView.written`): with tool calls and reasoning."""
+
+    @property
+    def install(self) -> str:
+        """How its packages are installed."""
+        if self.extra is None:
+            return f"it needs {' and '.join(f'`{name}`' for name in self.packages)} on the import path (PYTHONPATH)"
+        return f"pip install 'episode-engine[{self.extra}]'"
+
+
+ADAPTERS: dict[str, AdapterFacts] = {
+    facts.name: facts
+    for facts in (
+        AdapterFacts(
+            name="slime",
+            runs="engine.integrations.worlds.slime:SlimeWorld",
+            use="an `env_*.py` file of slime's form and its function: `path/env.py:build_env`",
+            names="code",
+            rewards="turn",
+            images=True,
+            reads_written=True,
+        ),
+    )
+}
+"""The adapters that ship, by name."""
+
+
+def adapter_facts(name: str) -> AdapterFacts:
+    """The facts of an adapter.
+
+    Raises:
+        ValueError: there is none of this name; the message lists the names.
+    """
+    if name not in ADAPTERS:
+        raise ValueError(f"there is no adapter `{name}`; write one of {', '.join(f'`{known}`' for known in ADAPTERS)}")
+    return ADAPTERS[name]

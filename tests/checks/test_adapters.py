@@ -1,0 +1,96 @@
+"""Adapters: their names, where they run, and what is checked of `use`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.checks import check_spec
+from engine.errors import SpecError
+from engine.schemas.adapters import ADAPTERS
+from engine.schemas.entry import IsolationSpec
+from engine.schemas.world import EnvironmentSpec
+from engine.spec.access import Access
+from engine.spec.entry import load_entry
+from engine.spec.load import LoadedSpec, load_spec
+from engine.spec.source import declared_events, read_entry
+
+GAME = "def build_env(sample=None, args=None): ...\n"
+
+
+def load(folder: Path, environment: dict[str, Any], **changes: Any) -> LoadedSpec:
+    (folder / "env_game.py").write_text(GAME)
+    spec = {
+        "spec": "episode/v1",
+        "name": "demo",
+        "model": {"path": "m"},
+        "tasks": {"source": "inline", "rows": [{"q": "a"}]},
+        "prompt": [{"role": "user", "content": "{{q}}"}],
+        "environment": {"adapter": "slime", "use": "env_game.py:build_env", **environment},
+        "machine": "step",
+        **changes,
+    }
+    (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
+    return load_spec(folder / "spec.yaml")
+
+
+def errors(loaded: LoadedSpec) -> list[str]:
+    return [f"{item.rule}: {item.message}" for item in check_spec(loaded) if item.rule.startswith("world.")]
+
+
+def test_a_spec_with_an_adapter_is_valid(tmp_path: Path) -> None:
+    assert errors(load(tmp_path, {})) == []
+
+
+def test_an_unknown_adapter_is_refused_and_the_names_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="there is no adapter `slimy`") as caught:
+        load(tmp_path, {"adapter": "slimy"})
+    assert "`slime`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        ("games/env.py:build_env", "there is no file `games/env.py`"),
+        ("env_game.py", "`env_game.py` names no function or class"),
+        ("env_gam:build_env", "there is no module `env_gam`"),
+        ("env_game:build", "`env_game` has no `build`"),
+    ],
+)
+def test_what_use_names_must_be_there(tmp_path: Path, use: str, message: str) -> None:
+    (found,) = errors(load(tmp_path, {"use": use}))
+    assert found.startswith("world.adapter: ")
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    ("own", "whole", "mode"),
+    [
+        (None, None, "process"),
+        ("thread", None, "thread"),
+        (None, "thread", "thread"),
+        ({"memory": "1GB"}, None, "process"),
+        (None, {"memory": "1GB"}, "process"),
+    ],
+)
+def test_a_worker_process_is_the_default(tmp_path: Path, own: Any, whole: Any, mode: str) -> None:
+    parts = {"isolation": own} if own else {}
+    loaded = load(tmp_path, parts, **({"isolation": whole} if whole else {}))
+    found = loaded.spec.environment_isolation
+    assert found.mode == mode
+    if "memory" in str((own, whole)):
+        assert found.memory == IsolationSpec.model_validate({"memory": "1GB"}).memory
+    assert [item.rule for item in check_spec(loaded) if item.rule == "isolation.no-effect"] == []
+
+
+@pytest.mark.parametrize("facts", ADAPTERS.values(), ids=ADAPTERS)
+def test_its_class_says_what_the_table_says(facts: Any) -> None:
+    """Each is importable without its library, and its events are readable as text."""
+    adapter = load_entry(facts.runs, None)
+    assert callable(adapter.reset)
+    if callable(getattr(adapter, "step", None)):
+        assert declared_events(read_entry(facts.runs, None, Access()).node) == adapter.events
+    assert EnvironmentSpec(adapter=facts.name, use="x").effects == facts.effects
