@@ -31,6 +31,25 @@ def tensor_names(folder: Path) -> set[str]:
     return found
 
 
+def tensor_facts(folder: Path) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """Shape of each tensor in a folder's safetensors files, and whether it is of a floating-point type of 16 bits or more.
+
+    Only the headers are read. Empty if there are none, or they cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, tuple[tuple[int, ...], bool]] = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  it is not a mapping
+                    part = tensors.get_slice(name)
+                    found[name] = (tuple(part.get_shape()), part.get_dtype() in ("F64", "F32", "F16", "BF16"))
+    except (OSError, SafetensorError):
+        return {}
+    return found
+
+
 def under_file_names(model: Any, state: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
     """A model's weights under the names that its files use.
 

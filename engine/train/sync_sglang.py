@@ -1,16 +1,20 @@
 """Sends new weights to SGLang servers: through a folder, through shared memory, or as a LoRA adapter.
 
 Invariants:
-- A server that did not load the weights gets no requests until it has (`engine.backends.sglang.control`).
+- A server that did not load the weights gets no requests until it has (`engine.backends.sglang.control`). If a server dies
+  during a push, the push goes on with the others; if all are gone, it begins again when one is back.
+- Weights that do not fit a server's model are refused before anything is sent (`server_models.py`).
 - Files that a server may still read stay in the folder: the newest weights, and adapters that running requests name.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +22,11 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from engine.backends.http.retries import growing_pause
 from engine.backends.sglang.client import PolicyAdapter, SGLangBackend
 from engine.backends.sglang.control import UPDATE_SECONDS, PauseMode, from_disk
-from engine.errors import BackendError, TrainError
+from engine.errors import BackendError, OutageError, TrainError
+from engine.train.server_models import ServerModels
 from engine.train.shared_tensors import SharedBuffer, buckets, buffer_bytes
 
 if TYPE_CHECKING:
@@ -77,14 +83,21 @@ class DiskSync:
         self._backend = backend
         self._folder = folder
         self._mode = mode
+        self._fit = ServerModels(backend)
 
     async def push(self, policy: Policy, version: int) -> None:
         """See `WeightSync`. The folder stays until the next one is loaded, so that a server that comes back can read it."""
+        await self._fit.check(policy)
         target = self._folder / f"version-{version}"
         await asyncio.to_thread(policy.save, target)
         load = _with_retry(from_disk(str(target), version))
-        await _update(self._backend, load, version, f"weights from {target}", self._mode, again=True)
-        await _check_versions(self._backend, version)
+
+        async def update() -> None:
+            source = f"weights from {target}"
+            await self._backend.control.update_weights(load, version, source=source, mode=self._mode)
+            await _check_versions(self._backend, version)
+
+        await _through_outages(self._backend, version, update)
         await asyncio.to_thread(_remove_others, self._folder, "version-*", {target.name})
 
 
@@ -94,9 +107,11 @@ class TensorSync:
     def __init__(self, backend: SGLangBackend, mode: PauseMode) -> None:
         self._backend = backend
         self._mode = mode
+        self._fit = ServerModels(backend)
 
     async def push(self, policy: Policy, version: int) -> None:
         """See `WeightSync`. A server that was not there stays out until the next push."""
+        await self._fit.check(policy)
         pieces = list(buckets(await asyncio.to_thread(policy.weights)))
 
         async def load(server: Server, flush: bool) -> None:
@@ -121,10 +136,14 @@ class TensorSync:
                 raise
             await _post(server, "/end_weight_update", {})
 
-        await _update(
-            self._backend, _with_retry(load), version, f"tensors of version {version}", self._mode, again=False
-        )
-        await _check_versions(self._backend, version)
+        async def update() -> None:
+            source = f"tensors of version {version}"
+            await self._backend.control.update_weights(
+                _with_retry(load), version, source=source, mode=self._mode, again=False
+            )
+            await _check_versions(self._backend, version)
+
+        await _through_outages(self._backend, version, update)
 
 
 class AdapterSync:
@@ -138,18 +157,21 @@ class AdapterSync:
         self._folder = folder
         self._stem = f"policy-{secrets.token_hex(4)}"
         self._old: list[str] = []
+        self._fit = ServerModels(backend)
 
     async def push(self, policy: Policy, version: int) -> None:
         """See `WeightSync`. Older adapters are unloaded at this push or a later one, when no request names them any more."""
         backend = self._backend
         name = f"{self._stem}-{version}"
         target = self._folder / name
+        await self._fit.check(policy, adapter=True)
         await asyncio.to_thread(_write_adapter, policy, target)
-        try:
-            await _retry_once(lambda: backend.control.load_adapter(name, str(target)))
-        except BackendError as error:
-            raise _update_failed(backend, version, error) from error
-        await _check_versions(backend, version, adapter=name)
+
+        async def update() -> None:
+            await backend.control.load_adapter(name, str(target))
+            await _check_versions(backend, version, adapter=name)
+
+        await _through_outages(backend, version, update)
         before = backend.policy
         backend.policy = PolicyAdapter(name, version)
         if before is not None and before.name != name:
@@ -168,13 +190,29 @@ class AdapterSync:
 Load = Callable[["Server", bool], Awaitable[None]]
 
 
-async def _update(
-    backend: SGLangBackend, load: Load, version: int, source: str, mode: PauseMode, *, again: bool
-) -> None:
-    try:
-        await backend.control.update_weights(load, version, source=source, mode=mode, again=again)
-    except BackendError as error:
-        raise _update_failed(backend, version, error) from error
+async def _through_outages(backend: SGLangBackend, version: int, update: Callable[[], Awaitable[None]]) -> None:
+    """Update, again and again while no server is there.
+
+    Raises:
+        OutageError: no server took the weights for `backend.wait`.
+        TrainError: kind `weights_not_taken`: a server refused them.
+    """
+    began = time.monotonic()
+    for number in itertools.count():
+        try:
+            await update()
+            return
+        except BackendError as error:
+            if error.kind != "no_server":
+                raise _update_failed(backend, version, error) from error
+            left = began + backend.outage.limit - time.monotonic()
+            if left <= 0:
+                raise OutageError(
+                    f"no server took version {version} for {backend.outage.limit:g} s (`backend.wait`): {error}",
+                    kind="outage",
+                ) from error
+            log.warning("no server is there for new weights; they are sent again", version=version, reason=str(error))
+            await asyncio.sleep(min(growing_pause(number), left))
 
 
 def _update_failed(backend: SGLangBackend, version: int, error: BackendError) -> TrainError:
@@ -189,11 +227,15 @@ async def _check_versions(backend: SGLangBackend, version: int, adapter: str | N
     """Let every server sample a token, and compare the version that it reports with the one that it was sent."""
     servers = [server for server in backend.workers if server.healthy]
     outcomes = await asyncio.gather(*(_reported_version(server, adapter) for server in servers), return_exceptions=True)
+    there = 0
     for server, outcome in zip(servers, outcomes, strict=True):
         if isinstance(outcome, BackendError):
+            if backend.control.lost(server, outcome):
+                continue
             raise TrainError(
                 f"{server.url} does not sample with version {version}: {outcome}", kind="weights_not_taken"
             )
+        there += 1
         if isinstance(outcome, BaseException):
             raise outcome
         # With an adapter a server reports the version of the base model; that it accepts the adapter is enough.
@@ -203,6 +245,8 @@ async def _check_versions(backend: SGLangBackend, version: int, adapter: str | N
                 "updates this server as well, or the server does not keep versions",
                 kind="weights_not_taken",
             )
+    if servers and not there:
+        raise BackendError(f"every server was lost after it was sent version {version}", kind="no_server")
 
 
 async def _reported_version(server: Server, adapter: str | None) -> str:

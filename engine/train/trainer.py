@@ -174,8 +174,6 @@ class Trainer:
     async def _push_weights(self) -> None:
         """Send the current weights to the backend."""
         policy = self._learner.policy
-        if self._backend.outage is not None:
-            await self._backend.outage.wait()
         with contextlib.ExitStack() as whole:
             await asyncio.to_thread(whole.enter_context, self._process_group.full_parameters(policy.model))
             await self._sync.push(policy, self._state.version)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, TrainError
@@ -305,7 +305,7 @@ async def test_ways_that_do_not_fit_are_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["disk", "tensors"])
-async def test_of_two_servers_one_that_died_is_named_and_the_other_goes_on(
+async def test_of_two_servers_one_that_died_is_out_and_the_push_goes_on_with_the_other(
     sglang_server: Running,
     second_server: Running,
     chat_format: ChatFormat,
@@ -320,10 +320,8 @@ async def test_of_two_servers_one_that_died_is_named_and_the_other_goes_on(
         await sync.push(policy, 1)
         assert {server.version for server in backend.workers} == {"1"}
         second_server.kill()
-        with pytest.raises(TrainError, match=f"version 2 did not reach every server: .*{second_server.url}") as caught:
-            await sync.push(policy, 2)
-        assert caught.value.kind == "weights_not_taken"
-        backend.workers[1].healthy = False  # as the pool finds out with the next request
+        await sync.push(policy, 2)
+        assert [server.healthy for server in backend.workers] == [True, False]
         nudge(policy)
         await sync.push(policy, 3)
         assert spans(await backend.generate(request())) == [(3, 24)]
@@ -332,3 +330,16 @@ async def test_of_two_servers_one_that_died_is_named_and_the_other_goes_on(
         again = await started(chat_format, tiny_model_dir, sglang_server)
         await again.control.update_weights_from_disk(str(tiny_model_dir), 0)
         await again.close()
+
+
+async def test_weights_of_another_shape_are_refused_before_they_are_sent(
+    backend: SGLangBackend, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = AutoConfig.from_pretrained(tiny_model_dir)
+    config.intermediate_size = 96
+    other = tmp_path / "other"
+    AutoModelForCausalLM.from_config(config).save_pretrained(other)
+    sync = open_sync(spec_of(other), backend, tmp_path, lora=False)
+    with pytest.raises(TrainError, match=r"another model than the one that is trained: .*down_proj.* has shape"):
+        await sync.push(policy_of(other), 1)
+    assert spans(await backend.generate(request())) == [(0, 24)]

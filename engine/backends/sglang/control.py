@@ -7,6 +7,7 @@ requests sample with the same weights and have the same adapters.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal, NamedTuple
@@ -23,10 +24,16 @@ PauseMode = Literal["in_place", "retract", "abort"]
 UPDATE_SECONDS = 600.0
 """Time limit for loading weights or an adapter, in seconds."""
 PAUSE_SECONDS = 60.0
+_RESUME = {"torch_empty_cache": False}
+"""Emptying torch's cache needs CUDA; it is a hint, and the next allocation does without."""
 
 
 Load = Callable[[Server, bool], Awaitable[None]]
 """Gives a server weights; the bool says whether the prefixes that it has cached are dropped. Raises BackendError."""
+
+
+class _NoServer(BackendError):
+    """No server is left for a call that concerns all of them. Kind `no_server`."""
 
 
 class _Weights(NamedTuple):
@@ -92,9 +99,7 @@ class Control:
 
     async def _resume(self, servers: list[Server]) -> None:
         self._paused = None
-        # emptying torch's cache on resuming needs CUDA; it is a hint, and the next allocation does without
-        body = {"torch_empty_cache": False}
-        await self._all("POST", "/continue_generation", body, seconds=PAUSE_SECONDS, servers=servers)
+        await self._all("POST", "/continue_generation", _RESUME, seconds=PAUSE_SECONDS, servers=servers)
 
     @asynccontextmanager
     async def _held(self, mode: PauseMode, servers: list[Server]) -> AsyncIterator[None]:
@@ -123,8 +128,8 @@ class Control:
             load_format: SGLang's; its own choice when left out.
 
         Raises:
-            BackendError: a server did not take them (kind `update_failed`); it is out of the pool, and is given
-                them again before it comes back.
+            BackendError: a server refused them (kind `update_failed`), or no server is there (kind `no_server`). A server
+                that dies meanwhile is out of the pool, and is given them before it comes back; the others go on.
         """
         load = from_disk(str(path), version, load_format)
         await self.update_weights(load, version, source=f"weights from {path}", mode=mode)
@@ -151,8 +156,8 @@ class Control:
             held = self._paused or mode
             try:
                 if self._paused is None:
-                    async with self._held(mode, servers):
-                        await self._load_everywhere(weights, servers, flush=held != "in_place")
+                    async with self._paused_for_update(mode, servers) as paused:
+                        await self._load_everywhere(weights, paused, flush=held != "in_place")
                 else:
                     await self._load_everywhere(weights, servers, flush=held != "in_place")
             finally:
@@ -161,20 +166,78 @@ class Control:
                     if held == "in_place":
                         self.prefixes = self._weights.name
 
+    @asynccontextmanager
+    async def _paused_for_update(self, mode: PauseMode, servers: list[Server]) -> AsyncIterator[list[Server]]:
+        """Pause servers; yields those that are still there. A server that is lost while paused is resumed by `catch_up`."""
+        paused = servers
+        try:
+            paused = await self._each(servers, "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS)
+            yield paused
+        finally:
+            there = [server for server in paused if server.healthy or server not in self._pool.servers]
+            with contextlib.suppress(_NoServer):
+                await self._each(there, "/continue_generation", _RESUME, seconds=PAUSE_SECONDS)
+
     async def _load_everywhere(self, weights: _Weights, servers: list[Server], *, flush: bool) -> None:
         previous, self._weights = self._weights, weights
         outcomes = await asyncio.gather(
             *(self._load(server, weights, flush) for server in servers), return_exceptions=True
         )
         failures = [(s, o) for s, o in zip(servers, outcomes, strict=True) if isinstance(o, BaseException)]
-        if failures and len(failures) == len(servers) and weights.again:
-            self._weights = previous  # nobody took them: what was there is still what everybody has
-        else:
-            for server, error in failures:
-                self._out(server, f"did not take weights {weights.name!r}: {error}")
-        if failures or not servers:
-            reasons = "; ".join(str(error) for _, error in failures) or "no server is there"
+        nobody = len(failures) == len(servers)
+        if nobody and weights.again:
+            self._weights = previous  # what was there is still what everybody has
+        refusals = []
+        for server, error in failures:
+            if not self._lost(server, error):
+                refusals.append(error)
+                if not (nobody and weights.again):
+                    self._out(server, f"did not take weights {weights.name!r}: {error}")
+        if refusals:
+            reasons = "; ".join(map(str, refusals))
             raise BackendError(f"{weights.source} were not loaded everywhere: {reasons}", kind="update_failed")
+        if nobody:
+            reasons = "; ".join(str(error) for _, error in failures) or "no server is there"
+            raise _NoServer(f"no server loaded {weights.source}: {reasons}", kind="no_server")
+
+    def lost(self, server: Server, error: BackendError) -> bool:
+        """Take a server out if it cannot be asked any more; `catch_up` gives it what it misses when it is back.
+
+        Returns:
+            False if the server is there and refused, or is behind a router, which may still send it requests.
+        """
+        return self._lost(server, error)
+
+    def _lost(self, server: Server, error: BaseException) -> bool:
+        if not isinstance(error, BackendError) or not error.retryable or server not in self._pool.servers:
+            return False
+        self._out(server, str(error))
+        return True
+
+    async def _each(self, servers: list[Server], path: str, body: Any, *, seconds: float = 30.0) -> list[Server]:
+        """POST to each server, and take out those that are lost. Returns the others.
+
+        Raises:
+            BackendError: a server refused (kind `control_failed`), or all were lost (kind `no_server`).
+        """
+        outcomes = await asyncio.gather(
+            *(server.json("POST", path, body, timeout=seconds) for server in servers), return_exceptions=True
+        )
+        there: list[Server] = []
+        reasons: list[str] = []
+        refused: list[str] = []
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if not isinstance(outcome, BaseException):
+                there.append(server)
+            elif isinstance(outcome, BackendError):
+                (reasons if self._lost(server, outcome) else refused).append(str(outcome))
+            else:
+                raise outcome
+        if refused:
+            raise BackendError(f"{path} failed: {'; '.join(refused)}", kind="control_failed")
+        if not there:
+            raise _NoServer(f"{path}: {'; '.join(reasons) or 'no sglang server is there'}", kind="no_server")
+        return there
 
     async def _takers(self, again: bool) -> list[Server]:
         """The servers that are there; where it is now or never, also those that were away and answer again."""
@@ -207,16 +270,26 @@ class Control:
             pinned: keep it in the servers' memory.
 
         Raises:
-            BackendError: a server did not take it (was it started with `--enable-lora`?); it is loaded nowhere.
+            BackendError: a server refused it (was it started with `--enable-lora`?); it is loaded nowhere. Or no server is
+                there (kind `no_server`). A server that dies meanwhile is given it when it is back.
         """
         async with self._lock:
             if name in self._adapters:
                 await self._unload(name)
-            try:
-                await self._all("POST", "/load_lora_adapter", _adapter(name, path, pinned), seconds=UPDATE_SECONDS)
-            except BackendError:
-                await asyncio.gather(*(self._unload_from(server, name) for server in self._reachable()))
-                raise
+            asked: list[Server] = []
+            # A server that comes back meanwhile does not know of this adapter: it is asked as well.
+            while (servers := [server for server in self._reachable() if server not in asked]) or not asked:
+                asked += servers
+                try:
+                    await self._each(
+                        servers, "/load_lora_adapter", _adapter(name, path, pinned), seconds=UPDATE_SECONDS
+                    )
+                except _NoServer:
+                    if not any(server.healthy for server in asked):
+                        raise
+                except BackendError:
+                    await asyncio.gather(*(self._unload_from(server, name) for server in self._reachable()))
+                    raise
             self._adapters[name] = (str(path), pinned)
             self.unloaded.discard(name)
 
@@ -235,9 +308,10 @@ class Control:
         return list(self._adapters)
 
     async def _unload(self, name: str) -> None:
-        await self._all("POST", "/unload_lora_adapter", {"lora_name": name}, seconds=UPDATE_SECONDS)
-        self._adapters.pop(name, None)
+        self._adapters.pop(name, None)  # also where a server is lost: it must not be given it again when it is back
         self.unloaded.add(name)
+        with contextlib.suppress(_NoServer):
+            await self._each(self._reachable(), "/unload_lora_adapter", {"lora_name": name}, seconds=UPDATE_SECONDS)
 
     async def _unload_from(self, server: Server, name: str) -> None:
         try:
@@ -265,6 +339,8 @@ class Control:
         Raises:
             BackendError: It cannot load it now; it stays out of the pool.
         """
+        if self._paused is None:  # it may have been lost in the middle of an update, after it was paused
+            await server.json("POST", "/continue_generation", _RESUME, timeout=PAUSE_SECONDS)
         if self._weights is not None:
             info = await server.json("GET", "/model_info")
             if str(info["weight_version"]) != self._weights.name:
