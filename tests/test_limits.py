@@ -118,6 +118,7 @@ print("TOLD", json.dumps(told))
 """
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_added_is_known_everywhere(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     skip = shutil.ignore_patterns("__pycache__")

@@ -47,7 +47,7 @@ def endless() -> list[Any]:
     [
         None, True, 0, 2**63 - 1, -(2**63), 1e308, -0.0, "", "é\U0001f600\x00", {"": {"": []}}, nested(MAX_DEPTH),
         (1, (2,)), np.float64(0.5), np.float32(0.5), np.int8(3), np.bool_(True), np.arange(3), np.zeros((2, 2)),
-        Color.RED, Level.HIGH, "x" * MAX_SIZE, shared(16),
+        Color.RED, Level.HIGH, "x" * MAX_SIZE, shared(13),
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip

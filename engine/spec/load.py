@@ -222,7 +222,7 @@ def validate(document: Document, model: type[Model]) -> tuple[Model | None, list
     Where a string is wanted and `${ENV}` or `--set` gave something that reads as a number, its text is taken.
     """
     try:
-        return model.model_validate_json(json.dumps(document.data), strict=True, by_alias=True, by_name=False), []
+        return _validated(model, document.data), []
     except ValidationError as error:
         problems, as_text = diagnose(error, model, document)
     if not as_text:
@@ -234,6 +234,15 @@ def validate(document: Document, model: type[Model]) -> tuple[Model | None, list
         owner[path[-1]] = document.rereads[path]
     rest = {path: text for path, text in document.rereads.items() if path not in as_text}
     return validate(replace(document, rereads=rest), model)
+
+
+def _validated(model: type[Model], data: Any) -> Model:
+    """Validate strictly, as JSON: there a mapping may stand for a data class."""
+    try:
+        text = json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # bytes of an environment variable that are no text; JSON cannot hold them
+        return model.model_validate(data, strict=True, by_alias=True, by_name=False)
+    return model.model_validate_json(text, strict=True, by_alias=True, by_name=False)
 
 
 def read_spec(

@@ -98,7 +98,7 @@ def check(episodes: dict[str, Trajectory], bad: list[dict[str, str]]) -> None:
     ("form", "places", "hows"),
     [
         ("", PLACES, MISBEHAVIOURS),
-        ("_async", ("tool", "user"), ("sleep", "swallow", "exit")),
+        pytest.param("_async", ("tool", "user"), ("sleep", "swallow", "exit"), marks=pytest.mark.slow),
         pytest.param("_async", PLACES, MISBEHAVIOURS, marks=pytest.mark.slow),
     ],
 )

@@ -68,6 +68,7 @@ def train(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["train", *arguments, "--quiet"])
 
 
+@pytest.mark.slow
 def test_a_requeued_job_repeats_its_command(spec: Path) -> None:
     command = [str(spec), "--out", "runs", "--run-name", "job-7", "--resume", "auto"]
     for steps in (2, 3, 3):

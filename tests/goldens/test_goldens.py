@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from golden_kit import NAMES, kept, rows_of
+from slow_cases import slow_but
 
 pytestmark = pytest.mark.xdist_group("shipped-tokenizers")  # one process loads them
 
@@ -15,7 +16,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("goldens")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, "qwen2_5-images", "qwen3-thinking", "qwen3-tools"))
 async def test_rows_are_the_ones_that_were_written_down(name: str, folder: Path) -> None:
     rows = await rows_of(name, folder)
     for row, golden in zip(rows, kept(name), strict=True):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow_cases import slow_but
 
 from engine.runner.suspects import APART, BY_ITSELF, GIVEN_UP, Suspects
 from engine.schemas.trajectory import Trajectory
@@ -23,7 +24,7 @@ ROWS = [{"id": f"healthy-{index}"} for index in range(12)]
 BLAMES = {"environment": "environment", "tool": "tool", "counter": "tool", "user": "user", "scorer": "environment"}
 
 
-@pytest.mark.parametrize("role", BLAMES)
+@pytest.mark.parametrize("role", slow_but(BLAMES, "environment", "tool"))
 async def test_an_episode_that_was_in_flight_at_two_crashes_kills_a_worker_and_nothing_else(
     role: str, write: Callable[..., Path], run_here: Callable[..., Any]
 ) -> None:

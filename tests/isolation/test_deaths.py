@@ -162,6 +162,7 @@ def test_a_fifth_of_the_episodes_do_harm_and_the_others_are_untouched(
         check(replace(episode, task_id="healthy-" if role == "healthy" else f"{role}-{kind}"))
 
 
+@pytest.mark.slow
 async def test_the_engine_imports_nothing_that_is_isolated(
     write: Callable[..., Path], run_here: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -226,6 +227,7 @@ async def test_limits_of_processes_and_cpu_time_bind(write: Callable[..., Path],
         assert found["bomb"].outcome.failure.blame == "environment"
 
 
+@pytest.mark.slow
 async def test_nothing_is_left_of_a_worker_that_leaves_processes_behind(
     write: Callable[..., Path], run_here: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import worlds_for_tests as worlds
 from endings import CASES, ONCE, ONE, filled
+from slow_cases import slow_but
 from stopping import Resumed, content
 
 from engine.schemas.journal import JournalEntry
@@ -30,9 +31,7 @@ QUICK = {
         "score at the end",
         "a final state without an action",
         "tools and a user, and an environment that scores",
-        "a replayable tool",
         "a user that a model plays",
-        "the world was never built",
         "a step fails, and the episode goes on",
     ],
 }
@@ -193,7 +192,7 @@ async def test_who_waits_to_be_finished_is_finished_when_the_run_is_interrupted(
         assert len(store.finished()) == 7
 
 
-@pytest.mark.parametrize("commits", [2, 9])
+@pytest.mark.parametrize("commits", slow_but([2, 9], 9))
 async def test_interrupting_many_episodes_pays_each_final_score_once(
     make_spec: Any, tmp_path: Path, commits: int, monkeypatch: Any
 ) -> None:

@@ -169,7 +169,7 @@ documents = st.dictionaries(names, values, max_size=6).map(lambda found: yaml.sa
 texts = soup | edits | exchanges | documents | st.text()
 
 
-@settings(max_examples=examples(250), deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=QUIET)
 @given(texts)
 def test_any_text_is_read_or_refused(tmp_path: Path, text: str) -> None:
     check(text, tmp_path)

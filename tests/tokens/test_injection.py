@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from shipped_tokenizers import unpack
+from slow_cases import slow_but
 
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import Message, ToolCall
@@ -59,7 +60,7 @@ def added(form: ChatFormat, ids: Any) -> list[int]:
     return [int(id_) for id_ in ids if int(id_) in known]
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen2_5"])
+@pytest.mark.parametrize("model", slow_but(["qwen3", "qwen2_5"], "qwen3"))
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("role", ["user", "tool", "system"])
 def test_text_of_a_message_is_text(load: Callable[..., ChatFormat], model: str, attack: str, role: str) -> None:

@@ -132,6 +132,7 @@ def spec(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) 
     return path
 
 
+@pytest.mark.slow
 def test_an_adapter_is_evaluated_as_the_whole_model_that_it_makes(
     spec: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:

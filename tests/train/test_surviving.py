@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import worlds_for_training as worlds
 from safetensors.torch import load_file
+from slow_cases import slow_but
 
 from engine.errors import FailingError, OutageError, StoreError, TrainError
 from engine.runner.run import Runner
@@ -115,12 +116,7 @@ def uninterrupted() -> dict[str, Any]:
     return {}
 
 
-def some_slow(names: Any, *default: str) -> list[Any]:
-    """Parameters of which only the default ones belong to the default run: each takes seconds."""
-    return [pytest.param(name, marks=() if name in default else (pytest.mark.slow,)) for name in names]
-
-
-@pytest.mark.parametrize("place", some_slow(PLACES, "between checkpoint and metrics", "after the batch is logged"))
+@pytest.mark.parametrize("place", slow_but(PLACES, "after the batch is logged"))
 async def test_killed_anywhere_and_resumed_it_is_the_training_that_was_not_killed(
     place: str, exact_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: dict[str, Any]
 ) -> None:
@@ -212,7 +208,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", some_slow(ERRORS, "outage"))
+@pytest.mark.parametrize("name", slow_but(ERRORS, "outage"))
 async def test_whatever_ends_a_training_its_last_state_is_saved_and_named(
     name: str, train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +228,7 @@ async def test_whatever_ends_a_training_its_last_state_is_saved_and_named(
     assert str(kept) in str(caught.value)
 
 
+@pytest.mark.slow
 async def test_a_simulator_that_breaks_for_good_costs_no_step(
     train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,7 +255,7 @@ async def test_a_simulator_that_breaks_for_good_costs_no_step(
     assert len(set(trained(again))) == 10
 
 
-@pytest.mark.parametrize("several", some_slow(["minibatches", "update_epochs"], "minibatches"))
+@pytest.mark.parametrize("several", slow_but(["minibatches", "update_epochs"], "minibatches"))
 async def test_the_updates_before_one_that_diverges_are_saved(
     several: str, train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +332,7 @@ async def test_tasks_that_have_changed_are_refused(train_spec: Any, tmp_path: Pa
         await resumed(trainer).run()
 
 
+@pytest.mark.slow
 async def test_steps_whose_episodes_are_gone_are_sampled_again(
     train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

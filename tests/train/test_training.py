@@ -77,6 +77,7 @@ async def test_the_model_gets_better(train_spec: Any, tmp_path: Path) -> None:
         assert {"time/rollout", "time/update", "time/sync", "loss", "grad_norm", "policy/entropy"} <= set(line)
 
 
+@pytest.mark.slow
 async def test_a_resumed_training_is_the_one_that_never_stopped(train_spec: Any, tmp_path: Path) -> None:
     # the sampler's own log-probs depend on who shares its batches, in the last digits; uncorrected, nothing learns of them
     train = {"checkpoints": {"every": 2, "keep": 5}, "rollout_correction": {"kind": "none"}, "minibatches": 2}

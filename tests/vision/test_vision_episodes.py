@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import vision_kit
 from recompute import apart
+from slow_cases import slow_but
 from vision_worlds import FIRST, MACHINE, SECOND, THIRD
 
 from engine.cli.export import export
@@ -131,7 +132,7 @@ def test_a_fork_holds_the_images_that_it_shares(make_spec: Any, run_spec: Any, t
         assert fork.image(digest_of(FIRST)).data == FIRST
 
 
-@pytest.mark.parametrize("family", vision_kit.BUILDERS)
+@pytest.mark.parametrize("family", slow_but(vision_kit.BUILDERS, "qwen3_vl", "smolvlm"))
 async def test_log_probs_are_those_of_transformers_over_the_exported_row(
     make_spec: Any, run_spec: Any, vlm: Any, family: str
 ) -> None:
