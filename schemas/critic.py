@@ -27,7 +27,7 @@ BootstrapLimit = Literal[
 """A limit that can end an episode, by its name in outcomes."""
 
 
-class Critic(Contract):
+class CriticBase(Contract):
     """Base class of the critics."""
 
     head: ClassVar[str] = "engine.train.critic:LinearHead"
@@ -65,7 +65,7 @@ class Critic(Contract):
         return None, None
 
 
-class ProbeCritic(Critic):
+class ProbeCritic(CriticBase):
     """A small network on the policy's hidden states, whose gradient does not reach the policy."""
 
     head: ClassVar[str] = "engine.train.critic:ProbeHead"
@@ -75,7 +75,7 @@ class ProbeCritic(Critic):
     """Width of its hidden layer."""
 
 
-class HeadCritic(Critic):
+class HeadCritic(CriticBase):
     """A linear layer on the policy's last hidden states. Its gradient also trains the policy's weights; with LoRA, the adapter."""
 
     kind: Literal["head"] = "head"
@@ -87,7 +87,7 @@ class HeadCritic(Critic):
         return self.coefficient
 
 
-class NetworkCritic(Critic):
+class NetworkCritic(CriticBase):
     """A model of its own with a linear layer. All of its weights are trained, also if the policy trains a LoRA adapter."""
 
     own_model: ClassVar[bool] = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.schemas.critic import Critic
+from engine.schemas.critic import CriticBase
 from engine.train.metric_sums import MetricSums
 from engine.train.tokens import ValueTokens
 
@@ -35,7 +35,7 @@ def value_losses(values: Tensor, old: Tensor, returns: Tensor, clip: float | Non
     return 0.5 * torch.where(decides, clipped, plain), decides
 
 
-def value_objective(spec: Critic, tokens: ValueTokens) -> tuple[Tensor, MetricSums]:
+def value_objective(spec: CriticBase, tokens: ValueTokens) -> tuple[Tensor, MetricSums]:
     """The contribution of a micro-batch to the value loss of an update, a scalar with its graph, and its metrics.
 
     Args:
