@@ -53,14 +53,14 @@ def valued(rows: list[dict[str, Any]], cut: bool = False) -> list[dict[str, Any]
     return found
 
 
-def learner_of(folder: Path, critic: dict[str, Any], credit: str = "gae", **train: Any) -> Learner:
+def learner_of(folder: Path, critic: dict[str, Any], credit: dict[str, Any] | None = None, **train: Any) -> Learner:
     settings = {"optimizer": {"lr": 1e-3, "max_grad_norm": None}, "critic": critic} | train
     spec = TrainSpec.model_validate(settings)
     policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None)
     group = SingleProcessGroup()
     assert spec.critic is not None
     model = open_model(folder, spec, temperature=1.0, vocab=None, vision=None) if spec.critic.own_model else None
-    made = Critic(spec.critic, read_credit({"method": credit}), policy, group, seed=spec.seed, model=model)
+    made = Critic(spec.critic, read_credit(credit or {"method": "gae"}), policy, group, seed=spec.seed, model=model)
     return Learner(policy, spec, episode_tokens=64, process_group=group, critic=made)
 
 
@@ -93,9 +93,9 @@ def test_the_update_is_the_same_however_the_rows_are_packed(kind: str, tiny_mode
 def test_a_critic_learns_and_only_a_head_changes_the_policy(kind: str, tiny_model_dir: Path) -> None:
     """In the warm-up the critic alone is trained. The gradient of a value reaches the policy from a `head` only."""
     rows = valued(make_rows())
-    learner = learner_of(tiny_model_dir, KINDS[kind] | {"warmup_steps": 40})
+    learner = learner_of(tiny_model_dir, KINDS[kind] | {"warmup_steps": 20})
     before = weights(learner)
-    told = [learner.step(rows, step) for step in range(40)]
+    told = [learner.step(rows, step) for step in range(20)]
     after = weights(learner)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved
@@ -149,6 +149,30 @@ def test_a_checkpoint_brings_the_critic_back(kind: str, tiny_model_dir: Path, tm
         Checkpoints.read(checkpoint, learner_of(tiny_model_dir, KINDS[other]))
 
 
+@pytest.mark.parametrize("kind", ["probe", "head"])
+def test_with_lora_the_head_is_whole_and_the_trunk_moves_by_its_adapter(kind: str, tiny_model_dir: Path) -> None:
+    """The value loss reaches the adapter from a `head` only; the base model never moves."""
+    rows = valued(make_rows())
+    learner = learner_of(tiny_model_dir, KINDS[kind], lora={"rank": 2}, update_epochs=2)
+    base = {name: each.clone() for name, each in learner.policy.model.state_dict().items() if ".lora_" not in name}
+    before = weights(learner)
+    learner.step(rows, 0)
+    learner.step(rows, 1)
+    after = learner.policy.model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in base.items())
+    moved = {name for name, tensor in weights(learner).items() if not torch.equal(before[name], tensor)}
+    assert {"critic.last.weight", "critic.last.bias"} <= moved
+    assert any(".lora_" in name for name in moved)
+    (pack,) = learner._packs(rows)
+    assert learner.critic is not None
+    learner.policy.values(pack, learner.critic.head).sum().backward()  # type: ignore[no-untyped-call]
+    reached = [
+        name for name, each in learner.policy.model.named_parameters() if each.grad is not None and each.grad.any()
+    ]
+    assert all(".lora_" in name for name in reached)
+    assert bool(reached) == (kind == "head")
+
+
 def test_a_value_that_is_not_finite_changes_nothing(tiny_model_dir: Path) -> None:
     learner = learner_of(tiny_model_dir, KINDS["probe"] | {"lr": 1.0})
     before = weights(learner)
@@ -162,7 +186,7 @@ def test_a_value_that_is_not_finite_changes_nothing(tiny_model_dir: Path) -> Non
 
 def test_a_method_without_values_has_no_critic(tiny_model_dir: Path) -> None:
     with pytest.raises(TrainError, match="the credit method reads no values"):
-        learner_of(tiny_model_dir, KINDS["probe"], credit="outcome")
+        learner_of(tiny_model_dir, KINDS["probe"], credit={"method": "outcome"})
 
 
 # ---- whole trainings

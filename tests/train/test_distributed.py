@@ -44,7 +44,17 @@ def launched(launcher: str, folder: Path, tied: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "kind"), [("accelerate", "plain"), ("torchrun", "tied"), ("torchrun", "lora")])
+@pytest.mark.parametrize(
+    ("launcher", "kind"),
+    [
+        ("accelerate", "plain"),
+        ("torchrun", "tied"),
+        ("torchrun", "lora"),
+        ("torchrun", "probe"),
+        ("torchrun", "head"),
+        ("torchrun", "network"),
+    ],
+)
 def test_two_processes_do_the_steps_of_one(launcher: str, kind: str, tmp_path: Path) -> None:
     """Loss, gradient norm, metrics, weights and moments over three steps, checkpoints, and a step from one."""
     save_model(tmp_path / "model", tied=kind == "tied")
@@ -73,8 +83,10 @@ def test_two_processes_do_the_steps_of_one(launcher: str, kind: str, tmp_path: P
     for name in before:
         assert tensors[f"again.{name}"].equal(tensors[f"weights.{name}"])
     assert max(float((wanted[f"weights.{name}"] - tensor).abs().max()) for name, tensor in before.items()) > 1e-2
+    for name in [name for name in tensors if name.startswith("critic.")]:
+        assert tensors[name.replace("critic.", "critic-again.", 1)].equal(tensors[name])
     files = [path.relative_to(numbers["checkpoint"]) for path in Path(numbers["checkpoint"]).rglob("*.safetensors")]
-    assert len(files) == 3
+    assert len(files) == 3 + (kind in ("probe", "head", "network"))
     for file in files:
         same_tensors(load_file(told["checkpoint"] / file), load_file(numbers["checkpoint"] / file))
 

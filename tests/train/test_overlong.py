@@ -1,0 +1,102 @@
+"""Long replies: masked, or penalized as in DAPO; and which limit cut an episode."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.schemas.generation import FinishReason
+from engine.schemas.limits import LimitsSpec
+from engine.schemas.train import OverlongPenalty
+from engine.schemas.trajectory import Outcome, Trajectory, Turn
+from engine.spec.load import load_spec
+from engine.store import RunStore
+from engine.store.header import RunHeader
+from engine.train import folder as folders
+from engine.train.batches import RowBuilder
+from engine.train.overlong import PENALTY, cut_by, penalized
+from engine.train.trainer import Trainer
+
+
+def trajectory(*sizes: int, event: str = "answered", limit: str | None = None, finish: Any = "stop") -> Trajectory:
+    turns = [
+        Turn(index=index, branch=0, start=0, end=size, finish=FinishReason(type=finish), event="answered")
+        for index, size in enumerate(sizes)
+    ]
+    outcome = Outcome(state="DONE", event=event, limit=limit)
+    return Trajectory(
+        run_id="r", episode_id="t/0", task_id="t", sample_index=0, seed=0, history="branch", outcome=outcome, messages=[],
+        turns=turns, branches=[],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "reward"), [(1, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0)])
+def test_the_penalty_is_equation_13_of_dapo(size: int, reward: float) -> None:
+    """L_max 100, L_cache 20."""
+    penalty = OverlongPenalty(margin=20)
+    found = penalized(trajectory(5, size), penalty, 100).postings
+    assert [(each.turn, each.name, each.delta) for each in found] == (
+        [(1, PENALTY, pytest.approx(reward))] if reward else []
+    )
+    doubled = penalized(trajectory(5, size), OverlongPenalty(margin=20, coefficient=2.0), 100).postings
+    assert sum(each.delta for each in doubled) == pytest.approx(2 * reward)
+
+
+@pytest.mark.parametrize(
+    ("made", "limits", "expected"),
+    [
+        (trajectory(4), {}, None),
+        (trajectory(4, event="limit", limit="assistant_turns"), {}, "assistant_turns"),
+        (trajectory(8, event="truncated", finish="length"), {"turn_tokens": 8}, "turn_tokens"),
+        (trajectory(4, event="truncated", finish="length"), {"turn_tokens": 8, "episode_tokens": 64}, "episode_tokens"),
+        (trajectory(4, event="truncated", finish="length"), {"turn_tokens": 8}, "context"),
+        (trajectory(8, event="satisfied", finish="length"), {"turn_tokens": 8}, None),
+    ],
+)
+def test_which_limit_cut_an_episode(made: Trajectory, limits: dict[str, Any], expected: str | None) -> None:
+    assert cut_by(made, LimitsSpec(**limits)) == expected
+
+
+async def test_rows_of_a_training(train_spec: Any, tmp_path: Path) -> None:
+    """The tiny model's replies of at most 6 tokens are nearly all cut: masked, penalized, or valued after the cut."""
+    loaded = load_spec(
+        train_spec(train={"steps": 1}, limits={"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64})
+    )
+    trainer = Trainer(loaded, folders.begin(tmp_path / "runs", RunHeader.of(loaded)))
+    await trainer.run()
+    with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
+        group = [each for each in store.trajectories() if each.task_id == next(iter(store.trajectories())).task_id]
+
+    def rows(**train: Any) -> list[dict[str, Any]]:
+        spec, changed = loaded.spec, loaded.spec.train
+        assert changed is not None
+        credit = {"credit": {"method": "gae"}} if "critic" in train else spec.rewards.model_dump()
+        rewards = type(spec.rewards).model_validate(credit)
+        whole = type(changed).model_validate(changed.model_dump() | train)
+        return RowBuilder(spec.model_copy(update={"rewards": rewards}), whole, loaded.base).rows(group)
+
+    plain, masked = rows(), {row["episode_id"]: row for row in rows(overlong="mask")}
+    cut = {each.episode_id: {turn.index for turn in each.turns if turn.finish.type == "length"} for each in group}
+    assert any(cut.values())
+    for row in plain:
+        stays = (row["loss_mask"] == 1) & ~np.isin(row["turn_ids"], list(cut[row["episode_id"]]))
+        if stays.any():
+            other = masked[row["episode_id"]]
+            assert other["loss_mask"].tolist() == stays.astype(int).tolist()
+            assert other["advantages"].tolist() == np.where(stays, row["advantages"], 0.0).tolist()
+        else:
+            assert row["episode_id"] not in masked
+
+    for row, before in zip(rows(overlong={"margin": 3, "coefficient": 0.5}), plain, strict=True):
+        sizes = np.bincount(row["turn_ids"][row["loss_mask"] == 1])
+        costs = -0.5 * np.maximum(sizes - 3, 0) / 3
+        np.testing.assert_allclose(row["turn_rewards"], before["turn_rewards"] + costs)
+
+    for bootstrap, expected in ((["assistant_turns", "user_turns"], True), (["episode_seconds"], False)):
+        found = rows(critic={"kind": "probe", "bootstrap": bootstrap})
+        ended = {each.episode_id: each.outcome.limit for each in group}
+        assert [row["cut"] for row in found] == [expected and ended[row["episode_id"]] is not None for row in found]
+        assert all(not row["advantages"].any() and row["ledger"].turns == 2 for row in found)
