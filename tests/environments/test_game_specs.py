@@ -26,3 +26,11 @@ def test_its_spec_has_no_findings_and_its_scenarios_cover_it(name: str, tiny_tok
     (spec,) = json.loads(result.output)["specs"]
     assert [one for one in spec["results"] if not one["passed"]] == []
     assert (result.exit_code, spec["coverage"]["percent"]) == (0, 100.0)
+
+
+@pytest.mark.slow
+def test_the_grid_world_is_covered_with_its_own_model_that_sees() -> None:
+    path = SPECS / "grid_world.yaml"
+    assert [str(item) for item in check_spec(load_spec(path)) if item.severity != "info"] == []
+    result = CliRunner().invoke(app, ["test", str(path), "--require-coverage"])
+    assert (result.exit_code, "✗" in result.output) == (0, False), result.output
