@@ -207,8 +207,9 @@ def metric(ctx: CheckContext) -> Iterator[Finding]:
             continue
         kind, _, number = name.partition("@")
         most = ctx.spec.limits.assistant_turns
-        if kind == "pass" and number not in (known := _powers(train.eval.samples)):
-            message = f"`{name}` is not measured with {train.eval.samples} episodes of each task"
+        samples = train.eval.by_name()[train.eval.best or next(iter(train.eval.sets), "")].samples
+        if kind == "pass" and number not in (known := _powers(samples)):
+            message = f"`{name}` is not measured with {samples} episodes of each task"
             fix = f"set `train.eval.samples`, or use one of {', '.join(f'pass@{k}' for k in known)}"
             yield Finding(message, where, fix)
         elif kind == "success" and number and most is not None and int(number[5:][:9]) >= most:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
+
+from pydantic import Field
 
 from engine.checks.context import CheckContext
 from engine.checks.prompts import prompt_field, tasks_unreadable
@@ -18,13 +20,15 @@ from engine.spec.load import Document, validate
 from engine.spec.source import NotImported
 
 EVAL: DataPath = ("train", "eval")
-TASKS: DataPath = (*EVAL, "tasks")
-Value = TypeVar("Value")
 
 
-class _Eval(Contract):
+class _Set(Contract):
     tasks: TasksSpec | None = None
     sampling: SamplingParams = SamplingParams()
+
+
+class _Eval(_Set):
+    sets: dict[str, _Set] = Field(default_factory=dict)
 
 
 class _Train(Contract):
@@ -32,24 +36,28 @@ class _Train(Contract):
 
 
 class _Whole(Contract):
-    """The two at their position in a spec, so that problems have the right path."""
+    """The section at its position in a spec, so that problems have the right path."""
 
     train: _Train
 
 
-def _read(ctx: CheckContext) -> tuple[_Eval | None, list[Finding]]:
-    """The section, read as `tasks` and `sampling`; None if it is not valid."""
+def _read(ctx: CheckContext) -> tuple[dict[DataPath, _Set], list[Finding]]:
+    """Each evaluation by its path, read as `tasks` and `sampling`; none if one is not valid."""
     if ctx.spec.train is None or ctx.spec.train.eval is None:
-        return None, []
-    given: dict[str, Any] = {}
-    if ctx.spec.train.eval.tasks is not None:
-        given["tasks"] = ctx.spec.train.eval.tasks
-    given["sampling"] = ctx.spec.train.eval.sampling
+        return {}, []
+    section = ctx.spec.train.eval
+    given: dict[str, Any] = {"sampling": section.sampling}
+    if section.tasks is not None:
+        given["tasks"] = section.tasks
+    given["sets"] = {name: {"tasks": one.tasks, "sampling": one.sampling} for name, one in section.sets.items()}
     loaded = ctx.loaded
     document = Document({"train": {"eval": given}}, loaded.origins, loaded.key_origins)
     whole, problems = validate(document, _Whole)
     found = [Finding(item.message, item.path, item.fix, origin=item.origin) for item in problems]
-    return None if whole is None else whole.train.eval, found
+    if whole is None:
+        return {}, found
+    sets = whole.train.eval.sets
+    return {(*EVAL, "sets", name): one for name, one in sets.items()} if sets else {EVAL: whole.train.eval}, found
 
 
 @rule("train.eval-form", "error", "the evaluation's tasks or sampling are not valid")
@@ -60,24 +68,37 @@ def eval_form(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("train.eval-tasks", "error", "the evaluation's tasks cannot be read, or lack a field that the prompt names")
 def eval_tasks(ctx: CheckContext) -> Iterator[Finding]:
-    """The rules about `tasks`, applied to those of the evaluation."""
-    section, _ = _read(ctx)
-    if section is None or section.tasks is None:
-        return
-    other = _with_tasks(ctx, section.tasks)
-    if section.tasks.source == "python" and section.tasks.use is not None:
-        thing = other.described(section.tasks.use)
-        if isinstance(thing, NotImported):
-            ctx.skip()
-        elif isinstance(thing, EntryError):
-            message, _, fix = str(thing).partition("; ")
-            yield Finding(message, (*TASKS, "use"), fix or None)
-    for check in (tasks_unreadable, task_rows, prompt_field):
-        for item in check(other):
-            path = (*EVAL, *item.path) if item.path[:1] == ("tasks",) else item.path
-            yield Finding(f"in the evaluation: {item.message}", path, item.fix, origin=item.origin)
+    """The rules about `tasks`, applied to those of each evaluation."""
+    for at, section in _read(ctx)[0].items():
+        if section.tasks is None:
+            continue
+        path: DataPath = (*at, "tasks")
+        named = f"in the evaluation `{at[-1]}`" if len(at) > len(EVAL) else "in the evaluation"
+        other = CheckContext(ctx.loaded.with_tasks_of(section.tasks, path), ctx.work, ctx.rule, ctx.skipped)
+        if section.tasks.source == "python" and section.tasks.use is not None:
+            thing = other.described(section.tasks.use)
+            if isinstance(thing, NotImported):
+                ctx.skip()
+            elif isinstance(thing, EntryError):
+                message, _, fix = str(thing).partition("; ")
+                yield Finding(message, (*path, "use"), fix or None)
+        for check in (tasks_unreadable, task_rows, prompt_field):
+            for item in check(other):
+                place = (*at, *item.path) if item.path[:1] == ("tasks",) else item.path
+                yield Finding(f"{named}: {item.message}", place, item.fix, origin=item.origin)
 
 
-def _with_tasks(ctx: CheckContext, tasks: TasksSpec) -> CheckContext:
-    """The spec with the evaluation's tasks instead of its own, with their positions."""
-    return CheckContext(ctx.loaded.with_tasks_of(tasks, TASKS), ctx.work, ctx.rule, ctx.skipped)
+@rule("train.eval-on-training-tasks", "warning", "an evaluation uses the training's own tasks")
+def eval_on_training_tasks(ctx: CheckContext) -> Iterator[Finding]:
+    """An evaluation without tasks of its own, or with exactly the spec's `tasks`."""
+    for at, section in _read(ctx)[0].items():
+        if section.tasks is not None and _source(section.tasks) != _source(ctx.spec.tasks):
+            continue
+        message = "the policy is evaluated on the tasks that it is trained on: the figures also rise when it only learns these by heart"
+        path: DataPath = (*at, "tasks") if section.tasks is not None else at
+        yield Finding(message, path, "give other tasks under `tasks`: another file or split, or other arguments")
+
+
+def _source(tasks: TasksSpec) -> dict[str, Any]:
+    """What decides which rows there are."""
+    return tasks.model_dump(include={"source", "rows", "path", "name", "split", "use", "with_"})

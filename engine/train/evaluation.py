@@ -24,22 +24,27 @@ if TYPE_CHECKING:
     from engine.train.checkpoint import State
 
 
-def evaluation_of(loaded: LoadedSpec) -> LoadedSpec:
-    """The spec of the training's evaluation, with the tasks, samples and sampling of `train.eval`.
+def evaluation_of(loaded: LoadedSpec, name: str = "") -> LoadedSpec:
+    """The spec of an evaluation of the training, with the tasks, samples and sampling of `train.eval`.
+
+    Args:
+        loaded: The spec of the training.
+        name: One of `train.eval.sets`; empty without them.
 
     Raises:
         TrainError: kind `train_setup`: `train.eval.tasks` or `train.eval.sampling` is invalid.
     """
     spec = loaded.spec
-    wanted = spec.train.eval if spec.train is not None else None
-    if wanted is None:
+    whole = spec.train.eval if spec.train is not None else None
+    if whole is None:
         return loaded
+    wanted, at = whole.by_name()[name], ("train", "eval", *(("sets", name) if name else ()))
     try:
         if wanted.tasks is not None:
-            loaded = loaded.with_tasks_of(TasksSpec.model_validate(wanted.tasks), ("train", "eval", "tasks"))
+            loaded = loaded.with_tasks_of(TasksSpec.model_validate(wanted.tasks), (*at, "tasks"))
         sampling = SamplingParams.model_validate(spec.sampling.model_dump() | wanted.sampling)
     except ValueError as error:
-        raise TrainError(f"{loaded.path}: train.eval: {error}", kind="train_setup") from error
+        raise TrainError(f"{loaded.path}: {'.'.join(at)}: {error}", kind="train_setup") from error
     tasks = loaded.spec.tasks
     if wanted.limit is not None:
         tasks = tasks.model_copy(update={"limit": wanted.limit})
@@ -66,12 +71,16 @@ class Evaluator:
 
     def due(self, step: int) -> bool:
         """Whether the weights after a step are evaluated."""
-        wanted = self._train.eval
-        return wanted is not None and (step % wanted.every == 0 or step == self._train.steps)
+        return bool(self._due(step))
+
+    def _due(self, step: int) -> list[str]:
+        """The names of the evaluations after a step."""
+        sets = self._train.eval.by_name() if self._train.eval is not None else {}
+        return [name for name, one in sets.items() if step % one.every == 0 or step == self._train.steps]
 
     def note(self, state: State, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether the evaluation in a step's metrics, if there is one, is the best so far. Then `state` has it."""
-        value = metrics.get(f"eval/{self._train.eval.metric}") if self._train.eval is not None else None
+        value = metrics.get(self._train.eval.best_metric) if self._train.eval is not None else None
         if value is None or not (state.best is None or value > state.best):
             return False
         state.best, state.best_step = value, step
@@ -81,24 +90,29 @@ class Evaluator:
         """Evaluate the weights that the backend has, which are those after `step`.
 
         Returns:
-            `eval/<measure>` for each measure that has a value.
+            `eval/<measure>` for each measure that has a value; with `sets`, `eval/<set>/<measure>` of each set that is due.
 
         Raises:
             EngineError: the evaluation failed.
         """
-        loaded = evaluation_of(self._loaded)
-        store = _store_of(loaded, self._folder, f"step-{step:06d}")
+        told: dict[str, float] = {}
+        for name in self._due(step):
+            told |= await self._evaluate(step, name, format, backend)
+        return told
+
+    async def _evaluate(self, step: int, name: str, format: ChatFormat, backend: Backend) -> dict[str, float]:
+        loaded = evaluation_of(self._loaded, name)
+        store = _store_of(loaded, self._folder, f"step-{step:06d}{f'-{name}' if name else ''}")
         try:
-            runner = Runner(
-                loaded, load_tasks(loaded), format, backend, store, keep_going=self._keep_going, training=True
-            )
+            runner = Runner(loaded, load_tasks(loaded), format, backend, store, keep_going=self._keep_going)
             result = await runner.run()
             if result.stopped is not None:
                 raise result.stopped
             found = evaluate(store.trajectories())
         finally:
             store.close()
-        return {f"eval/{name}": value.value for name, value in found.estimates.items() if value.value == value.value}
+        before = f"eval/{name}/" if name else "eval/"
+        return {f"{before}{key}": value.value for key, value in found.estimates.items() if value.value == value.value}
 
 
 def _store_of(loaded: LoadedSpec, folder: Path, name: str) -> RunStore:

@@ -92,6 +92,7 @@ def test_ids_are_stable() -> None:
         ("train.cut-sampling", "warning"),
         ("train.delta", "warning"),
         ("train.eval-form", "error"),
+        ("train.eval-on-training-tasks", "warning"),
         ("train.eval-tasks", "error"),
         ("train.freeze", "error"),
         ("train.greedy", "error"),

@@ -32,6 +32,7 @@ def found(lines: str) -> list[str]:
     """Findings about training, without their fixes."""
     Path("s.yaml").write_text(HEAD + lines)
     told = [str(item).removeprefix("s.yaml:") for item in check_spec(load_spec("s.yaml"))]
+    told = [line for line in told if "[train.eval-on-training-tasks]" not in line]  # has a test of its own
     return [line.partition("; ")[0] for line in told if "[train." in line or "[world." in line]
 
 
@@ -294,4 +295,33 @@ def test_a_spec_that_trains_is_validated_without_what_trains() -> None:
         "heavy = {'torch', 'transformers', 'peft', 'wandb', 'tensorboard', 'accelerate'}\nprint(sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.splitlines() == ["['model.not-at-hand']", "[]"]
+    assert done.stdout.splitlines() == ["['model.not-at-hand', 'train.eval-on-training-tasks']", "[]"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "places"),
+    [
+        ("train:\n  eval: {every: 5}\n", ["9:9"]),
+        ("train:\n  eval: {tasks: {source: inline, rows: [{q: a}]}}\n", ["9:17"]),
+        ("train:\n  eval: {tasks: {source: inline, rows: [{q: other}]}}\n", []),
+        (
+            "train:\n  eval:\n    sets:\n      own: {tasks: {source: inline, rows: [{q: a}], limit: 1}}\n"
+            "      other: {tasks: {source: inline, rows: [{q: b}]}}\n",
+            ["11:20"],
+        ),
+    ],
+)
+def test_an_evaluation_on_the_training_tasks_is_told(lines: str, places: list[str]) -> None:
+    Path("s.yaml").write_text(HEAD + GROUP + lines)
+    told = [str(item) for item in check_spec(load_spec("s.yaml"))]
+    found_at = [line.split(" ")[0].removeprefix("s.yaml:").rstrip(":") for line in told if "eval-on-training" in line]
+    assert found_at == places, told
+
+
+def test_each_of_several_evaluations_is_held_to_the_rules_of_tasks() -> None:
+    Path("row.jsonl").write_text("{}\n")
+    lines = "train:\n  eval:\n    sets:\n      a: {tasks: {source: jsonl, path: none.jsonl}}\n      b: {tasks: {source: inlin}}\n"
+    assert [line.split(" ")[1] for line in found(GROUP + lines)] == ["error[train.eval-form]"]
+    lines = lines.replace("      b: {tasks: {source: inlin}}\n", "")
+    (line,) = found(GROUP + lines)
+    assert "in the evaluation `a`: the task file `none.jsonl` does not exist" in line

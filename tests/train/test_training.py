@@ -145,6 +145,23 @@ async def test_the_best_checkpoint_by_evaluation_stays(train_spec: Any, tmp_path
         assert len(list(store.trajectories())) == 6
 
 
+async def test_several_evaluations_have_their_own_tasks_and_steps(train_spec: Any, tmp_path: Path) -> None:
+    tasks = {"source": "inline", "rows": [{"id": "e0", "say": "another word"}], "id": "id"}
+    sets = {"easy": {"tasks": tasks}, "hard": {"tasks": tasks, "every": 2, "samples": 2}}
+    train = {"steps": 3, "eval": {"every": 3, "sets": sets, "best": "hard"}}
+    trainer = begin(train_spec(train=train), tmp_path / "runs")
+    result = await trainer.run()
+    told = metrics(trainer)
+    for name, steps in (("easy", [0, 3]), ("hard", [0, 2, 3])):
+        assert [line["step"] for line in told if f"eval/{name}/reward" in line] == steps
+    assert "eval/reward" not in told[0]
+    assert result.best == max(line["eval/hard/reward"] for line in told if line["step"] and "eval/hard/reward" in line)
+    runs = sorted(path.name for path in (trainer.folder / "evals").iterdir())
+    assert runs == ["step-000000-easy", "step-000000-hard", "step-000002-hard", "step-000003-easy", "step-000003-hard"]
+    with RunStore.open(trainer.folder / "evals" / "step-000002-hard", readonly=True) as store:
+        assert [trajectory.task_id for trajectory in store.trajectories()] == ["e0", "e0"]
+
+
 async def test_equal_groups_teach_nothing_and_are_no_error(train_spec: Any, tmp_path: Path) -> None:
     spec = train_spec(train={"steps": 2, "max_sampling_rounds": 2}, user={"use": "worlds_for_training:Bored"})
     trainer = begin(spec, tmp_path / "runs")
