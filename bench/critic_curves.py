@@ -93,11 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         out = options.out or Path(temporary)
-        found: dict[str, list[list[dict[str, Any]]]] = {}
-        for name in options.only:
-            for seed in options.seeds:
+        found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in options.only}
+        for seed in options.seeds:
+            for name in options.only:
                 lines = train(name, seed, out)
-                found.setdefault(name, []).append(lines)
+                found[name].append(lines)
                 print(f"{name}, seed {seed}: {smoothed(lines, 'reward/mean', SHOWN[-1]):+.2f}", flush=True)
     text = table(found)
     print(text)

@@ -60,7 +60,8 @@ def learner_of(folder: Path, critic: dict[str, Any], credit: dict[str, Any] | No
     group = SingleProcessGroup()
     assert spec.critic is not None
     model = open_model(folder, spec, temperature=1.0, vocab=None, vision=None) if spec.critic.own_model else None
-    made = Critic(spec.critic, read_credit(credit or {"method": "gae"}), policy, group, seed=spec.seed, model=model)
+    method, again = read_credit(credit or {"method": "gae"}), spec.memory.gradient_checkpointing
+    made = Critic(spec.critic, method, policy, group, seed=spec.seed, model=model, gradient_checkpointing=again)
     return Learner(policy, spec, episode_tokens=64, process_group=group, critic=made)
 
 
@@ -184,6 +185,20 @@ def test_a_value_that_is_not_finite_changes_nothing(tiny_model_dir: Path) -> Non
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(learner).items())
 
 
+@pytest.mark.parametrize("precision", ["mixed", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_and_gradient_checkpointing(kind: str, precision: str, tiny_model_dir: Path) -> None:
+    memory = {"gradient_checkpointing": True}
+    learner = learner_of(tiny_model_dir, KINDS[kind], precision=precision, memory=memory)
+    rows = valued(make_rows())
+    told = [learner.step(rows, step) for step in range(3)]
+    exact = learner_of(tiny_model_dir, KINDS[kind]).step(rows, 0)
+    assert told[0]["critic/loss"] == pytest.approx(exact["critic/loss"], rel=1e-6)  # values are 0 at first
+    assert told[0]["critic/return_mean"] == pytest.approx(exact["critic/return_mean"], abs=1e-6)
+    assert told[2]["critic/value_mean"] != 0
+    assert all(values.dtype == np.float32 for values in learner._values(rows))
+
+
 def test_a_method_without_values_has_no_critic(tiny_model_dir: Path) -> None:
     with pytest.raises(TrainError, match="the credit method reads no values"):
         learner_of(tiny_model_dir, KINDS["probe"], credit={"method": "outcome"})
@@ -259,3 +274,19 @@ async def test_a_method_that_needs_a_critic_does_not_start_without_one(train_spe
     trainer = begin(train_spec(rewards={"credit": {"method": "turn_ppo"}}), tmp_path / "runs")
     with pytest.raises(TrainError, match=r"`turn_ppo` needs a critic: add `train\.critic"):
         await trainer.run()
+
+
+async def test_the_spec_that_ships_trains_a_few_steps(tmp_path: Path) -> None:
+    """specs/train_critic.yaml, with small batches and an untaught model."""
+    path = Path(__file__).parents[2] / "specs/train_critic.yaml"
+    small = ["train.steps=2", "train.tasks_per_step=2", "rollout.samples_per_task=2", "tasks.with.parcels=3"]
+    loaded = load_spec(path, ["model.path=tiny-qwen2", *small])
+    trainer = Trainer(loaded, folders.begin(tmp_path / "runs", RunHeader.of(loaded)))
+    result = await trainer.run()
+    assert result.steps == 2
+    assert result.checkpoint is not None
+    assert (result.checkpoint / "critic.safetensors").is_file()
+    for line in read_metrics(trainer.folder):
+        assert (line["updates"], line["groups/used"]) == (1, 2)
+        assert line["critic/loss"] > 0
+    assert read_metrics(trainer.folder)[1]["critic/value_mean"] != 0
