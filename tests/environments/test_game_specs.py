@@ -13,7 +13,7 @@ from engine.cli.main import app
 from engine.spec.load import load_spec
 
 SPECS = Path(__file__).parents[2] / "specs"
-NAMES = ["countdown", "word_guess", "text_to_sql"]
+NAMES = ["countdown", "word_guess", "text_to_sql", "search"]
 
 
 @pytest.mark.parametrize("name", NAMES)
