@@ -22,9 +22,22 @@ class KlSpec(Contract):
     """KL penalty against the reference model: the model at the start of training, or the base model if LoRA is trained."""
 
     coefficient: float = Field(default=0.0, ge=0.0)
-    """Coefficient of the penalty in the loss. With 0 no reference model is loaded."""
+    """Coefficient of the penalty. With 0 no reference model is loaded."""
+    in_: Literal["loss", "reward"] = Field(default="loss", alias="in")
+    """`loss`: `estimator`, added to the loss of each token. `reward`: `k1` of each token, subtracted from its reward (verl:
+    `use_kl_in_reward`), so that the advantage of a token includes the penalties of all later tokens of its row."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimator of KL(policy || reference), computed from the sampled token."""
+    """With `in: loss`: Schulman's estimator of KL(policy || reference), computed from the sampled token."""
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether the loss has a KL penalty."""
+        return self.coefficient > 0 and self.in_ == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether the rewards have a KL penalty."""
+        return self.coefficient > 0 and self.in_ == "reward"
 
 
 class RolloutCorrectionSpec(Contract):

@@ -47,6 +47,9 @@ def _loss(train: TrainSpec) -> Iterator[Option]:
             yield (*correction, key), "with `train.proximal_logprobs: sampler` every correction weight is 1"
     if train.kl.coefficient == 0:
         yield ("train", "kl", "estimator"), "`train.kl.coefficient` is 0"
+        yield ("train", "kl", "in"), "`train.kl.coefficient` is 0"
+    elif train.kl.in_reward:
+        yield ("train", "kl", "estimator"), "the penalty in the reward (`train.kl.in: reward`) is always `k1`"
     for index, bonus in enumerate(train.advantage_bonuses):
         if bonus.coefficient == 0:
             yield ("train", "advantage_bonuses", index, "coefficient"), "the function's values are multiplied by 0"
@@ -98,9 +101,9 @@ def _around(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
 def kl_estimator(ctx: CheckContext) -> Iterator[Finding]:
     """`train.kl.estimator: k1` with a coefficient."""
     train = ctx.spec.train
-    if train is not None and train.kl.coefficient > 0 and train.kl.estimator == "k1":
+    if train is not None and train.kl.in_loss and train.kl.estimator == "k1":
         message = "the expected gradient of `k1` is 0: in the loss it adds noise and does not keep the policy near the reference"
-        fix = "use `k2` or `k3`; `k1` estimates the value of the KL divergence"
+        fix = "use `k2` or `k3`, or `in: reward`; `k1` estimates the value of the KL divergence"
         yield Finding(message, ("train", "kl", "estimator"), fix)
 
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from engine.errors import TrainError
 from engine.train.batches import mean_metrics, whitened_advantages
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
+from engine.train.kl import LEAST_LOGPROB, penalized_rows
 from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums
@@ -132,6 +133,9 @@ class Learner:
             rows = valued_rows(rows, self._values(rows), critic.credit, by_turn=critic.by_turn)
             told.append(value_metrics(rows))
             self._only_critic = step < critic.spec.warmup_steps
+        if spec.kl.in_reward:
+            rows, kl = penalized_rows(rows, self._token_kl(rows), spec.kl.coefficient)
+            told.append({"policy/kl_ref": kl})
         advantages = (
             whitened_advantages(rows) if spec.advantage_norm == "batch" else [row["advantages"] for row in rows]
         )
@@ -173,6 +177,15 @@ class Learner:
         """Rows with `proximal`: the policy's current log-probs, float32 [trained tokens]."""
         found = self._by_row(rows, lambda pack: self._run(self.policy.forward, pack, entropy=False)[0])
         return [row | {"proximal": of} for row, of in zip(rows, found, strict=True)]
+
+    @torch.no_grad()
+    def _token_kl(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """`k1` of each trained token before the first update, for each row: float32 [trained tokens]."""
+        own = self._by_row(rows, lambda pack: self._run(self.policy.forward, pack, entropy=False)[0])
+        reference = self._by_row(rows, lambda pack: self._run(self.policy.reference, pack))
+        return [
+            np.maximum(a, LEAST_LOGPROB) - np.maximum(b, LEAST_LOGPROB) for a, b in zip(own, reference, strict=True)
+        ]
 
     @torch.no_grad()
     def _values(self, rows: Sequence[Row]) -> list[np.ndarray]:
@@ -262,7 +275,7 @@ class Learner:
         else:
             logprobs, entropy = self._run(self.policy.forward, pack, entropy=True)
             values = self.critic.values(pack) if self.critic is not None else None
-        reference = self._run(self.policy.reference, pack) if spec.kl.coefficient else None
+        reference = self._run(self.policy.reference, pack) if spec.kl.in_loss else None
         device = logprobs.device
         numbers = pack.row.cpu().numpy()
         held = list(dict.fromkeys(numbers.tolist()))

@@ -73,6 +73,12 @@ NO_EFFECT = [
     ),
     ("kl: {estimator: k2}", "train.kl.estimator", "train: {kl: {estimator: k2, coefficient: 0.1}}"),
     (
+        "kl: {estimator: k2, in: reward, coefficient: 0.1}",
+        "train.kl.estimator",
+        "train: {kl: {in: reward, coefficient: 0.1}}",
+    ),
+    ("kl: {in: reward}", "train.kl.in", "train: {kl: {in: reward, coefficient: 0.1}}"),
+    (
         "advantage_bonuses: [{use: 'math:floor', coefficient: 0}]",
         "train.advantage_bonuses.0.coefficient",
         "train: {advantage_bonuses: [{use: 'math:floor', coefficient: 0.1}]}",

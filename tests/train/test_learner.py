@@ -189,3 +189,40 @@ def test_the_optimizers_state_comes_back(tiny_model_dir: Path, tmp_path: Path) -
     save_file({"model.nothing::exp_avg": torch.zeros(2), RANDOM: random}, tmp_path / "strange.safetensors")
     with pytest.raises(ValueError, match="belongs to no trained parameter"):
         fresh.read_optimizer_state(tmp_path / "strange.safetensors")
+
+
+def test_kl_in_the_reward_is_the_update_with_penalized_advantages(tiny_model_dir: Path) -> None:
+    """By hand: log-probs of plain transformers for the moved policy and for the model's folder."""
+    from transformers import AutoModelForCausalLM
+
+    rows = make_rows()
+    optimizer = {"lr": 1.0, "eps": 10.0, "max_grad_norm": None}
+    learner = learner_of(tiny_model_dir, kl={"coefficient": 0.5, "in": "reward"}, optimizer=optimizer)
+    other = learner_of(tiny_model_dir, optimizer=optimizer)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for mine, its in zip(learner.policy.parameters(), other.policy.parameters(), strict=True):
+            mine += 0.02 * torch.randn(mine.shape, generator=generator)
+            its.copy_(mine)
+    moved = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    moved.load_state_dict(learner.policy.net.model.state_dict())
+    changed, whole = [], []
+    for row in rows:
+        ids = torch.tensor(row["input_ids"], dtype=torch.int64)
+        with torch.no_grad():
+            own, its = (
+                net(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
+                for net in (moved, reference)
+            )
+        mask = row["loss_mask"] == 1
+        kl = (own - its)[mask[1:]]
+        advantages = row["advantages"].copy()
+        advantages[mask] -= 0.5 * np.cumsum(kl[::-1])[::-1]
+        changed.append(row | {"advantages": advantages})
+        whole.append(kl)
+    told = learner.step(rows, 0)
+    other.step(changed, 0)
+    assert told["policy/kl_ref"] == pytest.approx(float(np.concatenate(whole).mean()), rel=1e-3)
+    for name, tensor in weights(other).items():
+        torch.testing.assert_close(weights(learner)[name], tensor, rtol=0, atol=2e-6)

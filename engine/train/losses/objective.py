@@ -45,9 +45,9 @@ def objective(spec: TrainSpec, tokens: Tokens) -> tuple[Tensor, MetricSums]:
     if tokens.reference is not None:
         kl = token_kl(spec.kl.estimator, tokens.logprobs, tokens.reference)
         metrics.mean("policy/kl_ref", kl)
-        if spec.kl.coefficient:
+        if spec.kl.in_loss:
             per_token = per_token + spec.kl.coefficient * kl
-    elif spec.kl.coefficient:
+    elif spec.kl.in_loss:
         raise ValueError("`kl.coefficient` is set: `Tokens.reference` must hold the reference's log-probs")
     if tokens.entropy is not None:
         metrics.mean("policy/entropy", tokens.entropy)
