@@ -1,6 +1,6 @@
 """Learning curves of credit methods with and without a critic, on the sorting office of specs/train_critic.yaml.
 
-    python bench/critic_curves.py                               five settings, three seeds: about ten minutes on two cores
+    python bench/critic_curves.py                               five settings, three seeds: about fifteen minutes on two cores
     python bench/critic_curves.py --seeds 0 --only turn_ppo     one training
     python bench/critic_curves.py --write docs/credit.md        and write the table between the marks of the document
     python bench/critic_curves.py --out runs/curves             keep the trainings; those that are there are not trained again
@@ -99,7 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 lines = train(name, seed, out)
                 found[name].append(lines)
                 print(f"{name}, seed {seed}: {smoothed(lines, 'reward/mean', SHOWN[-1]):+.2f}", flush=True)
-    text = table(found)
+    many = len(options.seeds) > 1
+    named = ", ".join(map(str, options.seeds))
+    text = f"Mean reward of the episodes, {'mean over seeds' if many else 'seed'} {named}.\n\n{table(found)}"
     print(text)
     if options.write:
         before, begin, rest = options.write.read_text(encoding="utf-8").partition(BEGIN)
