@@ -14,7 +14,9 @@ from engine.schemas.prompt import Words
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import short
-from engine.spec.tasks import Row, parquet_files, rows_of, task_of
+from engine.spec.row_sources import row_files
+from engine.spec.sources import Row
+from engine.spec.tasks import rows_of, task_of
 from engine.spec.template import fields_of, has_field, is_reference, texts_of
 
 RECOVER_FIELDS = ("problem", "raw")
@@ -22,9 +24,9 @@ RECOVER_FIELDS = ("problem", "raw")
 
 
 def _rows(ctx: CheckContext) -> Iterator[Row]:
-    """The rows that are cheap to read: all inline rows, the first row of a jsonl file."""
+    """The rows that are cheap to read: all inline rows, the first row of a file."""
     source = ctx.spec.tasks.source
-    if source in ("inline", "jsonl"):
+    if source in ("inline", "jsonl", "csv", "parquet"):
         yield from rows_of(ctx.loaded, None if source == "inline" else 1)
 
 
@@ -156,10 +158,10 @@ def prompt_empty(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("tasks.unreadable", "error", "the task source does not exist, or its first rows cannot become tasks")
 def tasks_unreadable(ctx: CheckContext) -> Iterator[Finding]:
-    """The file exists; inline rows, and the first of a jsonl file, have what `map` and `id` name."""
+    """The file exists; inline rows, and the first of a file, have what `map` and `id` name."""
     try:
-        if ctx.spec.tasks.source == "parquet":
-            parquet_files(ctx.loaded)
+        if ctx.spec.tasks.source in ("jsonl", "csv", "parquet"):
+            row_files(ctx.loaded)
         for index, row in enumerate(_rows(ctx)):
             task_of(row, index, ctx.spec.tasks, ctx.loaded)
     except SpecError as error:

@@ -12,7 +12,8 @@ from engine.checks.registry import Finding, rule
 from engine.errors import SpecError
 from engine.spec.diagnostic import Diagnostic
 from engine.spec.load import LoadedSpec
-from engine.spec.tasks import parquet_files, rows_of, task_file, task_of
+from engine.spec.row_sources import row_files
+from engine.spec.tasks import rows_of, task_of
 
 MAX_ROWS = 20_000
 """Number of rows of a file that are checked; `engine run` reads all."""
@@ -21,10 +22,10 @@ LARGEST = 32 * 1024 * 1024
 
 
 class _State(NamedTuple):
-    """The state of a file, and the fields that its rows need."""
+    """The state of the files, and the fields that their rows need."""
 
-    path: str
-    changed: int
+    files: tuple[tuple[str, int], ...]
+    """Their paths, and when they changed."""
     size: int
     fields: str
 
@@ -45,17 +46,16 @@ class _Known(NamedTuple):
 def task_rows(ctx: CheckContext) -> Iterator[Finding]:
     """The number of the first bad row: it is not JSON, lacks a field, or has the id of another row."""
     tasks = ctx.spec.tasks
-    if tasks.source not in ("jsonl", "parquet", "inline"):
+    if tasks.source not in ("jsonl", "csv", "parquet", "inline"):
         return
     try:
         if tasks.source == "inline":
             found = _first_bad(ctx.loaded, MAX_ROWS)
         else:
             if tasks.source == "parquet":
-                yield from _columns(ctx, parquet_files(ctx.loaded))
+                yield from _columns(ctx, row_files(ctx.loaded))
                 return
-            file = task_file(ctx.loaded)
-            found = _first_bad_of_file(_state(ctx, file), _Known(ctx.loaded))
+            found = _first_bad_of_files(_state(ctx), _Known(ctx.loaded))
     except (SpecError, OSError):
         return  # `tasks.unreadable` reports it
     if found is not None:
@@ -70,8 +70,8 @@ def videos(ctx: CheckContext) -> Iterator[Finding]:
         if tasks.source == "parquet":
             import pyarrow.parquet
 
-            fields = dict.fromkeys(pyarrow.parquet.read_schema(parquet_files(ctx.loaded)[0]).names, True)
-        elif tasks.source in ("jsonl", "inline"):
+            fields = dict.fromkeys(pyarrow.parquet.read_schema(row_files(ctx.loaded)[0]).names, True)
+        elif tasks.source in ("jsonl", "csv", "inline"):
             fields = next((dict(task_of(row, 0, tasks, ctx.loaded).fields) for row in rows_of(ctx.loaded, 1)), {})
         else:
             return
@@ -89,17 +89,17 @@ def videos(ctx: CheckContext) -> Iterator[Finding]:
 def not_read(ctx: CheckContext) -> Iterator[Finding]:
     """Of a long file the first rows are checked, of a very large one none; `engine run` reads all."""
     tasks = ctx.spec.tasks
-    if tasks.source not in ("jsonl", "inline") or (tasks.limit or LARGEST) <= MAX_ROWS:
+    if tasks.source not in ("jsonl", "csv", "inline") or (tasks.limit or LARGEST) <= MAX_ROWS:
         return
     try:
         if tasks.source == "inline":
             found = f"the first {MAX_ROWS:,} rows are" if len(tasks.rows or []) > MAX_ROWS else ""
         else:
-            found = _left_out(_state(ctx, task_file(ctx.loaded)), _Known(ctx.loaded))
+            found = _left_out(_state(ctx), _Known(ctx.loaded))
     except (SpecError, OSError):
         return  # `tasks.unreadable` reports it
     if found:
-        path = ("tasks", "path" if tasks.source == "jsonl" else "rows")
+        path = ("tasks", "rows" if tasks.source == "inline" else "path")
         yield Finding(f"only {found} checked: a later row may lack a field or share its id", path)
 
 
@@ -107,19 +107,22 @@ def not_read(ctx: CheckContext) -> Iterator[Finding]:
 def _left_out(state: _State, known: _Known) -> str:
     if state.size > LARGEST:
         return "the first row is"
-    with known.loaded.access.open(Path(state.path)) as stream:
-        rows = sum(1 for line in stream if line.strip())
+    rows = sum(1 for _ in rows_of(known.loaded, MAX_ROWS + 1))
     return f"the first {MAX_ROWS:,} rows are" if rows > MAX_ROWS else ""
 
 
-def _state(ctx: CheckContext, file: Path) -> _State:
-    status = file.stat()
+def _state(ctx: CheckContext) -> _State:
+    files = [(file, file.stat()) for file in row_files(ctx.loaded)]
     tasks = ctx.spec.tasks
-    return _State(str(file), status.st_mtime_ns, status.st_size, repr((tasks.map, tasks.id, tasks.limit)))
+    return _State(
+        tuple((str(file), status.st_mtime_ns) for file, status in files),
+        sum(status.st_size for _, status in files),
+        repr((tasks, ctx.spec.prompt)),
+    )
 
 
 @lru_cache(maxsize=256)
-def _first_bad_of_file(state: _State, known: _Known) -> Diagnostic | None:
+def _first_bad_of_files(state: _State, known: _Known) -> Diagnostic | None:
     return None if state.size > LARGEST else _first_bad(known.loaded, MAX_ROWS)
 
 
@@ -156,7 +159,7 @@ def _columns(ctx: CheckContext, files: list[Path]) -> Iterator[Finding]:
         return
     tasks = ctx.spec.tasks
     for name, column in tasks.map.items():
-        if column not in names:
+        if column not in names and column.partition(".")[0] not in names:
             yield Finding(f"the file has no column `{column}`", ("tasks", "map", name), nearest(column, names))
-    if tasks.id is not None and tasks.id not in names:
+    if tasks.id is not None and tasks.id not in names and tasks.id.partition(".")[0] not in names:
         yield Finding(f"the file has no column `{tasks.id}`", ("tasks", "id"), nearest(tasks.id, names))

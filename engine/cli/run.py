@@ -111,7 +111,7 @@ def fork_run(run: str, out: Path, turn: int, salt: int) -> None:
 
 def _conclude(
     loaded: LoadedSpec,
-    tasks: list[Task],
+    tasks: Sequence[Task],
     store: RunStore,
     console: Console,
     *,
@@ -184,7 +184,7 @@ def prepare(
     resume: str | None,
     *,
     evaluation: bool = False,
-) -> tuple[LoadedSpec, list[Task], RunStore]:
+) -> tuple[LoadedSpec, Sequence[Task], RunStore]:
     """Load and check the spec, read its tasks, and open the store.
 
     Raises:
@@ -225,7 +225,7 @@ def prepare(
 
 async def drive(
     loaded: LoadedSpec,
-    tasks: list[Task],
+    tasks: Sequence[Task],
     store: RunStore,
     console: Console,
     *,

@@ -117,7 +117,8 @@ def _whole(failure: Failure) -> str:
 
 def places(loaded: LoadedSpec, tasks: Sequence[Task]) -> Callable[[Trajectory, Failure], str]:
     """Where in the spec a failure arose: the place of the entry whose code or server failed."""
-    users: Mapping[str, str | None] = {task.id: task.user for task in tasks}
+    chosen = loaded.spec.tasks.user is not None
+    users: Mapping[str, str | None] = {task.id: task.user for task in tasks} if chosen else {}
     actions = {name: state.action for name, state in resolve_machine(loaded.spec.machine).states.items()}
 
     def place(trajectory: Trajectory, failure: Failure) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 
-def fork(source: RunStore, out: Path, turn: int, salt: int) -> tuple[LoadedSpec, list[Task], RunStore]:
+def fork(source: RunStore, out: Path, turn: int, salt: int) -> tuple[LoadedSpec, Sequence[Task], RunStore]:
     """Begin a fork of a run.
 
     Args:

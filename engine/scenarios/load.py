@@ -17,7 +17,8 @@ from engine.errors import SpecError
 from engine.schemas.scenario import Scenario, ScenarioFile
 from engine.spec.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
 from engine.spec.load import load_document, load_spec
-from engine.spec.tasks import Row, load_tasks, task_of
+from engine.spec.sources import Row
+from engine.spec.tasks import load_tasks, task_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,7 +87,7 @@ class Stages:
         """Environment variables that the specs were filled from, with their values."""
         self._given = list(given)
         self._loaded: dict[tuple[str, ...], LoadedSpec] = {}
-        self._tasks: dict[int, list[Task]] = {}
+        self._tasks: dict[int, Sequence[Task]] = {}
 
     def base(self) -> LoadedSpec:
         """The spec as it is written, but for what was given to all. Raises: SpecError."""

@@ -2,77 +2,189 @@
 
 Invariant: a task that comes out has an id that no other has and every field of `tasks.map`; the first row that
 cannot become one is named by its number and, where it stands in a file, by its line. Rows are read one by one
-and no further than `tasks.limit`.
+and, in the order of the source, no further than `tasks.limit`. None but those of `inline` and of a generator are held in memory.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
+from hashlib import blake2b
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import numpy as np
 
 from engine.errors import SpecError
 from engine.schemas.environment import Task
 from engine.schemas.tasks import TasksSpec
-from engine.spec.access import OUTSIDE_FIX
 from engine.spec.conversation import RowError, conversation_of, tools_of
-from engine.spec.diagnostic import DataPath, Diagnostic, Origin
-from engine.spec.entry import EntryError, load_entry
-from engine.spec.near import near_or_known, nearest_name, short
+from engine.spec.near import near_or_known
+from engine.spec.row_sources import TASKS, fault, open_rows, row_files
 from engine.spec.row_values import find, plain
-from engine.storable import refusal, stored_fields, words_of
+from engine.spec.sources import Row, RowFault, Rows
+from engine.storable import refusal, stored_fields
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
-TASKS: DataPath = ("tasks",)
+T = TypeVar("T")
 
 MAX_COUNTED = 100_000
 """Rows of a function that are counted: some never end."""
 MAX_READ = 256 * 2**20
-"""Bytes of a file whose rows are counted."""
+"""Bytes of files whose rows are counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row of a source, and where it stands."""
+class TaskTable(Sequence[Task]):
+    """The tasks of a spec, in the order in which they run. Rows are read when they are asked for.
 
-    number: int
-    """From 1, as `row 3` in messages."""
-    fields: Any
-    origin: Origin | None
-    """Its line in a file, where it has one."""
+    Args:
+        loaded: The spec.
+        rows: The rows of its source.
+        positions: Which of them are tasks, by position in the source, in order; None: the first `count`.
+        count: How many tasks there are.
+    """
+
+    def __init__(self, loaded: LoadedSpec, rows: Rows, positions: np.ndarray | None, count: int) -> None:
+        self._loaded = loaded
+        self._rows = rows
+        self._positions = positions
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(self._count))]
+        if not -self._count <= index < self._count:
+            raise IndexError(f"task {index} of {self._count}")
+        index %= self._count
+        position = index if self._positions is None else int(self._positions[index])
+        return self._task(_guarded(self._loaded, lambda: self._rows.row(position)))
+
+    def __iter__(self) -> Iterator[Task]:
+        if self._positions is None:
+            yield from map(self._task, islice(_told(self._loaded, self._rows), self._count))
+        else:
+            yield from (self[at] for at in range(self._count))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # compared by what it holds
+
+    def chosen(self, places: np.ndarray) -> TaskTable:
+        """Some of the tasks. places: their indices here, int64 [tasks]."""
+        positions = places if self._positions is None else self._positions[places]
+        return TaskTable(self._loaded, self._rows, positions, len(positions))
+
+    def _task(self, row: Row) -> Task:
+        return task_of(row, row.number - 1, self._loaded.spec.tasks, self._loaded)
 
 
-def load_tasks(loaded: LoadedSpec) -> list[Task]:
-    """Every task of a spec, in the order of its source.
+def load_tasks(loaded: LoadedSpec) -> TaskTable:
+    """The tasks of a spec: the rows of `split`, in the order of the source or of `shuffle`, the first `limit` of them.
+
+    Every one of them is read once here, so that a bad row is found before the first episode.
 
     Raises:
         SpecError: the source cannot be read, a row is not a mapping, lacks a mapped field or its id, or two rows
             share an id. Only the first bad row is reported.
     """
     spec = loaded.spec.tasks
-    tasks: list[Task] = []
-    seen: dict[str, int] = {}
-    for index, row in enumerate(rows_of(loaded, spec.limit)):
-        task = task_of(row, index, spec, loaded)
-        if task.id in seen:
-            raise _fault(
-                loaded,
-                "tasks.duplicate-id",
-                f"rows {seen[task.id]} and {row.number} share the id `{task.id}`",
-                "name a field of unique values under `tasks.id`, or leave it out",
-                row.origin or loaded.origin((*TASKS, "id")),
-            )
-        seen[task.id] = row.number
-        tasks.append(task)
-    if not tasks:
-        raise _fault(loaded, "tasks.empty", "the task source has no rows", None, loaded.origin(TASKS, key=True))
-    return tasks
+    rows = _guarded(loaded, lambda: open_rows(loaded, spec.limit))
+    positions = _positions(loaded, rows)
+    ids = _Ids(loaded, rows)
+    if positions is None:
+        read = islice(_told(loaded, rows), spec.limit)
+    else:
+        read = (_guarded(loaded, partial(rows.row, int(position))) for position in np.sort(positions))
+    count = 0
+    for row in read:
+        ids.add(task_of(row, row.number - 1, spec, loaded), row)
+        count += 1
+    ids.check()
+    if not count:
+        raise fault(loaded, "tasks.empty", "the task source has no rows", None, loaded.origin(TASKS, key=True))
+    return TaskTable(loaded, rows, positions, count)
+
+
+class _Ids:
+    """Finds rows that share an id, with 16 bytes of memory a row."""
+
+    def __init__(self, loaded: LoadedSpec, rows: Rows) -> None:
+        self._loaded = loaded
+        self._rows = rows
+        self._digests = array("Q")
+        self._positions = array("Q")
+
+    def add(self, task: Task, row: Row) -> None:
+        if self._loaded.spec.tasks.id is not None:  # else it is the row's position
+            self._digests.append(int.from_bytes(blake2b(task.id.encode(), digest_size=8).digest(), "big"))
+            self._positions.append(row.number - 1)
+
+    def check(self) -> None:
+        """Raise: SpecError for the first row whose id an earlier row has."""
+        digests = np.frombuffer(self._digests, np.uint64)
+        order = np.argsort(digests, kind="stable")
+        same = digests[order][1:] == digests[order][:-1]
+        again = set(order[:-1][same].tolist()) | set(order[1:][same].tolist())
+        seen: dict[str, int] = {}
+        for place in sorted(again):  # two ids may share a digest
+            row = _guarded(self._loaded, partial(self._rows.row, self._positions[place]))
+            task = task_of(row, row.number - 1, self._loaded.spec.tasks, self._loaded)
+            if task.id in seen:
+                raise fault(
+                    self._loaded,
+                    "tasks.duplicate-id",
+                    f"rows {seen[task.id]} and {row.number} share the id `{task.id}`",
+                    "name a field of unique values under `tasks.id`, or leave it out",
+                    row.origin or self._loaded.origin((*TASKS, "id")),
+                )
+            seen[task.id] = row.number
+
+
+def _positions(loaded: LoadedSpec, rows: Rows) -> np.ndarray | None:
+    """Which rows are tasks, in the order in which they run; None: the first ones, in the order of the source."""
+    spec = loaded.spec.tasks
+    start, stop = spec.rows_of_split
+    if start is None and stop is None and spec.shuffle is None:
+        return None
+    count = _guarded(loaded, lambda: len(rows))
+    positions = np.arange(*slice(_bound(start, count), _bound(stop, count)).indices(count))
+    if spec.shuffle is not None:
+        positions = positions[shuffled(len(positions), spec.shuffle)]
+    return positions[: spec.limit]
+
+
+def _bound(text: str | None, count: int) -> int | None:
+    """An end of a split's slice: a number of rows, or a percentage that is rounded to the nearest row, as `datasets` does."""
+    if text is None:
+        return None
+    return round(int(text[:-1]) * count / 100) if text.endswith("%") else int(text)
+
+
+def shuffled(count: int, seed: int) -> np.ndarray:
+    """A random order of `count` rows, int64 [count]. It depends on these two numbers alone, not on any library's version.
+
+    The rows are sorted by the 64-bit numbers of SplitMix64 (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number
+    Generators"), one a row.
+    """
+    gamma = 0x9E3779B97F4A7C15
+    first = int.from_bytes(blake2b(f"tasks.shuffle/{seed}".encode(), digest_size=8).digest(), "big")
+    with np.errstate(over="ignore"):
+        state = np.uint64(first) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(gamma)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(state ^ (state >> np.uint64(31)), kind="stable")
 
 
 def count_tasks(loaded: LoadedSpec) -> int | None:
@@ -84,49 +196,17 @@ def count_tasks(loaded: LoadedSpec) -> int | None:
         SpecError: the source is not there, or its function fails.
     """
     spec = loaded.spec.tasks
-    found: int | None = None
-    if spec.source == "inline":
-        found = len(spec.rows or [])
-    elif spec.source == "jsonl":
-        file = task_file(loaded)
-        if file.stat().st_size > MAX_READ:
-            return spec.limit
-        with loaded.access.open(file) as stream:
-            found = sum(1 for line in stream if line.strip())
-    elif spec.source == "parquet":
-        found = _parquet_rows(parquet_files(loaded))
-    elif spec.source == "python" and loaded.access.imports:
-        found = sum(1 for _ in rows_of(loaded, spec.limit or MAX_COUNTED + 1))
-        found = found if found <= MAX_COUNTED else None
-    if found is None:
+    if spec.source == "hub" or (spec.source == "python" and not loaded.access.imports):
         return spec.limit
-    return found if spec.limit is None else min(found, spec.limit)
-
-
-def parquet_files(loaded: LoadedSpec) -> list[Path]:
-    """The files that `tasks.path` means where it names a Parquet file, or a folder of such.
-
-    Raises:
-        SpecError: it is not there, or one of them may not be opened.
-    """
-    path = task_file(loaded)
-    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
-    for file in files:
-        if not loaded.access.is_file(file):
-            message = f"`{short(file.name)}` is no regular file that may be opened"
-            raise _fault(loaded, "tasks.bad-file", message, OUTSIDE_FIX, loaded.origin((*TASKS, "path")))
-    return files
-
-
-def _parquet_rows(files: list[Path]) -> int | None:
-    """By the files' own footers."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return sum(int(pyarrow.parquet.read_metadata(file).num_rows) for file in files)
-    except (OSError, pyarrow.ArrowException):
-        return None
+    if spec.source == "python":
+        found = sum(1 for _ in rows_of(loaded, spec.limit or MAX_COUNTED + 1))
+        return found if found <= MAX_COUNTED else spec.limit
+    if spec.source in ("jsonl", "csv") and sum(file.stat().st_size for file in row_files(loaded)) > MAX_READ:
+        return spec.limit
+    rows = _guarded(loaded, lambda: open_rows(loaded, None))
+    positions = _positions(loaded, rows)
+    count = _guarded(loaded, lambda: len(rows)) if positions is None else len(positions)
+    return count if spec.limit is None else min(count, spec.limit)
 
 
 def task_of(row: Row, index: int, spec: TasksSpec, loaded: LoadedSpec) -> Task:
@@ -138,17 +218,17 @@ def task_of(row: Row, index: int, spec: TasksSpec, loaded: LoadedSpec) -> Task:
     where = f"row {row.number}"
     if not isinstance(row.fields, Mapping) or not all(isinstance(key, str) for key in row.fields):
         kind = type(row.fields).__name__
-        fault = f"{where} is no mapping of names to values, but {kind}"
-        raise _fault(loaded, "tasks.bad-row", fault, None, row.origin or loaded.origin(TASKS))
+        message = f"{where} is no mapping of names to values, but {kind}"
+        raise fault(loaded, "tasks.bad-row", message, None, row.origin or loaded.origin(TASKS))
     fields = {key: plain(value) for key, value in row.fields.items()}
     problem = refusal(stored_fields(fields))
     if problem is not None:
         at = row.origin or loaded.origin(TASKS)
-        raise _fault(loaded, "tasks.bad-row", f"{where} cannot be stored: {problem}", None, at)
+        raise fault(loaded, "tasks.bad-row", f"{where} cannot be stored: {problem}", None, at)
     for name, source in spec.map.items():
         if not find(source, fields)[0]:
-            fault, fix = f"{where} has no field `{source}`", _near(source, fields)
-            raise _fault(loaded, "tasks.missing-field", fault, fix, row.origin or loaded.origin((*TASKS, "map", name)))
+            message, fix = f"{where} has no field `{source}`", _near(source, fields)
+            raise fault(loaded, "tasks.missing-field", message, fix, row.origin or loaded.origin((*TASKS, "map", name)))
     mapped = {name: find(source, fields)[1] for name, source in spec.map.items()} if spec.map else fields
     _check_conversation(row, mapped, loaded)
     user = _user(row, fields, spec, loaded) if spec.user is not None else None
@@ -166,13 +246,13 @@ def _check_conversation(row: Row, fields: Mapping[str, Any], loaded: LoadedSpec)
         tools_of(fields, source)
         if messages[-1].role != "assistant" or loaded.spec.environment is not None:
             return
-        fault = f"`{source.field}` ends with a message of the assistant, and the model replies next"
+        message = f"`{source.field}` ends with a message of the assistant, and the model replies next"
         fix = "remove that message from the row"
     except RowError as error:
-        fault = str(error)
+        message = str(error)
         if not find(source.field, fields)[0]:
             fix = _near(source.field, fields)
-    raise _fault(loaded, "tasks.bad-row", f"row {row.number}: {fault}", fix, row.origin or loaded.origin(TASKS))
+    raise fault(loaded, "tasks.bad-row", f"row {row.number}: {message}", fix, row.origin or loaded.origin(TASKS))
 
 
 def _user(row: Row, fields: Mapping[str, Any], spec: TasksSpec, loaded: LoadedSpec) -> str:
@@ -180,13 +260,13 @@ def _user(row: Row, fields: Mapping[str, Any], spec: TasksSpec, loaded: LoadedSp
     at = row.origin or loaded.origin((*TASKS, "user"))
     there, name = find(str(spec.user), fields)
     if not there:
-        fault = f"row {row.number} has no field `{spec.user}`, which `tasks.user` names"
-        raise _fault(loaded, "tasks.missing-field", fault, _near(str(spec.user), fields), at)
+        message = f"row {row.number} has no field `{spec.user}`, which `tasks.user` names"
+        raise fault(loaded, "tasks.missing-field", message, _near(str(spec.user), fields), at)
     known = loaded.spec.users
     if not isinstance(name, str) or name not in known:
         near = get_close_matches(str(name), list(known), n=1)
         fix = f"did you mean `{near[0]}`?" if near else f"`users` has {', '.join(known)}"
-        raise _fault(loaded, "tasks.unknown-user", f"row {row.number}: there is no user {name!r}", fix, at)
+        raise fault(loaded, "tasks.unknown-user", f"row {row.number}: there is no user {name!r}", fix, at)
     return name
 
 
@@ -196,163 +276,42 @@ def _id(row: Row, index: int, fields: Mapping[str, Any], spec: TasksSpec, loaded
     at = row.origin or loaded.origin((*TASKS, "id"))
     there, value = find(spec.id, fields)
     if not there:
-        fault = f"row {row.number} has no field `{spec.id}`, which `tasks.id` names"
-        raise _fault(loaded, "tasks.missing-field", fault, _near(spec.id, fields), at)
+        message = f"row {row.number} has no field `{spec.id}`, which `tasks.id` names"
+        raise fault(loaded, "tasks.missing-field", message, _near(spec.id, fields), at)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        fault = f"row {row.number}: the id `{spec.id}` must be text or a whole number; it is {value!r}"
-        raise _fault(loaded, "tasks.bad-row", fault, None, at)
+        message = f"row {row.number}: the id `{spec.id}` must be text or a whole number; it is {value!r}"
+        raise fault(loaded, "tasks.bad-row", message, None, at)
     return str(value)
 
 
 def rows_of(loaded: LoadedSpec, limit: int | None = None) -> Iterator[Row]:
-    """The source's rows, read as they are asked for.
+    """The source's rows, from its first, read as they are asked for. `split` and `shuffle` choose among them later.
 
     Raises:
         SpecError: the source, or a row of it, cannot be read.
     """
-    rows = _SOURCES[loaded.spec.tasks.source](loaded, limit)
-    return rows if limit is None else islice(rows, limit)
+    rows = _guarded(loaded, lambda: open_rows(loaded, limit))
+    return islice(_told(loaded, rows), limit)
 
 
-def _inline(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
-    for index, fields in enumerate(loaded.spec.tasks.rows or []):
-        yield Row(index + 1, fields, loaded.origin((*TASKS, "rows", index)))
-
-
-def task_file(loaded: LoadedSpec) -> Path:
-    """The file that `tasks.path` names.
-
-    Raises:
-        SpecError: it is not there.
-    """
-    named = loaded.spec.tasks.path or ""
-    path = loaded.resolve(named, (*TASKS, "path"))
-    at = loaded.origin((*TASKS, "path"))
-    near: str | None = None
+def _told(loaded: LoadedSpec, rows: Rows) -> Iterator[Row]:
+    """Rows, with what is wrong as a finding."""
     try:
-        if not loaded.access.allows(path):
-            raise _fault(loaded, "tasks.no-file", f"`{short(named)}` lies outside of what is read", OUTSIDE_FIX, at)
-        if path.is_file() or (path.is_dir() and loaded.spec.tasks.source == "parquet"):
-            return path
-        if path.exists():
-            raise _fault(loaded, "tasks.no-file", f"`{short(named)}` is no file of rows", f"looked at {path}", at)
-        if loaded.access.is_dir(path.parent):
-            near = nearest_name(path.name, (item.name for item in path.parent.iterdir()))
-    except OSError as error:
-        fault = f"the task file `{short(named)}` cannot be had: {error.strerror}"
-        raise _fault(loaded, "tasks.no-file", fault, None, at) from error
-    fix = f"did you mean `{Path(named).parent / near}`?" if near else f"looked for {path}"
-    raise _fault(loaded, "tasks.no-file", f"the task file `{named}` does not exist", fix, at)
+        yield from rows
+    except RowFault as bad:
+        raise _finding(loaded, bad) from bad
 
 
-def _jsonl(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
-    path = task_file(loaded)
-    number = 0
+def _guarded(loaded: LoadedSpec, call: Callable[[], T]) -> T:
     try:
-        with loaded.access.open(path) as stream:
-            for line, data in enumerate(stream, start=1):
-                if not data.strip():
-                    continue
-                number += 1
-                yield Row(number, _json(data, number, Origin(str(path), line, 1), loaded), Origin(str(path), line, 1))
-    except OSError as error:
-        fault = f"the task file `{path}` cannot be read: {error.strerror}"
-        raise _fault(loaded, "tasks.no-file", fault, None, loaded.origin((*TASKS, "path"))) from error
+        return call()
+    except RowFault as bad:
+        raise _finding(loaded, bad) from bad
 
 
-def _json(data: bytes, number: int, origin: Origin, loaded: LoadedSpec) -> Any:
-    try:
-        return json.loads(data.decode("utf-8-sig" if origin.line == 1 else "utf-8").rstrip())
-    except UnicodeDecodeError as error:
-        raise _fault(
-            loaded, "tasks.bad-row", f"row {number} is not UTF-8 (byte {error.start})", None, origin
-        ) from error
-    except json.JSONDecodeError as error:
-        at = Origin(origin.file, origin.line, error.colno)
-        raise _fault(loaded, "tasks.bad-row", f"row {number} is no JSON: {error.msg}", None, at) from error
-    except (ValueError, RecursionError) as error:
-        raise _fault(loaded, "tasks.bad-row", f"row {number} is no usable JSON: {error}", None, origin) from error
-
-
-def _parquet(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    for file in parquet_files(loaded):
-        try:
-            with pyarrow.parquet.ParquetFile(file) as table:
-                for batch in table.iter_batches(batch_size=min(limit or 1024, 1024)):
-                    for fields in batch.to_pylist():
-                        number += 1
-                        yield Row(number, fields, None)
-        except (OSError, pyarrow.ArrowException) as error:
-            fault = f"`{file}` cannot be read as Parquet: {error}"
-            raise _fault(loaded, "tasks.bad-file", fault, None, loaded.origin((*TASKS, "path"))) from error
-
-
-def _hub(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
-    spec = loaded.spec.tasks
-    at = loaded.origin((*TASKS, "path"))
-    _may_import(loaded, at)
-    try:
-        import datasets
-    except ImportError as error:
-        fix = "pip install 'episode-engine[hub]'"
-        raise _fault(loaded, "tasks.hub", "`source: hub` needs the package `datasets`", fix, at) from error
-    named = str(spec.path)
-    local = loaded.resolve(named, (*TASKS, "path"))
-    number = 0
-    try:
-        table = datasets.load_dataset(
-            str(local) if local.exists() else named, spec.name, split=spec.split, streaming=limit is not None
-        )
-        for fields in table:
-            number += 1
-            yield Row(number, fields, None)
-    except Exception as error:  # the library raises whatever its transports raise
-        fault = f"row {number + 1} of the data set `{named}` (split `{spec.split}`) cannot be had: {words_of(error)}"
-        raise _fault(loaded, "tasks.hub", fault, "check `path`, `name` and `split`", at) from error
-
-
-def _python(loaded: LoadedSpec, limit: int | None) -> Iterator[Row]:
-    spec = loaded.spec.tasks
-    use = str(spec.use)
-    at = loaded.origin((*TASKS, "use"))
-    _may_import(loaded, at)
-    try:
-        source = load_entry(use, loaded.base)
-    except EntryError as error:
-        raise _fault(loaded, "world.import", str(error), None, at) from error
-    number = 0
-    try:
-        rows: Iterable[Any] = source(**spec.with_)
-        for fields in rows:
-            number += 1
-            yield Row(number, fields, None)
-    except Exception as error:  # whatever the user's own code raises
-        fault = f"`{use}` failed at row {number + 1}: {words_of(error)}"
-        raise _fault(loaded, "tasks.python", fault, None, at) from error
-
-
-_SOURCES: dict[str, Callable[[LoadedSpec, int | None], Iterator[Row]]] = {
-    "inline": _inline,
-    "jsonl": _jsonl,
-    "parquet": _parquet,
-    "hub": _hub,
-    "python": _python,
-}
-
-
-def _may_import(loaded: LoadedSpec, at: Origin) -> None:
-    """Refuse sources whose rows are made by code."""
-    if not loaded.access.imports:
-        raise _fault(loaded, "tasks.python", "these rows are made by code, which is not run here", "add `--import`", at)
+def _finding(loaded: LoadedSpec, bad: RowFault) -> SpecError:
+    return fault(loaded, bad.rule, str(bad), None, bad.origin or loaded.origin((*TASKS, "path")))
 
 
 def _near(name: str, fields: Mapping[str, Any]) -> str:
     return near_or_known(name, list(fields), what="its fields")
-
-
-def _fault(loaded: LoadedSpec, rule: str, message: str, fix: str | None, origin: Origin | None) -> SpecError:
-    return SpecError([Diagnostic(rule, "error", message, fix, origin or loaded.origin(TASKS), TASKS)])

@@ -24,6 +24,8 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,6 +57,10 @@ if TYPE_CHECKING:
 __all__ = ["EpisodeRow", "RunStore", "episode_id_of", "find_run"]
 
 log = structlog.get_logger(__name__)
+
+
+PLANNED = 1_000
+"""Tasks that are written in one commit before a run begins."""
 
 
 def episode_id_of(task_id: str, sample_index: int) -> str:
@@ -152,23 +158,13 @@ class RunStore(RunReader):
             return crashes.crashes(connection)
 
     async def plan(self, tasks: Sequence[Task], samples_per_task: int) -> None:
-        """Write down episodes that are to come, as pending; those that are there already stay as they are."""
-        rows = [(task.id, task.index, codec.json_of(stored_fields(task.fields))) for task in tasks]
-        episodes = [
-            (episode_id_of(task.id, sample), task.id, task.index, sample)
-            for task in tasks
-            for sample in range(samples_per_task)
-        ]
+        """Write down episodes that are to come, as pending; those that are there already stay as they are.
 
-        def job(connection: sqlite3.Connection) -> None:
-            connection.executemany("INSERT OR IGNORE INTO tasks VALUES (?, ?, ?)", rows)
-            connection.executemany(
-                "INSERT OR IGNORE INTO episodes (id, task_id, task_index, sample_index, status) "
-                "VALUES (?, ?, ?, ?, 'pending')",
-                episodes,
-            )
-
-        await self._writing().do(job)
+        Tasks are read and written `PLANNED` at a time, each part in one commit.
+        """
+        remaining = iter(tasks)
+        while part := list(islice(remaining, PLANNED)):
+            await self._writing().do(partial(_plan, part, samples_per_task))
 
     async def begin(self, task: Task, sample_index: int, *, seed: int | None = None) -> list[JournalEntry]:
         """Begin an episode, or take up one that was broken off.
@@ -447,6 +443,19 @@ class RunStore(RunReader):
         if track.closing:
             return StoreError(f"{episode_id} is being finished or begun anew")
         return StoreError(f"{episode_id}: entry {seq} was given where {track.next} comes next")
+
+
+def _plan(tasks: Sequence[Task], samples_per_task: int, connection: sqlite3.Connection) -> None:
+    rows = [(task.id, task.index, codec.json_of(stored_fields(task.fields))) for task in tasks]
+    connection.executemany("INSERT OR IGNORE INTO tasks VALUES (?, ?, ?)", rows)
+    connection.executemany(
+        "INSERT OR IGNORE INTO episodes (id, task_id, task_index, sample_index, status) VALUES (?, ?, ?, ?, 'pending')",
+        [
+            (episode_id_of(task.id, sample), task.id, task.index, sample)
+            for task in tasks
+            for sample in range(samples_per_task)
+        ],
+    )
 
 
 def _same_task(connection: sqlite3.Connection, task: Task, fields: str) -> None:
