@@ -106,6 +106,7 @@ class TrainPanel:
                 parts.append(f"{name} {form.format(now[key])}")
         if again := now.get("rollout/regenerated_tokens"):
             parts.append(f"sampled again {again:.0f}")
+        parts += filter(None, [_sampled(now), _without_update(now)])
         times = _times(now)
         if times:
             parts.append(" ".join(f"{phase} {seconds:.1f}s" for phase, seconds in times))
@@ -124,6 +125,8 @@ class TrainPanel:
             told = [f"{label} {self._now[key]:.3g}" for label, key in entries if key in self._now]
             if told:
                 rows.add_row(title, "  ".join(told))
+        if told := [each for each in (_sampled(self._now), _without_update(self._now)) if each]:
+            rows.add_row("batch", Text("  ".join(told), style="yellow"))
         rows.add_row("episodes", Text(self._episodes(), style="cyan"))
         if times := _times(self._now):
             whole = sum(seconds for _, seconds in times)
@@ -178,6 +181,17 @@ def shown(panel: TrainPanel, console: Console, *, quiet: bool = False) -> Iterat
 def _by_turn(values: Mapping[str, float]) -> list[tuple[int, float]]:
     found = [(name.rpartition("/")[2], value) for name, value in values.items() if name.startswith("reward/turn/")]
     return sorted((int(turn), value) for turn, value in found if turn.isdigit())
+
+
+def _sampled(values: Mapping[str, float]) -> str | None:
+    """How many groups were sampled, where a step needed more than it trained on."""
+    used, sampled = values.get("groups/used", 0.0), values.get("groups/sampled", 0.0)
+    return f"{used:.0f} of {sampled:.0f} sampled groups have a signal" if used < sampled else None
+
+
+def _without_update(values: Mapping[str, float]) -> str | None:
+    """Why the weights did not change in a step."""
+    return "no update: no group has a signal" if values.get("updates") == 0 else None
 
 
 def _times(values: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -113,6 +113,7 @@ class Batch:
             "groups/used": float(len(self.used)),
             "groups/equal": float(len(self.left_out)),
             "groups/cancelled": float(len(self.cancelled)),
+            "groups/sampled": float(len(groups)),
             "rollout/resumed_episodes": float(sum(group.resumed for group in groups)),
             "rollout/regenerated_tokens": float(sum(group.regenerated_tokens for group in groups)),
             "rollout/dropped_stale_groups": float(len(self.stale)),

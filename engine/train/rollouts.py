@@ -4,7 +4,7 @@ A group may start while
 
     running + ready + used  <  (max_staleness + 1) * tasks_per_step
 
-where `used` are the groups of the batch that is being collected. With `version` batches trained, this is AReaL's
+(near the end of the training, less: (number of batches left) * tasks_per_step), where `used` are the groups of the batch that is being collected. With `version` batches trained, this is AReaL's
 (max_staleness + version + 1) * B - accepted - running (arXiv 2505.24298, section 5.1). The limit of live episodes applies as
 well. Groups that dynamic sampling drops do not count, so other groups are sampled instead.
 
@@ -98,6 +98,7 @@ class BatchCollector:
         train: Batch size, staleness limit, dynamic sampling.
         samples: Episodes per group.
         max_live_episodes: Maximum number of episodes that run at the same time.
+        batches: Number of batches that will be collected: no group is started for later ones. None: no end is known.
         version: Version of the weights that the backend samples with.
         consumed: Groups that are not started (again).
         stored: Episodes of earlier launches of the training.
@@ -113,6 +114,7 @@ class BatchCollector:
         *,
         samples: int,
         max_live_episodes: int,
+        batches: int | None = None,
         version: int = 0,
         consumed: ConsumedGroups | None = None,
         stored: StoredEpisodes | None = None,
@@ -129,6 +131,7 @@ class BatchCollector:
         self._max_staleness = train.asynchrony.max_staleness
         self._groups_per_batch = train.tasks_per_step
         self._oversampled_groups = round((train.asynchrony.oversample - 1.0) * self._groups_per_batch)
+        self._batches = batches
         self.version = version
         self._consumed = consumed.copy() if consumed is not None else ConsumedGroups()
         self._stored = stored
@@ -147,7 +150,8 @@ class BatchCollector:
 
     def _start_groups(self) -> None:
         """Start as many groups as the limits allow."""
-        most = (self._max_staleness + 1) * self._groups_per_batch + self._oversampled_groups
+        ahead = self._max_staleness + 1 if self._batches is None else min(self._max_staleness + 1, self._batches)
+        most = ahead * self._groups_per_batch + (self._oversampled_groups if ahead else 0)
         while len(self._running) + self._collected < most:
             running = sum(not each.work.done() for each in self._running)
             if running >= self._max_running_groups:
@@ -273,6 +277,8 @@ class BatchCollector:
         """Continue after an update: the backend samples with weights of `version` from now on."""
         self.version = version
         self._collected = 0
+        if self._batches is not None:
+            self._batches = max(0, self._batches - 1)
         if self._max_staleness:
             self._start_groups()
 

@@ -270,6 +270,7 @@ class Trainer:
             rows,
             self.train,
             samples=rollout.samples_per_task,
+            batches=self.train.steps - self._state.step,
             max_live_episodes=rollout.live_episodes or 2 * rollout.concurrency,
             version=self._state.version,
             consumed=self._state.groups,
@@ -317,6 +318,8 @@ class Trainer:
         elif not any(group.rows for group in batch.left_out):
             self._record(batch, told, step_made=False)  # or a resumed training would use these groups again
             raise batch.no_data(collector.faults)
+        else:
+            told["updates"] = 0.0
         self._record(batch, told, updates=self._learner.updates if batch.used else 0)
         return told
 

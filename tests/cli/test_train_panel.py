@@ -97,3 +97,16 @@ def test_on_a_terminal_it_is_drawn_live() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 7/10" in text
     assert panel.printer is None
+
+
+def test_a_step_without_an_update_and_one_that_sampled_more_groups_say_so() -> None:
+    panel = TrainPanel(4)
+    panel.update(1, {"groups/used": 8.0, "groups/sampled": 8.0, "updates": 1.0})
+    assert panel.line() == "step 1/4"
+    panel.update(2, {"groups/used": 2.0, "groups/sampled": 32.0, "updates": 1.0})
+    assert panel.line() == "step 2/4 · 2 of 32 sampled groups have a signal"
+    panel.update(3, {"groups/used": 0.0, "groups/sampled": 32.0, "updates": 0.0})
+    assert panel.line() == "step 3/4 · 0 of 32 sampled groups have a signal · no update: no group has a signal"
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(panel)
+    assert "no update: no group has a signal" in console.export_text()

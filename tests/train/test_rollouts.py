@@ -93,7 +93,9 @@ def spec_of(**train: Any) -> tuple[EpisodeSpec, TrainSpec]:
     ), wanted
 
 
-def collector_of(world: World, *, samples: int = 2, max_live_episodes: int = 100, **train: Any) -> BatchCollector:
+def collector_of(
+    world: World, *, samples: int = 2, max_live_episodes: int = 100, batches: int | None = None, **train: Any
+) -> BatchCollector:
     spec, wanted = spec_of(**train)
     order = TaskOrder(TASKS, shuffle=wanted.shuffle, seed=wanted.seed)
     runner: Any = world
@@ -104,6 +106,7 @@ def collector_of(world: World, *, samples: int = 2, max_live_episodes: int = 100
         wanted,
         samples=samples,
         max_live_episodes=max_live_episodes,
+        batches=batches,
     )
 
 
@@ -202,6 +205,20 @@ async def test_over_sampling_takes_who_is_ready_and_cancels_stragglers() -> None
     assert batch.cancelled == [0]
     assert sorted(world.cancelled) == ["t0/0", "t0/1"]
     await rollouts.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("batches", [1, 2, 5])
+async def test_near_the_end_no_group_begins_that_no_step_would_use(staleness: int, batches: int) -> None:
+    world = World(differing, lambda task, sample: 3)
+    rollouts = collector_of(world, asynchrony={"max_staleness": staleness}, batches=batches)
+    found = await steps(world, rollouts, batches)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await rollouts.close()
+    assert sum(len(batch.used) for batch in found) == 2 * batches
+    assert len(world.begun) == 2 * 2 * batches
+    assert world.cancelled == []
 
 
 async def test_no_more_episodes_are_alive_than_may_be() -> None:

@@ -170,6 +170,7 @@ async def test_equal_groups_teach_nothing_and_are_no_error(train_spec: Any, tmp_
     assert [(line["groups/used"], line["groups/equal"], "loss" in line) for line in metrics(trainer)] == [
         (0, 4, False)
     ] * 2
+    assert [(line["groups/sampled"], line["updates"]) for line in metrics(trainer)] == [(4, 0)] * 2
 
 
 async def test_nothing_but_failures_is_an_error_that_says_which(train_spec: Any, tmp_path: Path) -> None:
