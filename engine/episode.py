@@ -12,7 +12,9 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import LedgerError
 from engine.limits import LIMITS, UNBOUNDED
+from engine.rewards.address import TurnPart
 from engine.rewards.ledger import Ledger
 from engine.schemas.environment import EpisodeView, Task
 from engine.schemas.generation import FinishReason
@@ -23,6 +25,7 @@ from engine.tokens.tape import as_seen
 
 if TYPE_CHECKING:
     from engine.schemas.limits import LimitsSpec
+    from engine.schemas.reward import PartAddress
     from engine.tokens.conversation import Conversation
 
 _NO_FEEDBACK: dict[str, Any] = {"solved": False, "satisfied": False, "malformed": False}
@@ -206,6 +209,31 @@ class Episode:
         """The guard variables among `names`; the rest are not built."""
         return {name: _VARIABLES[name](self) for name in names if name in _VARIABLES}
 
+    def locate(self, turn: int, part: PartAddress) -> TurnPart:
+        """The tokens of a part of a turn: a call, a text, or a run of tokens.
+
+        Raises:
+            LedgerError: the turn has no such part.
+        """
+        sampled = self.turns[turn].end - self.turns[turn].start
+        if not sampled:  # a reply in text, or one without tokens: no token can get credit
+            return TurnPart(0, 0, _call_number(part.call, turn) if part.call is not None else None)
+        if part.tokens is not None:
+            start, end = part.tokens
+            if not start < end <= sampled:
+                raise LedgerError(
+                    f"turn {turn} has {sampled} sampled tokens, and [{start}, {end}) is not a part of them"
+                )
+            return TurnPart(start, end)
+        if part.text is not None:
+            found, what, call = self.conversation.text_tokens(turn, part.text), f"text {part.text[:80]!r}", None
+        else:
+            call = _call_number(part.call, turn)
+            found, what = self.conversation.call_tokens(turn, call), f"call {part.call!r}"
+        if found is None:
+            raise LedgerError(f"turn {turn} has no {what}; address the turn as a whole, or a part that it has")
+        return TurnPart(*found, call)
+
     def _rewards(self) -> dict[str, float]:
         totals = self.ledger.totals(self.turn + 1)
         return {
@@ -300,3 +328,11 @@ _VARIABLES: dict[str, Callable[[Episode], Any]] = {
     "facts": lambda e: e.facts,
     "task": lambda e: e.task.fields,
 }
+
+
+def _call_number(call: int | str | None, turn: int) -> int:
+    """The number of a call in its turn, from its number or its id `call_<turn>_<number>`; -1 for an id of no call."""
+    if isinstance(call, int):
+        return call
+    prefix, _, number = str(call).rpartition("_")
+    return int(number) if prefix == f"call_{turn}" and number.isdecimal() else -1

@@ -245,7 +245,7 @@ class Executor:
             if episode.solved and episode.solved_turn is None:
                 episode.solved_turn = episode.turn
             if state in self._ruled and not isinstance(record, _GAVE_UP):
-                self._rules.apply(state, episode.ledger, episode.turn, episode.context)
+                self._rules.apply(state, episode.ledger, episode.turn, episode.context, episode.locate)
         except EngineError as error:
             event = self._failed(episode, failure_of(error, episode))
         except Exception as error:  # noqa: BLE001  (as above)

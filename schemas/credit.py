@@ -41,6 +41,11 @@ class CreditMethod(Contract):
         return True
 
     @property
+    def comparison(self) -> ComparedCredit | None:
+        """How it compares numbers of the group's episodes (`baseline`, `scale`); None: it does not."""
+        return None
+
+    @property
     def last_turn_names(self) -> tuple[str, ...] | None:
         """Names of the only rewards of the last turn that change an advantage; None: all rewards of the last turn do."""
         return None
@@ -74,6 +79,10 @@ class ComparedCredit(CreditMethod):
     """What is subtracted: the mean of the group, the mean of the group's other episodes, or nothing."""
     scale: Literal["std", "none"] = "none"
     """`std`: divide by the group's standard deviation, as in GRPO; this biases the gradient (docs/credit.md). `none`: do not divide."""
+
+    @property
+    def comparison(self) -> ComparedCredit | None:
+        return self
 
     @property
     def zero_without_group(self) -> bool:

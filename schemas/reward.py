@@ -18,6 +18,27 @@ each one the whole value, times `discount` to the power of its distance from the
 """
 
 
+class PartAddress(Contract):
+    """A part of one turn: a tool call, a text, or a run of tokens. Exactly one of the keys is given.
+
+    RewardEvent(value=1.0, part={"call": 0})
+    RewardEvent(value=-0.5, part={"text": "I guess"})
+    """
+
+    call: int | str | None = None
+    """A tool call: its number in the turn, from 0 and with malformed calls counted, its id, or for the rewards of a tool's reply `this`."""
+    text: str | None = Field(default=None, min_length=1)
+    """The tokens that hold the first occurrence of this text."""
+    tokens: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=2, max_length=2)
+    """The sampled tokens [start, end), counted from the first one of the turn."""
+
+    @model_validator(mode="after")
+    def _one(self) -> PartAddress:
+        if [self.call, self.text, self.tokens].count(None) != 2:
+            raise ValueError("a part needs exactly one of `call`, `text` and `tokens`")
+        return self
+
+
 class RewardEvent(Contract):
     """One entry of an episode's ledger.
 
@@ -37,6 +58,10 @@ class RewardEvent(Contract):
     """For a transfer: the part of what `turn` holds that moves."""
     to: TurnAddress | None = None
     """For a transfer: the turn that receives."""
+    part: PartAddress | None = None
+    """The part of `turn` that is paid or pays; its credit is on the tokens of this part only. None: the turn as a whole."""
+    to_part: PartAddress | None = None
+    """For a transfer: the part of `to` that receives."""
     discount: float = Field(default=1.0, ge=0.0)
     """For `each`: the factor per turn of distance from the last turn."""
     cause: str = ""
@@ -56,6 +81,11 @@ class RewardEvent(Contract):
                 raise ValueError(f"`{self.op}` needs a `value`")
             if self.to is not None or self.share is not None:
                 raise ValueError(f"`to` and `share` belong to a transfer, not to `{self.op}`")
+            if self.to_part is not None:
+                raise ValueError(f"`to_part` belongs to a transfer, not to `{self.op}`")
+        for part, turn in ((self.part, self.turn), (self.to_part, self.to)):
+            if part is not None and turn in ("all", "each"):
+                raise ValueError(f"a part belongs to one turn, not to `{turn}`")
         return self
 
 
@@ -81,3 +111,9 @@ class Posting(Struct):
     op: Literal["add", "set", "transfer"]
     cause: str = ""
     source: str = ""
+    start: int | None = None
+    """For a reward of a part of the turn: its first token, counted from the first sampled token of the turn. None: the whole turn."""
+    end: int | None = None
+    """One past the last token of the part."""
+    call: int | None = None
+    """Number of the tool call that the part is; None: it is no call."""

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from engine.schemas.base import Contract
 from engine.schemas.credit import CreditSpec, default_credit
-from engine.schemas.reward import TurnAddress
+from engine.schemas.reward import PartAddress, TurnAddress
 from engine.schemas.role import ScorerSpec
 
 
@@ -30,6 +30,10 @@ class ReassignRule(Contract):
     """For a transfer: the part of what `from` holds that moves."""
     value: float | None = None
     """For add and set, the amount; for a transfer, instead of `share`."""
+    part: PartAddress | None = None
+    """The part that pays (for a transfer) or that is written; see `RewardEvent.part`."""
+    to_part: PartAddress | None = None
+    """For a transfer: the part of `to` that receives."""
     discount: float = Field(default=1.0, ge=0.0)
     """For `each`: the factor per turn of distance from the last turn."""
     cause: str = ""
@@ -47,6 +51,12 @@ class ReassignRule(Contract):
                 raise ValueError(f"`op: {self.op}` needs a `value`")
             if self.from_ is not None or self.share is not None:
                 raise ValueError(f"`from` and `share` belong to `op: transfer`, not to `{self.op}`")
+            if self.to_part is not None:
+                raise ValueError(f"`to_part` belongs to `op: transfer`, not to `{self.op}`")
+        paid = self.from_ if self.op == "transfer" else self.to
+        for part, turn in ((self.part, paid), (self.to_part, self.to)):
+            if part is not None and turn in ("all", "each"):
+                raise ValueError(f"a part belongs to one turn, not to `{turn}`")
         return self
 
 

@@ -9,6 +9,7 @@ from engine.episode import Episode
 from engine.errors import WorldError
 from engine.schemas.journal import ToolsRecord
 from engine.schemas.message import Message
+from engine.schemas.reward import RewardEvent
 
 
 class CallToolsAction(BuiltInAction):
@@ -43,7 +44,7 @@ class CallToolsAction(BuiltInAction):
             if result.error is not None:
                 episode.tool_errors += 1
             episode.facts.update(result.facts)
-            post_rewards(episode, result.rewards, f"tool:{result.name}")
+            post_rewards(episode, [_own_call(event, result.call_id) for event in result.rewards], f"tool:{result.name}")
             episode.solved = episode.solved or result.facts.get("solved") is True
         episode.conversation.add(
             [
@@ -62,3 +63,13 @@ class CallToolsAction(BuiltInAction):
         """The strongest among the tools that are called."""
         called = {world.toolbox.effects(call.name) for call in episode.calls} if world.toolbox else set()
         return next((level for level in ("external", "replayable") if level in called), "pure")
+
+
+def _own_call(event: RewardEvent, call_id: str) -> RewardEvent:
+    """The event with the tool's own call in place of `this`."""
+    changed = {
+        key: part.model_copy(update={"call": call_id})
+        for key, part in (("part", event.part), ("to_part", event.to_part))
+        if part is not None and part.call == "this"
+    }
+    return event.model_copy(update=changed) if changed else event

@@ -105,7 +105,8 @@ def _wait(item: ReassignRule, turns: int) -> str:
 
 def _same_turn(item: ReassignRule, turns: int) -> bool:
     payer, receiver = _means(item.from_, turns), _means(item.to, turns)
-    return item.op == "transfer" and payer is not None and payer == receiver
+    same = item.op == "transfer" and item.part == item.to_part
+    return same and payer is not None and payer == receiver
 
 
 @rule("rewards.unpayable", "error", "a transfer that can never move a reward")

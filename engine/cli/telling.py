@@ -183,6 +183,14 @@ def _print_message(console: Console, message: Message, turn: Turn | None) -> Non
     console.print(Padding(body, (0, 0, 0, 2)))
 
 
+def _place(posting: Posting) -> str:
+    """The turn of a posting, and the part of it."""
+    if posting.start is None:
+        return str(posting.turn)
+    part = f"tokens {posting.start} to {posting.end}" if posting.call is None else f"call {posting.call}"
+    return f"{posting.turn}, {part}"
+
+
 def ledger_table(postings: Sequence[Posting]) -> Table:
     """Every step of the ledger: who moved what, when and why."""
     from rich import box
@@ -209,7 +217,7 @@ def ledger_table(postings: Sequence[Posting]) -> Table:
         table.add_row(
             str(posting.seq),
             str(posting.at_turn),
-            str(posting.turn),
+            _place(posting),
             Text(visible(posting.name)),
             posting.op,
             Text(f"{posting.delta:+.3f}", style="green" if posting.delta > 0 else "red" if posting.delta < 0 else ""),

@@ -107,6 +107,8 @@ class TrainPanel:
         if again := now.get("rollout/regenerated_tokens"):
             parts.append(f"sampled again {again:.0f}")
         parts += filter(None, [_sampled(now), _without_update(now)])
+        if unplaced := now.get("credit/unplaced_rewards"):
+            parts.append(f"WARNING: {unplaced:.0f} rewards reach no token")
         times = _times(now)
         if times:
             parts.append(" ".join(f"{phase} {seconds:.1f}s" for phase, seconds in times))
@@ -127,6 +129,9 @@ class TrainPanel:
                 rows.add_row(title, "  ".join(told))
         if told := [each for each in (_sampled(self._now), _without_update(self._now)) if each]:
             rows.add_row("batch", Text("  ".join(told), style="yellow"))
+        if unplaced := self._now.get("credit/unplaced_rewards"):
+            words = f"{unplaced:.0f} rewards (sum {self._now['credit/unplaced_sum']:.3g}) reach no token: see the log"
+            rows.add_row("warning", Text(words, style="bold red"))
         rows.add_row("episodes", Text(self._episodes(), style="cyan"))
         if times := _times(self._now):
             whole = sum(seconds for _, seconds in times)

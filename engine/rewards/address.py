@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 from engine.errors import LedgerError
-from engine.schemas.reward import TurnAddress
+from engine.schemas.reward import PartAddress, TurnAddress
+
+
+class TurnPart(NamedTuple):
+    """A part of one turn: its tokens [start, end), counted from the first sampled token of the turn."""
+
+    start: int
+    end: int
+    call: int | None = None
+    """Number of the tool call that it is; None: it is no call."""
+
+
+Locate = Callable[[int, PartAddress], TurnPart]
+"""Finds the tokens of a part of a turn. Raises LedgerError if the turn has no such part."""
+
+
+def resolve_part(address: PartAddress | None, turn: int, locate: Locate | None) -> TurnPart | None:
+    """The tokens of a part of a turn; None for the turn as a whole.
+
+    Raises:
+        LedgerError: the turn has no such part, or there are no tokens to look in.
+    """
+    if address is None:
+        return None
+    if locate is None:
+        raise LedgerError("a part of a turn was addressed, and the tokens of the turn are not known here")
+    return locate(turn, address)
 
 
 def resolve_address(address: TurnAddress, at_turn: int, discount: float = 1.0) -> list[tuple[int, float]]:

@@ -6,6 +6,8 @@ Invariants:
   sum over turns.
 - An event is applied completely or not at all.
 - Addresses are resolved when the event is written: `last` is the newest turn at that time.
+- A reward of a part of a turn is in an account of its own, and in the sum of the turn. An event for the whole turn leaves it
+  alone, except `set`, which replaces all that the turn holds under the name.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import LedgerError
-from engine.rewards.address import resolve_address
+from engine.rewards.address import Locate, TurnPart, resolve_address, resolve_part
 from engine.schemas.reward import Posting, RewardEvent
 
 if TYPE_CHECKING:
@@ -74,6 +76,17 @@ class _Change:
     name: str
     value: float
     """The amount to add; for `set`, the new amount."""
+    part: TurnPart | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartReward:
+    """What a part of a turn holds."""
+
+    turn: int
+    part: TurnPart
+    name: str
+    value: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +103,27 @@ class SealedLedger:
     """The sum over names for each turn, float64 [turns], read-only."""
     postings: tuple[Posting, ...]
     """All postings."""
+    parts: tuple[PartReward, ...] = ()
+    """Rewards of parts of turns; `matrix` and `totals` contain them."""
 
     @property
     def total(self) -> float:
         """The episode's reward: the sum over turns and names."""
         return math.fsum(self.totals)
+
+    def without_parts(self, turn: int) -> SealedLedger:
+        """The ledger without the rewards of the parts of a turn."""
+        taken = [each for each in self.parts if each.turn == turn]
+        matrix = dict(self.matrix)
+        for each in taken:
+            row = matrix[each.name].copy()
+            row[turn] -= each.value
+            matrix[each.name] = row
+        totals = self.totals.copy()
+        if taken:
+            totals[turn] = math.fsum(row[turn] for row in matrix.values())
+        kept = tuple(each for each in self.parts if each.turn != turn)
+        return SealedLedger(self.turns, self.names, matrix, totals, self.postings, kept)
 
     @classmethod
     def from_postings(cls, postings: Iterable[Posting], turns: int) -> SealedLedger:
@@ -124,10 +153,12 @@ class Ledger:
     ledger.totals(3)                                        # [0.0, 0.3, 0.7]
     """
 
-    __slots__ = ("_accounts", "_postings", "_sealed", "_totals")
+    __slots__ = ("_accounts", "_parts", "_postings", "_sealed", "_totals")
 
     def __init__(self) -> None:
         self._accounts: dict[int, dict[str, _Account]] = {}
+        self._parts: dict[int, dict[tuple[str, TurnPart], _Account]] = {}
+        """By turn: the accounts of its parts. `_accounts` does not contain them."""
         self._totals: dict[int, float] = {}
         self._postings: list[Posting] = []
         self._sealed = False
@@ -137,12 +168,13 @@ class Ledger:
         """All postings so far, oldest first."""
         return tuple(self._postings)
 
-    def post(self, event: RewardEvent, at_turn: int) -> list[Posting]:
+    def post(self, event: RewardEvent, at_turn: int, locate: Locate | None = None) -> list[Posting]:
         """Apply an event.
 
         Args:
             event: The amount to add, set or transfer.
             at_turn: The newest assistant turn, from 0.
+            locate: Finds the tokens of a part of a turn, for events that address one.
 
         Returns:
             The new postings: one for each turn and name; for a transfer, a pair for each payer, receiver and name (more than
@@ -156,51 +188,62 @@ class Ledger:
                 raise LedgerError(
                     "the ledger is sealed: the episode is over. Write rewards before or in the final state"
                 )
-            changes = self._transfers(event, at_turn) if event.op == "transfer" else self._writes(event, at_turn)
+            changes = (
+                self._transfers(event, at_turn, locate)
+                if event.op == "transfer"
+                else self._writes(event, at_turn, locate)
+            )
             return self._write(changes, event, at_turn)
         except LedgerError as error:
             who = event.source or "a reward event"
             raise LedgerError(f"{who}: {error}", blame=blame_of(event.source)) from None
 
-    def _writes(self, event: RewardEvent, at_turn: int) -> list[_Change]:
+    def _writes(self, event: RewardEvent, at_turn: int, locate: Locate | None) -> list[_Change]:
         """`add` and `set`."""
         name = REWARD if event.name is None else event.name
         assert event.value is not None  # RewardEvent holds to it
         turns = resolve_address(event.turn, at_turn, event.discount)
-        return [_Change(turn, name, event.value * weight) for turn, weight in turns]
+        part = resolve_part(event.part, turns[0][0], locate)
+        return [_Change(turn, name, event.value * weight, part) for turn, weight in turns]
 
-    def _transfers(self, event: RewardEvent, at_turn: int) -> list[_Change]:
+    def _transfers(self, event: RewardEvent, at_turn: int, locate: Locate | None) -> list[_Change]:
         """`transfer`: from each payer to each receiver, in pairs whose sum is 0."""
         assert event.to is not None  # RewardEvent holds to it
         payers = resolve_address(event.turn, at_turn, event.discount)
         receivers = resolve_address(event.to, at_turn, event.discount)
-        if [turn for turn, _ in payers] == [turn for turn, _ in receivers] and len(payers) == 1:
+        paying = resolve_part(event.part, payers[0][0], locate)
+        receiving = resolve_part(event.to_part, receivers[0][0], locate)
+        if paying == receiving and [turn for turn, _ in payers] == [turn for turn, _ in receivers] and len(payers) == 1:
             turn = payers[0][0]
             raise LedgerError(f"a transfer from turn {turn} to itself (`{event.turn}` to `{event.to}`); name two turns")
         whole = math.fsum(weight for _, weight in receivers)
         changes: list[_Change] = []
-        for payer, name, amount in self._payments(event, payers):
+        for payer, name, amount in self._payments(event, payers, paying):
             for receiver, weight in receivers:
-                if receiver != payer:  # a turn's payment to itself changes nothing
-                    part = amount * (weight / whole)
-                    changes += [_Change(payer, name, 0.0 - part), _Change(receiver, name, part)]
+                if (receiver, receiving) != (payer, paying):  # a payment to itself changes nothing
+                    moved = amount * (weight / whole)
+                    changes += [_Change(payer, name, 0.0 - moved, paying), _Change(receiver, name, moved, receiving)]
         return changes
 
-    def _payments(self, event: RewardEvent, payers: list[tuple[int, float]]) -> list[tuple[int, str, float]]:
+    def _payments(
+        self, event: RewardEvent, payers: list[tuple[int, float]], part: TurnPart | None
+    ) -> list[tuple[int, str, float]]:
         """What each payer pays: (turn, name, amount).
 
         With `share`, that part of each reward of the turn; with `value`, that amount, even if the rest is negative.
         """
         payments: list[tuple[int, str, float]] = []
         for turn, weight in payers:
-            held = self._accounts.get(turn, {})
+            held = self._of(turn, part)
             if event.share is None:
                 assert event.value is not None  # RewardEvent holds to it
                 if event.name is None and len(held) > 1:
                     raise LedgerError(
                         f"a transfer of {event.value} without a `name`, and turn {turn} holds {_listed(held)}; say which"
                     )
-                names = held if event.name is None else {event.name: None} if self._ever(event.name, payers) else {}
+                names = (
+                    held if event.name is None else {event.name: None} if self._ever(event.name, payers, part) else {}
+                )
                 payments += [(turn, name, event.value * weight) for name in names]
                 continue
             share = event.share if event.turn == "all" else event.share * weight
@@ -214,22 +257,28 @@ class Ledger:
         if not payments:
             who = f"turn {payers[0][0]}" if len(payers) == 1 else "no turn"
             verb = "has never held" if len(payers) == 1 else "has ever held"
-            others = {name: None for turn, _ in payers for name in self._accounts.get(turn, {})}
+            others = {name: None for turn, _ in payers for name in self._of(turn, part)}
             what = "a reward" if event.name is None else f"`{event.name}`"
             there = f"; it holds {_listed(others)}" if others else ""
             raise LedgerError(f"{who} {verb} {what}{there}. Add to it before it pays, or transfer another")
         return payments
 
-    def _ever(self, name: str, payers: list[tuple[int, float]]) -> bool:
-        return any(name in self._accounts.get(turn, {}) for turn, _ in payers)
+    def _of(self, turn: int, part: TurnPart | None) -> dict[str, _Account]:
+        """The accounts of a turn as a whole, or of one of its parts, by name."""
+        if part is None:
+            return self._accounts.get(turn, {})
+        return {name: account for (name, own), account in self._parts.get(turn, {}).items() if own == part}
+
+    def _ever(self, name: str, payers: list[tuple[int, float]], part: TurnPart | None) -> bool:
+        return any(name in self._of(turn, part) for turn, _ in payers)
 
     def _write(self, changes: list[_Change], event: RewardEvent, at_turn: int) -> list[Posting]:
         """Write all postings of an event, or none."""
-        after: dict[tuple[int, str], _Account] = {}
+        after: dict[tuple[int, str, TurnPart | None], _Account] = {}
         postings: list[Posting] = []
         for change in changes:
-            key = (change.turn, change.name)
-            before = after.get(key) or self._accounts.get(change.turn, {}).get(change.name) or _Account()
+            key = (change.turn, change.name, change.part)
+            before = after.get(key) or self._account(*key)
             if not abs(change.value) <= LARGEST or not abs(before.held + change.value) <= LARGEST:
                 raise LedgerError(f"{change.value} on top of {before.held} is beyond {LARGEST}; check the value")
             # After a set the sum is exactly the given value, however its delta was rounded.
@@ -240,38 +289,63 @@ class Ledger:
                     seq=len(self._postings) + len(postings),
                     turn=change.turn,
                     name=change.name,
-                    delta=change.value - before.held if event.op == "set" else change.value,
+                    delta=self._set_delta(change, before) if event.op == "set" else change.value,
                     after=account.held,
                     at_turn=at_turn,
                     op=event.op,
                     cause=event.cause,
                     source=event.source,
+                    start=None if change.part is None else change.part.start,
+                    end=None if change.part is None else change.part.end,
+                    call=None if change.part is None else change.part.call,
                 )
             )
-        for (turn, name), account in after.items():
-            self._put(turn, name, account)
+        for (turn, name, part), account in after.items():
+            self._put(turn, name, part, account, replaces=event.op == "set")
         self._postings += postings
         return postings
 
-    def _put(self, turn: int, name: str, account: _Account) -> None:
+    def _account(self, turn: int, name: str, part: TurnPart | None) -> _Account:
+        if part is None:
+            return self._accounts.get(turn, {}).get(name) or _Account()
+        return self._parts.get(turn, {}).get((name, part)) or _Account()
+
+    def _set_delta(self, change: _Change, before: _Account) -> float:
+        """What a `set` adds to what the turn holds under the name: without a part it replaces the rewards of parts too."""
+        if change.part is None and change.turn in self._parts:
+            return change.value - self._held(change.turn, change.name)
+        return change.value - before.held
+
+    def _put(self, turn: int, name: str, part: TurnPart | None, account: _Account, *, replaces: bool) -> None:
         accounts = self._accounts.setdefault(turn, {})
-        accounts[name] = account
+        if part is None:
+            accounts[name] = account
+            if replaces and turn in self._parts:
+                self._parts[turn] = {key: held for key, held in self._parts[turn].items() if key[0] != name}
+        else:
+            accounts.setdefault(name, _Account())
+            self._parts.setdefault(turn, {})[name, part] = account
         self._totals.pop(turn, None)
 
     def restore(self, posting: Posting) -> None:
         """Append a posting of another ledger."""
-        before = self._accounts.get(posting.turn, {}).get(posting.name) or _Account()
+        whole = posting.start is None or posting.end is None
+        part = None if whole else TurnPart(posting.start or 0, posting.end or 0, posting.call)
+        before = self._account(posting.turn, posting.name, part)
         account = _Account([posting.after]) if posting.op == "set" else before.plus(posting.delta)
-        self._put(posting.turn, posting.name, account)
+        self._put(posting.turn, posting.name, part, account, replaces=posting.op == "set")
         self._postings.append(posting)
 
     def _held(self, turn: int, name: str) -> float:
         account = self._accounts.get(turn, {}).get(name)
-        return account.held if account else 0.0
+        held = account.held if account else 0.0
+        if turn not in self._parts:
+            return held
+        return math.fsum([held, *(of.held for (own, _), of in self._parts[turn].items() if own == name)])
 
     def turn(self, turn: int) -> dict[str, float]:
         """The rewards of a turn by name, in the order in which the names were first written."""
-        return {name: account.held for name, account in self._accounts.get(turn, {}).items()}
+        return {name: self._held(turn, name) for name in self._accounts.get(turn, {})}
 
     def totals(self, turns: int) -> list[float]:
         """The sum over names for each of the first `turns` turns; [turns]."""
@@ -283,13 +357,15 @@ class Ledger:
         """The sum over names for a turn, computed when it is read, so that writing does not depend on the number of names."""
         total = self._totals.get(turn)
         if total is None:
-            total = self._totals[turn] = math.fsum(each.held for each in self._accounts.get(turn, {}).values())
+            held = [each.held for each in self._accounts.get(turn, {}).values()]
+            held += [each.held for each in self._parts.get(turn, {}).values()]
+            total = self._totals[turn] = math.fsum(held)
         return total
 
     def by_name(self) -> dict[str, float]:
         """The sum over turns of each name, in the order in which the names were first written."""
         return {
-            name: math.fsum(accounts[name].held for accounts in self._accounts.values() if name in accounts)
+            name: math.fsum(self._held(turn, name) for turn, accounts in self._accounts.items() if name in accounts)
             for name in self._names()
         }
 
@@ -310,7 +386,16 @@ class Ledger:
             raise LedgerError(f"turn {min(beyond)} holds a reward, but the episode took {turns} turns", blame="engine")
         self._sealed = True
         matrix = {name: _frozen([self._held(turn, name) for turn in range(turns)]) for name in self._names()}
-        return SealedLedger(turns, self._names(), matrix, _frozen(self.totals(turns)), tuple(self._postings))
+        return SealedLedger(
+            turns, self._names(), matrix, _frozen(self.totals(turns)), tuple(self._postings), self._part_rewards()
+        )
+
+    def _part_rewards(self) -> tuple[PartReward, ...]:
+        return tuple(
+            PartReward(turn, part, name, account.held)
+            for turn, accounts in sorted(self._parts.items())
+            for (name, part), account in accounts.items()
+        )
 
 
 def _frozen(values: Sequence[float]) -> npt.NDArray[np.float64]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.errors import GuardError, LedgerError
 from engine.machine.guards import Guard
+from engine.rewards.address import Locate
 from engine.rewards.ledger import Ledger
 from engine.schemas.reward import Posting, RewardEvent
 from engine.schemas.reward_spec import ReassignRule
@@ -37,7 +38,9 @@ class Rules:
         self.states = frozenset(at)
         """States that have rules."""
 
-    def apply(self, state: str, ledger: Ledger, at_turn: int, context: ReadContext) -> list[Posting]:
+    def apply(
+        self, state: str, ledger: Ledger, at_turn: int, context: ReadContext, locate: Locate | None = None
+    ) -> list[Posting]:
         """Apply the rules of a state after its action.
 
         Args:
@@ -45,6 +48,7 @@ class Rules:
             ledger: The ledger that the rules write to.
             at_turn: The newest assistant turn; -1 before the first.
             context: Called for each rule, so that `rewards.*` includes the effects of earlier rules.
+            locate: Finds the tokens of a part of a turn.
 
         Returns:
             The postings that the rules wrote, in order.
@@ -58,7 +62,7 @@ class Rules:
             where = f"rewards.reassign[{rule.index}]"
             try:
                 if rule.guard is None or rule.guard.evaluate(context(rule.guard.names)):
-                    postings += ledger.post(rule.event, at_turn)
+                    postings += ledger.post(rule.event, at_turn, locate)
             except GuardError as error:
                 raise GuardError(f"{where}: {error}") from error
             except LedgerError as error:
@@ -92,6 +96,8 @@ def _event(rule: ReassignRule, index: int) -> RewardEvent:
         op=rule.op,
         value=rule.value,
         share=rule.share,
+        part=rule.part,
+        to_part=rule.to_part,
         discount=rule.discount,
         cause=rule.cause or f"rule {index}",
         source=f"rule:{index}",

@@ -256,7 +256,7 @@ def read_branch(row: Sequence[Any]) -> Branch:
 
 
 def read_posting(row: Sequence[Any]) -> Posting:
-    """Columns (seq, turn, name, delta, after, at_turn, op, cause, source) -> the posting.
+    """Columns (seq, turn, name, delta, after, at_turn, op, cause, source, start, end, call) -> the posting.
 
     Raises:
         StoreError: they are not those of a posting.

@@ -24,9 +24,10 @@ from engine.store.private import private_file
 
 FILE = "run.db"
 """The file's name in a run's folder."""
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Written to `PRAGMA user_version`. Files of other versions are refused. Version 5 renamed `Turn.anchor` to `state_key`,
-`EpisodeScore.anchors` to `state_keys`, and the table `flights` to `crash_counts`."""
+`EpisodeScore.anchors` to `state_keys`, and the table `flights` to `crash_counts`. Version 6 added the
+tokens of a posting's part."""
 APPLICATION_ID = 0x45504953
 """Written to `PRAGMA application_id`: "EPIS"."""
 
@@ -66,7 +67,7 @@ CREATE UNIQUE INDEX branches_in_order ON branches (episode, branch);
 CREATE TABLE postings (
     episode INTEGER NOT NULL REFERENCES episodes (number), seq INTEGER NOT NULL, turn INTEGER NOT NULL,
     name TEXT NOT NULL, delta NOT NULL, after NOT NULL, at_turn INTEGER NOT NULL, op TEXT NOT NULL,
-    cause TEXT NOT NULL, source TEXT NOT NULL);
+    cause TEXT NOT NULL, source TEXT NOT NULL, start INTEGER, "end" INTEGER, "call" INTEGER);
 CREATE UNIQUE INDEX postings_in_order ON postings (episode, seq);
 CREATE TABLE images (
     digest TEXT PRIMARY KEY, mime TEXT NOT NULL, width INTEGER NOT NULL, height INTEGER NOT NULL, bytes BLOB NOT NULL);
@@ -78,7 +79,7 @@ CREATE TABLE scored (
     score TEXT NOT NULL, PRIMARY KEY (label, episode)) WITHOUT ROWID;
 """
 
-COLUMNS = {"journal": 11, "branches": 8, "postings": 10}
+COLUMNS = {"journal": 11, "branches": 8, "postings": 13}
 """The tables that `insert` writes to, each with its number of values per row."""
 
 

@@ -33,7 +33,7 @@ RunStatus = Literal["running", "stopped", "interrupted", "done"]
 
 ENTRY = "seq, state, event, dest, kind, payload, tokens, at, seconds"
 _BRANCH = "branch, reason, tokens, spans, input_ids, logprobs, weight_versions"
-_POSTING = "seq, turn, name, delta, after, at_turn, op, cause, source"
+_POSTING = 'seq, turn, name, delta, after, at_turn, op, cause, source, start, "end", "call"'
 _EPISODE = (
     "number, id, task_id, task_index, sample_index, seed, status, attempt, state, event, "
     '"limit", failure, blame, solved, trainable, reward, turns, tokens, started, ended'

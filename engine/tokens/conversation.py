@@ -21,6 +21,7 @@ from engine.schemas.generation import Generation
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Branch
 from engine.tokens.format import ChatFormat
+from engine.tokens.parts import call_tokens, text_tokens
 from engine.tokens.proof import Trail, TrailMark, View
 from engine.tokens.replies import ParsedReply
 from engine.tokens.tape import IntVector, Tape, largest
@@ -256,6 +257,17 @@ class Conversation:
         return self._replied(
             parsed, TurnPlace(len(self._tapes) - 1, start, end), _End(last, parsed.thinking, sampled), ids
         )
+
+    def call_tokens(self, turn: int, call: int) -> tuple[int, int] | None:
+        """The sampled tokens [start, end) of a tool call of a turn; see `engine.tokens.parts.call_tokens`."""
+        branch, start, end = self._places[turn]
+        ids = self._tapes[branch][0].ids
+        return call_tokens(self.form, ids[start:end], ids[max(0, start - _TAIL) : start], self._tools or (), call)
+
+    def text_tokens(self, turn: int, text: str) -> tuple[int, int] | None:
+        """The sampled tokens [start, end) of a turn that hold a text; see `engine.tokens.parts.text_tokens`."""
+        branch, start, end = self._places[turn]
+        return text_tokens(self.form, self._tapes[branch][0].ids[start:end], text)
 
     @property
     def length(self) -> int:

@@ -34,6 +34,7 @@ from engine.train import folder as folders
 from engine.train.batch_log import BatchLog, BatchRecord
 from engine.train.batches import Batch, RowBuilder
 from engine.train.checkpoint import Checkpoints, State
+from engine.train.credit_reach import reach_of
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
 from engine.train.evaluation import Evaluator
 from engine.train.learner import Learner
@@ -313,6 +314,10 @@ class Trainer:
     async def _step(self, batch: Batch, collector: BatchCollector) -> dict[str, float]:
         """Train on a batch. Returns its metrics, which are in the batch log then."""
         told = batch.metrics()
+        reach = reach_of(self.spec.rewards.credit, [*batch.used, *batch.left_out], self.loaded.base)
+        told |= reach.metrics()
+        if unplaced := reach.unplaced():
+            log.warning("rewards reach no token", step=self._state.step + 1, rewards=unplaced)
         if batch.used:
             told |= await self._learn(batch, told)
         elif not any(group.rows for group in batch.left_out):

@@ -222,3 +222,13 @@ def test_keys_of_another_task_source(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "warning[tasks.no-effect] `path` has no effect with `source: inline`: only `jsonl` or `parquet` or `hub` reads it",
         "warning[tasks.no-effect] `split` has no effect with `source: inline`: only `hub` reads it",
     ]
+
+
+def test_a_transfer_between_two_calls_of_a_turn_is_no_transfer_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rule = "{at: AWAITING_USER_FEEDBACK, from: last, part: {call: 0}, to: last, to_part: {call: 1}, share: 1.0}"
+    for text, rules in ((rule, []), (rule.replace("call: 1", "call: 0"), ["rewards.unpayable"])):
+        Path("s.yaml").write_text(f"{HEAD}{USER}rewards: {{reassign: [{text}]}}\n")
+        assert [one.rule for one in check_spec(load_spec("s.yaml")) if one.rule.startswith("rewards.")] == rules

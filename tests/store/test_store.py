@@ -213,9 +213,9 @@ async def test_a_run_is_not_made_twice(store: RunStore) -> None:
 @pytest.mark.parametrize(
     ("pragma", "words"),
     [
-        ("user_version = 6", "has store version 6, and this engine reads version 5: upgrade episode-engine"),
-        ("user_version = 4", "has store version 4, and this engine reads version 5: use the engine that wrote it"),
-        ("user_version = 0", "has store version 0, and this engine reads version 5: use the engine that wrote it"),
+        ("user_version = 7", "has store version 7, and this engine reads version 6: upgrade episode-engine"),
+        ("user_version = 4", "has store version 4, and this engine reads version 6: use the engine that wrote it"),
+        ("user_version = 0", "has store version 0, and this engine reads version 6: use the engine that wrote it"),
         ("application_id = 7", "is not a run: it is another SQLite file"),
     ],
 )

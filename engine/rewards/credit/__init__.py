@@ -16,6 +16,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from engine.rewards.credit.base import EPSILON, Member, Values, returns_to_go
+from engine.rewards.credit.parts import credit_parts
 from engine.rewards.credit.placement import Where, place
 from engine.rewards.ledger import SealedLedger
 from engine.schemas.credit import CreditMethod
@@ -48,7 +49,8 @@ def credit(spec: CreditMethod, group: Sequence[SealedLedger | Member], *, base: 
 def credit_tokens(spec: CreditMethod, group: Sequence[Member], *, base: Path | None = None) -> list[list[Values]]:
     """Compute the advantages of a group's sampled tokens.
 
-    Each token has its turn's advantage, except with a method that has a formula for tokens (`token_formula`).
+    Each token has its turn's advantage, except with a method that has a formula for tokens (`token_formula`), and in turns with
+    rewards of parts (`parts.py`).
 
     Args:
         spec: As in `credit`.
@@ -62,9 +64,14 @@ def credit_tokens(spec: CreditMethod, group: Sequence[Member], *, base: Path | N
         LedgerError: as in `credit`, or a member has no `ends`.
         EntryError: as in `credit`.
     """
-    if spec.token_formula is not None:
-        by_token: list[list[Values]] = resolve_name(spec.token_formula)(spec, group)
-        return by_token
-    return [
-        member.broadcast(advantages) for member, advantages in zip(group, credit(spec, group, base=base), strict=True)
-    ]
+
+    def tokens_of(members: Sequence[Member]) -> list[list[Values]]:
+        if spec.token_formula is not None:
+            by_token: list[list[Values]] = resolve_name(spec.token_formula)(spec, members)
+            return by_token
+        found = credit(spec, members, base=base)
+        return [member.broadcast(advantages) for member, advantages in zip(members, found, strict=True)]
+
+    if any(member.ledger.parts for member in group):
+        return credit_parts(spec, group, tokens_of)
+    return tokens_of(group)

@@ -1,0 +1,68 @@
+"""Credit of rewards that are addressed to a part of a turn: a tool call, a text, or a run of tokens.
+
+With R the rewards of the group, R - P_t the same rewards without those of the parts of turn t, and p_i,j what part j of turn t of
+episode i holds, the advantage of a token of turn t is
+
+    A_i,t(R - P_t)                          if it is in no part
+    A_i,t(R - P_t) + sum of B(p_j)_i        over the parts j that contain it
+
+A is the credit method. B compares p_i,j with the same part of the group's other episodes as the method compares episodes
+(`baseline`, `scale`); an episode without this part counts with 0. A method that compares nothing has B(p) = p. All other turns
+see the rewards of the parts in R, as part of what turn t earned. Parts are the same if they are the same call of the turn, or
+both the k-th of the turn's other parts. If a part is the whole turn, and the method is `turn_return`, this is A_i,t(R).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from engine.rewards.address import TurnPart
+from engine.rewards.credit.base import Member, Values, compare
+from engine.schemas.credit import CreditMethod
+
+ByToken = list[list[Values]]
+"""For each episode, for each turn, float64 [sampled tokens]."""
+
+
+def credit_parts(
+    spec: CreditMethod, group: Sequence[Member], tokens_of: Callable[[Sequence[Member]], ByToken]
+) -> ByToken:
+    """The advantages of a group's sampled tokens, with the rewards of parts on the tokens of their parts.
+
+    Args:
+        spec: The method.
+        group: The members.
+        tokens_of: The method for rewards of whole turns.
+    """
+    found = tokens_of(group)
+    for turn in sorted({each.turn for member in group for each in member.ledger.parts}):
+        without = tokens_of([replace(member, ledger=member.ledger.without_parts(turn)) for member in group])
+        held = [_parts_of(member, turn) for member in group]
+        keys = sorted({key for parts in held for key in parts})
+        values = np.array([[parts[key][1] if key in parts else 0.0 for key in keys] for parts in held])
+        own = values if spec.comparison is None else compare(spec.comparison, values)
+        for number, parts in enumerate(held):
+            if turn >= len(found[number]):
+                continue
+            tokens = np.array(without[number][turn], np.float64)
+            for column, key in enumerate(keys):
+                if key in parts:
+                    part = parts[key][0]
+                    tokens[part.start : part.end] += own[number, column]
+            found[number][turn] = tokens
+    return found
+
+
+def _parts_of(member: Member, turn: int) -> dict[tuple[int, int], tuple[TurnPart, float]]:
+    """The parts of a turn with what they hold, by (0, number of the call) or (1, rank among the other parts)."""
+    sums: dict[TurnPart, float] = {}
+    for each in member.ledger.parts:
+        if each.turn == turn:
+            sums[each.part] = sums.get(each.part, 0.0) + each.value
+    others = sorted(part for part in sums if part.call is None)
+    return {
+        (1, others.index(part)) if part.call is None else (0, part.call): (part, value) for part, value in sums.items()
+    }

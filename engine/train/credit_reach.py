@@ -1,0 +1,146 @@
+"""What becomes of the rewards of a step: which part of them changes the advantage of a trained token.
+
+A reward reaches a token if the advantages of the group's sampled tokens change when the reward is taken away. One reward of each
+kind is tested, up to `TESTS`: same name, of the last or an earlier turn, of a whole turn or of a part, with or without tokens. If
+none of them changes an advantage, no reward of that kind reaches a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.rewards.address import TurnPart
+from engine.rewards.credit import Member, credit, credit_tokens
+from engine.rewards.ledger import PartReward, SealedLedger
+from engine.store.export import member_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine.schemas.credit import CreditSpec
+    from engine.train.batches import Group
+
+TESTS = 3
+"""Rewards of one kind that are tested before all of the kind count as unplaced."""
+SMALLEST = 1e-12
+"""A change of an advantage below this is a rounding error."""
+
+_Kind = tuple[str, bool, bool, bool]
+
+
+@dataclass(slots=True)
+class _Rewards:
+    """The rewards of one kind."""
+
+    count: int = 0
+    amount: float = 0.0
+    tests: int = 0
+    reaches: bool = False
+
+
+@dataclass(slots=True)
+class CreditReach:
+    """Sums over the groups of a step."""
+
+    before: float = 0.0
+    after: float = 0.0
+    cancelled: float = 0.0
+    kinds: dict[_Kind, _Rewards] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """The sums by the names of metrics."""
+        lost = [kind for kind in self.kinds.values() if not kind.reaches]
+        return {
+            "credit/turn_advantage": self.before,
+            "credit/token_advantage": self.after,
+            "credit/cancelled_rewards": self.cancelled,
+            "credit/unplaced_rewards": float(sum(kind.count for kind in lost)),
+            "credit/unplaced_sum": sum(kind.amount for kind in lost),
+        }
+
+    def unplaced(self) -> str:
+        """The rewards that reach no token, for a warning; empty if all do."""
+        named = [
+            f"{kind.count} of `{name}` in {'the last turn' if last else 'earlier turns'}"
+            for (name, last, _, _), kind in self.kinds.items()
+            if not kind.reaches
+        ]
+        return ", ".join(dict.fromkeys(named))
+
+
+def reach_of(spec: CreditSpec, groups: Iterable[Group], base: Path | None) -> CreditReach:
+    """Compare the rewards and advantages of groups with what is on their trained tokens, before bonuses and whitening.
+
+    Empty for a method that needs a critic: its values are not known here.
+
+    Raises:
+        LedgerError: the credit method cannot be computed.
+    """
+    found = CreditReach()
+    if spec.needs_values:
+        return found
+    for group in groups:
+        members = [
+            member_of(each)
+            for each in group.trajectories
+            if each.outcome.trainable and each.turns and any(row["episode_id"] == each.episode_id for row in group.rows)
+        ]
+        if members:
+            _add(found, spec, members, base)
+    return found
+
+
+def _add(found: CreditReach, spec: CreditSpec, members: Sequence[Member], base: Path | None) -> None:
+    tokens = credit_tokens(spec, members, base=base)
+    found.before += sum(float(np.abs(turns).sum()) for turns in credit(spec, members, base=base))
+    found.after += sum(float(np.abs(turn).mean()) for turns in tokens for turn in turns if len(turn))
+    for number, member in enumerate(members):
+        for reward in _rewards(member.ledger):
+            part = reward.part if reward.part.end else None
+            sampled = len(tokens[number][reward.turn]) > 0
+            kind = (reward.name, reward.turn == member.ledger.turns - 1, part is not None, sampled)
+            sums = found.kinds.setdefault(kind, _Rewards())
+            sums.count += 1
+            sums.amount += abs(reward.value)
+            if not sums.reaches and sums.tests < TESTS:
+                sums.tests += 1
+                less = replace(member, ledger=_without(member.ledger, reward))
+                others = [*members[:number], less, *members[number + 1 :]]
+                sums.reaches = _differ(tokens, credit_tokens(spec, others, base=base))
+        whole = [reward for reward in _rewards(member.ledger) if not reward.part.end]
+        for turn in range(member.ledger.turns):
+            values = [reward.value for reward in whole if reward.turn == turn]
+            found.cancelled += 2 * min(sum(v for v in values if v > 0), -sum(v for v in values if v < 0))
+
+
+def _rewards(ledger: SealedLedger) -> list[PartReward]:
+    """All rewards that are not 0: of turns as a whole (with an empty part) and of parts."""
+    found = [each for each in ledger.parts if each.value]
+    for name, row in ledger.matrix.items():
+        for turn, value in enumerate(row.tolist()):
+            rest = value - sum(each.value for each in ledger.parts if (each.turn, each.name) == (turn, name))
+            if abs(rest) > SMALLEST:
+                found.append(PartReward(turn, TurnPart(0, 0), name, rest))
+    return found
+
+
+def _without(ledger: SealedLedger, reward: PartReward) -> SealedLedger:
+    """The ledger without one reward."""
+    row = ledger.matrix[reward.name].copy()
+    row[reward.turn] -= reward.value
+    totals = ledger.totals.copy()
+    totals[reward.turn] -= reward.value
+    parts = tuple(each for each in ledger.parts if each != reward)
+    return replace(ledger, matrix={**ledger.matrix, reward.name: row}, totals=totals, parts=parts)
+
+
+def _differ(some: Sequence[Sequence[np.ndarray]], others: Sequence[Sequence[np.ndarray]]) -> bool:
+    return any(
+        len(one) > 0 and float(np.abs(one - other).max()) > SMALLEST
+        for turns, changed in zip(some, others, strict=True)
+        for one, other in zip(turns, changed, strict=True)
+    )
