@@ -246,6 +246,19 @@ class NotifySpec(Contract):
     """Training is stalled after this time without a finished episode or step."""
 
 
+class TrackingSpec(Contract):
+    """How a training is named in the trackers of `report_to`. A key that is set wins over the tracker's environment variable."""
+
+    project: str | None = Field(default=None, min_length=1)
+    """Project of Weights & Biases and trackio, experiment of MLflow. Default: their environment variable, else `episode-engine`."""
+    name: str | None = Field(default=None, min_length=1)
+    """Name of the run. Default: the training's name."""
+    group: str | None = Field(default=None, min_length=1)
+    """Weights & Biases: group of the run."""
+    tags: list[str] = Field(default_factory=list)
+    """Weights & Biases: tags of the run. MLflow: tags with an empty value."""
+
+
 class TrainSpec(Contract):
     """How the model is trained on its episodes."""
 
@@ -312,3 +325,5 @@ class TrainSpec(Contract):
     """Where notifications go when training fails, stalls, diverges or finishes."""
     report_to: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
     """Trackers that get the metrics in addition to the training's `metrics.jsonl`."""
+    tracking: TrackingSpec = Field(default_factory=TrackingSpec)
+    """Project, name, group and tags of the training in these trackers."""

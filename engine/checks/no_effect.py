@@ -27,6 +27,15 @@ def train_no_effect(ctx: CheckContext) -> Iterator[Finding]:
             )
 
 
+_TRACKED = {
+    "project": ("wandb", "trackio", "mlflow"),
+    "name": ("wandb", "trackio", "mlflow"),
+    "group": ("wandb",),
+    "tags": ("wandb", "mlflow"),
+}
+"""The trackers that read each key of `train.tracking`."""
+
+
 def _loss(train: TrainSpec) -> Iterator[Option]:
     """Options of the loss, the rollout correction and the KL penalty."""
     several = train.update_epochs * train.minibatches > 1
@@ -86,6 +95,9 @@ def _around(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
         yield ("train", "weight_sync", "pause_generation"), "sending an adapter pauses nothing"
     if method == "tensors":
         yield ("train", "weight_sync", "folder"), "the weights are sent in memory"
+    for key, trackers in _TRACKED.items():
+        if not set(train.report_to) & set(trackers):
+            yield ("train", "tracking", key), f"`train.report_to` names none of {', '.join(trackers)}"
     notify = train.notify
     if notify.webhook_env is None and notify.command is None and notify.use is None:
         for key in ("on", "stall_timeout"):

@@ -26,6 +26,7 @@ ALLOWED = (
     "train.checkpoints.*",
     "train.notify.*",
     "train.report_to",
+    "train.tracking.*",
     "train.memory.*",
     "train.weight_sync.*",
     "limits.*_seconds",

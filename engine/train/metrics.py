@@ -25,6 +25,7 @@ import structlog
 from engine.errors import StoreError
 
 if TYPE_CHECKING:
+    from engine.schemas.train import TrackingSpec
     from engine.train.sinks import Sink
 
 log = structlog.get_logger(__name__)
@@ -55,6 +56,7 @@ class MetricsLog:
         report: Sequence[str] = (),
         run: str = "",
         config: Mapping[str, Any] | None = None,
+        tracking: TrackingSpec | None = None,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -65,6 +67,7 @@ class MetricsLog:
             report: Where the values go as well: `tensorboard`, `trackio`, `wandb`, `mlflow`.
             run: The run's name there.
             config: What the run was begun with, shown there beside it.
+            tracking: Project, name, group and tags of the run there.
             clock: Seconds since 1970.
 
         Raises:
@@ -77,7 +80,8 @@ class MetricsLog:
         self._folder = folder
         self._clock = clock
         self._sinks: dict[str, Sink] = {}
-        self._run = run or folder.name
+        self._run = (tracking.name if tracking is not None else None) or run or folder.name
+        self._tracking = tracking
         self._config = dict(config or {})
         self._progress: dict[str, dict[str, int]] = {}
         """By tracker: `sent`, the newest step that it was sent, and `run`, the number of its run."""
@@ -89,7 +93,7 @@ class MetricsLog:
             known = json.loads(stored.read_text()) if (stored := folder / TRACKERS).exists() else {}
             for name in report:
                 self._progress[name] = known.get(name, {"sent": newest, "run": 1})
-                self._sinks[name] = open_sink(name, folder, self._name_of(name), self._config)
+                self._sinks[name] = open_sink(name, folder, self._name_of(name), self._config, tracking)
         except BaseException:
             self.close()
             raise
@@ -146,7 +150,7 @@ class MetricsLog:
             forget_run(name, self._folder)
             progress["run"] += 1
             progress["sent"] = -1
-            self._sinks[name] = open_sink(name, self._folder, self._name_of(name), self._config)
+            self._sinks[name] = open_sink(name, self._folder, self._name_of(name), self._config, self._tracking)
         # What a buffer held when the process was killed is sent again: the same value of the same step.
         sent = min(progress["sent"], step) - (sink.buffers and bool(progress.get("open")))
         for line in lines:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.errors import TrainError
+from engine.schemas.train import TrackingSpec
 
 PROJECT = "episode-engine"
 """The project or experiment that runs belong to, where the environment names none."""
@@ -47,7 +48,7 @@ class TensorBoard:
 
     buffers = False
 
-    def __init__(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, run: str, config: Mapping[str, Any], tracking: TrackingSpec) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._make: Callable[..., Any] = lambda **more: SummaryWriter(str(folder / "tensorboard"), **more)
@@ -72,11 +73,11 @@ class Trackio:
 
     buffers = True
 
-    def __init__(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, run: str, config: Mapping[str, Any], tracking: TrackingSpec) -> None:
         import trackio
 
         self._trackio = trackio
-        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+        project = tracking.project or os.environ.get("TRACKIO_PROJECT", PROJECT)
         trackio.init(project=project, name=run, config=dict(config), resume="allow", embed=False)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -94,15 +95,17 @@ class Wandb:
 
     buffers = True
 
-    def __init__(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, run: str, config: Mapping[str, Any], tracking: TrackingSpec) -> None:
         import wandb
 
         name = _stored_run_id(folder / "wandb_run", lambda: secrets.token_hex(4))
-        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        project = tracking.project or os.environ.get("WANDB_PROJECT", PROJECT)
         self._run = wandb.init(
             project=project,
             id=name,
             name=run,
+            group=tracking.group,
+            tags=tracking.tags or None,
             dir=str(folder),
             config=dict(config),
             resume="allow",
@@ -129,7 +132,7 @@ class Mlflow:
     _MAX_METRICS = 1000
     """Metrics in one call, at most."""
 
-    def __init__(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, run: str, config: Mapping[str, Any], tracking: TrackingSpec) -> None:
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
@@ -137,10 +140,10 @@ class Mlflow:
         self._client = MlflowClient()
 
         def begin() -> str:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+            name = tracking.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
             experiment = self._client.get_experiment_by_name(name)
             number = experiment.experiment_id if experiment else self._client.create_experiment(name)
-            made = self._client.create_run(number, run_name=run).info.run_id
+            made = self._client.create_run(number, run_name=run, tags=dict.fromkeys(tracking.tags, "")).info.run_id
             parameters = [Param(key, str(value)[:500]) for key, value in _flat(config).items()]
             for start in range(0, len(parameters), 100):
                 self._client.log_batch(made, params=parameters[start : start + 100])
@@ -165,7 +168,7 @@ class Mlflow:
         self._client.set_terminated(self._id)
 
 
-_SINKS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
+_SINKS: dict[str, Callable[[Path, str, Mapping[str, Any], TrackingSpec], Sink]] = {
     "tensorboard": TensorBoard,
     "trackio": Trackio,
     "wandb": Wandb,
@@ -173,7 +176,9 @@ _SINKS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
 }
 
 
-def open_sink(name: str, folder: Path, run: str, config: Mapping[str, Any]) -> Sink:
+def open_sink(
+    name: str, folder: Path, run: str, config: Mapping[str, Any], tracking: TrackingSpec | None = None
+) -> Sink:
     """Begin to show a run somewhere.
 
     Args:
@@ -181,6 +186,7 @@ def open_sink(name: str, folder: Path, run: str, config: Mapping[str, Any]) -> S
         folder: The run's.
         run: Its name.
         config: What it was begun with.
+        tracking: Its project, group and tags there.
 
     Raises:
         TrainError: Kind `train_setup`: it is not installed, or did not begin; the message says what to install.
@@ -188,7 +194,7 @@ def open_sink(name: str, folder: Path, run: str, config: Mapping[str, Any]) -> S
     if name not in _SINKS:
         raise TrainError(f"train.report_to: {name!r} is none of {', '.join(_SINKS)}", kind="train_setup")
     try:
-        return _SINKS[name](folder, run, config)
+        return _SINKS[name](folder, run, config, tracking or TrackingSpec())
     except ImportError as error:
         raise TrainError(
             f"train.report_to names {name}, which is not installed ({error}): "

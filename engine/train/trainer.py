@@ -187,7 +187,7 @@ class Trainer:
         else:
             self._state = await asyncio.to_thread(self._checkpoints.read, resumed, self._learner)
             self._newest_checkpoint = resumed
-        self._metrics = MetricsLog(self.folder, self.train.report_to, self.folder.name, config)
+        self._metrics = MetricsLog(self.folder, self.train.report_to, self.folder.name, config, self.train.tracking)
         try:
             runner = Runner(
                 self.loaded, [], self._format, self._backend, store, keep_going=self._keep_going, training=True

@@ -77,6 +77,11 @@ NO_EFFECT = [
         "train.kl.estimator",
         "train: {kl: {in: reward, coefficient: 0.1}}",
     ),
+    (
+        "tracking: {group: g}, report_to: [mlflow]",
+        "train.tracking.group",
+        "train: {tracking: {group: g}, report_to: [wandb]}",
+    ),
     ("kl: {in: reward}", "train.kl.in", "train: {kl: {in: reward, coefficient: 0.1}}"),
     (
         "advantage_bonuses: [{use: 'math:floor', coefficient: 0}]",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.schemas.train import TrackingSpec
 from engine.train.metrics import MetricsLog
 
 CONFIG = {"name": "arithmetic", "train": {"steps": 3, "loss": {"kind": "grpo"}}}
@@ -89,7 +90,8 @@ def test_wandb_has_the_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    log = MetricsLog(tmp_path, ["wandb"], "run", CONFIG)
+    tracking = TrackingSpec(project="sums", name="first", group="seeds", tags=["a", "b"])
+    log = MetricsLog(tmp_path, ["wandb"], "run", CONFIG, tracking)
     log.write(1, {"reward/mean": 0.25, "eval/pass@4": 0.5})
     log.write(2, {"reward/mean": 0.5})
     log.close()
@@ -98,14 +100,17 @@ def test_wandb_has_the_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     from wandb.proto import wandb_internal_pb2 as proto
 
-    rows = []
+    rows, runs = [], []
     for data in leveldb_records(file.read_bytes()[7:], start=7):
         record = proto.Record()
         record.ParseFromString(data)
+        if record.HasField("run"):
+            runs.append((record.run.project, record.run.display_name, record.run.run_group, tuple(record.run.tags)))
         if record.HasField("history"):
             items = {(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
             rows.append({key: value for key, value in items.items() if not key.startswith("_")})
     assert rows == [{"step": 1, "reward/mean": 0.25, "eval/pass@4": 0.5}, {"step": 2, "reward/mean": 0.5}]
+    assert set(runs) == {("sums", "first", "seeds", ("a", "b"))}
 
 
 @pytest.mark.slow

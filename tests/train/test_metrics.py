@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import StoreError, TrainError
+from engine.schemas.train import TrackingSpec
 from engine.train import sinks
 from engine.train.metrics import CUT, MetricsLog, read_metrics, series
 
@@ -153,10 +154,12 @@ class Tracker:
     """Keeps what it was sent, by run."""
 
     runs: ClassVar[dict[str, list[tuple[int, float]]]] = {}
+    told: ClassVar[list[TrackingSpec]] = []
     buffers = False
     can_remove = False
 
-    def __init__(self, folder: Path, run: str, config: object) -> None:
+    def __init__(self, folder: Path, run: str, config: object, tracking: TrackingSpec) -> None:
+        self.told.append(tracking)
         self.shown = self.runs.setdefault(run, [])
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -173,7 +176,7 @@ class Tracker:
 
 @pytest.fixture
 def tracker(monkeypatch: pytest.MonkeyPatch) -> type[Tracker]:
-    made = type("Made", (Tracker,), {"runs": {}})
+    made = type("Made", (Tracker,), {"runs": {}, "told": []})
     monkeypatch.setitem(sinks._SINKS, "made", made)
     return made
 
@@ -225,3 +228,14 @@ def test_what_a_tracker_may_have_held_in_a_buffer_is_sent_again(tmp_path: Path, 
         log.truncate(2)
         log.close()
         assert tracker.runs == {"run": shown}
+
+
+def test_a_tracker_is_given_the_names_of_the_spec(tmp_path: Path, tracker: type[Tracker]) -> None:
+    wanted = TrackingSpec(project="sums", name="first", group="g", tags=["a"])
+    log = MetricsLog(tmp_path, ["made"], "run", {}, wanted)
+    log.write(1, {"loss": 1.0})
+    log.write(2, {"loss": 2.0})
+    log.truncate(1)  # a tracker that cannot remove values gets another run, with the same names
+    log.close()
+    assert tracker.told == [wanted, wanted]
+    assert tracker.runs == {"first": [(1, 1.0), (2, 2.0)], "first-2": [(1, 1.0)]}
