@@ -157,8 +157,9 @@ def rewards_no_effect(ctx: CheckContext) -> Iterator[Finding]:
 _KEYS: dict[str, tuple[str, ...]] = {
     "inline": ("rows",),
     "jsonl": ("path",),
+    "csv": ("path",),
     "parquet": ("path",),
-    "hub": ("path", "name", "split"),
+    "hub": ("path", "name"),
     "python": ("use", "with"),
 }
 """For each source, the keys that only some sources read."""
@@ -171,6 +172,6 @@ def tasks_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     for key in dict.fromkeys(name for keys in _KEYS.values() for name in keys):
         path: DataPath = ("tasks", key)
         if key not in _KEYS[tasks.source] and ctx.written(*path):
-            readers = " or ".join(f"`{source}`" for source, keys in _KEYS.items() if key in keys)
-            message = f"`{key}` has no effect with `source: {tasks.source}`: only {readers} reads it"
+            readers = ", ".join(f"`{source}`" for source, keys in _KEYS.items() if key in keys)
+            message = f"`{key}` has no effect with `source: {tasks.source}`: it belongs to {readers}"
             yield Finding(message, path, "remove it, or change `source`", key=True)

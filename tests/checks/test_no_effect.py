@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from engine.checks import check_spec
+from engine.checks.no_effect import _KEYS
 from engine.schemas.loss import LossSpec
+from engine.schemas.tasks import TasksSpec
 from engine.spec.load import load_spec
 
 HEAD = """\
@@ -221,12 +224,16 @@ def test_rules_that_move_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_keys_of_another_task_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = GROUP + "tasks: {source: inline, rows: [{q: a}], path: x.jsonl, split: test, limit: 1}\n"
+    lines = GROUP + "tasks: {source: inline, rows: [{q: a}], path: x.jsonl, name: main, limit: 1}\n"
     monkeypatch.setattr(f"{__name__}.HEAD", HEAD.replace("tasks: {source: inline, rows: [{q: a}]}\n", ""))
     assert found(lines, tmp_path, monkeypatch) == [
-        "warning[tasks.no-effect] `path` has no effect with `source: inline`: only `jsonl` or `parquet` or `hub` reads it",
-        "warning[tasks.no-effect] `split` has no effect with `source: inline`: only `hub` reads it",
+        "warning[tasks.no-effect] `path` has no effect with `source: inline`: it belongs to `jsonl`, `csv`, `parquet`, `hub`",
+        "warning[tasks.no-effect] `name` has no effect with `source: inline`: it belongs to `hub`",
     ]
+
+
+def test_each_source_of_tasks_has_its_keys() -> None:
+    assert set(get_args(TasksSpec.model_fields["source"].annotation)) == set(_KEYS)
 
 
 def test_a_transfer_between_two_calls_of_a_turn_is_no_transfer_to_itself(
