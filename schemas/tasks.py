@@ -37,6 +37,9 @@ class TasksSpec(Contract):
     """The row's field that names the task's user, of `users`."""
     limit: int | None = Field(default=None, ge=1)
     """The first so many rows, after `split` and `shuffle`."""
+    overlong: Literal["drop", "error"] | None = None
+    """What to do about rows whose prompt leaves no room for a turn of `limits.turn_tokens`: leave them out, with a count, or refuse
+    to run. When left out, rows are not counted, and each such episode ends by a limit."""
 
     @model_validator(mode="after")
     def _complete(self) -> TasksSpec:

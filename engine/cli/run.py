@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.runner.run import Runner, RunResult
-    from engine.schemas.environment import Task
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore
@@ -111,7 +110,7 @@ def fork_run(run: str, out: Path, turn: int, salt: int) -> None:
 
 def _conclude(
     loaded: LoadedSpec,
-    tasks: Sequence[Task],
+    tasks: TaskTable,
     store: RunStore,
     console: Console,
     *,
@@ -184,7 +183,7 @@ def prepare(
     resume: str | None,
     *,
     evaluation: bool = False,
-) -> tuple[LoadedSpec, Sequence[Task], RunStore]:
+) -> tuple[LoadedSpec, TaskTable, RunStore]:
     """Load and check the spec, read its tasks, and open the store.
 
     Raises:
@@ -225,7 +224,7 @@ def prepare(
 
 async def drive(
     loaded: LoadedSpec,
-    tasks: Sequence[Task],
+    tasks: TaskTable,
     store: RunStore,
     console: Console,
     *,
@@ -250,12 +249,14 @@ async def drive(
     from engine.cli.report import print_summary
     from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
+    from engine.runner.overlong import fitting_tasks
     from engine.runner.run import Runner
     from engine.store.private import private_file
     from engine.tokens.loading import load_format
 
     began = time.perf_counter()
     chat_format = load_format(loaded.spec.model, loaded.base)
+    tasks = fitting_tasks(tasks, loaded, chat_format)
     backend = open_backend(loaded, chat_format)
     stop = asyncio.Event()
     with stop_on_signals(stop, f"To finish it: engine run --resume {store.folder}"):

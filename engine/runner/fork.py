@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +11,11 @@ from engine.store import RunHeader, RunStore
 from engine.store.header import Fork
 
 if TYPE_CHECKING:
-    from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
+    from engine.spec.tasks import TaskTable
 
 
-def fork(source: RunStore, out: Path, turn: int, salt: int) -> tuple[LoadedSpec, Sequence[Task], RunStore]:
+def fork(source: RunStore, out: Path, turn: int, salt: int) -> tuple[LoadedSpec, TaskTable, RunStore]:
     """Begin a fork of a run.
 
     Args:

@@ -280,7 +280,8 @@ class ParquetRows(Rows):
 
             counts = [int(self._guarded(path, pyarrow.parquet.read_metadata).num_rows) for path in self._files]
             self._starts = [0, *accumulate(counts)]
-        return self._starts[-1]
+        count: int = self._starts[-1]
+        return count
 
     def __iter__(self) -> Iterator[Row]:
         import pyarrow

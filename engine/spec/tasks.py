@@ -104,7 +104,7 @@ def load_tasks(loaded: LoadedSpec) -> TaskTable:
     positions = _positions(loaded, rows)
     ids = _Ids(loaded, rows)
     if positions is None:
-        read = islice(_told(loaded, rows), spec.limit)
+        read: Iterator[Row] = islice(_told(loaded, rows), spec.limit)
     else:
         read = (_guarded(loaded, partial(rows.row, int(position))) for position in np.sort(positions))
     count = 0

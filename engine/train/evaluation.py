@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import StoreError, TrainError
 from engine.runner.evaluate import evaluate
+from engine.runner.overlong import fitting_tasks
 from engine.runner.run import Runner
 from engine.schemas.generation import SamplingParams
 from engine.schemas.tasks import TasksSpec
@@ -104,7 +105,8 @@ class Evaluator:
         loaded = evaluation_of(self._loaded, name)
         store = _store_of(loaded, self._folder, f"step-{step:06d}{f'-{name}' if name else ''}")
         try:
-            runner = Runner(loaded, load_tasks(loaded), format, backend, store, keep_going=self._keep_going)
+            tasks = fitting_tasks(load_tasks(loaded), loaded, format)
+            runner = Runner(loaded, tasks, format, backend, store, keep_going=self._keep_going)
             result = await runner.run()
             if result.stopped is not None:
                 raise result.stopped

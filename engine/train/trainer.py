@@ -27,6 +27,7 @@ import torch
 from engine.backends.registry import open_backend
 from engine.errors import EngineError, TrainError
 from engine.masking import mask_values
+from engine.runner.overlong import fitting_tasks
 from engine.runner.run import Runner
 from engine.spec.tasks import load_tasks
 from engine.tokens.loading import load_format
@@ -155,8 +156,9 @@ class Trainer:
             raise
 
     async def _run_prepared(self, stop: asyncio.Event | None) -> TrainResult:
-        self._order = TaskOrder(load_tasks(self.loaded), shuffle=self.train.shuffle, seed=self.train.seed)
         self._format = load_format(self.spec.model, self.loaded.base)
+        tasks = fitting_tasks(load_tasks(self.loaded), self.loaded, self._format)
+        self._order = TaskOrder(tasks, shuffle=self.train.shuffle, seed=self.train.seed)
         self._backend = open_backend(self.loaded, self._format)
         try:
             await self._backend.start()

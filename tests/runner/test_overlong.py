@@ -1,0 +1,78 @@
+"""Rows whose prompt is too long for a turn are refused, or left out and counted, before any episode burns on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from engine.errors import SpecError
+from engine.runner.overlong import fitting_tasks
+from engine.spec.load import load_spec
+from engine.spec.tasks import TaskTable, load_tasks
+from engine.tokens.loading import load_format
+
+WORDS = [3, 400, 5, 90, 401]
+PLAIN: dict[str, Any] = {"tools": None, "user": None, "machine": "single_turn"}
+
+
+def kept(path: Path) -> tuple[TaskTable, str]:
+    loaded = load_spec(path)
+    with structlog.testing.capture_logs() as logs:
+        found = fitting_tasks(load_tasks(loaded), loaded, load_format(loaded.spec.model, loaded.base))
+    return found, "".join(log["reason"] for log in logs)
+
+
+@pytest.fixture
+def spec(make_spec: Any) -> Any:
+    rows = [
+        {"id": f"r{at}", "q": "no " * words, "chat": [{"role": "user", "content": "no " * words}]}
+        for at, words in enumerate(WORDS)
+    ]
+
+    def make(overlong: str | None, limits: dict[str, int], **changes: Any) -> Path:
+        tasks = {"source": "inline", "rows": rows, "id": "id", "overlong": overlong}
+        given = PLAIN | {"prompt": [{"role": "user", "content": "{{q}}"}]} | changes
+        made: Path = make_spec(["42"] * 5, tasks=tasks, limits=limits, **given)
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("prompt", [[{"role": "user", "content": "{{q}}"}], {"field": "chat"}])
+def test_dropped_rows_are_counted_and_the_others_keep_their_index(spec: Any, prompt: Any) -> None:
+    tasks, told = kept(spec("drop", {"episode_tokens": 300, "turn_tokens": 32}, prompt=prompt))
+    assert [(task.id, task.index) for task in tasks] == [("r0", 0), ("r2", 2), ("r3", 3)]
+    assert told.startswith(
+        "2 of 5 tasks have a prompt that leaves no room for a turn of 32 within 300 tokens; the first is row 2 with "
+    )
+
+
+def test_the_border_is_exact(spec: Any) -> None:
+    loaded = load_spec(spec(None, {}))
+    form = load_format(loaded.spec.model, loaded.base)
+    length = len(form.render([{"role": "user", "content": "no " * 400}]))
+    for more, count in ((0, 4), (-1, 3)):
+        limits = {"episode_tokens": length + 32 + more, "turn_tokens": 32}
+        assert len(kept(spec("drop", limits))[0]) == count
+
+
+def test_the_schemas_of_tools_count(spec: Any) -> None:
+    limits = {"episode_tokens": 300, "turn_tokens": 32}
+    tools = [{"use": f"worlds_for_tests:{tool}"} for tool in ("add", "wait", "explode", "hang", "pay")]
+    assert len(kept(spec("drop", limits | {"episode_tokens": 2_000}, tools=tools, machine="tools"))[0]) == 5
+    with pytest.raises(SpecError, match="5 of 5 tasks"):
+        kept(spec("drop", limits, tools=tools, machine="tools"))
+
+
+def test_an_error_names_the_first_row(spec: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        kept(spec("error", {"episode_tokens": 300, "turn_tokens": 32}))
+    assert "error[tasks.overlong] 2 of 5 tasks have a prompt that leaves no room" in str(caught.value)
+    assert str(caught.value).endswith("set `tasks.overlong: drop`, or allow more tokens")
+
+
+def test_nothing_is_counted_where_nothing_is_asked(spec: Any) -> None:
+    assert len(kept(spec(None, {"episode_tokens": 300, "turn_tokens": 32}))[0]) == 5
