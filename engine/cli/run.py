@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from engine.runner.run import Runner, RunResult
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
+    from engine.spec.tasks import TaskTable
     from engine.store.store import RunStore
 
 

@@ -332,8 +332,9 @@ def _parquet_file(path: Path) -> Any:
 
 
 def _batch_rows(metadata: Any) -> int:
-    size = sum(metadata.row_group(at).total_byte_size for at in range(metadata.num_row_groups))
-    return max(1, min(1024, BATCH_BYTES * max(metadata.num_rows, 1) // max(size, 1)))
+    size = sum(int(metadata.row_group(at).total_byte_size) for at in range(metadata.num_row_groups))
+    rows = int(metadata.num_rows)
+    return max(1, min(1024, BATCH_BYTES * max(rows, 1) // max(size, 1)))
 
 
 def _by_position(path: Path) -> Callable[[int], dict[str, Any]]:
