@@ -264,6 +264,9 @@ class TrainSpec(Contract):
 
     steps: int = Field(default=100, ge=1)
     """Number of training steps. Each step collects one batch of episodes and trains on it."""
+    epochs: float | None = Field(default=None, gt=0.0)
+    """Instead of `steps`: epochs × tasks / `tasks_per_step` steps, rounded up (verl: total_epochs). Groups that dynamic sampling
+    drops use further tasks, so that a training then goes through the tasks more often."""
     tasks_per_step: int = Field(default=8, ge=1)
     """Groups per batch. A group is `rollout.samples_per_task` episodes of one task."""
     shuffle: bool = True

@@ -77,7 +77,9 @@ def _batch(train: TrainSpec) -> Iterator[Option]:
         why = f"{oversample:g} × {groups} groups (`train.tasks_per_step`) is less than half a group more"
         yield ("train", "asynchrony", "oversample"), why
     warmup = train.optimizer.warmup_steps
-    if warmup >= train.steps and train.optimizer.schedule != "constant":
+    if train.epochs is not None:
+        yield ("train", "steps"), "`train.epochs` sets the number of steps"
+    elif warmup >= train.steps and train.optimizer.schedule != "constant":
         why = f"the warm-up of {warmup} steps does not end before the {train.steps} steps of the training"
         yield ("train", "optimizer", "schedule"), why
 

@@ -37,7 +37,7 @@ def critic_option(ctx: CheckContext) -> Iterator[Finding]:
     if ctx.written(*path, "clip") and train.critic.clip is not None and train.update_epochs * train.minibatches == 1:
         message = "`clip` bounds how far values move over the updates of a batch, and a batch has one update"
         yield Finding(message, (*path, "clip"), "set `train.minibatches` or `train.update_epochs`, or remove it")
-    if ctx.written(*path, "warmup_steps") and train.critic.warmup_steps >= train.steps:
+    if train.epochs is None and ctx.written(*path, "warmup_steps") and train.critic.warmup_steps >= train.steps:
         message = f"the critic alone is trained for {train.critic.warmup_steps} steps, and there are {train.steps}: the policy never"
         yield Finding(f"{message} is", (*path, "warmup_steps"), "set it below `train.steps`")
     if ctx.written(*path, "bootstrap"):

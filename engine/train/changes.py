@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 ALLOWED = (
     "train.steps",
+    "train.epochs",
     "train.optimizer.lr",
     "train.optimizer.schedule",
     "train.optimizer.warmup_steps",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from engine.errors import TrainError
 from engine.schemas.backend import kinds_that_train
+from engine.spec.tasks import load_tasks
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
 from engine.train.critic import Critic
@@ -21,10 +23,11 @@ if TYPE_CHECKING:
 
 
 def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
-    """The spec's `train:` section.
+    """The spec's `train:` section; with `epochs`, `steps` is the number of steps that they take.
 
     Raises:
         TrainError: kind `train_setup`: the spec has no `train:` section, or its backend cannot be trained with.
+        SpecError: with `epochs`, the tasks cannot be read.
     """
     spec = loaded.spec
     if spec.train is None:
@@ -36,7 +39,10 @@ def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
             f"{loaded.path}: a `{spec.backend.kind}` backend cannot take new weights; train with {kinds_that_train()}",
             kind="train_setup",
         )
-    return spec.train
+    if spec.train.epochs is None:
+        return spec.train
+    steps = math.ceil(spec.train.epochs * len(load_tasks(loaded)) / spec.train.tasks_per_step)
+    return spec.train.model_copy(update={"steps": max(1, steps)})
 
 
 def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGroup) -> Learner:

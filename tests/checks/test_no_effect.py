@@ -85,6 +85,7 @@ NO_EFFECT = [
         "train.tracking.group",
         "train: {tracking: {group: g}, report_to: [wandb]}",
     ),
+    ("steps: 5, epochs: 2", "train.steps", "train: {epochs: 2}"),
     ("kl: {in: reward}", "train.kl.in", "train: {kl: {in: reward, coefficient: 0.1}}"),
     (
         "advantage_bonuses: [{use: 'math:floor', coefficient: 0}]",

@@ -145,6 +145,25 @@ async def test_the_best_checkpoint_by_evaluation_stays(train_spec: Any, tmp_path
         assert len(list(store.trajectories())) == 6
 
 
+async def test_epochs_set_the_number_of_steps(train_spec: Any, tmp_path: Path) -> None:
+    """Six tasks, two groups a step: an epoch is three steps, and the schedule knows its end."""
+    train = {
+        "epochs": 1.5,
+        "tasks_per_step": 2,
+        "dynamic_sampling": False,
+        "optimizer": {"lr": 1e-3, "schedule": "linear"},
+    }
+    trainer = begin(train_spec(train=train), tmp_path / "runs")
+    assert (await trainer.run()).steps == 5
+    assert [line["lr"] for line in metrics(trainer)] == pytest.approx([1e-3 * (1 - step / 5) for step in range(5)])
+    with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
+        tasks = [
+            trajectory.task_id.partition("~")[0] for trajectory in store.trajectories() if trajectory.sample_index == 0
+        ]
+    assert sorted(set(tasks)) == [f"t{number}" for number in range(6)]
+    assert len(tasks) == 10  # each task once, then four of them again
+
+
 async def test_several_evaluations_have_their_own_tasks_and_steps(train_spec: Any, tmp_path: Path) -> None:
     tasks = {"source": "inline", "rows": [{"id": "e0", "say": "another word"}], "id": "id"}
     sets = {"easy": {"tasks": tasks}, "hard": {"tasks": tasks, "every": 2, "samples": 2}}
