@@ -57,7 +57,7 @@ def _table(console: Console, store: RunStore, limit: int, *, failed: bool, score
     from engine.cli.telling import ended, row_style, status
 
     rows = store.episodes(score)
-    standing = store.standing()
+    states = store.current_states()
     run_status = store.status
     shown = [row for row in rows if row.failure] if failed else rows
     table = Table(
@@ -71,7 +71,7 @@ def _table(console: Console, store: RunStore, limit: int, *, failed: bool, score
         table.add_row(
             Text(row.id),
             status(row, run_status),
-            Text(ended(row) if done else standing.get(row.id, "")),
+            Text(ended(row) if done else states.get(row.id, "")),
             str(row.turns) if done else "",
             str(row.tokens) if done else "",
             f"{row.reward:+.3f}" if row.reward is not None else "",

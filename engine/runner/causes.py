@@ -1,7 +1,7 @@
-"""Why episodes fail, by cause: a kind, who is to blame, and the place in the spec.
+"""Counts failures by cause: kind, blame, and place in the spec.
 
-Invariant: a failure that the policy is to blame for is what a run measures, so it never stops one. Neither does a wait for
-a server: it fails no episode.
+Invariant: a failure with blame `policy` is a result of the run, so it never stops the run. A wait for a server does not
+stop it either, because it fails no episode.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 FIRST = 16
-"""Finished episodes that must all fail with one cause for a run to stop; all of them in a smaller run."""
+"""If the first finished episodes, up to this number, all fail with one cause, the run stops."""
 BACKEND_SHARE = 0.1
-"""Share of episodes that the backend may fail before a run counts as failed."""
+"""Maximum share of episodes that the backend may fail; with more, the run counts as failed."""
 _TRACE_LINES = 12
 _TOOL = re.compile(r"^tool `([^`]+)`")
 
 
 class Cause(NamedTuple):
-    """What failures have in common."""
+    """The common cause of several failures."""
 
     kind: str
     blame: Blame
     place: str
-    """Where in the spec, `file:line:column`; empty where it is unknown."""
+    """Place in the spec, `file:line:column`; empty if it is unknown."""
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.blame})" + (f" at {self.place}" if self.place else "")
@@ -44,10 +44,10 @@ class Cause(NamedTuple):
 
 @dataclass(slots=True)
 class Causes:
-    """Failures, counted by cause.
+    """Counts of failures by cause.
 
     Args:
-        place: where in the spec an episode's failure arose; without it causes have no place.
+        place: Returns the place in the spec that caused a failure; without it causes have no place.
     """
 
     place: Callable[[Trajectory, Failure], str] | None = None
@@ -56,7 +56,7 @@ class Causes:
     """The first failure of each cause."""
 
     def add(self, trajectory: Trajectory) -> Cause | None:
-        """Count a finished episode; its cause, where it failed."""
+        """Count a finished episode, and return its cause if it failed."""
         failure = trajectory.outcome.failure
         if failure is None:
             return None
@@ -66,19 +66,19 @@ class Causes:
         return cause
 
     def blamed(self, blame: Blame) -> int:
-        """Failures that somebody is to blame for."""
+        """Return the number of failures with this blame."""
         return sum(count for cause, count in self.counts.items() if cause.blame == blame)
 
     def most_common(self) -> list[tuple[Cause, int]]:
-        """Causes with their counts, the largest first."""
+        """Return the causes with their counts, the largest count first."""
         return sorted(self.counts.items(), key=lambda item: -item[1])
 
 
 class Verdict:
-    """Whether the first finished episodes of a launch all failed in one way.
+    """Detects that the first finished episodes of a launch all failed with one cause.
 
     Args:
-        total: gives the episodes that the run is to have; 0 where that is not known.
+        total: Returns the planned number of episodes; 0 if it is not known.
     """
 
     def __init__(self, total: Callable[[], int]) -> None:
@@ -91,7 +91,7 @@ class Verdict:
         """Count a finished episode.
 
         Raises:
-            FailingError: it is the last of the first min(16, total), and all failed with one cause.
+            FailingError: this is the last of the first min(16, total) episodes, and all failed with one cause.
         """
         if self._decided:
             return
@@ -109,14 +109,14 @@ class Verdict:
 
 
 def _whole(failure: Failure) -> str:
-    """A failure's message, and the end of its traceback."""
+    """Return a failure's message, with the end of its traceback."""
     lines = (failure.trace or "").rstrip().splitlines()
     shown = lines if len(lines) <= _TRACE_LINES else ["…", *lines[-_TRACE_LINES:]]
     return "\n".join([failure.message, *shown])
 
 
 def places(loaded: LoadedSpec, tasks: Sequence[Task]) -> Callable[[Trajectory, Failure], str]:
-    """Where in the spec a failure arose: the place of the entry whose code or server failed."""
+    """Return a function that finds the place in the spec of a failure: the entry whose code or server failed."""
     chosen = loaded.spec.tasks.user is not None
     users: Mapping[str, str | None] = {task.id: task.user for task in tasks} if chosen else {}
     actions = {name: state.action for name, state in resolve_machine(loaded.spec.machine).states.items()}
@@ -152,7 +152,7 @@ def _path(loaded: LoadedSpec, failure: Failure, user: str | None, action: str | 
 
 
 def _tool(loaded: LoadedSpec, name: str) -> int | None:
-    """The index of the spec's tool of this name."""
+    """Return the index of the tool with this name in the spec."""
     for at, tool in enumerate(loaded.spec.tools):
         if name in (tool.name, tool.use.rpartition(":")[2]):
             return at

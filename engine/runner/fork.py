@@ -20,13 +20,13 @@ def fork(source: RunStore, out: Path, turn: int, salt: int) -> tuple[LoadedSpec,
 
     Args:
         source: The run.
-        out: Folder that runs are stored under.
-        turn: Episodes share what came before this assistant turn, from 0. An episode that never came to it is taken over
-            whole; where it had ended, it is only finished.
-        salt: Changes the sampling seeds from there on; 0 keeps them.
+        out: The folder in which runs are stored.
+        turn: Episodes share the entries before this assistant turn, from 0. An episode without this turn is copied
+            completely; if it had ended, it is only finished.
+        salt: Changes the sampling seeds from this turn on; 0 keeps them.
 
     Returns:
-        (spec, tasks, store): what `Runner` takes. The store is open for writing.
+        (spec, tasks, store), the arguments of `Runner`. The store is open for writing.
 
     Raises:
         EngineError: the tasks cannot be read, or the new run cannot be written.

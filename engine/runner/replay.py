@@ -1,6 +1,6 @@
-"""Replay: rebuild finished episodes from their journals, and compare them with what was stored, byte for byte.
+"""Replay: rebuild finished episodes from their journals, and compare them with the stored ones, byte for byte.
 
-No model and no world is asked: only the journal's records are fed to the machine. What differs is told exactly.
+No model, environment, tool or user is called: the journal's records are applied to the machine. Each difference is reported exactly.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One episode, replayed."""
+    """The result of replaying one episode."""
 
     episode_id: str
     tokens: int
-    """Tokens of all its branches."""
+    """Number of tokens of all its branches."""
     difference: str | None
-    """The first difference from what was stored; None when there is none."""
+    """The first difference from the stored episode; None if there is none."""
 
 
 async def _no_append(episode_id: str, entry: JournalEntry, written: Written) -> None:
@@ -65,18 +65,18 @@ class Replayer:
         self._executor = self._factory.executor(_no_append)
 
     async def rebuild(self, task: Task, sample: int, journal: list[JournalEntry], upto: int | None = None) -> Episode:
-        """Feed a journal to a fresh episode.
+        """Apply a journal to a new episode.
 
         Args:
             task: The episode's task.
             sample: Its index in the group.
             journal: Its entries, from the first.
-            upto: Feed only so many of them.
+            upto: Apply only this number of entries.
 
         Raises:
-            ReplayError: the journal does not lead where it says.
+            ReplayError: an entry leads to another event or state than the journal says.
         """
-        # The tools that an environment offers are part of the prompt, so its object is needed to know them.
+        # The tools that an environment offers are part of the prompt, so its object is needed.
         if never_built(journal):
             world = World()
         elif self._offers_tools:
@@ -92,10 +92,10 @@ class Replayer:
             await self._worlds.close(world)
 
     async def rescore(self, stored: Trajectory, task: Task) -> EpisodeScore:
-        """Feed a finished episode's journal again, and say what this spec's rules make of it.
+        """Apply a finished episode's journal with this spec's reward rules, and return the score.
 
-        Tokens and words stay as they are: they do not depend on rewards. Where the rules cannot be carried out, or
-        would have led elsewhere than the journal leads, the score holds the failure that says so, and no rewards.
+        Tokens and messages do not change, because they do not depend on rewards. If the rules cannot be applied, or
+        would have led to another event than the journal says, the score has a failure and no rewards.
         """
         try:
             journal = self._store.journal(stored.episode_id)
@@ -106,7 +106,7 @@ class Replayer:
             if episode.failure is not None and episode.failure != stored.outcome.failure:
                 return _unscored(stored, episode.failure)
             again = episode.trajectory(stored.run_id, exact=self._exact)
-        except StoreError:  # the journal cannot be read: that is no word on the rules
+        except StoreError:  # the journal cannot be read, which says nothing about the rules
             raise
         except EngineError as error:
             return _unscored(stored, Failure(kind=error.kind, blame=error.blame, message=valid_text(str(error))))
@@ -118,11 +118,11 @@ class Replayer:
         )
 
     async def _begin(self, task: Task, sample: int, journal: list[JournalEntry]) -> Episode:
-        """The episode before the first step of its journal."""
+        """Build the episode before the first entry of its journal."""
         return await self.rebuild(task, sample, journal, 0)
 
     def _follow_all(self, episode: Episode, journal: Sequence[JournalEntry]) -> Failure | None:
-        """Feed a whole journal; where it leads elsewhere than it says, the failure that tells so."""
+        """Apply a whole journal; return a failure if an entry leads to another event or state than the journal says."""
         for entry in journal:
             try:
                 self._executor.follow(episode, entry)
@@ -143,12 +143,12 @@ class Replayer:
         return Replayed(stored.episode_id, tokens, first_difference(again, stored))
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Stop the threads."""
         self._workers.close()
 
 
 def _unscored(stored: Trajectory, failure: Failure) -> EpisodeScore:
-    """No rewards, and why."""
+    """Return a score without rewards, with the failure that says why."""
     outcome = replace(stored.outcome, failure=failure, trainable=False, reward=0.0, rewards={})
     return EpisodeScore(outcome=outcome, rewards=[{} for _ in stored.turns], state_keys=[None for _ in stored.turns])
 
@@ -169,7 +169,7 @@ def _pairs(left: Any, right: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def first_difference(left: Trajectory, right: Trajectory) -> str | None:
-    """Where two trajectories differ first, in words; None when they are the same, arrays to the bit."""
+    """Describe the first difference of two trajectories; None if they are the same, with arrays equal to the bit."""
     for path, a, b in _pairs(left, right, ""):
         if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
             if a.dtype == b.dtype and a.tobytes() == b.tobytes():

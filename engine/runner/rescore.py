@@ -1,7 +1,7 @@
-"""Rescore: what other rules and another credit make of stored episodes, without a model.
+"""Rescore: apply other reward rules and another credit method to stored episodes, without a model.
 
-Invariant: only the section `rewards` of the new spec is used, and what the run's own rules came to stays as it is. A
-spec that differs where that would have made other episodes of these is refused with every place.
+Invariant: only the section `rewards` of the new spec is used, and the results of the run's own rules are unchanged. A
+spec that differs in a way that would have changed the episodes is refused, and the message names each place.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
 
 MATTERS = ("model", "prompt", "environment", "tools", "user", "users", "machine", "limits", "recover")
-"""Sections that decide what was said and done. Of the others nothing is used: how it was sampled, where, how often."""
+"""Sections that decide the content of episodes. The other sections (how, where and how often was sampled) are not used."""
 
 
 @dataclass(slots=True)
 class Rescored:
-    """What came of it."""
+    """The result of rescoring a run."""
 
     label: str
     episodes: int = 0
     failures: Counter[str] = field(default_factory=Counter)
-    """Episodes that these rules make nothing of, by the failure's kind."""
+    """Number of episodes to which the rules could not be applied, by kind of failure."""
     examples: dict[str, str] = field(default_factory=dict)
-    """One of them, in words, by kind."""
+    """The description of one such failure, by kind."""
     changed: int = 0
-    """Episodes of which some turn holds something else than before."""
+    """Number of episodes with a turn whose rewards have changed."""
     before: float = 0.0
-    """The sum of the episodes' rewards by the run's own rules; `after` by these."""
+    """Sum of the episodes' rewards by the run's own rules; `after` is the sum by the new rules."""
     after: float = 0.0
 
     def add(self, stored: Trajectory, score: EpisodeScore) -> None:
@@ -55,7 +55,7 @@ class Rescored:
 
 
 def differences(old: EpisodeSpec, new: EpisodeSpec) -> list[str]:
-    """Where the new spec would have made other episodes, in words."""
+    """Describe the places where the new spec would have changed the episodes."""
     found: list[str] = []
     for name in MATTERS:
         if hasattr(old, name):
@@ -87,18 +87,18 @@ def _short(value: Any) -> str:
 
 
 def under(old: LoadedSpec, new: LoadedSpec) -> LoadedSpec:
-    """The run's spec with the rewards of another.
+    """Return the run's spec with the rewards of another spec.
 
     Raises:
-        StoreError: the other would have made other episodes; each place is named.
+        StoreError: the other spec would have changed the episodes; the message names each place.
     """
     places = differences(old.spec, new.spec)
     if places:
         more = [f"… and {len(places) - 8} more"] if len(places) > 8 else []
         listed = "\n  ".join([*places[:8], *more])
         raise StoreError(
-            f"{new.path}: with this spec the episodes would have been others. Only `rewards.reassign`, "
-            f"`rewards.credit` and `rewards.placement` may differ (what a scorer said is in the journal):\n  {listed}"
+            f"{new.path}: this spec would have changed the episodes. Only `rewards.reassign`, "
+            f"`rewards.credit` and `rewards.placement` may differ (the answers of a scorer are in the journal):\n  {listed}"
         )
     return replace(old, spec=old.spec.model_copy(update={"rewards": new.spec.rewards}))
 
@@ -106,21 +106,21 @@ def under(old: LoadedSpec, new: LoadedSpec) -> LoadedSpec:
 async def rescore(
     store: RunStore, new: LoadedSpec, format: ChatFormat, label: str, *, replace_label: bool = False
 ) -> Rescored:
-    """Score every finished episode of a run by another spec's rewards, and keep the result under a label.
+    """Score every finished episode of a run with another spec's rewards, and store the result under a label.
 
     Args:
         store: The run, open for writing.
         new: The other spec, checked.
         format: The run's chat format.
-        label: The score's name.
-        replace_label: Take the place of an earlier score of that name.
+        label: The score's label.
+        replace_label: Replace an existing score with this label.
 
     Returns:
-        What came of it. A rule that cannot be carried out on an episode, or that would have led it elsewhere, is a
+        The result. A rule that cannot be applied to an episode, or that would have led to another event, is a
         typed failure of that episode's score.
 
     Raises:
-        StoreError: the spec would have made other episodes, or there is a score of that name.
+        StoreError: the spec would have changed the episodes, or there is a score with this label.
     """
     loaded = under(store.header.loaded_spec(), new)
     if not replace_label and label in {head.label for head in store.scores()}:

@@ -4,11 +4,11 @@ Read it from the top: `run` runs what is not finished; `episode` runs one episod
 `execute` is one attempt at it, from its journal to the commit of its end.
 
 Invariants:
-- One episode's failure, whatever it is, stops no other. Only the store's failure stops the run: no turn is sampled
-  after one that cannot be stored.
+- A failed episode stops no other episode. Only a failure of the store stops the run: no turn is sampled
+  after a turn that cannot be stored.
 - A generation slot is held while a generation is requested, and at no other time (`actions/generate.py`).
-- A lost server fails no episode: requests wait for it, and the clocks of all episodes stand still.
-- Cancelling keeps everything that was finished in the store; `resume` does the rest and repeats nothing.
+- A lost server fails no episode: requests wait for it, and that time counts against no deadline or time limit.
+- After a cancellation the store has everything that was finished; a resume does the rest and repeats nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ log = structlog.get_logger(__name__)
 MAX_LOSSES = 12
 """How often an episode is resumed because other code blocked the event loop that its objects were bound to."""
 FINISHING = 64
-"""Most trajectories in memory that wait to be written: each is several times its episode's size."""
+"""Maximum number of trajectories in memory that wait to be written; each is several times as large as its episode."""
 
 
 @dataclass(slots=True)
@@ -63,11 +63,11 @@ class RunResult:
 
     summary: Summary
     interrupted: bool = False
-    """It was cancelled: some episodes are not done."""
+    """Whether the run was cancelled, so that some episodes are not done."""
     faults: list[str] = field(default_factory=list)
     """Episodes that could not be finished because of an error in the engine."""
     stopped: EngineError | None = None
-    """Why it stopped by itself: no server for too long, or first episodes that all failed in one way."""
+    """Why the run stopped by itself: no server for too long, or all first episodes failed with one cause."""
 
 
 class Runner:
@@ -77,9 +77,9 @@ class Runner:
         loaded: The spec.
         tasks: Every task of the run, in order.
         format: The chat format, shared by all episodes.
-        backend: Started already; the caller closes it.
-        store: Open for writing; the caller closes it.
-        keep_going: Do not stop where the first episodes all fail in one way.
+        backend: The started backend; the caller closes it.
+        store: The store, open for writing; the caller closes it.
+        keep_going: Do not stop if all first episodes fail with one cause.
         training: The weights of the policy change while episodes run.
     """
 
@@ -120,18 +120,18 @@ class Runner:
         self._faults: list[str] = []
         self._stopped: EngineError | None = None
         self._halt = asyncio.Event()
-        """Set where an error stops the whole run."""
+        """Set if an error stops the whole run."""
         self.role_stats: dict[str, Any] = {}
         """After the run: counts of the backends of model-played users and judges."""
 
     async def run(self, *, stop: asyncio.Event | None = None) -> RunResult:
-        """Run what the store does not hold finished. `stop`, once set, ends it cleanly and early.
+        """Run all episodes that are not finished in the store. Setting `stop` ends the run early and cleanly.
 
-        A run that stops by itself (`RunResult.stopped`) leaves its unfinished episodes to a resume.
+        After a run that stops by itself (`RunResult.stopped`), a resume runs the unfinished episodes.
 
         Raises:
             EngineError: a model that plays a user or judges is not available.
-            StoreError: what happens can no longer be stored.
+            StoreError: a record cannot be stored.
         """
         async with self.serving():
             await self._store.plan(self.tasks, self.spec.rollout.samples_per_task)
@@ -142,11 +142,11 @@ class Runner:
         return RunResult(self.summary, interrupted, self._faults, self._stopped)
 
     async def episode(self, task: Task, sample: int) -> Trajectory:
-        """Run one episode to its end, from where its journal stops; inside `serving` alone.
+        """Run one episode from the end of its journal to its end. Call it only inside `serving`.
 
         Raises:
-            StoreError: it is done already, or what happens can no longer be stored.
-            OutageError: no server replied for too long; the journal keeps what the episode did.
+            StoreError: the episode is done already, or a record cannot be stored.
+            OutageError: no server replied for too long; the journal has what the episode did.
             ReplayError: the episode must begin anew, but shares turns with a fork of its run.
         """
         episode_id = episode_id_of(task.id, sample)
@@ -177,21 +177,21 @@ class Runner:
         given_up: EngineError | None = None,
         lost: LoopReplacedError | None = None,
     ) -> Trajectory:
-        """One attempt at an episode, from where its journal stops to its end. One that has ended is only written.
+        """Run one attempt of an episode, from the end of its journal to its end. An episode that has ended is only written.
 
         Args:
-            task: The episode's.
-            sample: Which of the task's samples.
-            journal: What it has done.
+            task: The episode's task.
+            sample: Index of the episode in its group.
+            journal: The entries of this attempt so far.
             alone: Run the spec's code in a worker process; see `engine.runner.suspects`.
-            given_up: Fail with this before anything runs.
-            lost: Fail with this where the journal stops, and call nothing again.
+            given_up: Fail with this error before anything runs.
+            lost: Fail with this error at the end of the journal, and call nothing again.
 
         Raises:
             RestartNeededError: the journal cannot be resumed; the episode must begin anew.
             LoopReplacedError: other code blocked the loop of its objects; it can be resumed from its journal.
             ReplayError: the episode has ended, but cannot be rebuilt.
-            StoreError: what happens can no longer be stored.
+            StoreError: a record cannot be stored.
         """
         journal = until_end(journal)
         ended = self._executor.has_ended(journal)
@@ -205,7 +205,9 @@ class Runner:
                 if ended:
                     raise ReplayError(f"it has ended, but its objects cannot be built to finish it: {error}") from error
                 if journal:
-                    raise RestartNeededError(f"its worlds can no longer be built: {error}") from error
+                    raise RestartNeededError(
+                        f"its environment, tools or user can no longer be built: {error}"
+                    ) from error
                 broken = error
         episode = self._factory.episode(task, sample, world)
         self.live.enter(episode.state)
@@ -229,7 +231,7 @@ class Runner:
         """Count a finished episode of this launch.
 
         Raises:
-            FailingError: the first ones all failed with one cause.
+            FailingError: the first episodes all failed with one cause.
         """
         cause = self.summary.add(trajectory)
         if self._verdict is not None:
@@ -237,12 +239,12 @@ class Runner:
 
     @property
     def busy_calls(self) -> str:
-        """One sentence on calls that were still computing past their deadlines; empty if there were none."""
+        """Describe the calls that were still computing after their deadlines; empty if there were none."""
         return self._workers.interrupter.summary
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Start what episodes need; all of it is closed when the block ends.
+        """Start the services that episodes need, and close them when the block ends.
 
         Raises:
             EngineError: a model that plays a user or judges is not available.
@@ -284,7 +286,7 @@ class Runner:
                 raise fault
 
     async def _run_next(self, episodes: Iterator[tuple[Task, int]]) -> None:
-        """Run one episode after the other, until none is left."""
+        """Run one episode after another, until none is left."""
         for task, sample in episodes:
             try:
                 self.count(await self.episode(task, sample))
@@ -299,7 +301,7 @@ class Runner:
                 self._faults.append(f"{episode_id_of(task.id, sample)}: {words_of(error)}")
 
     def _unfinished(self, done: set[str]) -> Iterator[tuple[Task, int]]:
-        """A group's samples side by side; last the episodes that may have killed the engine, the least suspect first."""
+        """Yield the unfinished episodes, task by task; last those that may have killed the engine, fewest crashes first."""
         suspects: list[tuple[int, Task, int]] = []
         for task in self.tasks:
             for sample in range(self.spec.rollout.samples_per_task):
@@ -314,14 +316,14 @@ class Runner:
             yield task, sample
 
     def _shared(self, episode_id: str) -> Sequence[JournalEntry]:
-        """What the episode shares with the run that this one forks."""
+        """Return the entries that the episode shares with the run from which this one was forked."""
         fork = self._store.header.fork
         return shared_entries(self._store.journal(episode_id, 0), fork.turn) if fork is not None else []
 
     async def _execute_on_new_loops(
         self, task: Task, sample: int, journal: Sequence[JournalEntry], *, alone: bool
     ) -> Trajectory:
-        """`execute`, repeated from the journal where other code blocked the event loop that the episode's objects are bound to.
+        """Call `execute`, and again from the journal if other code blocked the event loop that the episode's objects are bound to.
 
         An episode that cannot be restored, or that loses its loop `MAX_LOSSES` times, fails instead.
         """
@@ -342,10 +344,10 @@ class Runner:
         return await self.execute(task, sample, journal, alone=alone, lost=lost)
 
     async def _finish(self, episode: Episode, ending: Ending | None) -> Trajectory:
-        """Write an episode that has ended, in one commit.
+        """Write the end of an episode, in one commit.
 
-        Its last action is never performed again: an episode that is cancelled here is written first, and where the trajectory
-        cannot be written, its last entry is.
+        Its last action is never performed again: if this is cancelled, the episode is written first, and if the trajectory
+        cannot be written, the last entry is.
         """
         cancelled: asyncio.CancelledError | None = None
         while True:
@@ -378,9 +380,9 @@ async def _cancel_on(event: asyncio.Event, crew: Sequence[asyncio.Task[None]]) -
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage seldom while many episodes are alive.
+    """Collect garbage rarely while many episodes are running.
 
-    An episode's objects are freed by their reference counts. The cyclic collector only walks the live ones, at a cost that
+    An episode's objects are freed by their reference counts. The cyclic collector only visits the live ones, at a cost that
     grows with their number.
     """
     before = gc.get_threshold()

@@ -1,7 +1,7 @@
-"""What a run amounts to: counted as it goes, and summed up at the end.
+"""Statistics of a run: live counters, and a summary of finished episodes.
 
-`Live` watches episodes that are under way; `Summary` adds up finished trajectories and needs nothing else, so
-a stored run can be summed up again at any time.
+`Live` counts running episodes; `Summary` adds up finished trajectories and needs nothing else, so
+a stored run can be summarised again at any time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GENERATE = frozenset(ACTIONS["generate"].events or ())
 
 
 def label(outcome: Outcome) -> str:
-    """One word or two for how an episode ended."""
+    """Return how an episode ended, in one or two words."""
     if outcome.failure is not None:
         return f"failed: {outcome.failure.kind} ({outcome.failure.blame})"
     if outcome.limit is not None:
@@ -35,47 +35,47 @@ def label(outcome: Outcome) -> str:
 
 @dataclass(slots=True)
 class Live:
-    """Counters of a run under way."""
+    """Counters of a running run."""
 
     total: int
-    """Episodes that the run is to have."""
+    """Planned number of episodes."""
     states: Counter[str] = field(default_factory=Counter)
-    """Episodes in each state now."""
+    """Number of episodes in each state now."""
     tokens: int = 0
     """Tokens sampled since the run (or its resume) began."""
     began: float = field(default_factory=time.perf_counter)
     outages: list[Outage] = field(default_factory=list)
-    """Of the backends that the run asks."""
+    """The outages of the run's backends."""
 
     @property
     def waits(self) -> str | None:
-        """What the run waits for, in words; None where it waits for no server."""
+        """Describe the server that the run waits for; None if it waits for none."""
         return "; ".join(filter(None, (outage.told() for outage in self.outages))) or None
 
     def enter(self, state: str) -> None:
-        """An episode begins in `state`."""
+        """Count an episode that begins in `state`."""
         self.states[state] += 1
 
     def watch(self, episode: Episode, source: str, event: str) -> None:
-        """An episode took a transition; it stands in its new state already."""
+        """Count a transition of an episode, which is in its new state already."""
         self.states[source] -= 1
         self.states[episode.state] += 1
         if event in _GENERATE:
             self.tokens += episode.turn_tokens
 
     def leave(self, state: str) -> None:
-        """An episode is done, or was given up."""
+        """Remove an episode that is done or was given up."""
         self.states[state] -= 1
 
     @property
     def tokens_per_second(self) -> float:
-        """Sampled tokens per second of wall time so far."""
+        """Return the sampled tokens per second of wall time so far."""
         return self.tokens / max(time.perf_counter() - self.began, 1e-9)
 
 
 @dataclass(slots=True)
 class Summary:
-    """What finished episodes add up to."""
+    """Sums over finished episodes."""
 
     episodes: int = 0
     trainable: int = 0
@@ -86,19 +86,19 @@ class Summary:
     """Failures by cause."""
     transitions: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     turn_rewards: list[list[float]] = field(default_factory=list)
-    """For each turn: the sum of its rewards, and how many episodes reached it."""
+    """For each turn: the sum of its rewards, and the number of episodes that reached it."""
     names: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     counts: Counter[str] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Wall time by state, summed over episodes."""
     queue_seconds: float = 0.0
-    """Part of it that generations spent waiting inside the backend."""
+    """The part of it that generations waited inside the backend."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     branches: int = 0
 
     def add(self, trajectory: Trajectory) -> Cause | None:
-        """Count one finished episode; the cause, where it failed."""
+        """Count one finished episode, and return the cause if it failed."""
         outcome = trajectory.outcome
         self.episodes += 1
         self.trainable += outcome.trainable
@@ -128,7 +128,7 @@ class Summary:
 
     @property
     def backend_failed(self) -> bool:
-        """More than a tenth of the episodes failed by the backend."""
+        """Whether the backend failed more than a tenth of the episodes."""
         return self.causes.blamed("backend") > BACKEND_SHARE * self.episodes
 
     @property

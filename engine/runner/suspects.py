@@ -1,12 +1,12 @@
-"""Episodes that may have killed the engine, and how carefully they are run.
+"""Isolation of episodes that may have killed the engine.
 
-An episode that was in flight when the engine died is one suspect among many. What is done about it grows with the
-number of deaths:
+An episode that was running when the engine died may be the cause. The measures depend on the
+number of crashes:
 
-- from 2 on: all code of the spec that the episode calls runs in a worker process of its own, so that it can only kill
-  that, and becomes a failure with blame;
-- from 3 on: no other episode is in flight meanwhile, because something else of the episode must have killed the engine;
-- from 5 on: it was in flight by itself at two deaths. It becomes a failure, blamed on the engine, and is not run.
+- from 2: all code of the spec that the episode calls runs in a separate worker process, so that it can only kill
+  that process, which is a failure with blame;
+- from 3: no other episode runs at the same time, because something else of the episode must have killed the engine;
+- from 5: it ran alone at two crashes. It becomes a failure with blame `engine` and is not run.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ from contextlib import asynccontextmanager
 from engine.errors import EngineError
 
 APART = 2
-"""Deaths after which an episode runs in a worker process."""
+"""Number of crashes from which an episode's code runs in a worker process."""
 BY_ITSELF = 3
-"""Deaths after which no other episode is in flight meanwhile."""
+"""Number of crashes from which no other episode runs at the same time."""
 GIVEN_UP = 5
-"""Deaths after which an episode is not run again."""
+"""Number of crashes from which an episode is not run again."""
 
 
 class CrashedError(EngineError):
-    """The engine died whenever an episode was run."""
+    """The engine died whenever this episode was run."""
 
     kind = "engine_crashed"
     blame = "engine"
 
 
 class Suspects:
-    """Admits episodes.
+    """Admits episodes by their number of crashes.
 
     Args:
-        crashes: By episode id, at how many deaths of the engine it was in flight.
+        crashes: How many crashes of the engine each episode was running at, by episode id.
     """
 
     def __init__(self, crashes: Mapping[str, int]) -> None:
         self._crashes = crashes
-        self._flying = 0
+        self._running = 0
         self._waiting = 0
-        """Episodes that wait for all others to end; no other is admitted before them."""
+        """Number of episodes that wait for all others to end; no other episode is admitted before them."""
         self._alone = False
         self._changed = asyncio.Condition()
 
     def crashes(self, episode: str) -> int:
-        """At how many deaths of the engine an episode was in flight."""
+        """Return how many crashes of the engine an episode was running at."""
         return self._crashes.get(episode, 0)
 
     def given_up(self, episode: str) -> CrashedError | None:
-        """Why an episode is not run any more; None where it is."""
+        """Return why an episode is not run any more; None if it is run."""
         count = self.crashes(episode)
         if count < GIVEN_UP:
             return None
         return CrashedError(
-            f"the engine died {count} times while this episode was in flight, the last {GIVEN_UP - BY_ITSELF} times with no "
-            "other episode beside it; look for what its task, its images or its replies do to the engine's process"
+            f"the engine died {count} times while this episode was running, the last {GIVEN_UP - BY_ITSELF} times with no "
+            "other episode running; look for what its task, its images or its replies do to the engine's process"
         )
 
     @asynccontextmanager
     async def admitted(self, episode: str) -> AsyncIterator[bool]:
-        """Wait until the episode may run; whether it runs in a worker process."""
-        if not self._crashes:  # as in almost every run
+        """Wait until the episode may run; the value says whether its code runs in a worker process."""
+        if not self._crashes:  # the usual case
             yield False
             return
         count = self.crashes(episode)
@@ -73,20 +73,20 @@ class Suspects:
             self._waiting += by_itself
             try:
                 await self._changed.wait_for(
-                    lambda: not self._alone and not (self._flying if by_itself else self._waiting)
+                    lambda: not self._alone and not (self._running if by_itself else self._waiting)
                 )
             finally:
                 self._waiting -= by_itself
             self._alone = by_itself
-            self._flying += 1
+            self._running += 1
         try:
             yield count >= APART
         finally:
-            self._flying -= 1
+            self._running -= 1
             if by_itself:
                 self._alone = False
-            await asyncio.shield(self._tell())
+            await asyncio.shield(self._notify())
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()

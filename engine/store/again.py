@@ -1,8 +1,8 @@
-"""Running failed episodes again: each begins a new attempt, and the journal of the old one stays.
+"""Retries of failed episodes: each begins a new attempt, and the journal of the old attempt is kept.
 
-What is derived from the old attempt's journal (its trajectory, rows, rewards and scores) is taken out in the same commit, so
-whoever reads the run sees one attempt of an episode, the newest. `RunReader.journal(episode, attempt)` reads the old one. In a
-fork the new attempt begins with what the episode shares with the other run, up to the failure if that is shared too.
+The trajectory, rows, rewards and scores of the old attempt are deleted in the same commit, so a reader of the run sees one
+attempt of an episode, the newest. `RunReader.journal(episode, attempt)` reads the old one. In a
+fork the new attempt begins with the entries that the episode shares with the other run, up to the failure if that is shared too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Contracts -> columns, and back, bit for bit.
+"""Conversion of records to database columns and back, bit for bit.
 
 Invariants:
-- What is read equals what was written: token arrays travel as raw little-endian bytes (NaN payloads and
-  infinities included), floats in JSON as their shortest exact digits.
-- A branch's `loss_mask` and `turn_ids` are not stored: its spans determine them. A branch of which that is not
-  true is refused when it is written.
+- What is read equals what was written: token arrays are stored as raw little-endian bytes (with NaN payloads and
+  infinities), floats in JSON with the fewest digits that give the same float.
+- A branch's `loss_mask` and `turn_ids` are not stored, because its spans determine them. A branch whose arrays do not
+  match its spans is refused when it is written.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ _SPAN = [field.name for field in fields(Span)]
 _IMAGE_SPAN = ("start", "end", "image", "grid")
 _POSTING = [field.name for field in fields(Posting)]
 _IMAGE = "image"
-"""Marks an image among a branch's spans."""
+"""The key that distinguishes an image from a span in the stored list of a branch."""
 _SWAP = sys.byteorder == "big"
 
 
 def array_bytes(array: np.ndarray) -> bytes:
-    """A 4-byte array of any shape -> little-endian bytes, in C order."""
+    """Convert a 4-byte array of any shape to little-endian bytes, in C order."""
     return array.astype(array.dtype.newbyteorder("<")).tobytes() if _SWAP else array.tobytes()
 
 
 def array_from(data: bytes, dtype: type[np.int32] | type[np.float32]) -> np.ndarray:
-    """Little-endian bytes -> an array [n] of its own, writable and in the machine's byte order."""
+    """Convert little-endian bytes to a new, writable array [n] in the machine's byte order."""
     little = np.dtype(dtype).newbyteorder("<")
     return np.frombuffer(data, dtype=little).astype(dtype)
 
 
 def _plain(value: Any) -> Any:
-    """What worlds put into facts that JSON does not know but can say."""
+    """Convert a value that JSON does not know, but that has a JSON form, such as a NumPy number in facts."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} is no JSON")
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be written as JSON")
 
 
 def json_of(value: Any) -> str:
-    """A plain value, a contract or a struct as JSON, NaN and infinities kept.
+    """Return a plain value, a contract or a struct as JSON; NaN and infinities are kept.
 
     Raises:
         WorldError: it holds something that JSON cannot say. Only code outside the engine can put that there.
@@ -80,30 +80,30 @@ class Written(msgspec.Struct, frozen=True):
 
     kind: str
     payload: str
-    """The record's JSON, without a generation's two arrays."""
+    """The JSON of the record, without the two arrays of a generation."""
     tokens: bytes | None
     """For a generation: int32 ids, then as many float32 log-probs."""
     record: Record
-    """The record as it is read back: an episode goes on with this one, so that a replay does the same."""
+    """The record as it will be read back. The episode continues with this one, so that a replay gives the same result."""
 
     @property
     def size(self) -> int:
-        """Its weight in memory, about, in bytes."""
+        """Its approximate size in memory, in bytes."""
         return len(self.payload) + (len(self.tokens) if self.tokens else 0)
 
 
 class Ending(NamedTuple):
-    """An episode's last entry, which is written in the same commit as the episode's end."""
+    """The last journal entry of an episode, which is written in the same commit as the episode's end."""
 
     entry: JournalEntry
     written: Written
 
 
 def write_record(record: Record) -> Written:
-    """A journal record -> columns.
+    """Convert a journal record to columns.
 
     Raises:
-        WorldError: it holds what `engine.storable` refuses; to blame is who said it.
+        WorldError: it holds a value that `engine.storable` refuses; the blame is on the part that returned it.
     """
     try:
         if record.kind == "generation":
@@ -122,18 +122,22 @@ def write_record(record: Record) -> Written:
     except WorldError as error:
         error.blame = record.blame
         raise
-    except (ValueError, TypeError, AttributeError) as error:  # an answer that was built without validation
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:  # an answer of an environment, tool or user that was built without validation
         fault = _unsayable(valid_text(str(error), 1000))
         fault.blame = record.blame
         raise fault from error
 
 
 def entry_row(entry: JournalEntry, written: Written | None = None) -> tuple[Any, ...]:
-    """A journal entry -> columns (seq, state, event, dest, kind, payload, tokens, at, seconds).
+    """Convert a journal entry to columns (seq, state, event, dest, kind, payload, tokens, at, seconds).
 
     Args:
         entry: The entry.
-        written: Its record in columns, where that is made already.
+        written: Its record in columns, if they exist already.
     """
     kind, payload, tokens = (made := written or write_record(entry.record)).kind, made.payload, made.tokens
     return entry.seq, entry.state, entry.event, entry.dest, kind, payload, tokens, entry.at, entry.seconds
@@ -141,7 +145,7 @@ def entry_row(entry: JournalEntry, written: Written | None = None) -> tuple[Any,
 
 @contextmanager
 def damaged(what: str) -> Iterator[None]:
-    """Raise `StoreError` with the record's name for stored bytes that are not of its form."""
+    """Convert errors on reading a stored record into `StoreError` with the record's name."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:  # JSON, contracts, arrays
@@ -150,10 +154,10 @@ def damaged(what: str) -> Iterator[None]:
 
 
 def read_entry(row: Sequence[Any]) -> JournalEntry:
-    """Columns (seq, state, event, dest, kind, payload, tokens, at, seconds) -> the entry.
+    """Convert columns (seq, state, event, dest, kind, payload, tokens, at, seconds) to a journal entry.
 
     Raises:
-        StoreError: they are not those of an entry.
+        StoreError: the columns do not hold an entry.
     """
     seq, state, event, dest, kind, payload, tokens, at, seconds = row
     with damaged(f"journal entry {seq} (`{kind}`)"):
@@ -169,7 +173,7 @@ def read_entry(row: Sequence[Any]) -> JournalEntry:
 
 
 class WrittenTrajectory(NamedTuple):
-    """A trajectory in rows, without the episode's number."""
+    """The rows of a trajectory, without the episode's number."""
 
     trajectory: str
     branches: list[tuple[Any, ...]]
@@ -179,10 +183,10 @@ class WrittenTrajectory(NamedTuple):
 
 
 def write_trajectory(trajectory: Trajectory) -> WrittenTrajectory:
-    """A trajectory -> rows.
+    """Convert a trajectory to rows.
 
     Raises:
-        StoreError: a branch's arrays are not those of its spans.
+        StoreError: the arrays of a branch do not match its spans.
     """
     return WrittenTrajectory(
         json_of({name: getattr(trajectory, name) for name in _BESIDE_ROWS}),
@@ -217,7 +221,7 @@ def _write_branch(branch: Branch, episode_id: str) -> tuple[Any, ...]:
 
 
 def _derived(spans: Sequence[Any], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Spans -> (loss mask, turn ids), int32 [size]."""
+    """Compute (loss mask, turn ids) from spans, each int32 [size]."""
     mask = np.zeros(size, np.int32)
     turns = np.full(size, -1, np.int32)
     for span in spans:
@@ -228,10 +232,10 @@ def _derived(spans: Sequence[Any], size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_branch(row: Sequence[Any]) -> Branch:
-    """Columns (branch, reason, tokens, spans, input_ids, logprobs, weight_versions) -> the branch.
+    """Convert columns (branch, reason, tokens, spans, input_ids, logprobs, weight_versions) to a branch.
 
     Raises:
-        StoreError: they are not those of a branch.
+        StoreError: the columns do not hold a branch.
     """
     index, reason, size, spans, ids, logprobs, versions = row
     with damaged(f"branch {index}"):
@@ -256,20 +260,20 @@ def read_branch(row: Sequence[Any]) -> Branch:
 
 
 def read_posting(row: Sequence[Any]) -> Posting:
-    """Columns (seq, turn, name, delta, after, at_turn, op, cause, source, start, end, call) -> the posting.
+    """Convert columns (seq, turn, name, delta, after, at_turn, op, cause, source, start, end, call) to a posting.
 
     Raises:
-        StoreError: they are not those of a posting.
+        StoreError: the columns do not hold a posting.
     """
     with damaged(f"posting {row[0]}"):
         return Posting.read(dict(zip(_POSTING, row, strict=True)))
 
 
 def read_trajectory(text: str, branches: list[Branch], postings: list[Posting]) -> Trajectory:
-    """The JSON of a trajectory and its rows -> the trajectory.
+    """Build a trajectory from its JSON and its rows.
 
     Raises:
-        StoreError: it is not that of a trajectory.
+        StoreError: the JSON does not hold a trajectory.
     """
     with damaged("the trajectory"):
         plain = Trajectory.read(from_json(text) | {"branches": []})
@@ -277,10 +281,10 @@ def read_trajectory(text: str, branches: list[Branch], postings: list[Posting]) 
 
 
 def read_score(text: str) -> EpisodeScore:
-    """The JSON of an episode's score -> the score.
+    """Build an episode's score from its JSON.
 
     Raises:
-        StoreError: it is not that of a score.
+        StoreError: the JSON does not hold a score.
     """
     with damaged("the score"):
         return EpisodeScore.read(from_json(text))

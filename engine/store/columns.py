@@ -1,8 +1,8 @@
-"""What a training row holds: one shape for JSONL, Parquet and Python, and the meaning of each column.
+"""The columns of a training row: one shape for JSONL, Parquet and Python, and the meaning of each column.
 
 Values that have no fixed type (arguments of tool calls, fields of tasks, facts) are JSON texts, and rewards by name are a
-list of `{name, value}`: every reader of Parquet has strings, structs and lists, and not all have maps. Keys that do not
-apply are there and null.
+list of `{name, value}`: every reader of Parquet supports strings, structs and lists, and not all support maps. A key that does
+not apply is present with the value null.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ MEANINGS: dict[str, str] = {
     "run_id": "The run.",
     "task_id": "The task: episodes of one task are one group.",
     "episode_id": "The episode: `<task_id>/<sample_index>`.",
-    "task_index": "Place of the task in its source, from 0.",
-    "sample_index": "Which of the task's episodes, from 0.",
-    "branch": "Which of the episode's exact sequences, from 0. There is more than one where the chat template rewrites history.",
+    "task_index": "Position of the task in its source, from 0.",
+    "sample_index": "Index of the episode among the episodes of its task, from 0.",
+    "branch": "Index of the branch (an exact token sequence) in the episode, from 0. There is more than one if the chat template rewrites history.",
     "seed": "The episode's seed.",
-    "trainable": "Every id is known, no world's failure ended the episode, and something in this branch was sampled.",
-    "input_ids": "What the model saw and sampled.",
+    "trainable": "Whether the row may be trained on: every id is known, any failure is the policy's, and this branch has sampled tokens.",
+    "input_ids": "The token ids of the branch: what the model saw and sampled.",
     "loss_mask": "1 on sampled tokens, 0 elsewhere.",
     "logprobs": "The sampler's log-probabilities; 0.0 where `loss_mask` is 0.",
-    "weight_versions": "The weights that sampled the token; -1 where `loss_mask` is 0.",
+    "weight_versions": "The weight version that sampled the token; -1 where `loss_mask` is 0.",
     "turn_ids": "The assistant turn, from 0, on sampled tokens; -1 elsewhere.",
     "token_rewards": "A turn's reward on its last sampled token, or spread over its sampled tokens, as `rewards.placement` says; 0.0 elsewhere.",
     "advantages": "The turn's advantage on each of its sampled tokens (with `bilevel_gae` the token's own), 0.0 elsewhere; null where the row is not trainable.",
-    "turn_rewards": "Reward of every turn of the episode, whichever branch it is in.",
+    "turn_rewards": "Reward of every turn of the episode, also of turns in other branches.",
     "outcome": "How the episode ended.",
     "outcome.state": "The final state.",
     "outcome.event": "The event that led there.",
     "outcome.limit": "The limit that ended it, or null.",
-    "outcome.failure": "What went wrong, or null.",
-    "outcome.failure.kind": "Stable name, such as `tool_timeout`.",
-    "outcome.failure.blame": "Whose fault: policy, tool, user, environment, backend, spec or engine.",
-    "outcome.failure.message": "What happened, and what to do about it.",
-    "outcome.failure.state": "Where the episode stood.",
+    "outcome.failure": "The failure, or null.",
+    "outcome.failure.kind": "Stable name of the failure, such as `tool_timeout`.",
+    "outcome.failure.blame": "Who caused it: policy, tool, user, environment, backend, spec or engine.",
+    "outcome.failure.message": "What happened, and how to fix it.",
+    "outcome.failure.state": "The state in which it happened.",
     "outcome.failure.turn": "The newest assistant turn, from 0; -1 before the first.",
-    "outcome.failure.trace": "Traceback of what a world raised, or null.",
-    "outcome.solved": "A user, a tool or the environment called the task solved.",
-    "outcome.solved_turn": "The newest assistant turn when it was first called so, from 0, or null.",
-    "outcome.trainable": "False where the failure is not the policy's, or where ids are not known.",
+    "outcome.failure.trace": "Traceback of the exception that an environment, tool or user raised, or null.",
+    "outcome.solved": "Whether a user, a tool or the environment reported the task as solved.",
+    "outcome.solved_turn": "The newest assistant turn when the task was first reported as solved, from 0, or null.",
+    "outcome.trainable": "False if the failure is not the policy's, or if token ids are not known.",
     "outcome.reward": "Sum over turns and names.",
     "outcome.rewards": "Sum over turns for each name.",
     "outcome.rewards.name": "The reward's name.",
     "outcome.rewards.value": "Its sum.",
     "messages": "The whole conversation.",
     "messages.role": "system, user, assistant or tool.",
-    "messages.content": "The text; of content in parts, its text parts joined.",
-    "messages.parts": "Content of several parts, in order; null where it is text alone.",
+    "messages.content": "The text; for content in parts, the joined text parts.",
+    "messages.parts": "The parts of the content, in order; null if it is only text.",
     "messages.parts.type": "text or image.",
     "messages.parts.text": "Of a text part.",
-    "messages.parts.image": "Of an image part: `sha256:<hex>`, its name in the run.",
+    "messages.parts.image": "Of an image part: `sha256:<hex>`, its digest in the run.",
     "messages.parts.mime": "Of an image part: its media type.",
-    "messages.parts.width": "Of an image part: pixels across.",
-    "messages.parts.height": "Of an image part: pixels down.",
-    "messages.reasoning": "The model's reasoning, where its template keeps it apart, or null.",
-    "messages.tool_calls": "Calls that the message makes, in order.",
+    "messages.parts.width": "Of an image part: width in pixels.",
+    "messages.parts.height": "Of an image part: height in pixels.",
+    "messages.reasoning": "The model's reasoning, if its template separates it from the content, or null.",
+    "messages.tool_calls": "The tool calls of the message, in order.",
     "messages.tool_calls.id": "`call_<turn>_<index>`.",
     "messages.tool_calls.name": "The tool's name.",
     "messages.tool_calls.arguments": "Arguments by name, as the JSON text of an object.",
@@ -75,22 +75,22 @@ MEANINGS: dict[str, str] = {
     "images.image": "`sha256:<hex>`; its tensors are in the folder `FILE.images` beside the file.",
     "images.start": "Its first token.",
     "images.end": "One past its last token.",
-    "images.grid": "What the model's processor made of it: (t, h, w) in patches, or (rows, columns) of tiles.",
+    "images.grid": "The grid that the model's processor made: (t, h, w) in patches, or (rows, columns) of tiles.",
     "task_fields": "The task's fields, as the JSON text of an object.",
-    "facts": "What the worlds told during the episode, as the JSON text of an object.",
-    "metadata": "What the row was made from.",
+    "facts": "The facts that environment, tools and user returned during the episode, as the JSON text of an object.",
+    "metadata": "The origin of the row.",
     "metadata.spec": "The spec's name.",
     "metadata.model": "The policy's model, as the spec names it.",
-    "metadata.engine_version": "The engine that ran the episode.",
+    "metadata.engine_version": "The version of the engine that ran the episode.",
     "metadata.created": "When the run began, Unix time in seconds.",
     "metadata.credit": "The credit method with its parameters, as the JSON text of an object.",
-    "metadata.score": "The score by other rules that rewards are taken from, or null for the run's own.",
+    "metadata.score": "The label of the score that the rewards are taken from, or null for the run's own rules.",
 }
-"""Every column by its path, in order, and what it holds. The types are in `parquet.arrow_schema`."""
+"""The meaning of every column, by its path, in order. The types are in `parquet.arrow_schema`."""
 
 
 def json_text(value: Any) -> str:
-    """A value as JSON. What older runs hold and JSON has not (NaN, integers past 64 bits) is written as Python writes it."""
+    """Return a value as JSON. Values that JSON does not have (NaN, integers beyond 64 bits) are written as Python's `json` writes them."""
     try:
         return orjson.dumps(value).decode()
     except TypeError:
@@ -100,7 +100,7 @@ def json_text(value: Any) -> str:
 
 
 def message_row(message: Message) -> dict[str, Any]:
-    """A message as a row holds it."""
+    """Return a message in the form of a row."""
     parts = None if isinstance(message.content, str) else message.content
     return {
         "role": message.role,
@@ -119,13 +119,13 @@ _PART: dict[str, Any] = dict.fromkeys(("type", "text", "image", "mime", "width",
 
 
 def outcome_row(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as a row holds it."""
+    """Return an outcome in the form of a row."""
     rewards = [{"name": name, "value": value} for name, value in outcome.rewards.items()]
     return outcome.plain() | {"rewards": rewards}
 
 
 def task_row(task: Task | None, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a task and of what was told in its episode. Without a task (inside a trainer) its own are null."""
+    """Return the columns of a task and of its episode's facts. Without a task (inside a trainer) the task's columns are null."""
     return {
         "task_index": None if task is None else task.index,
         "task_fields": None if task is None else json_text(stored_fields(task.fields)),

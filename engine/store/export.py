@@ -1,17 +1,17 @@
-"""Stored episodes -> training rows, one a branch.
+"""Converts stored episodes to training rows, one per branch.
 
     for row in export_rows(store): ...                    # dicts, arrays as numpy
     write_jsonl(export_rows(store), Path("rows.jsonl"))
 
-`columns.py` says what each column of a row holds, `parquet.py` of which type it is; docs/rows.md has both.
+`columns.py` has the meaning of each column of a row, `parquet.py` its type; docs/rows.md has both.
 
-With a `vision`, a row of a branch that has images carries what a forward pass takes of them beside `input_ids`, under
+With a `vision`, a row of a branch with images also has the tensors that a forward pass needs besides `input_ids`, under
 the names of the model's family: `pixel_values` and `image_grid_thw` for Qwen-VL. `loader.py` makes batches of rows.
 
 Invariants:
-- The five arrays of a branch are handed on as they were stored. Rewards and advantages are computed anew from
-  the sealed ledger: another credit method needs no new run.
-- A group is the trainable finished episodes of one task; only they are each other's baseline.
+- The five arrays of a branch are unchanged from the store. Rewards and advantages are computed from
+  the sealed ledger, so another credit method needs no new run.
+- A group is the trainable finished episodes of one task; a baseline is computed from these episodes only.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How rows are made of a run."""
+    """How rows are made from a run."""
 
     credit: CreditSpec
     placement: Where
     base: Path | None
     """The spec's folder, for a credit method by entry point."""
     values: Mapping[str, Sequence[Sequence[float]]] | None
-    """A critic's values, where there are some. None: the caller computes them; if the credit needs them, advantages are 0 and
+    """A critic's values, if there are any. None: the caller computes them; if the credit needs them, advantages are 0 and
     the rows have the column `ledger`."""
     vision: Vision | None
-    """Makes tensors of images, where rows are to carry them."""
+    """Makes tensors from images; None if rows need none."""
     evaluation: bool
-    """No row trains."""
+    """Whether the run is an evaluation: then no row is trainable."""
     metadata: Mapping[str, Any] | None = None
-    """What rows say of where they come from; None inside a trainer."""
+    """The origin of the rows; None inside a trainer."""
 
 
 def export_rows(
@@ -72,21 +72,21 @@ def export_rows(
     values: Mapping[str, Sequence[Sequence[float]]] | None = None,
     vision: Vision | None = None,
 ) -> Iterator[Row]:
-    """The training rows of every finished episode, in the order of tasks, samples and branches.
+    """Yield the training rows of every finished episode, in the order of tasks, samples and branches.
 
-    One task's episodes are in memory at a time. Of an evaluation (`engine eval`) no row is trainable.
+    Only one task's episodes are in memory at a time. In an evaluation (`engine eval`) no row is trainable.
 
     Args:
-        store: The run; it may still be going on.
-        credit: How turn rewards become advantages; the run's own spec (or the score's) says when left out.
+        store: The run, which may still be running.
+        credit: How turn rewards become advantages. The default is the method of the run's spec, or of the score.
         trainable_only: Leave out rows that are not trainable.
-        score: Rewards by other rules, as `engine rescore` kept them under this name.
+        score: Label of a score of `engine rescore`, whose rewards are used.
         values: A critic's values, for methods that need them: episode id -> for each turn, one for each sampled token.
         vision: The model's images (`vision_of(store)`, or a run's own `format.vision`): rows then carry their tensors.
 
     Raises:
         StoreError: the run has no such score.
-        LedgerError: the credit method needs what is not there.
+        LedgerError: the credit method needs values that are missing.
     """
     rewards = RewardsSpec.model_validate(store.score(score).rewards if score else store.header.rewards)
     base = Path(store.header.spec_path).parent if store.header.spec_path else None
@@ -98,15 +98,15 @@ def export_rows(
 
 
 def credit_of(store: RunReader, score: str | None = None) -> CreditSpec:
-    """How the run's spec, or the one that it was scored by under this name, turns rewards into advantages."""
+    """Return the credit method of the run's spec, or of the spec that it was scored with under this label."""
     return RewardsSpec.model_validate(store.score(score).rewards if score else store.header.rewards).credit
 
 
 def member_of(trajectory: Trajectory, values: Sequence[Sequence[float]] | None = None) -> Member:
-    """A finished episode as a member of its group.
+    """Convert a finished episode to a member of its group.
 
     Raises:
-        LedgerError: there are not as many values as sampled tokens in some turn.
+        LedgerError: in some turn the number of values differs from the number of sampled tokens.
     """
     turns = trajectory.turns
     sizes = [turn.end - turn.start for turn in turns]
@@ -137,10 +137,10 @@ def _metadata(store: RunReader, credit: CreditSpec, score: str | None) -> dict[s
 def group_rows(
     group: Sequence[Trajectory], plan: Plan, trainable_only: bool = False, task: Task | None = None
 ) -> Iterator[Row]:
-    """The training rows of one group: the finished episodes of one task.
+    """Return the training rows of one group, the finished episodes of one task.
 
     Raises:
-        LedgerError: the credit method needs what is not there.
+        LedgerError: the credit method needs values that are missing.
     """
     members = [member_of(trajectory, (plan.values or {}).get(trajectory.episode_id)) for trajectory in group]
     chosen = [
@@ -212,7 +212,7 @@ def _row(shared: Row, branch: Branch, placement: Where, advantages: list[Values]
 
 
 def _on_tokens(branch: Branch, advantages: list[Values]) -> np.ndarray:
-    """Each turn's advantages on its sampled tokens, in order, as a policy gradient wants it. float32 [tokens]."""
+    """Place each turn's advantages on its sampled tokens, in order. float32 [tokens]."""
     placed = np.zeros(len(branch.input_ids), np.float32)
     sampled = branch.loss_mask == 1
     for turn in np.unique(branch.turn_ids[sampled]):
@@ -221,7 +221,7 @@ def _on_tokens(branch: Branch, advantages: list[Values]) -> np.ndarray:
 
 
 def write_jsonl(rows: Iterable[Row], path: Path) -> int:
-    """Write rows as JSON lines, one at a time; returns how many.
+    """Write rows as JSON lines, one at a time, and return their number.
 
     Numbers are written with the fewest digits that give the same float back. JSON has no NaN and no infinities: they
     become null. The file appears under its name only when it is complete.
@@ -241,7 +241,7 @@ def write_jsonl(rows: Iterable[Row], path: Path) -> int:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A place to write `path` at; it takes the name when the block ends well, and is removed when not.
+    """Give a temporary file to write; it is renamed to `path` if the block succeeds, and removed if not.
 
     Raises:
         StoreError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Which run is meant by the word on the command line."""
+"""Finds the run that a command-line argument names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engine.errors import StoreError
 from engine.store import database
 
 MAX_CHARACTERS = 255
-"""Of a folder's name: what file systems take."""
+"""Maximum length of a folder's name on common file systems."""
 
 
 def list_runs(out: Path | str = "runs") -> list[Path]:
-    """Folders of the runs under `out`, by name."""
+    """Return the folders of the runs under `out`, sorted by name."""
     try:
         return sorted(entry for entry in Path(out).iterdir() if (entry / database.FILE).is_file())
     except OSError:
@@ -23,14 +23,14 @@ def list_runs(out: Path | str = "runs") -> list[Path]:
 
 
 def find_run(run: Path | str, out: Path | str = "runs") -> Path:
-    """The folder of a run.
+    """Return the folder of a run.
 
     Args:
         run: A run's folder or its run.db, a run id, the beginning of exactly one, or `latest`.
-        out: The folder that runs are stored under.
+        out: The folder in which runs are stored.
 
     Raises:
-        StoreError: no run is meant, or several are.
+        StoreError: no run matches, or several do.
     """
     path = Path(run)
     if path.name == database.FILE and _is_file(path):
@@ -63,7 +63,7 @@ def find_run(run: Path | str, out: Path | str = "runs") -> Path:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether there is such a file; a path that the system refuses (too long, say) is none."""
+    """Return whether the path is an existing file; False for a path that the system refuses, for example one that is too long."""
     try:
         return path.is_file()
     except OSError:
@@ -71,10 +71,10 @@ def _is_file(path: Path) -> bool:
 
 
 def _created(folder: Path) -> tuple[bool, float]:
-    """Whether episodes were planned, and when the run was made: one that never got so far is not the latest."""
+    """Return (whether episodes were planned, when the run was created). A run without planned episodes is not the latest."""
     try:
         with closing(database.connect_reader(folder / database.FILE)) as connection:
             created = float(connection.execute("SELECT created FROM run").fetchone()[0])
             return connection.execute("SELECT 1 FROM episodes LIMIT 1").fetchone() is not None, created
-    except (StoreError, sqlite3.Error):  # of another version, or broken: it is not the latest that can be used
+    except (StoreError, sqlite3.Error):  # of another version, or damaged: not usable as the latest run
         return False, float("-inf")

@@ -1,7 +1,7 @@
 """Forks: a new run whose episodes begin with the journals of another run, up to an assistant turn.
 
-Invariant: everything that is shared (tasks, journals, images) is copied into the new run before the run exists under its
-name. So a fork needs the other run no more, and is resumed as any run is.
+Invariant: everything that is shared (tasks, journals, images) is copied before the new run exists under its
+name. So a fork no longer needs the other run, and is resumed like any run.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def shared_entries(journal: Sequence[JournalEntry], turn: int) -> Sequence[JournalEntry]:
-    """What a fork at assistant turn `turn` shares of a journal: the entries before it, or all where it has no such turn."""
+    """Return the journal entries that a fork at assistant turn `turn` shares: those before the turn, or all if there is no such turn."""
     replies = [at for at, entry in enumerate(journal) if entry.record.kind == "generation"]
     return journal[: replies[turn]] if turn < len(replies) else journal
 
 
 def copy_shared(connection: sqlite3.Connection, source: RunReader, fork: Fork) -> None:
-    """Copy what a fork shares into the new run's file, in one transaction.
+    """Copy the data that a fork shares into the new run's file, in one transaction.
 
     Raises:
         StoreError: the other run cannot be read, or an image of it is damaged.

@@ -1,4 +1,4 @@
-"""What a run was made from: enough to say why it came out as it did, and to resume it.
+"""The header of a run: what is needed to explain its results and to resume it.
 
 Invariant: it is written once, before the first episode, and never changed.
 """
@@ -45,16 +45,16 @@ _PACKAGES = (
     "transformers",
     "transitions",
 )
-"""Packages whose version may change what a run comes to."""
+"""Packages whose version may change a run's results."""
 
 
 class Fork(Contract):
-    """Where the first journal entries of a forked run come from."""
+    """The run and turn from which the first journal entries of a forked run were copied."""
 
     run: str
     """The other run's id."""
     turn: int
-    """Episodes share what came before this assistant turn, from 0; those that never came to it are taken over whole."""
+    """Episodes share the entries before this assistant turn, from 0; episodes without this turn are copied completely."""
 
 
 class RunHeader(Contract):
@@ -71,30 +71,30 @@ class RunHeader(Contract):
     """Unix time."""
     engine_version: str
     packages: dict[str, str] = Field(default_factory=dict)
-    """Versions of the packages that may change what a run comes to, and of Python."""
+    """Versions of Python and of the packages that may change a run's results."""
     spec: dict[str, Any]
-    """The resolved spec, every default filled in: `EpisodeSpec.model_validate` reads it back."""
+    """The resolved spec with all defaults; `EpisodeSpec.model_validate` reads it."""
     spec_path: str = ""
-    """The spec's file: what relative paths in it are relative to."""
+    """The spec's file. Relative paths in the spec are relative to its folder."""
     sources: dict[str, str] = Field(default_factory=dict)
-    """Text of every spec file that was read, as written, by its path."""
+    """The original text of every spec file that was read, by its path."""
     overrides: list[str] = Field(default_factory=list)
-    """What `--set` was given, in order."""
+    """The values of `--set`, in order."""
     data: dict[str, Any] = Field(default_factory=dict)
-    """The resolved document: what was written, without the defaults."""
+    """The resolved document without defaults."""
     origins: list[tuple[list[str | int], str, int, int, str]] = Field(default_factory=list)
     """Where each value of `data` was written: path, file, line, column, and `via` (an override, a variable)."""
     evaluation: bool = False
-    """The run measures: none of its rows train."""
+    """Whether the run is an evaluation: then none of its rows is trainable."""
     fork: Fork | None = None
-    """The run begins with journals of another one."""
+    """The run from which this one was forked; None if it was not."""
     references: list[tuple[list[str | int], str, bool]] = Field(default_factory=list)
-    """Values that are not stored, because they may be secret: path, the text in its place (`Bearer ${TOKEN}`), and whether
-    what the variable holds is read as YAML."""
+    """Values that are not stored because they may be secret: path, the text in their place (`Bearer ${TOKEN}`), and whether
+    the variable's value is read as YAML."""
     variables: dict[str, str] = Field(default_factory=dict)
-    """The variables that those texts name, and a digest of what each held; empty for one that was not set."""
+    """The variables that these texts name, each with a digest of its value; an empty digest for a variable that was not set."""
     salt: str = ""
-    """Of the digests, in hex."""
+    """Salt of the digests, in hex."""
 
     @classmethod
     def of(
@@ -106,7 +106,7 @@ class RunHeader(Contract):
         evaluation: bool = False,
         fork: Fork | None = None,
     ) -> RunHeader:
-        """The header of a new run of a spec; `run_id` is made up from the spec's name when left out."""
+        """Make the header of a new run of a spec. By default `run_id` is made from the spec's name."""
         spec = loaded.spec
         now = time.time()
         kept = [
@@ -140,19 +140,19 @@ class RunHeader(Contract):
         return dict(self._filled(self.spec, strict=False).get("rewards") or {})
 
     def _filled(self, document: dict[str, Any], *, strict: bool) -> dict[str, Any]:
-        """A document of this header with the values of variables in their places."""
+        """Return a document of this header with the values of its variables filled in."""
         references = [Reference(tuple(path), text, typed) for path, text, typed in self.references]
         found: dict[str, Any] = filled(document, references, self.variables, self.salt, strict=strict)
         return found
 
     def loaded_spec(self, *, strict: bool = False) -> LoadedSpec:
-        """The spec that the run was made from, as it was loaded then: its file may have changed since.
+        """Return the run's spec as it was loaded when the run was created; its file may have changed since.
 
-        Relative paths in it are relative to its file's place, and those of `--set` to the current folder.
+        Relative paths in it are relative to its file's folder, and those of `--set` to the current folder.
 
         Args:
-            strict: Episodes are to be run with it: each variable that a value is made of must hold what it held. Left
-                out, such values stay `${NAME}` where that is not so: reading a run needs none of them.
+            strict: The spec is used to run episodes: each variable in a value must have the value that it had. By
+                default, other values stay `${NAME}`: reading a run needs none of them.
 
         Raises:
             StoreError: with `strict`, a variable is not set or holds something else; the message names it.
@@ -197,7 +197,7 @@ def _place(
 
 
 def new_run_id(name: str, now: float | None = None) -> str:
-    """A fresh run id: `<name>-<YYYYmmdd>-<HHMMSS>-<4 hex>`, in UTC."""
+    """Make a new run id: `<name>-<YYYYmmdd>-<HHMMSS>-<4 hex>`, in UTC."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     return f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}-{stamp}-{secrets.token_hex(2)}"
 
@@ -214,5 +214,5 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def package_versions() -> dict[str, str]:
-    """Python's version and those of the installed packages that matter, by name."""
+    """Return the versions of Python and of the packages in `_PACKAGES` that are installed, by name."""
     return dict(_versions())

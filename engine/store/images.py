@@ -1,6 +1,6 @@
-"""Images by content: the same picture is stored once, under the digest of its bytes.
+"""Storage of images by content: the same image is stored once, under the digest of its bytes.
 
-Invariant: a stored image's bytes are those that were put, never re-encoded.
+Invariant: the bytes of an image are stored unchanged and never encoded again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class StoredImage(NamedTuple):
 
 
 def measure(data: bytes, mime: str | None = None) -> StoredImage:
-    """Read an image's media type and size from its head; the pixels are not decoded. See `FORMATS`.
+    """Read an image's media type and size from its header; the pixels are not decoded. See `FORMATS`.
 
     Raises:
-        StoreError: the bytes are no image in one of the formats, or claim more pixels than it finds safe.
+        StoreError: the bytes are not an image in one of the formats, or the header claims too many pixels.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -46,13 +46,13 @@ def measure(data: bytes, mime: str | None = None) -> StoredImage:
         raise StoreError(f"an image of {len(data)} bytes is not stored: {error}") from error
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
         raise StoreError(
-            f"{len(data)} bytes are no image that is read here: {error}; give the bytes of a PNG, JPEG, WebP, GIF or BMP file"
+            f"{len(data)} bytes are not an image that can be read: {error}; give the bytes of a PNG, JPEG, WebP, GIF or BMP file"
         ) from error
     return StoredImage(digest_of(data), kind, width, height, data)
 
 
 def stored_images(store: RunReader) -> Callable[[str], Source | None]:
-    """Images of a run store, by digest."""
+    """Return a function that reads an image of a run store by its digest."""
 
     def fetch(digest: str) -> Source | None:
         try:

@@ -1,14 +1,14 @@
-"""Training rows -> batches of tensors, images and all: what a trainer's forward pass takes.
+"""Converts training rows to batches of tensors, with images, for a trainer's forward pass.
 
-    vision = vision_of(store)                              # None for a model that sees nothing
+    vision = vision_of(store)                              # None for a model without vision
     rows = list(export_rows(store))                        # or read_rows(Path("rows.jsonl"))
     batch = collate(rows[:8], vision, pad_id=0)
     logits = model(**forward_inputs(batch)).logits
 
 Invariants:
-- An image's tensors are made once and kept once, however many rows hold it; a file of rows has them beside it, in a
-  folder of its own, one file an image.
-- `mm_token_type_ids` are the model's own processor's; position ids are left to the model's own code.
+- An image's tensors are made and stored once, also if many rows have the image. A file of rows has them beside it, in a
+  separate folder, one file per image.
+- `mm_token_type_ids` are those of the model's processor; position ids are computed by the model's code.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _BY_TOKEN: dict[str, tuple[Any, float | int]] = {
     "weight_versions": (np.int64, -1),
     "turn_ids": (np.int64, -1),
 }
-"""Columns with an entry for each token, and what stands where a sequence has ended."""
+"""Columns with one entry per token, and their padding values."""
 _INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids")
 
 
 def vision_of(store: RunReader) -> Vision | None:
-    """The images of the run's model; None where it sees nothing. Loads the tokenizer, no weights.
+    """Load the image processor of the run's model; None if the model has no vision. Loads the tokenizer, but no weights.
 
     Raises:
-        ModelError: The model's files are no longer there.
+        ModelError: The model's files no longer exist.
         RenderError: Its processor cannot be loaded.
     """
     from engine.tokens.loading import load_format
@@ -61,12 +61,12 @@ def vision_of(store: RunReader) -> Vision | None:
 
 
 def images_folder(path: Path) -> Path:
-    """Where the images' tensors of a file of rows are."""
+    """Return the folder of the image tensors of a file of rows."""
     return path.with_name(f"{path.name}.images")
 
 
 class TensorFolder:
-    """One safetensors file for each image, named by its digest."""
+    """A folder with one safetensors file per image, named by the image's digest."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,7 +76,7 @@ class TensorFolder:
         return self.folder / f"{digest.removeprefix(DIGEST)}.safetensors"
 
     def write(self, digest: str, tensors: Callable[[str], Tensors]) -> None:
-        """Write an image's tensors, unless that was done.
+        """Write an image's tensors if its file does not exist yet.
 
         The tensors keep their shapes.
 
@@ -99,7 +99,7 @@ class TensorFolder:
         self._written.add(digest)
 
     def read(self, digest: str) -> Tensors | None:
-        """An image's tensors, in the shapes that were written; None if they are not here."""
+        """Read an image's tensors, in the shapes that were written; None if there is no file."""
         from safetensors.numpy import load_file
 
         path = self._file(digest)
@@ -108,10 +108,10 @@ class TensorFolder:
 
 
 def with_image_files(rows: Iterable[Row], path: Path, vision: Callable[[], Vision | None]) -> Iterator[Row]:
-    """Rows as they are, their images' tensors written beside `path`. `vision` is asked for at the first image.
+    """Yield the rows unchanged, and write their images' tensors beside `path`. `vision` is called at the first image.
 
     Raises:
-        StoreError: A file cannot be written, or the run has images and its model sees none.
+        StoreError: A file cannot be written, or the run has images and its model has no vision.
     """
     folder: TensorFolder | None = None
     seeing: Vision | None = None
@@ -120,13 +120,13 @@ def with_image_files(rows: Iterable[Row], path: Path, vision: Callable[[], Visio
             if folder is None or seeing is None:
                 folder, seeing = TensorFolder(images_folder(path)), vision()
                 if seeing is None:
-                    raise StoreError("the run has images, and its model sees none: is another model in its place?")
+                    raise StoreError("the run has images, but its model has no vision: was the model replaced?")
             folder.write(image["image"], seeing.bank.tensors)
         yield row
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a JSONL or Parquet file of `engine export`, arrays as numpy.
+    """Read the rows of a JSONL or Parquet file of `engine export`, with arrays as NumPy.
 
     Raises:
         StoreError: The file cannot be read.
@@ -147,38 +147,38 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def _typed(row: Row) -> Row:
-    """Lists of numbers as the arrays that they were."""
+    """Convert lists of numbers back to arrays."""
     typed: Row = {
         name: np.array(row[name], np.int32) for name in ("input_ids", "loss_mask", "weight_versions", "turn_ids")
     }
     for name in ("logprobs", "token_rewards", "advantages"):
-        # JSON has no NaN and no infinity: they became null.
+        # JSON has no NaN and no infinity: the export writes null.
         typed[name] = None if row[name] is None else np.array(row[name], np.float32)
     return row | typed
 
 
 def beside(vision: Vision, path: Path) -> Vision:
-    """Let `vision` read the images' tensors beside a file of rows."""
+    """Return `vision` with the tensors of the images beside a file of rows."""
     vision.bank.read_tensors_from(TensorFolder(images_folder(path)).read)
     return vision
 
 
 def collate(rows: Sequence[Row], vision: Vision | None = None, *, pad_id: int = 0) -> dict[str, torch.Tensor]:
-    """One batch, padded on the right.
+    """Collate rows into one batch, padded on the right.
 
     Args:
-        rows: As `export_rows` or `read_rows` gives them.
-        vision: The model's images; needed where a row has some.
-        pad_id: Stands in `input_ids` where a sequence has ended.
+        rows: Rows of `export_rows` or `read_rows`.
+        vision: The model's image processor; required if a row has images.
+        pad_id: Padding id of `input_ids`.
 
     Returns:
         input_ids, attention_mask, loss_mask, turn_ids, weight_versions (int64), logprobs, advantages, token_rewards
-        (float32): each [rows, longest]. For a model that sees: mm_token_type_ids [rows, longest], the images' tensors
-        under their family's names, and banned_token_ids [ids], which the sampler never chose from: a trainer takes
-        them out of its logits as well.
+        (float32): each [rows, longest]. For a model with vision: mm_token_type_ids [rows, longest], the images' tensors
+        under their family's names, and banned_token_ids [ids], which the sampler could not choose: a trainer removes
+        them from its logits as well.
 
     Raises:
-        StoreError: A row has images, and there is no `vision`.
+        StoreError: A row has images, and `vision` is None.
     """
     import torch
 
@@ -193,7 +193,7 @@ def collate(rows: Sequence[Row], vision: Vision | None = None, *, pad_id: int = 
         batch[name] = torch.from_numpy(_padded(values, longest, dtype, fill))
     if vision is None:
         if any(row["images"] for row in rows):
-            raise StoreError("rows have images: hand over the model's vision, vision_of(store)")
+            raise StoreError("rows have images: pass `vision=vision_of(store)`")
         return batch
     types = [np.array(row) for row in vision.token_types([row.tolist() for row in ids])]
     batch["mm_token_type_ids"] = torch.from_numpy(_padded(types, longest, np.int64, 0))
@@ -204,9 +204,9 @@ def collate(rows: Sequence[Row], vision: Vision | None = None, *, pad_id: int = 
 
 
 def forward_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The part of a batch that the model's forward pass takes; Idefics3's and SmolVLM's take no token types.
+    """Return the part of a batch that the model's forward pass takes. Idefics3 and SmolVLM take no token types.
 
-    The tensors are those of the batch, in their shapes: [rows, tokens] for ids, mask and token types.
+    Shapes are those of the batch: [rows, tokens] for ids, mask and token types.
     """
     tiled = "pixel_attention_mask" in batch
     names = [name for name in _INPUTS if name in batch and not (tiled and name == "mm_token_type_ids")]

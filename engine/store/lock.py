@@ -1,7 +1,7 @@
-"""One writer to a run.
+"""The lock that allows one writer per run.
 
-Invariant: the lock is the kernel's (`flock`), so it goes with the process that held it, however that died. The file says
-which process holds it, and whether that process stopped on purpose: a stop on a full disk, or an exit at once, can write
+Invariant: the lock is the kernel's (`flock`), so it ends with the process that held it, also if that was killed. The file says
+which process holds it, and whether that process stopped on purpose: a stop on a full disk, or an immediate exit, can write
 nothing into the store.
 """
 
@@ -18,10 +18,10 @@ from engine.store.private import private_file
 
 FILE = "run.lock"
 STOPPED = "stopped"
-"""Written behind the process id by `RunLock.mark_stopped`. The file's block is there already, so a full disk permits it."""
+"""Written after the process id by `RunLock.mark_stopped`. The file's block is allocated already, so this works on a full disk."""
 
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
-"""Locks of this process."""
+"""The locks that this process holds."""
 
 
 class RunLock:
@@ -43,7 +43,7 @@ class RunLock:
             holder = self._file.read().strip()
             self._file.close()
             raise StoreError(
-                f"{folder} is being written by process {holder or '(unknown)'}; wait for it or stop it. Reading needs no lock."
+                f"{folder} is being written by process {holder or '(unknown)'}; wait for it or stop it (reading needs no lock)"
             ) from None
         except OSError as error:
             self._file.close()
@@ -58,16 +58,16 @@ class RunLock:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether the process that held the lock before this one called `mark_stopped`."""
+        """Whether the previous holder of the lock called `mark_stopped`."""
         return STOPPED in self._before
 
     def mark_stopped(self) -> None:
-        """Write that this process ends on purpose, not by a crash. Safe in a signal handler."""
+        """Record that this process ends on purpose, not by a crash. Safe in a signal handler."""
         with contextlib.suppress(OSError, ValueError):
             self._write(f"{os.getpid()}\n{STOPPED}\n")
 
     def restore(self) -> None:
-        """Write what the file said before, because the run could not be opened."""
+        """Restore the previous content of the file, after the run could not be opened."""
         with contextlib.suppress(OSError, ValueError):
             self._write(self._before)
 
@@ -76,7 +76,7 @@ class RunLock:
         os.ftruncate(self._file.fileno(), size)
 
     def release(self) -> None:
-        """Let another writer in. Doing it twice is harmless."""
+        """Release the lock. A second call has no effect."""
         self._file.close()
 
 
@@ -87,7 +87,7 @@ def mark_all_stopped() -> None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether some writer has the run open now."""
+    """Return whether a writer has the run open now."""
     try:
         with (folder / FILE).open("rb") as file:
             try:

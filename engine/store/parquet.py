@@ -1,6 +1,6 @@
-"""Training rows as Parquet: typed lists, row groups of bounded size, written as they come.
+"""Writes training rows as Parquet: typed lists, and row groups of bounded size.
 
-Invariant: what JSONL says, this says too, in the same shape, and NaN and infinities besides.
+Invariant: a Parquet file has the same columns and shapes as JSONL; it also keeps NaN and infinities.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 GROUP_ROWS = 1024
-"""Most rows in a row group."""
+"""Maximum number of rows in a row group."""
 GROUP_TOKENS = 2_000_000
-"""Tokens after which a row group is written, however few its rows; eight characters of text count as one."""
+"""Number of tokens after which a row group is written, also with few rows; eight characters of text count as one token."""
 
 
 @cache
 def arrow_schema() -> pa.Schema:
-    """The columns of `export.py` as Arrow types."""
+    """Return the Arrow schema of the columns of `columns.py`."""
     import pyarrow as pa
 
     part = pa.struct(
@@ -113,12 +113,12 @@ def arrow_schema() -> pa.Schema:
 
 
 def write_parquet(rows: Iterable[Row], path: Path, metadata: dict[str, str] | None = None) -> int:
-    """Write rows as Parquet, a row group at a time; returns how many.
+    """Write rows as Parquet, one row group at a time, and return their number.
 
     Args:
-        rows: As `export_rows` gives them.
+        rows: Rows of `export_rows`.
         path: The file; it appears under its name only when it is complete.
-        metadata: Kept in the file's schema.
+        metadata: Stored in the file's schema.
 
     Raises:
         StoreError: the file cannot be written.
@@ -143,7 +143,7 @@ def write_parquet(rows: Iterable[Row], path: Path, metadata: dict[str, str] | No
 
 
 def _characters(row: Row) -> int:
-    """Of a row's long texts: a row group may hold 2 GiB of one column."""
+    """Return the length of a row's long texts. A row group can hold at most 2 GiB of one column."""
     said = sum(len(message["content"]) for message in row["messages"])
     return said + len(row["task_fields"] or "") + len(row["facts"])
 
@@ -157,7 +157,7 @@ def _batch(rows: list[Row]) -> pa.RecordBatch:
 
 
 def describe_types() -> dict[str, str]:
-    """Every column by its path, and its type in words, such as `list of int32`."""
+    """Return the type of every column in words, such as `list of int32`, by the column's path."""
     import pyarrow as pa
 
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Files and folders that only their owner may read: runs hold what models and users said."""
+"""Files and folders that only their owner can read, because runs contain conversations."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def private_folder(path: Path, *, exist_ok: bool = False) -> None:
-    """Make a folder of mode 0700; missing folders above it get 0755, less what the umask takes.
+    """Create a folder with mode 0700. Missing parent folders get mode 0755, restricted by the umask.
 
-    A folder that others may write to would let them put another run in the place of this one.
+    If others could write to the folder, they could replace the run.
 
     Raises:
-        OSError: it exists, or cannot be made.
+        OSError: the folder exists, or cannot be created.
     """
     for folder in reversed(path.parents):
         folder.mkdir(mode=0o755, exist_ok=True)
@@ -20,10 +20,10 @@ def private_folder(path: Path, *, exist_ok: bool = False) -> None:
 
 
 def private_file(path: Path) -> Path:
-    """Make an empty file of mode 0600, unless it is there; what writes to it keeps the mode.
+    """Create an empty file with mode 0600 if it does not exist. Writing to it keeps the mode.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
     return path

@@ -1,7 +1,7 @@
-"""Reading a run: in brief, episode by episode, or as a stream, while it is written or afterwards.
+"""Reads a run: a summary, single episodes, or a stream of episodes, also while the run is being written.
 
-Invariant: each method reads one snapshot of its own and holds no connection afterwards, so a reader neither sees
-an episode half-finished nor keeps the writer's WAL from being reset.
+Invariant: each method reads one snapshot and keeps no connection open, so a reader never sees
+an incomplete episode and never prevents the writer from resetting its WAL.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 RunStatus = Literal["running", "stopped", "interrupted", "done"]
-"""`running`: a writer has it open; `stopped`: its writer died; `interrupted` and `done` are said on closing."""
+"""`running`: a writer has it open; `stopped`: its writer died; `interrupted` and `done` are written when it is closed."""
 
 ENTRY = "seq, state, event, dest, kind, payload, tokens, at, seconds"
 _BRANCH = "branch, reason, tokens, spans, input_ids, logprobs, weight_versions"
@@ -40,11 +40,11 @@ _EPISODE = (
 )
 _SCORED = "SELECT e.id, s.score FROM scored s JOIN episodes e ON e.number = s.episode WHERE s.label = ?"
 _PAGE = 64
-"""Trajectories read at a time: a long read would keep the writer's WAL from being reset."""
+"""Number of trajectories that are read at a time: a long read would prevent the writer from resetting its WAL."""
 
 
 class EpisodeRow(NamedTuple):
-    """One episode of the run, in brief. What follows `attempt` is None until it is done (or has begun)."""
+    """Summary of one episode. The fields after `attempt` are None until the episode is done (`started`: until it has begun)."""
 
     number: int
     id: str
@@ -54,12 +54,12 @@ class EpisodeRow(NamedTuple):
     seed: int | None
     status: Literal["pending", "running", "done"]
     attempt: int
-    """From 0; one more for each time that it had to begin anew."""
+    """From 0; it increases by one each time the episode begins again."""
     state: str | None
     event: str | None
     limit: str | None
     failure: str | None
-    """The failure's kind."""
+    """The kind of the failure."""
     blame: str | None
     solved: bool | None
     trainable: bool | None
@@ -72,7 +72,7 @@ class EpisodeRow(NamedTuple):
 
 
 class RunReader:
-    """What can be asked of a run. `RunStore` is one too."""
+    """Read access to a run. `RunStore` is a subclass."""
 
     def __init__(self, folder: Path, header: RunHeader) -> None:
         self.folder = folder
@@ -85,12 +85,12 @@ class RunReader:
         return self.header.run_id
 
     def loaded_spec(self) -> LoadedSpec:
-        """The spec that the run was made from, as it was loaded then."""
+        """Return the run's spec as it was loaded when the run was created."""
         return self.header.loaded_spec()
 
     @property
     def status(self) -> RunStatus:
-        """How the run stands."""
+        """The status of the run."""
         with self._reader() as connection:
             said: RunStatus = connection.execute("SELECT status FROM run").fetchone()[0]
         if said == "running" and not is_held(self.folder):
@@ -98,7 +98,7 @@ class RunReader:
         return said
 
     def finished(self) -> set[str]:
-        """Ids of the episodes that are done."""
+        """Return the ids of the episodes that are done."""
         with self._reader() as connection:
             return {row[0] for row in connection.execute("SELECT id FROM episodes WHERE status = 'done'")}
 
@@ -108,12 +108,12 @@ class RunReader:
             return [row[0] for row in connection.execute("SELECT at FROM openings ORDER BY rowid")]
 
     def statuses(self) -> dict[str, str]:
-        """`pending`, `running` (begun and not done) or `done` for each episode, by its id."""
+        """Return `pending`, `running` (begun and not done) or `done` for each episode, by its id."""
         with self._reader() as connection:
             return dict(connection.execute("SELECT id, status FROM episodes").fetchall())
 
     def episodes(self, score: str | None = None) -> list[EpisodeRow]:
-        """Every episode in brief, in the order of tasks and samples; with `score`, as the rules of that name see it.
+        """Return a summary of every episode, in the order of tasks and samples; with `score`, the results of that score.
 
         Raises:
             StoreError: the run has no such score.
@@ -128,19 +128,19 @@ class RunReader:
         return [self._rescored(row, texts[row.id]) for row in rows if row.id in texts]
 
     def episode(self, episode_id: str) -> EpisodeRow:
-        """One episode in brief.
+        """Return the summary of one episode.
 
         Raises:
-            StoreError: the run has none of that id.
+            StoreError: the run has no such id.
         """
         with self._reader() as connection:
             return self._row(connection, episode_id)
 
     def task(self, task_id: str) -> Task:
-        """A task that an episode was begun or planned for.
+        """Return a task for which an episode was begun or planned.
 
         Raises:
-            StoreError: the run has none of that id.
+            StoreError: the run has no such id.
         """
         with self._reader() as connection:
             row = connection.execute("SELECT position, fields FROM tasks WHERE id = ?", (task_id,)).fetchone()
@@ -149,7 +149,7 @@ class RunReader:
         return Task(id=task_id, index=row[0], fields=from_json(row[1]))
 
     def journal(self, episode_id: str, attempt: int | None = None) -> list[JournalEntry]:
-        """An episode's journal: of its newest attempt, or of the one named.
+        """Return an episode's journal: of its newest attempt, or of the given one.
 
         Raises:
             StoreError: the run has no such episode.
@@ -160,8 +160,8 @@ class RunReader:
         with decoding(self._path, episode_id):
             return [codec.read_entry(entry) for entry in rows]
 
-    def standing(self) -> dict[str, str]:
-        """Where each episode that is under way stands: its state after its newest journal entry, by id."""
+    def current_states(self) -> dict[str, str]:
+        """Return the current state of each unfinished episode (after its newest journal entry), by id."""
         query = (
             "SELECT e.id, (SELECT dest FROM journal j WHERE j.episode = e.number AND j.attempt = e.attempt "
             "ORDER BY seq DESC LIMIT 1) FROM episodes e WHERE status = 'running'"
@@ -170,12 +170,12 @@ class RunReader:
             return {episode: state or "" for episode, state in connection.execute(query)}
 
     def scores(self) -> list[ScoreHead]:
-        """What the run was scored by besides its own rules, oldest first."""
+        """Return the heads of the run's scores by other rules, oldest first."""
         with self._reader() as connection:
             return read_heads(connection)
 
     def score(self, label: str) -> ScoreHead:
-        """What a score of the run is by.
+        """Return the head of one score.
 
         Raises:
             StoreError: the run has none of that name.
@@ -184,10 +184,10 @@ class RunReader:
             return require(connection, label, self.run_id)
 
     def trajectory(self, episode_id: str, score: str | None = None) -> Trajectory:
-        """A finished episode; with `score`, as the rules of that name see it.
+        """Return a finished episode; with `score`, with the results of that score.
 
         Raises:
-            StoreError: the run has no such episode, or it is not done; or it has no such score.
+            StoreError: the run has no such episode or score, or the episode is not done.
         """
         with self._reader() as connection:
             row = self._row(connection, episode_id)
@@ -207,9 +207,9 @@ class RunReader:
                 return codec.read_score(scored[1]).over(found)
 
     def trajectories(self, score: str | None = None) -> Iterator[Trajectory]:
-        """Every finished episode, in the order of tasks and samples, a few in memory at a time.
+        """Yield every finished episode, in the order of tasks and samples, with a few in memory at a time.
 
-        With `score`, as the rules of that name see them: those that were done when the run was scored.
+        With `score`: the episodes that were done when the run was scored, with the results of that score.
 
         Raises:
             StoreError: the run has no such score.
@@ -260,15 +260,15 @@ class RunReader:
         )
 
     def image_digests(self) -> list[str]:
-        """Names of the run's images, in the order in which they came."""
+        """Return the digests of the run's images, in the order in which they were stored."""
         with self._reader() as connection:
             return [row[0] for row in connection.execute("SELECT digest FROM images ORDER BY rowid")]
 
     def image(self, digest: str) -> StoredImage:
-        """A stored image, by `sha256:<hex>`.
+        """Return a stored image by its digest, `sha256:<hex>`.
 
         Raises:
-            StoreError: the run has none of that digest, or its bytes are not what was written.
+            StoreError: the run has no such image, or its bytes are damaged.
         """
         with self._reader() as connection:
             row = connection.execute(
@@ -290,13 +290,13 @@ class RunReader:
     @contextmanager
     def _reader(self) -> Iterator[sqlite3.Connection]:
         with closing(database.connect_reader(self._path)) as connection, reading(self._path):
-            connection.execute("BEGIN")  # one snapshot for everything that is read under it
+            connection.execute("BEGIN")  # one snapshot for everything that is read with this connection
             yield connection
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """SQLite's errors as StoreError, with the file's name."""
+    """Convert errors of SQLite to StoreError with the file's name."""
     try:
         yield
     except sqlite3.Error as error:
@@ -305,7 +305,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def decoding(path: Path, whose: str) -> Iterator[None]:
-    """Add the file, and whose record it is, to the message of a damaged record. Raises: StoreError, for `codec`'s."""
+    """Add the file and the record's owner to the message of a StoreError about a damaged record."""
     try:
         yield
     except StoreError as error:
@@ -321,7 +321,7 @@ def _episode(row: tuple[Any, ...]) -> EpisodeRow:
 
 
 def journal_rows(connection: sqlite3.Connection, number: int, attempt: int) -> list[Any]:
-    """The rows of one attempt's journal, in order, for `codec.read_entry`."""
+    """Return the rows of one attempt's journal, in order, for `codec.read_entry`."""
     return connection.execute(
         f"SELECT {ENTRY} FROM journal WHERE episode = ? AND attempt = ? ORDER BY seq", (number, attempt)
     ).fetchall()

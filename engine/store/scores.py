@@ -1,7 +1,7 @@
-"""Other results of the same episodes: what other rules and another credit make of them, kept beside the first.
+"""Scores: results of the same episodes under other reward rules and another credit method.
 
-Invariant: a score is written whole, for every episode that it is of, or not at all; what the run's own rules came to
-is never touched.
+Invariant: a score is written completely, for all its episodes, or not at all. The results of the run's own rules
+are never changed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from engine.store import codec
 
 
 class ScoreHead(NamedTuple):
-    """What a run was scored by."""
+    """The head of a score: its label, origin and reward rules."""
 
     label: str
     created: float
     """Unix time."""
     engine_version: str
     rewards: dict[str, Any]
-    """The section `rewards`, every default filled in."""
+    """The section `rewards` with all defaults."""
     spec_path: str
 
 
@@ -34,7 +34,7 @@ _HEAD = "label, created, engine_version, rewards, spec_path"
 
 
 def read_heads(connection: sqlite3.Connection) -> list[ScoreHead]:
-    """Every score of the run, oldest first."""
+    """Return the heads of all scores of the run, oldest first."""
 
     rows = connection.execute(f"SELECT {_HEAD} FROM scores ORDER BY created, label").fetchall()
     return [
@@ -43,10 +43,10 @@ def read_heads(connection: sqlite3.Connection) -> list[ScoreHead]:
 
 
 def require(connection: sqlite3.Connection, label: str, run_id: str) -> ScoreHead:
-    """The head of one score.
+    """Return the head of one score.
 
     Raises:
-        StoreError: the run has none of that name.
+        StoreError: the run has no score with this label.
     """
     heads = {head.label: head for head in read_heads(connection)}
     if label not in heads:
@@ -66,18 +66,18 @@ def write_score(
     *,
     replace: bool,
 ) -> None:
-    """Write a score: one transaction of the caller's.
+    """Write a score, inside the caller's transaction.
 
     Args:
-        connection: Open for writing.
-        label: Its name.
-        rewards: The section `rewards` that it is by.
-        spec_path: Where that was written.
+        connection: A connection that is open for writing.
+        label: The score's label.
+        rewards: The section `rewards` of the score.
+        spec_path: The file of that section.
         scores: Episode id -> the JSON of its `EpisodeScore`.
-        replace: Take the place of an earlier score of that name.
+        replace: Replace an existing score with this label.
 
     Raises:
-        StoreError: there is a score of that name already.
+        StoreError: there is a score with this label already.
     """
     if replace:
         connection.execute("DELETE FROM scored WHERE label = ?", (label,))

@@ -1,8 +1,8 @@
-"""The run store: everything that a run was, is and came to, in one SQLite file.
+"""The run store: header, tasks, journals, results and images of a run in one SQLite file.
 
     store = RunStore.create(Path("runs"), RunHeader.of(loaded))
-    journal = await store.begin(task, sample_index)       # empty, or what a broken-off run had got to
-    await store.append(episode_id, entry)                 # returns when a crash can no longer lose it
+    journal = await store.begin(task, sample_index)       # empty, or the entries of an interrupted run
+    await store.append(episode_id, entry)                 # returns when a crash can no longer lose the entry
     await store.finish(trajectory)
     store.close()
 
@@ -10,9 +10,9 @@
         for trajectory in store.trajectories(): ...
 
 Invariants:
-- One writer to a run; readers in any number, in any process, while it writes.
-- A journal has no gaps: entries of an attempt are numbered from 0, and none is durable before those ahead of it are.
-- An episode that is done is whole: outcome, trajectory, branches and postings are of one commit.
+- A run has one writer, and any number of readers in any process, also while it is written.
+- A journal has no gaps: entries of an attempt are numbered from 0, and no entry is durable before all earlier ones are.
+- A finished episode is complete: outcome, trajectory, branches and postings are written in one commit.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ PLANNED = 1_000
 
 
 def episode_id_of(task_id: str, sample_index: int) -> str:
-    """The episode's name inside its run."""
+    """Return the episode's id in its run."""
     return f"{task_id}/{sample_index}"
 
 
 class RunStore(RunReader):
-    """One run. Make it with `create` or `open`; `close` it, or use it as a context manager."""
+    """A run. Made by `create` or `open`; call `close`, or use it as a context manager."""
 
     def __init__(self, folder: Path, header: RunHeader, lock: RunLock | None, writer: Writer | None) -> None:
         super().__init__(folder, header)
@@ -82,12 +82,12 @@ class RunStore(RunReader):
 
     @classmethod
     def create(cls, folder: Path | str, header: RunHeader, source: RunReader | None = None) -> RunStore:
-        """Begin a new run in `folder / header.run_id`.
+        """Create a new run in `folder / header.run_id`.
 
         Args:
-            folder: Where runs are stored.
-            header: The run's.
-            source: For a fork (`header.fork`), the run that it begins with.
+            folder: The folder in which runs are stored.
+            header: The run's header.
+            source: For a fork (`header.fork`), the run from which it is forked.
 
         Raises:
             StoreError: that folder exists, or cannot be written.
@@ -98,9 +98,9 @@ class RunStore(RunReader):
         except FileExistsError:
             raise StoreError(f"{own} exists already; resume it, or give the new run another id") from None
         except OSError as error:
-            raise StoreError(f"cannot make the run's folder {own}: {error}") from error
+            raise StoreError(f"cannot create the run's folder {own}: {error}") from error
         try:
-            # Under its own name only once it is complete, so that a crash leaves no half-made run.
+            # It gets its name when it is complete, so that a crash leaves no incomplete run.
             draft = own / f"{database.FILE}.new"
             database.create_tables(draft)
             with closing(database.connect_writer(draft)) as connection, reading(draft):
@@ -113,7 +113,7 @@ class RunStore(RunReader):
         except BaseException as error:
             shutil.rmtree(own, ignore_errors=True)
             if isinstance(error, OSError):
-                raise StoreError(f"cannot make the run {own}: {error}; is the disk full?") from error
+                raise StoreError(f"cannot create the run {own}: {error}; is the disk full?") from error
             raise
 
     @classmethod
@@ -121,7 +121,7 @@ class RunStore(RunReader):
         """Open the run in `folder`.
 
         Raises:
-            StoreError: there is none, it is of another version, or (for writing) another writer has it open.
+            StoreError: there is no run, it has another version, or (for writing) another writer has it open.
         """
         folder = Path(folder)
         path = folder / database.FILE
@@ -147,18 +147,18 @@ class RunStore(RunReader):
 
     @property
     def readonly(self) -> bool:
-        """Whether this store was opened for reading alone."""
+        """Whether this store is read-only."""
         return self._writer is None
 
     # --- writing ---
 
     def crashes(self) -> dict[str, int]:
-        """By episode id: at how many deaths of the engine it was in flight; see `engine.store.crashes`."""
+        """Return how many crashes of the engine each episode was running at, by episode id; see `engine.store.crashes`."""
         with self._reader() as connection:
             return crashes.crashes(connection)
 
     async def plan(self, tasks: Sequence[Task], samples_per_task: int) -> None:
-        """Write down episodes that are to come, as pending; those that are there already stay as they are.
+        """Store planned episodes as pending; episodes that exist already are unchanged.
 
         Tasks are read and written `PLANNED` at a time, each part in one commit.
         """
@@ -167,18 +167,18 @@ class RunStore(RunReader):
             await self._writing().do(partial(_plan, part, samples_per_task))
 
     async def begin(self, task: Task, sample_index: int, *, seed: int | None = None) -> list[JournalEntry]:
-        """Begin an episode, or take up one that was broken off.
+        """Begin an episode, or continue an interrupted one.
 
         Returns:
-            The journal of its attempt so far: empty for a new one.
+            The journal of its current attempt: empty for a new episode.
 
         Raises:
-            StoreError: it is done, it is open already, or its task is not the one that the run began with.
+            StoreError: it is done, it is running already, or its task differs from the one that the run began with.
         """
         writer = self._writing()
         episode_id = episode_id_of(task.id, sample_index)
         if episode_id in self._tracks or episode_id in self._beginning:
-            raise StoreError(f"{episode_id} is under way already")
+            raise StoreError(f"{episode_id} is running already")
         fields = codec.json_of(stored_fields(task.fields))
 
         def job(connection: sqlite3.Connection) -> tuple[int, int, list[Any]]:
@@ -216,32 +216,32 @@ class RunStore(RunReader):
         return journal
 
     async def append(self, episode_id: str, entry: JournalEntry, written: codec.Written | None = None) -> None:
-        """Write a journal entry; returns once it is committed: from then on no crash of the process loses it.
+        """Write a journal entry; returns when it is committed, so that a crash of the process can no longer lose it.
 
         Args:
-            episode_id: The episode, begun.
+            episode_id: An episode that has begun.
             entry: Its next entry.
-            written: The entry's record in columns, where the caller has made them already.
+            written: The entry's record in columns, if the caller has them already.
 
         Raises:
-            StoreError: the entry is not the episode's next, the episode was not begun, or the write failed. After a
-                failed write the episode takes no more.
-            WorldError: it holds something that JSON cannot say.
+            StoreError: the entry is not the episode's next, the episode has not begun, or the write failed. After a
+                failed write the episode accepts no more entries.
+            WorldError: it holds a value that JSON cannot represent.
         """
         await self.post(episode_id, entry, written or codec.write_record(entry.record))
 
     def post(self, episode_id: str, entry: JournalEntry, written: codec.Written) -> Awaitable[None]:
-        """`append` that does not wait: what it gives is done when the entry is committed.
+        """Write a journal entry without waiting: the returned awaitable is done when the entry is committed.
 
-        A future is given where the entry has its place already, so that others may follow before it is committed; they
-        are lost with it where it cannot be. Anything else must be awaited first.
+        A returned future means that the entry has its place already, so that others may follow before it is committed; they
+        are lost with it if the commit fails. Any other awaitable must be awaited first.
         """
         track, row = self._next_row(episode_id, entry, written)
         track.next += 1
         return self._writing().append(track, row, written.size)
 
     def _next_row(self, episode_id: str, entry: JournalEntry, written: codec.Written) -> tuple[Track, tuple[Any, ...]]:
-        """The episode's track and an entry's journal row. Raises: StoreError where it is not the next entry."""
+        """Return the episode's track and the journal row of an entry. Raises StoreError if it is not the next entry."""
         track = self._tracks.get(episode_id)
         if track is None or track.broken is not None or entry.seq != track.next or track.closing:
             self._writing()
@@ -249,11 +249,11 @@ class RunStore(RunReader):
         return track, (track.number, track.attempt, *codec.entry_row(entry, written))
 
     async def restart(self, episode_id: str, keep: int = 0) -> None:
-        """Begin an episode anew: a new attempt with an empty journal. The old one stays, under its attempt.
+        """Begin an episode again, as a new attempt with an empty journal. The journal of the old attempt is kept.
 
         Args:
-            episode_id: The episode, begun.
-            keep: The new journal begins with so many entries of the first attempt: those that a fork shares.
+            episode_id: An episode that has begun.
+            keep: Number of entries of the first attempt with which the new journal begins: those that a fork shares.
         """
         track = self._track(episode_id)
 
@@ -272,13 +272,13 @@ class RunStore(RunReader):
         self._tracks[episode_id] = Track(track.number, track.attempt + 1, keep)
 
     async def begin_again(self, blames: Sequence[Blame]) -> list[str]:
-        """Give every finished episode that failed through one of `blames` a new attempt. The old attempts' journals stay.
+        """Give a new attempt to every finished episode whose failure has one of `blames`. Old journals are kept.
 
         Returns:
             The ids of those episodes.
 
         Raises:
-            StoreError: the write failed; then no episode has changed.
+            StoreError: the write failed, and no episode has changed.
         """
         found: list[str] = await self._writing().do(
             lambda connection: begin_again(connection, blames, self.header.fork)
@@ -286,17 +286,17 @@ class RunStore(RunReader):
         return found
 
     async def finish(self, trajectory: Trajectory, ending: codec.Ending | None = None) -> None:
-        """Write how an episode ended: its last entry, outcome, trajectory, branches, postings and its being done, or none.
+        """Write the end of an episode in one commit: its last entry, outcome, trajectory, branches, postings and status.
 
-        A caller that is cancelled while it waits does not take the write back.
+        If the caller is cancelled while it waits, the write still happens.
 
         Args:
             trajectory: The episode.
-            ending: Its last journal entry, where that is not written yet.
+            ending: Its last journal entry, if that is not written yet.
 
         Raises:
-            StoreError: the episode was not begun, part of its journal is missing, or the write failed.
-            WorldError: it holds something that JSON cannot say.
+            StoreError: the episode has not begun, part of its journal is missing, or the write failed.
+            WorldError: it holds a value that JSON cannot represent.
         """
         track = self._track(trajectory.episode_id)
         written = codec.write_trajectory(trajectory)
@@ -314,17 +314,17 @@ class RunStore(RunReader):
         del self._tracks[trajectory.episode_id]
 
     async def put_image(self, data: bytes, mime: str | None = None) -> ImagePart:
-        """Keep an encoded image, once however often it is put.
+        """Store an encoded image; the same bytes are stored once.
 
         Args:
             data: The file's bytes (PNG, JPEG, …).
-            mime: Its media type; read from the bytes when left out.
+            mime: Its media type; the default is read from the bytes.
 
         Returns:
             A content part that refers to it by digest.
 
         Raises:
-            StoreError: the bytes are no image.
+            StoreError: the bytes are not an image.
         """
         image = measure(data, mime)
         if image.digest not in self._images:
@@ -345,17 +345,17 @@ class RunStore(RunReader):
         spec_path: str = "",
         replace: bool = False,
     ) -> None:
-        """Keep what other rules make of finished episodes, beside what their own made of them.
+        """Store the results of finished episodes under other reward rules.
 
         Args:
-            label: Its name.
-            rewards: The section `rewards` that they were scored by.
-            scores: By episode id.
-            spec_path: Where that section was written.
-            replace: Take the place of an earlier score of that name.
+            label: The score's label.
+            rewards: The section `rewards` of the score.
+            scores: The results, by episode id.
+            spec_path: The file of that section.
+            replace: Replace an existing score with this label.
 
         Raises:
-            StoreError: there is a score of that name already, or the write failed.
+            StoreError: there is a score with this label already, or the write failed.
         """
         texts = {episode: codec.json_of(score) for episode, score in scores.items()}
 
@@ -365,7 +365,7 @@ class RunStore(RunReader):
         await self._writing().do(job, size=sum(map(len, texts.values())))
 
     def discard(self) -> bool:
-        """Remove the run's folder, where no episode was planned or begun; else only let go of the run.
+        """Remove the run's folder if no episode was planned or begun; else only close the run.
 
         Returns:
             Whether it was removed.
@@ -378,11 +378,11 @@ class RunStore(RunReader):
         return True
 
     def close(self, status: Literal["interrupted", "done"] | None = None) -> None:
-        """Write what is under way and let go of the run. Doing it twice is harmless.
+        """Complete pending writes and close the run. A second call has no effect.
 
         Args:
-            status: How the run stands now that its runner has ended; left out, `done` where episodes were planned or
-                begun and all of them are done, else `interrupted`.
+            status: The new status of the run. By default `done` if episodes were planned or
+                begun and all are done, else `interrupted`.
         """
         if self._writer is None or self._lock is None or self._closed:
             return
@@ -396,7 +396,7 @@ class RunStore(RunReader):
                     "WHEN sum(status = 'done') THEN 'done' ELSE 'interrupted' END FROM episodes))",
                     (status,),
                 )
-        except StoreError as error:  # what the run was is written; only that it was left in order is not
+        except StoreError as error:  # all results are written; only the status is not
             log.warning("the run's status could not be written", run=self.run_id, error=str(error))
         finally:
             self._lock.mark_stopped()
@@ -424,7 +424,7 @@ class RunStore(RunReader):
 
     @contextmanager
     def _giving_up(self, episode_id: str, track: Track) -> Iterator[None]:
-        """While the last write of a track is under way: it takes no other, and if cancelled it is unknown what stands."""
+        """Mark a track while its last write is running: it accepts no other, and after a cancellation its content is unknown."""
         track.closing = True
         try:
             yield
@@ -437,12 +437,12 @@ class RunStore(RunReader):
     @staticmethod
     def _refusal(episode_id: str, track: Track | None, seq: int = 0) -> StoreError:
         if track is None:
-            return StoreError(f"{episode_id} is not under way: begin it first")
+            return StoreError(f"{episode_id} is not running: begin it first")
         if track.broken is not None:
             return StoreError(f"{episode_id} takes no more entries: {track.broken}")
         if track.closing:
-            return StoreError(f"{episode_id} is being finished or begun anew")
-        return StoreError(f"{episode_id}: entry {seq} was given where {track.next} comes next")
+            return StoreError(f"{episode_id} is being finished or begun again")
+        return StoreError(f"{episode_id}: entry {seq} was given, but the next entry is {track.next}")
 
 
 def _plan(tasks: Sequence[Task], samples_per_task: int, connection: sqlite3.Connection) -> None:

@@ -1,13 +1,13 @@
-"""One thread that writes: group commits, and everybody who waited is woken at once.
+"""The thread that writes: it commits writes in groups and wakes all their waiters together.
 
 Invariants:
 - A future resolves only after the commit that holds its write, and every future resolves: with the result, or
   with a StoreError.
-- Everything handed over while a commit was under way is the next commit. An event loop hands over once an
-  iteration and is woken once a commit, however many of its tasks wait.
-- One write that fails (a duplicate, say) fails alone: its batch is taken back and each write tried by itself.
-  After a failed write nothing more of that episode is written, so a journal never has a gap.
-- What waits to be written is bounded: a loop with more than `BOUND` bytes under way makes its writers wait.
+- All writes that are submitted during a commit form the next commit. An event loop submits once per
+  iteration and is woken once per commit, however many of its tasks wait.
+- A write that fails (for example a duplicate) fails alone: its commit is rolled back and each write is tried separately.
+  After a failed write nothing else of that episode is written, so a journal never has a gap.
+- The amount of unwritten data is bounded: if a loop has more than `BOUND` unwritten bytes, its writers wait.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from engine.store.database import advice, insert
 log = structlog.get_logger(__name__)
 
 BOUND = 64 * 2**20
-"""Bytes that one event loop may have under way."""
+"""Maximum number of unwritten bytes per event loop."""
 _BATCH = 1024
-"""Most writes in one commit."""
+"""Maximum number of writes in one commit."""
 _OVERHEAD = 512
-"""What a write weighs beside its payload."""
+"""Bytes that a write counts in addition to its payload."""
 
 
 class Track:
-    """Where one episode's journal stands."""
+    """The write position in one episode's journal."""
 
     __slots__ = ("attempt", "broken", "closing", "next", "number")
 
@@ -47,9 +47,9 @@ class Track:
         self.attempt = attempt
         self.next = next_seq
         self.broken: StoreError | None = None
-        """Set by the writer once a write of this episode failed."""
+        """The error of the first failed write of this episode, set by the writer."""
         self.closing = False
-        """Its last write is under way."""
+        """Whether its last write is running."""
 
 
 class Write(msgspec.Struct, eq=False):
@@ -65,7 +65,7 @@ class Write(msgspec.Struct, eq=False):
 
 
 class _Lane:
-    """One event loop's side. Touched from that loop's thread alone, except where noted."""
+    """The queue of one event loop. Used only from that loop's thread, except where noted."""
 
     __slots__ = ("_queue", "fresh", "loop", "parked", "weight")
 
@@ -76,52 +76,52 @@ class _Lane:
         self._queue = queue
         self.weight = 0
 
-    def take_room(self, weight: int) -> bool:
-        """Whether there was room for a write of this weight; it is taken then."""
+    def try_reserve(self, weight: int) -> bool:
+        """Reserve `weight` bytes if the bound allows it, and return whether it did."""
         if self.parked or self.weight > BOUND:
             return False
         self.weight += weight
         return True
 
-    async def wait_for_room(self, weight: int) -> None:
-        """Wait until there is room and take it, first come first served."""
+    async def reserve(self, weight: int) -> None:
+        """Wait until `weight` bytes can be reserved, in the order of the calls."""
         turn: asyncio.Future[None] = self.loop.create_future()
         self.parked.append((turn, weight))
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # room was taken already
+            if turn.done() and not turn.cancelled():  # the bytes are reserved already
                 self.weight -= weight
-                self._admit()
+                self._grant_waiters()
             raise
 
     def put(self, write: Write) -> None:
-        """Hand over a write for which room was taken."""
+        """Submit a write whose bytes are reserved."""
         if not self.fresh:
-            self.loop.call_soon(self.hand_over)
+            self.loop.call_soon(self.submit)
         self.fresh.append(write)
 
-    def hand_over(self) -> None:
-        """Give the writer what this iteration of the loop brought. (`close` calls it too.)"""
+    def submit(self) -> None:
+        """Give the writes of this iteration of the loop to the writer. `close` calls it too."""
         if self.fresh:
             fresh, self.fresh = self.fresh, []
             self._queue.put((self, fresh))
 
-    def settle(self, writes: list[Write]) -> None:
-        """Wake everybody who waited for a commit."""
+    def resolve(self, writes: list[Write]) -> None:
+        """Wake all tasks that waited for a commit."""
         for write in writes:
             self.weight -= write.weight
             future = write.future
             if future.done():
-                continue  # cancelled: the write stands all the same
+                continue  # the caller was cancelled; the write is still valid
             if write.error is None:
                 future.set_result(write.result)
             else:
                 future.set_exception(write.error)
-                future.exception()  # whoever posted it may be gone: that is no error of its own
-        self._admit()
+                future.exception()  # nobody may await the future of a post; do not report its exception as never retrieved
+        self._grant_waiters()
 
-    def _admit(self) -> None:
+    def _grant_waiters(self) -> None:
         while self.parked and self.weight <= BOUND:
             turn, weight = self.parked.popleft()
             if not turn.done():
@@ -130,11 +130,11 @@ class _Lane:
 
 
 class Writer:
-    """Owns the writing connection. `close` drains what was handed over.
+    """The owner of the writing connection. `close` completes the submitted writes.
 
     Args:
-        connection: Open for writing, in autocommit mode.
-        name: Of the file, for messages.
+        connection: A connection that is open for writing, in autocommit mode.
+        name: The file's name, for messages.
     """
 
     def __init__(self, connection: sqlite3.Connection, name: str) -> None:
@@ -148,10 +148,10 @@ class Writer:
         self._thread.start()
 
     def append(self, track: Track, row: tuple[Any, ...], size: int) -> Awaitable[None]:
-        """Write a journal row; what is returned is done when it is committed. `size` is its payload's, in bytes."""
+        """Write a journal row; the returned awaitable is done when the row is committed. `size` is the payload's size in bytes."""
         lane = self._lane()
         weight = size + _OVERHEAD
-        if not lane.take_room(weight):
+        if not lane.try_reserve(weight):
             return self._append_late(lane, track, row, weight)
         future: asyncio.Future[Any] = lane.loop.create_future()
         lane.put(Write(future, weight, row, None, track))
@@ -159,9 +159,9 @@ class Writer:
 
     async def _append_late(self, lane: _Lane, track: Track, row: tuple[Any, ...], weight: int) -> None:
         try:
-            await lane.wait_for_room(weight)
+            await lane.reserve(weight)
         except asyncio.CancelledError:
-            track.next -= 1  # nothing was handed over
+            track.next -= 1  # nothing was submitted
             raise
         future: asyncio.Future[Any] = lane.loop.create_future()
         lane.put(Write(future, weight, row, None, track))
@@ -175,17 +175,17 @@ class Writer:
         *,
         at_once: bool = False,
     ) -> Any:
-        """Run a function of the connection inside a commit; returns its result when it is committed.
+        """Call a function with the connection inside a commit, and return its result when that is committed.
 
-        With `at_once` it never waits for room, so cancelling the caller does not cancel the write. The caller bounds how many of those
-        there are. A commit that fails is taken back and tried again write by write, so the function may run twice.
+        With `at_once` the call ignores the bound, so cancelling the caller does not cancel the write. The caller bounds the number of those
+        calls. A commit that fails is rolled back and tried again write by write, so the function may be called twice.
         """
         lane = self._lane()
         weight = size + _OVERHEAD
         if at_once:
             lane.weight += weight
-        elif not lane.take_room(weight):
-            await lane.wait_for_room(weight)
+        elif not lane.try_reserve(weight):
+            await lane.reserve(weight)
         future: asyncio.Future[Any] = lane.loop.create_future()
         lane.put(Write(future, weight, None, job, track))
         return await future
@@ -200,18 +200,18 @@ class Writer:
         return lane
 
     def close(self) -> None:
-        """Write what was handed over, then close the connection. Doing it twice is harmless."""
+        """Complete the submitted writes, then close the connection. A second call has no effect."""
         if self._closed:
             return
         self._closed = True
         for lane in list(self._lanes.values()):
-            lane.hand_over()
+            lane.submit()
         self._queue.put(None)
         self._thread.join()
-        # Parked writers would wait for a commit that never comes.
+        # Waiting writers would wait for a commit that never happens.
         for lane in list(self._lanes.values()):
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
-                lane.loop.call_soon_threadsafe(_turn_away, lane, StoreError(f"{self._name} is closed"))
+                lane.loop.call_soon_threadsafe(_reject_waiters, lane, StoreError(f"{self._name} is closed"))
         self._connection.close()
 
     # --- the thread ---
@@ -240,7 +240,7 @@ class Writer:
             if self._dead is not None:
                 raise self._dead
             self._commit_all(writes)
-        except BaseException as error:  # noqa: BLE001  (nobody may wait for ever, whatever broke here)
+        except BaseException as error:  # noqa: BLE001  (no task may wait forever, whatever the error)
             dead = self._failure(error)
             for write in writes:
                 write.error = write.error or dead
@@ -249,22 +249,22 @@ class Writer:
                 log.error("the run store's writer failed", store=self._name, error=repr(error))
         for lane, group in by_lane.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
-                lane.loop.call_soon_threadsafe(lane.settle, group)
+                lane.loop.call_soon_threadsafe(lane.resolve, group)
 
     def _commit_all(self, writes: list[Write]) -> None:
         try:
             self._commit(writes)
-        except Exception as error:  # noqa: BLE001  (told to whoever waits)
-            self._take_back()
+        except Exception as error:  # noqa: BLE001  (reported to the waiting tasks)
+            self._rollback()
             if len(writes) == 1:
-                self._refuse(writes[0], error)
+                self._fail(writes[0], error)
                 return
             for write in writes:
                 try:
                     self._commit([write])
                 except Exception as own:  # noqa: BLE001  (as above)
-                    self._take_back()
-                    self._refuse(write, own)
+                    self._rollback()
+                    self._fail(write, own)
 
     def _commit(self, writes: list[Write]) -> None:
         rows = []
@@ -278,7 +278,7 @@ class Writer:
                 jobs.append(write)
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
-        # Rows first: a function that depends on a row (`finish`) was handed over after it.
+        # Rows first: a function that depends on a row (`finish`) was submitted after it.
         if rows:
             insert(connection, "journal", rows)
         for write in jobs:
@@ -286,11 +286,11 @@ class Writer:
             write.result = write.job(connection)
         connection.execute("COMMIT")
 
-    def _take_back(self) -> None:
+    def _rollback(self) -> None:
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK")
 
-    def _refuse(self, write: Write, error: BaseException) -> None:
+    def _fail(self, write: Write, error: BaseException) -> None:
         failure = error if isinstance(error, EngineError) else self._failure(error)
         write.error = failure
         if write.track is not None and isinstance(failure, StoreError):
@@ -304,7 +304,7 @@ class Writer:
         return told
 
 
-def _turn_away(lane: _Lane, error: StoreError) -> None:
+def _reject_waiters(lane: _Lane, error: StoreError) -> None:
     while lane.parked:
         turn, _ = lane.parked.popleft()
         if not turn.done():

@@ -237,7 +237,7 @@ def _hangs(folder: Path, count: int) -> Path | None:
     """The folder's run, once so many episodes are all that is left and have called their tools."""
     for run in list_runs(folder / "runs"):
         store = RunStore.open(run, readonly=True)
-        if len(store.finished()) == HEALTHY and list(store.standing().values()) == ["AWAITING_TOOL"] * count:
+        if len(store.finished()) == HEALTHY and list(store.current_states().values()) == ["AWAITING_TOOL"] * count:
             return run
     return None
 

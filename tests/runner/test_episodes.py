@@ -416,7 +416,7 @@ async def test_stopping_leaves_what_is_finished_and_resume_does_the_rest(make_sp
     worlds.CALLS.clear()
 
     store = RunStore.open(part.store.folder)
-    kept = {key: store.journal(key) for key in store.standing()}
+    kept = {key: store.journal(key) for key in store.current_states()}
     backend = open_backend(part.loaded, part.form)
     runner = Runner(part.loaded, load_tasks(part.loaded), part.form, backend, store)
     result = await runner.run()

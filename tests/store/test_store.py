@@ -86,7 +86,7 @@ async def test_resume_gives_back_the_journal_and_refuses_what_is_done(tmp_path: 
             await store.begin(maker.task(0), 0)
         journal = await store.begin(maker.task(1), 0)
         assert maker.same(journal, [maker.entry(seq, 1) for seq in range(3)])
-        with pytest.raises(StoreError, match="t1/0: entry 2 was given where 3 comes next"):
+        with pytest.raises(StoreError, match="t1/0: entry 2 was given, but the next entry is 3"):
             await store.append("t1/0", maker.entry(2, 1))
         await store.append("t1/0", maker.entry(3, 1))
         await store.finish(maker.trajectory(1))
@@ -107,12 +107,12 @@ async def test_restart_begins_a_new_attempt_and_keeps_the_old_one(store: RunStor
 
 
 async def test_a_gap_or_a_stranger_is_refused(store: RunStore, maker: Any) -> None:
-    with pytest.raises(StoreError, match="t0/0 is not under way: begin it first"):
+    with pytest.raises(StoreError, match="t0/0 is not running: begin it first"):
         await store.append("t0/0", maker.entry(0))
     await store.begin(maker.task(), 0)
-    with pytest.raises(StoreError, match="t0/0 is under way already"):
+    with pytest.raises(StoreError, match="t0/0 is running already"):
         await store.begin(maker.task(), 0)
-    with pytest.raises(StoreError, match="t0/0: entry 1 was given where 0 comes next"):
+    with pytest.raises(StoreError, match="t0/0: entry 1 was given, but the next entry is 0"):
         await store.append("t0/0", maker.entry(1))
     assert store.journal("t0/0") == []
 
@@ -153,7 +153,7 @@ async def test_planned_episodes_are_pending_until_begun(store: RunStore, maker: 
         ("t0/0", "pending"), ("t0/1", "pending"), ("t1/0", "pending"),
         ("t1/1", "running"), ("t2/0", "pending"), ("t2/1", "pending"),
     ]  # fmt: skip
-    assert store.standing() == {"t1/1": "GENERATING"}
+    assert store.current_states() == {"t1/1": "GENERATING"}
     assert store.task("t2") == tasks[2]
 
 
@@ -252,7 +252,7 @@ async def test_images_are_kept_once_under_their_digest(store: RunStore) -> None:
     assert parts[0] == parts[1]
     assert parts[0].model_dump() == {"type": "image", "image": digest, "mime": "image/png", "width": 5, "height": 3}
     assert store.image(digest) == (digest, "image/png", 5, 3, data)
-    with pytest.raises(StoreError, match="6 bytes are no image"):
+    with pytest.raises(StoreError, match="6 bytes are not an image"):
         await store.put_image(b"<html>")
     with pytest.raises(StoreError, match="has no image sha256:00"):
         store.image("sha256:00")
