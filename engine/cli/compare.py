@@ -1,4 +1,4 @@
-"""`engine compare`: two runs of the same tasks."""
+"""`engine compare`: compares two runs of the same tasks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def compare(
     first: Annotated[
         str, typer.Argument(help="A run's or a training's folder, a run's id or the beginning of it, or `latest`.")
     ],
-    second: Annotated[str, typer.Argument(help="The run that is held against it.")],
-    out: Annotated[Path, typer.Option(help="Folder that runs are stored under.")] = Path("runs"),
-    format: Annotated[Format, typer.Option(help="What is printed.")] = Format.TEXT,
+    second: Annotated[str, typer.Argument(help="The run that is compared with it.")],
+    out: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
+    format: Annotated[Format, typer.Option(help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Hold one run against another, task by task: what the second gained or lost, with a 95 % interval.
+    """Compare two runs, paired by task: the difference of the second run from the first, with a 95 % interval.
 
-    Of a training's folder the newest evaluation is taken. Only tasks that both runs have, and that are the same in
-    both, are compared; the others are counted. Episodes that failed through no fault of the policy's are left out.
+    For a training's folder, the newest evaluation is used. Only tasks that both runs have, and that are the same in
+    both, are compared; the others are counted. Episodes with a failure that is not the policy's are excluded.
     """
     from engine.cli.console import make_console
     from engine.errors import EngineError, StoreError
@@ -63,19 +63,19 @@ def compare(
         }
         echo_json(told)
     else:
-        _tell(make_console(soft_wrap=True), found, one.run_id, other.run_id)
+        _print(make_console(soft_wrap=True), found, one.run_id, other.run_id)
 
 
 def _run(word: str) -> str:
-    """Of a training the newest evaluation is meant."""
+    """Open a run; for a training, its newest evaluation."""
     try:
         evaluations = sorted(path.parent for path in Path(word).glob("evals/*/run.db"))
-    except (OSError, ValueError):  # a path that the system refuses: `find_run` says so
+    except (OSError, ValueError):  # a path that the system refuses: `find_run` reports it
         evaluations = []
     return str(evaluations[-1]) if evaluations else word
 
 
-def _tell(console: Console, found: Comparison, first: str, second: str) -> None:
+def _print(console: Console, found: Comparison, first: str, second: str) -> None:
     from rich.table import Table
 
     from engine.cli.eval import words
@@ -96,9 +96,7 @@ def _tell(console: Console, found: Comparison, first: str, second: str) -> None:
         if count
     ]
     if sum(found.masked):
-        left_out.append(
-            f"{found.masked[0]} and {found.masked[1]} episodes that failed through no fault of the policy's"
-        )
+        left_out.append(f"{found.masked[0]} and {found.masked[1]} episodes with a failure that is not the policy's")
     console.print(f"{found.tasks} tasks, paired" + (f"; left out: {', '.join(left_out)}" if left_out else ""))
     if found.warning is not None:
         console.print(f"warning: {found.warning}", style="yellow")

@@ -1,4 +1,4 @@
-"""The console that commands print on: text of models, tools and files cannot act as a command to the terminal."""
+"""The console on which commands print. Text of models, tools and files cannot send commands to the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SafeConsole(Console):
     """Escapes the text of everything that is rendered; control sequences of rich's own, such as colours, pass.
 
     Strings and `Text` are escaped before they are laid out, so that columns stay aligned. `Text` drops BEL, BS, VT, FF
-    and CR itself when it is made: to show those, make it of `visible(text)`.
+    and CR itself when it is constructed: to show those, construct it from `visible(text)`.
     """
 
     def render_str(self, text: str, **options: Any) -> Text:

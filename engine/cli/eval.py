@@ -1,4 +1,4 @@
-"""`engine eval`: a spec as an evaluation."""
+"""`engine eval`: runs a spec as an evaluation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """What is printed."""
+    """Output formats."""
 
     TEXT = "text"
     JSON = "json"
@@ -36,26 +36,26 @@ def evaluate(
             help="Another model than the spec's: a folder, a checkpoint or training, a LoRA adapter, a hub id, a name.",
         ),
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Episodes of each task.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Episodes per task.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Run only this number of tasks, the first ones.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder that runs are stored under.")] = None,
-    format: Annotated[Format, typer.Option(help="What is printed.")] = Format.TEXT,
+    out: Annotated[Path | None, typer.Option(help="Folder in which runs are stored.")] = None,
+    format: Annotated[Format, typer.Option(help="Output format.")] = Format.TEXT,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Go on where the first 16 episodes all fail in one way.")
+        bool, typer.Option("--keep-going", help="Continue if the first 16 episodes all fail with one cause.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
     """Run a spec to measure its policy: success by turn, pass@k, rewards by name, each with a 95 % interval.
 
-    The run is stored like any other, and none of its rows trains. A value is the mean over tasks of each task's mean over
+    The run is stored like any other run; none of its rows is trainable. A value is the mean over tasks of each task's mean over
     its episodes, as in `engine compare`; intervals are over tasks. Episodes
-    that failed through no fault of the policy's are left out and counted. Of a training the best checkpoint is taken;
+    with a failure that is not the policy's are excluded and counted. For a training, the best checkpoint is used;
     a LoRA adapter is merged into a copy of the spec's model. The exit status is as for `engine run`; a run that failed as
     a whole has no estimates.
     """
     from engine.cli.console import make_console
-    from engine.cli.run import tell_stopped
+    from engine.cli.run import print_stopped
     from engine.errors import EngineError
     from engine.logs import configure_logging
 
@@ -78,11 +78,11 @@ def evaluate(
     if format is Format.JSON:
         echo_json(plain(found) | {"run": str(folder)})
     else:
-        tell(console, found)
+        print_evaluation(console, found)
         console.print(f"Run: {folder}")
     for fault in result.faults:
         console.print(f"could not be finished: {fault}", style="red")
-    tell_stopped(result, folder)
+    print_stopped(result, folder)
     if result.faults:
         raise typer.Exit(ERROR)
 
@@ -108,11 +108,11 @@ def frozen_role_models(spec: Path, changes: list[str]) -> list[str]:
 
 
 def _other_model(console: Console, spec: Path, changes: list[str], model: str) -> str:
-    """What `model.path` becomes: the whole model that is meant by a path; a hub id or a name as it is.
+    """Return the value of `model.path`: the complete model that a path names; a hub id or a name unchanged.
 
     Raises:
-        TrainError: There is no model.
-        BackendError: The spec's servers sample with another one, or cannot be asked.
+        TrainError: There is no model at the path.
+        BackendError: The spec's servers sample with another model, or cannot be reached.
     """
     given = Path(model).expanduser()
     if not given.is_dir():
@@ -124,7 +124,7 @@ def _other_model(console: Console, spec: Path, changes: list[str], model: str) -
     loaded = load_spec(spec, changes)
     own = loaded.spec.model
     backend = loaded.spec.backend
-    if not backend.trains:  # it does not sample with the model's weights: only the tokenizer is used
+    if not backend.trains:  # this backend does not use the model's weights, only the tokenizer
         return str(given.absolute())
 
     def base() -> Path:
@@ -149,7 +149,7 @@ async def _evaluate(
     quiet: bool,
     keep_going: bool,
 ) -> tuple[Path, Evaluation, RunResult]:
-    from engine.cli.run import drive, prepare, tell_stopped
+    from engine.cli.run import drive, prepare, print_stopped
     from engine.cli.stopping import interrupted
     from engine.errors import EngineError
     from engine.runner.evaluate import evaluate as measure
@@ -163,7 +163,7 @@ async def _evaluate(
     finally:
         store.close()
     if result.stopped is not None:
-        tell_stopped(result, store.folder)
+        print_stopped(result, store.folder)
     if result.interrupted:
         console.print(f"Interrupted. To finish it: engine run --resume {store.folder}")
         raise typer.Exit(interrupted())
@@ -171,7 +171,7 @@ async def _evaluate(
 
 
 def plain(found: Evaluation) -> dict[str, Any]:
-    """An evaluation as JSON."""
+    """Return an evaluation as JSON."""
     return {
         "tasks": found.tasks,
         "episodes": found.episodes,
@@ -181,7 +181,7 @@ def plain(found: Evaluation) -> dict[str, Any]:
     }
 
 
-def tell(console: Console, found: Evaluation) -> None:
+def print_evaluation(console: Console, found: Evaluation) -> None:
     """Print an evaluation."""
     from rich.table import Table
 
@@ -194,11 +194,11 @@ def tell(console: Console, found: Evaluation) -> None:
         console.print(f"warning: {found.warning}", style="yellow")
     if found.masked:
         listed = ", ".join(f"{kind} {count}" for kind, count in found.masked.most_common())
-        console.print(f"{found.masked.total()} episodes left out, not the policy's failure: {listed}")
+        console.print(f"{found.masked.total()} episodes excluded, because their failure is not the policy's: {listed}")
 
 
 def words(name: str) -> str:
-    """A measure's name for people."""
+    """Return a measure's name in words."""
     kind, colon, rest = name.partition(":")
     if not colon:
         return name
@@ -206,5 +206,5 @@ def words(name: str) -> str:
 
 
 def interval(estimate: Estimate) -> str:
-    """Its two ends."""
+    """Return the two ends of the interval."""
     return f"{estimate.low:.3f} to {estimate.high:.3f}" if estimate.low == estimate.low else "–"

@@ -9,17 +9,17 @@ import typer
 from engine.terminal import echo
 
 DONE = 0
-"""Every episode came to an end. A failed episode is data."""
+"""Every episode has ended. A failed episode is a result."""
 ERROR = 1
 """The spec is invalid, or something could not be read, written or finished."""
 USAGE = 2
 """The command line is wrong."""
 FAILED = 3
-"""No server could be asked; the first episodes all failed in one way; or the backend failed more than 10 % of them."""
+"""No server could be reached, the first episodes all failed with one cause, or the backend failed more than 10 % of the episodes."""
 INTERRUPTED = 130
-"""Ctrl-C, as shells have it."""
+"""Ctrl-C: 128 plus the signal's number, as in shells."""
 TERMINATED = 143
-"""SIGTERM, as shells have it."""
+"""SIGTERM: 128 plus the signal's number, as in shells."""
 
 
 def wrong_usage(words: str) -> NoReturn:

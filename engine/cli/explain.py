@@ -1,4 +1,4 @@
-"""`engine explain`: what a rule finds, why it matters, a bad example and a good one."""
+"""`engine explain`: shows what a rule finds, why it matters, a bad example and a good one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ UNKNOWN = 2
 def explain(
     rule: Annotated[
         str | None,
-        typer.Argument(metavar="[ID]", help="A rule's id, such as `machine.unreachable`; all when left out."),
+        typer.Argument(
+            metavar="[ID]", help="A rule's id, such as `machine.unreachable`; by default all rules are listed."
+        ),
     ] = None,
 ) -> None:
     """Print the page of a rule: what it finds, why, a bad example and a good one."""

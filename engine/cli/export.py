@@ -1,4 +1,4 @@
-"""`engine export`: a run's training rows, as JSONL or Parquet."""
+"""`engine export`: writes a run's training rows as JSONL or Parquet."""
 
 from __future__ import annotations
 
@@ -28,18 +28,20 @@ class Format(StrEnum):
 
 def export(
     run: Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")],
-    format: Annotated[Format | None, typer.Option(help="File format; what --out ends with, else jsonl.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The file; rows.FORMAT in the run's folder when left out.")] = None,
-    runs: Annotated[Path, typer.Option(help="Folder that runs are stored under.")] = Path("runs"),
+    format: Annotated[
+        Format | None, typer.Option(help="File format; the default follows the suffix of --out, else jsonl.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The file; by default rows.FORMAT in the run's folder.")] = None,
+    runs: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
     trainable_only: Annotated[
-        bool, typer.Option("--trainable-only", help="Leave out rows that should not train.")
+        bool, typer.Option("--trainable-only", help="Leave out rows that are not trainable.")
     ] = False,
     credit: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Another credit than the spec's: --credit method=turn_return"),
+        typer.Option(metavar="KEY=VALUE", help="Change the spec's credit method: --credit method=turn_return"),
     ] = None,
     score: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="Rewards by other rules, as `engine rescore` kept them.")
+        str | None, typer.Option(metavar="LABEL", help="Use the rewards of this score of `engine rescore`.")
     ] = None,
     values: Annotated[
         Path | None,
@@ -50,11 +52,11 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write training rows, one a branch: ids, loss mask, log-probs, rewards and advantages by token, messages.
+    """Write training rows, one per branch: ids, loss mask, log-probs, rewards and advantages by token, messages.
 
-    All rows of finished episodes are written, with a column `trainable`; a run that is still going on may be
-    exported too. Rewards and advantages are computed from the stored ledgers, so that --credit needs no new run. What a
-    forward pass takes of images goes into a folder beside the file, FILE.images, one file for each image.
+    All rows of finished episodes are written, with a column `trainable`; a run that is still running can be
+    exported too. Rewards and advantages are computed from the stored ledgers, so --credit needs no new run. The tensors that a
+    forward pass needs for images are written to a folder beside the file, FILE.images, one file per image.
     """
     from engine.cli.console import make_console
     from engine.errors import EngineError
@@ -84,9 +86,11 @@ def export(
     console = make_console(soft_wrap=True)
     console.print(f"{count} rows: {path}")
     if evaluation:
-        console.print("none of them trains: this run is an evaluation")
+        console.print("none of them is trainable: this run is an evaluation")
     if partly:
-        console.print(f"{partly} tasks have episodes that are not done: their advantages are over those that are")
+        console.print(
+            f"{partly} tasks have episodes that are not done: their advantages are computed from the episodes that are done"
+        )
 
 
 def _write(
@@ -108,7 +112,7 @@ def _write(
 
 
 def _credit(store: RunStore, score: str | None, changes: list[str]) -> CreditSpec:
-    """The run's credit (or the score's), with changes; another `method` begins with its own defaults."""
+    """Return the credit method of the run or the score, with changes; another `method` begins with its own defaults."""
     from pydantic import ValidationError
 
     from engine.errors import StoreError
@@ -136,10 +140,10 @@ def _credit(store: RunStore, score: str | None, changes: list[str]) -> CreditSpe
 
 
 def _values(path: Path) -> dict[str, list[list[float]]]:
-    """A critic's values by episode.
+    """Read a critic's values, by episode.
 
     Raises:
-        StoreError: the file cannot be read, or a line says something else.
+        StoreError: the file cannot be read, or a line has another form.
     """
     import orjson
 
@@ -161,7 +165,7 @@ def _values(path: Path) -> dict[str, list[list[float]]]:
 
 
 def _partly_done(store: RunStore) -> int:
-    """Tasks with some episodes done and some not."""
+    """Return the number of tasks with both finished and unfinished episodes."""
     done: dict[str, set[bool]] = {}
     for row in store.episodes():
         done.setdefault(row.task_id, set()).add(row.status == "done")

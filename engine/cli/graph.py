@@ -1,4 +1,4 @@
-"""`engine graph`: draw a spec's machine."""
+"""`engine graph`: draws a spec's machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`engine import`: what is written for other engines, as a spec."""
+"""`engine import`: converts configurations of other engines to specs."""
 
 from __future__ import annotations
 
@@ -9,26 +9,32 @@ import typer
 
 from engine.terminal import echo
 
-import_app = typer.Typer(help="Make a spec of what is written for another engine.", no_args_is_help=True)
+import_app = typer.Typer(help="Convert a configuration of another engine to a spec.", no_args_is_help=True)
 
 
 @import_app.callback()
 def _group() -> None:
-    """Make a spec of what is written for another engine."""
+    """Convert a configuration of another engine to a spec."""
 
 
 @import_app.command()
 def verl(
-    config: Annotated[Path, typer.Argument(help="A configuration of verl's, or an interaction YAML alone.")],
-    out: Annotated[Path | None, typer.Option(help="The spec; CONFIG.spec.yaml beside it when left out.")] = None,
-    model: Annotated[str | None, typer.Option(help="The model, where the configuration names none.")] = None,
-    tasks: Annotated[str | None, typer.Option(help="The rows (.parquet or .jsonl), likewise.")] = None,
-    interactions: Annotated[str | None, typer.Option(help="The interaction YAML, likewise.")] = None,
+    config: Annotated[Path, typer.Argument(help="A verl configuration, or only an interaction YAML file.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The spec to write; by default CONFIG.spec.yaml beside CONFIG.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model, if the configuration names none.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="The rows (.parquet or .jsonl), if the configuration names none.")
+    ] = None,
+    interactions: Annotated[
+        str | None, typer.Option(help="The interaction YAML file, if the configuration names none.")
+    ] = None,
 ) -> None:
-    """verl's multi-turn configuration with interactions as a spec: its classes run unchanged.
+    """Convert a verl multi-turn configuration with interactions to a spec; its classes run unchanged.
 
-    `max_assistant_turns` and `max_user_turns` become limits, a turn's score its reward. What is not taken over is said
-    at the top of the spec. Exits with 1 where a model, rows or interactions are named nowhere, or the file is there.
+    `max_assistant_turns` and `max_user_turns` become limits, and a turn's score becomes its reward. Keys that are not converted are listed
+    at the top of the spec. Exits with 1 if no model, rows or interactions are given, or if the output file exists.
     """
     import yaml
 
@@ -38,12 +44,12 @@ def verl(
     try:
         data: Any = yaml.safe_load(config.read_text(encoding="utf-8"))
         if not isinstance(data, dict):
-            raise ValueError(f"{config} holds no mapping")
+            raise ValueError(f"{config} is not a YAML mapping")
         if "interaction" in data and interactions is None:
             interactions = config.name
         spec, notes = spec_of(data, name=config.stem, interactions=interactions, model=model, tasks=tasks)
         if target.exists():
-            raise ValueError(f"{target} is there already, and nothing was changed; choose another with --out")
+            raise ValueError(f"{target} exists already, and nothing was changed; choose another file with --out")
         target.write_text(as_yaml(spec, notes, config.name), encoding="utf-8")
     except (OSError, ValueError, yaml.YAMLError) as error:
         echo(str(error), err=True)

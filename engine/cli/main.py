@@ -10,7 +10,7 @@ import typer
 
 from engine.terminal import echo
 
-# Read when torch is imported: threads that spin while they wait make a busy machine several times slower.
+# Torch reads this when it is imported. Threads that spin while they wait make a busy machine several times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 app = typer.Typer(
@@ -20,18 +20,18 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help=(
         "Declared multi-turn episodes for reinforcement learning, exact to the token.\n\n"
-        "An episode is one YAML file: states, limits, tools, a user, rewards. Check it, run it, take the rows:\n\n"
-        "  engine new my-task                           a spec, an environment and a test to start from\n\n"
-        "  engine validate specs/                       every mistake, with file:line:column and the fix\n\n"
-        "  engine test specs/                           scripted episodes, held to what must come out\n\n"
-        "  engine graph specs/quickstart.yaml           the machine as a picture\n\n"
-        "  engine run specs/quickstart.yaml             episodes against the model\n\n"
-        "  engine train specs/train_arithmetic.yaml     the loop closed: the model learns from its episodes\n\n"
-        "  engine show latest                           what was said, and who moved which reward\n\n"
-        "  engine export latest --format parquet        rows for a trainer\n\n"
-        "  engine rescore latest --spec other.yaml      other rules and another credit, without a model\n\n"
-        "  engine eval specs/quickstart.yaml            success by turn, pass@k, confidence intervals\n\n"
-        "  engine replay latest                         the same bytes again, without a model"
+        "An episode is one YAML file: states, limits, tools, a user, rewards. Check it, run it, train on it:\n\n"
+        "  engine new my-task                           create a spec, an environment and a test to start from\n\n"
+        "  engine validate specs/                       find every error, with file:line:column and the fix\n\n"
+        "  engine test specs/                           play scripted episodes and compare their results\n\n"
+        "  engine graph specs/quickstart.yaml           draw the state machine\n\n"
+        "  engine run specs/quickstart.yaml             run episodes with the model\n\n"
+        "  engine train specs/train_arithmetic.yaml     train the model on its episodes\n\n"
+        "  engine show latest                           show messages and rewards, and who moved which reward\n\n"
+        "  engine export latest --format parquet        write training rows\n\n"
+        "  engine rescore latest --spec other.yaml      apply other reward rules and another credit method\n\n"
+        "  engine eval specs/quickstart.yaml            measure success by turn and pass@k, with intervals\n\n"
+        "  engine replay latest                         rebuild the same bytes, without a model"
     ),
 )
 
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A defect's traceback: its message may quote a model's text."""
+    """Print the traceback of a defect, escaped, because its message may quote a model's text."""
     import traceback
 
     echo("".join(traceback.format_exception(kind, error, trace)), err=True, nl=False)

@@ -1,4 +1,4 @@
-"""`engine models`: the catalogue, and what of it is here."""
+"""`engine models`: lists the model catalogue, and which models are in the cache."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from engine.terminal import echo_json
 
 
 def models(
-    as_json: bool = typer.Option(False, "--json", help="One JSON object a line, for programs."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object per line, for programs."),
 ) -> None:
-    """List the models that have a name, and which of them are in the cache.
+    """List the models of the catalogue, and which of them are in the cache.
 
-    A spec may name any of them as `model.path`; the first run fetches it. Other models are named by
-    folder or by hub id.
+    A spec can name each of them as `model.path`; the first run downloads it. Other models are named by
+    a folder or a hub id.
     """
     from rich.table import Table
 

@@ -1,7 +1,7 @@
-"""`engine new`: a spec, an environment, scripted replies and a test, to start from.
+"""`engine new`: writes a spec, an environment, scripted replies and a test to start from.
 
-Invariant: nothing that is there already is written over, and a scaffold that cannot be written whole is
-not left half done.
+Invariant: existing files are never overwritten, and a scaffold that cannot be written completely
+is removed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _TEMPLATES = Path(__file__).parent / "scaffold"
 
 
 def new(
-    name: Annotated[str, typer.Argument(help="Names the folder and the spec: letters, digits, . _ -")],
-    dir: Annotated[Path, typer.Option("--dir", help="Where the folder is made.")] = Path(),
+    name: Annotated[str, typer.Argument(help="Name of the folder and the spec: letters, digits, . _ -")],
+    dir: Annotated[Path, typer.Option("--dir", help="Folder in which NAME/ is created.")] = Path(),
 ) -> None:
-    """Start a task of your own: NAME/ with a spec, an environment, replies and a test that passes.
+    """Create a task of your own: NAME/ with a spec, an environment, replies and a test that passes.
 
-    It runs as it stands, without a model: the scripted backend says what replies.yaml holds.
-    Exits with 1 where NAME/ is there already, or the name cannot be one.
+    It runs unchanged and without a model: the scripted backend replies with the content of replies.yaml.
+    Exits with 1 if NAME/ exists already, or if the name is invalid.
     """
     try:
         files = scaffold(name, dir)
@@ -47,17 +47,17 @@ def new(
 
 
 def scaffold(name: str, parent: Path) -> list[Path]:
-    """Write the folder `parent/name`; the files, in the order in which to read them.
+    """Write the folder `parent/name`, and return its files in the order in which to read them.
 
     Raises:
-        ValueError: The name cannot be one.
-        FileExistsError: Something of that name is there.
+        ValueError: The name is invalid.
+        FileExistsError: The folder exists.
     """
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} cannot name a task: begin with a letter, and go on with letters, digits, . _ or -")
+        raise ValueError(f"{name!r} is not a valid name: begin with a letter, followed by letters, digits, . _ or -")
     folder = parent / name
     if folder.exists() or folder.is_symlink():
-        raise FileExistsError(f"{folder} is there already, and nothing was changed. Choose another name, or --dir.")
+        raise FileExistsError(f"{folder} exists already, and nothing was changed. Choose another name, or --dir.")
     texts = _render(name, folder)
     parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir()
@@ -71,7 +71,7 @@ def scaffold(name: str, parent: Path) -> list[Path]:
 
 
 def _render(name: str, folder: Path) -> dict[str, str]:
-    """File name -> text."""
+    """Return the text of each file, by its name."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     words = re.split(r"[._-]+", name)
@@ -95,7 +95,7 @@ def _render(name: str, folder: Path) -> dict[str, str]:
 
 
 def _schema() -> str:
-    """Where an editor finds the spec's JSON schema: beside the installed contracts."""
+    """Return the path of the spec's JSON Schema for editors: beside the installed data classes."""
     from engine import schemas
 
     return (Path(schemas.__file__).parent / "json" / "episode.schema.json").as_posix()

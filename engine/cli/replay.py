@@ -1,4 +1,4 @@
-"""`engine replay`: the same bytes again, without a model."""
+"""`engine replay`: rebuilds episodes from their journals, without a model."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 def replay(
     run: Annotated[str, typer.Argument(help="The run: a folder, an id or its beginning, or `latest`.")],
-    episode: Annotated[str | None, typer.Argument(help="One episode; all finished ones when left out.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder that runs are stored under.")] = Path("runs"),
+    episode: Annotated[str | None, typer.Argument(help="One episode; by default all finished ones.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
     from_turn: Annotated[
         int | None,
-        typer.Option(min=0, metavar="K", help="Fork: keep what came before turn K, and go on anew from there."),
+        typer.Option(min=0, metavar="K", help="Fork: keep the entries before turn K, and sample again from there."),
     ] = None,
     salt: Annotated[
-        int, typer.Option(min=0, help="With --from-turn: changes the sampling seeds; 0 samples with the run's own.")
+        int, typer.Option(min=0, help="With --from-turn: changes the sampling seeds; 0 uses the run's own.")
     ] = 1,
 ) -> None:
-    """Rebuild finished episodes from their journals, and compare them with what is stored, byte for byte.
+    """Rebuild finished episodes from their journals, and compare them with the stored ones, byte for byte.
 
-    Exits with 0 when every episode is the same, 1 when one differs: the spec, the tokenizer or the engine has changed.
+    Exits with 0 if every episode is the same, and 1 if one differs: the spec, the tokenizer or the engine has changed.
 
-    With --from-turn K a new run is made instead: each episode begins with what the old one's journal says up to turn K,
-    and goes on against the backend. An episode that never came to turn K is taken over as it is.
+    With --from-turn K a new run is made instead: each episode begins with the old journal's entries before turn K
+    and continues with the backend. An episode without a turn K is copied unchanged.
     """
     from engine.cli.console import make_console
     from engine.errors import EngineError

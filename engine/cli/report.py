@@ -1,4 +1,4 @@
-"""What `engine run` shows: a live panel while episodes run, and the summary at the end."""
+"""The output of `engine run`: a live panel while episodes run, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 _MESSAGE = 300
-"""Characters of a failure's message that the summary shows."""
+"""Number of characters of a failure's message that the summary shows."""
 
 
 def share(part: float, whole: float) -> str:
-    """`part` of `whole` in per cent."""
+    """Return `part` of `whole` in per cent."""
     return f"{100 * part / whole:.0f}%" if whole else "–"
 
 
 class Panel:
-    """The live panel: rich asks for it anew at each refresh."""
+    """The live panel; rich renders it at each refresh."""
 
     def __init__(self, live: Live, summary: Summary) -> None:
         self._live = live
@@ -32,7 +32,7 @@ class Panel:
         self._began = time.perf_counter()
 
     def line(self) -> str:
-        """The same on one line, for logs."""
+        """Return the panel's main numbers on one line, for logs."""
         live, summary = self._live, self._summary
         states = " ".join(f"{state}={count}" for state, count in live.states.items() if count > 0)
         return (
@@ -65,7 +65,7 @@ def _outcomes(summary: Summary) -> Table:
 
 
 def _causes(summary: Summary) -> Table:
-    table = Table("episodes", "cause", "the first one's message", title="Failures by cause", title_justify="left")
+    table = Table("episodes", "cause", "message of the first one", title="Failures by cause", title_justify="left")
     for cause, count in summary.causes.most_common():
         message = summary.causes.first[cause].message
         line = " ".join(message.split())
@@ -88,7 +88,7 @@ def _transitions(summary: Summary) -> Table:
 
 
 def _times(summary: Summary) -> Table:
-    table = Table("state", "seconds", "share", title="Where the time went (summed over episodes)", title_justify="left")
+    table = Table("state", "seconds", "share", title="Time by state (summed over episodes)", title_justify="left")
     whole = sum(summary.seconds.values())
     for state, seconds in sorted(summary.seconds.items(), key=lambda item: -item[1]):
         table.add_row(state, f"{seconds:.1f}", share(seconds, whole))
@@ -102,13 +102,13 @@ def _times(summary: Summary) -> Table:
 def print_summary(
     console: Console, summary: Summary, *, seconds: float | None = None, tokens: int | None = None
 ) -> None:
-    """Print what a run amounts to.
+    """Print the summary of a run.
 
     Args:
-        console: Where to.
-        summary: Of finished episodes.
+        console: The console to print on.
+        summary: The summary of finished episodes.
         seconds: Wall time of this process's part of the run.
-        tokens: Tokens that were sampled in it.
+        tokens: Number of tokens that were sampled in it.
     """
     for table in (_outcomes(summary), _causes(summary), _turns(summary), _transitions(summary), _times(summary)):
         if table.row_count:

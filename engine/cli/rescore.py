@@ -1,4 +1,4 @@
-"""`engine rescore`: other rules and another credit on stored episodes."""
+"""`engine rescore`: applies other reward rules and another credit method to stored episodes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ if TYPE_CHECKING:
 
 def rescore(
     run: Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")],
-    spec: Annotated[Path, typer.Option("--spec", help="The spec whose `rewards` are to be used.")],
+    spec: Annotated[Path, typer.Option("--spec", help="The spec whose `rewards` are used.")],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of that spec.")
     ] = None,
-    label: Annotated[str | None, typer.Option(help="Name of the score; the spec file's name when left out.")] = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Take the place of an earlier score of that name.")
-    ] = False,
-    out: Annotated[Path, typer.Option(help="Folder that runs are stored under.")] = Path("runs"),
+    label: Annotated[str | None, typer.Option(help="Label of the score; by default the spec file's name.")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace an existing score with this label.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
 ) -> None:
-    """Score stored episodes by another spec's rewards. No model is asked: the journal is fed to the rules again.
+    """Score stored episodes with another spec's rewards. No model is called: the rules are applied to the journals.
 
-    What the run's own rules came to is kept; `engine show` and `engine export` take --score LABEL. A rule that cannot
-    be carried out on an episode, or that would have led it elsewhere, is a failure of that episode's score.
+    The results of the run's own rules are kept; `engine show` and `engine export` take --score LABEL. A rule that cannot
+    be applied to an episode, or that would have led to another event, is a failure of that episode's score.
     """
     from engine.cli.console import make_console
     from engine.errors import EngineError
@@ -76,4 +74,4 @@ def _report(console: Console, result: Rescored, folder: Path) -> None:
     )
     for kind, number in result.failures.most_common():
         console.print(f"  {kind}: {number}, such as {result.examples[kind]}")
-    console.print(f"Look at it: engine show {folder} --score {result.label}")
+    console.print(f"To show it: engine show {folder} --score {result.label}")

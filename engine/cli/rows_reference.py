@@ -1,4 +1,4 @@
-"""`docs/rows.md`: every column of a training row, from the schema that Parquet files are written with."""
+"""Generates `docs/rows.md`: every column of a training row, from the schema that Parquet files are written with."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHAPES = {**dict.fromkeys(_BY_TOKEN, "[tokens]"), "turn_rewards": "[turns]"}
 
 
 def rows_reference() -> str:
-    """The page."""
+    """Return the page."""
     from engine.store.columns import MEANINGS
     from engine.store.parquet import describe_types
 

@@ -1,4 +1,4 @@
-"""`engine run`: episodes of a spec, against its backend, into a run's folder."""
+"""`engine run`: runs the episodes of a spec with its backend, and stores them in a run's folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Retry(StrEnum):
-    """Failures that are run again, by who is to blame."""
+    """The failures whose episodes are run again, by blame."""
 
     BACKEND = "backend"
     ENVIRONMENT = "environment"
@@ -36,36 +36,37 @@ class Retry(StrEnum):
 
     @property
     def blames(self) -> list[Blame]:
-        """Everybody but the policy for `all`: what the policy fails is a result."""
+        """The blames; for `all` every blame but `policy`, because a failure of the policy is a result."""
         every: list[Blame] = ["backend", "environment", "tool", "user", "spec", "engine"]
         return [blame for blame in every if self is Retry.ALL or blame == self.value]
 
 
 def run(
     spec: Annotated[
-        Path | None, typer.Argument(help="The episode spec. Left out with --resume: the run's own.")
+        Path | None, typer.Argument(help="The episode spec. With --resume the run's own spec is used.")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set rollout.seed=1")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Run only this number of tasks, the first ones.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder that runs are stored under; the spec's `rollout.out` when left out.")
+        Path | None, typer.Option(help="Folder in which runs are stored; by default the spec's `rollout.out`.")
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Finish this run: a folder, an id or its beginning, or `latest`.")
+        str | None,
+        typer.Option(metavar="RUN", help="Continue this run: a folder, an id or its beginning, or `latest`."),
     ] = None,
     retry_failed: Annotated[
         Retry | None,
         typer.Option(
-            help="With --resume: run the episodes again that failed through this one's fault; `all`: everybody's but the "
-            "policy's. The old attempts stay in the store."
+            help="With --resume: run again the episodes whose failure has this blame; `all`: every blame but the "
+            "policy's. The old attempts are kept in the store."
         ),
     ] = None,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Go on where the first 16 episodes all fail in one way.")
+        bool, typer.Option("--keep-going", help="Continue if the first 16 episodes all fail with one cause.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the summary.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only the summary.")] = False,
 ) -> None:
     """Run episodes, and store every token, reward and event.
 
@@ -94,7 +95,7 @@ def run(
 
 
 def fork_run(run: str, out: Path, turn: int, salt: int) -> None:
-    """Begin a run whose episodes share another run's journal up to a turn, and drive it to its end."""
+    """Fork a run at a turn, and run the new run to its end."""
     from engine.cli.console import make_console
     from engine.errors import EngineError
     from engine.runner.fork import fork
@@ -119,7 +120,7 @@ def _conclude(
     again: Sequence[Blame] = (),
     keep_going: bool = False,
 ) -> None:
-    """Drive a run to its end, say what came of it, and exit accordingly."""
+    """Run a run to its end, print the result, and exit with its status."""
 
     from engine.cli.stopping import interrupted
     from engine.errors import EngineError
@@ -130,7 +131,7 @@ def _conclude(
     except EngineError as error:
         echo(str(error), err=True)
         if not store.discard():
-            console.print(f"Stored so far: {store.folder}\nTo go on: engine run --resume {store.folder}")
+            console.print(f"Stored so far: {store.folder}\nTo continue: engine run --resume {store.folder}")
         raise typer.Exit(FAILED if error.stops_run else ERROR) from None
     finally:
         store.close()
@@ -140,17 +141,17 @@ def _conclude(
     if result.interrupted:
         console.print(f"Interrupted. To finish it: engine run --resume {store.folder}")
         raise typer.Exit(interrupted())
-    tell_stopped(result, store.folder)
+    print_stopped(result, store.folder)
     if result.faults:
         raise typer.Exit(ERROR)
-    console.print(f"Look at it: engine show {store.folder}")
+    console.print(f"To show it: engine show {store.folder}")
 
 
-def tell_stopped(result: RunResult, folder: Path) -> None:
-    """Say why a run failed as a whole, where it did.
+def print_stopped(result: RunResult, folder: Path) -> None:
+    """Print why a run stopped or failed as a whole, if it did.
 
     Raises:
-        typer.Exit: with status 3, where it did.
+        typer.Exit: with status 3, if it did.
     """
     from engine.errors import FailingError
 
@@ -159,11 +160,11 @@ def tell_stopped(result: RunResult, folder: Path) -> None:
         if isinstance(result.stopped, FailingError):
             echo(result.stopped.cause, err=True)
             echo(
-                f"Correct it, then: engine run --resume {folder} --retry-failed all (--keep-going runs on in spite of it)",
+                f"Correct it, then: engine run --resume {folder} --retry-failed all (--keep-going ignores this)",
                 err=True,
             )
         else:
-            echo(f"To go on: engine run --resume {folder}", err=True)
+            echo(f"To continue: engine run --resume {folder}", err=True)
         raise typer.Exit(FAILED)
     if result.summary.backend_failed:
         failed = result.summary.causes.blamed("backend")
@@ -189,7 +190,7 @@ def prepare(
 
     Raises:
         SpecError: the spec has errors.
-        StoreError: the run to resume cannot be opened, or the new one cannot be made.
+        StoreError: the run to resume cannot be opened, or the new one cannot be created.
     """
     from engine.checks import check_spec
     from engine.errors import SpecError
@@ -199,7 +200,7 @@ def prepare(
 
     if resume is not None:
         if spec is not None or overrides or limit is not None:
-            wrong_usage("--resume finishes a run as it was begun; leave out SPEC, --set and --limit")
+            wrong_usage("--resume continues a run with its own spec; leave out SPEC, --set and --limit")
         store = RunStore.open(find_run(resume, out=out or Path("runs")))
         try:
             loaded = store.header.loaded_spec(strict=True)
@@ -238,12 +239,12 @@ async def drive(
 
     Args:
         loaded: The spec.
-        tasks: Of the run.
-        store: Of the run.
-        console: What to print on.
-        quiet: No progress.
-        summary: Whether to sum it up.
-        again: Failures blamed on these are run again.
+        tasks: The run's tasks.
+        store: The run's store.
+        console: The console to print on.
+        quiet: Print no progress.
+        summary: Whether to print the summary.
+        again: Episodes that failed with one of these blames are run again.
         keep_going: See `Runner`.
     """
     from engine.backends.registry import open_backend
@@ -286,7 +287,7 @@ async def drive(
         console.print(busy_calls, highlight=False)
     if certificate := told.get("certificate"):
         console.print(
-            f"Certificate: {certificate['turns_checked']} prompts compared with what the server worked on, "
+            f"Certificate: {certificate['turns_checked']} prompts compared with the prompt that the server used, "
             f"{certificate['prompt_mismatches']} differ, {certificate['turns_unchecked']} could not be compared",
         )
     if images := told.get("images"):
@@ -324,7 +325,7 @@ async def _with_progress(runner: Runner, stop: asyncio.Event, console: Console, 
 
 
 async def _tick(panel: object, seconds: float = 5.0) -> None:
-    """Where there is no terminal: a line now and then."""
+    """Without a terminal: print a line every `seconds`."""
     while True:
         await asyncio.sleep(seconds)
         echo(panel.line())  # type: ignore[attr-defined]

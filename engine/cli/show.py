@@ -1,4 +1,4 @@
-"""`engine show`: a run's episodes in a table, or one episode told from beginning to end."""
+"""`engine show`: shows a run's episodes in a table, or one episode from beginning to end."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 def show(
     run: Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")],
     episode: Annotated[
-        str | None, typer.Argument(help="An episode: TASK/SAMPLE, or TASK where it has one sample.")
+        str | None, typer.Argument(help="An episode: TASK/SAMPLE, or TASK if it has one sample.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder that runs are stored under.")] = Path("runs"),
-    limit: Annotated[int, typer.Option(min=1, help="Most episodes in the table.")] = 100,
+    out: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of episodes in the table.")] = 100,
     failed: Annotated[bool, typer.Option("--failed", help="Only episodes that failed.")] = False,
     score: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="Rewards by other rules, as `engine rescore` kept them.")
+        str | None, typer.Option(metavar="LABEL", help="Use the rewards of this score of `engine rescore`.")
     ] = None,
 ) -> None:
-    """Show a stored run, also one that is still going on.
+    """Show a stored run, also one that is still running.
 
-    Without EPISODE: every episode, how it ended, its turns, tokens and reward. With it: what was said, the reward of
-    each turn, and who moved what between turns, when and why.
+    Without EPISODE: every episode, how it ended, its turns, tokens and reward. With it: the messages, the reward of
+    each turn, and who moved which reward between turns, when and why.
     """
     from engine.cli.console import make_console
     from engine.errors import EngineError
@@ -43,7 +43,7 @@ def show(
             if episode is None:
                 _table(console, store, limit, failed=failed, score=score)
             else:
-                _tell(console, store, episode, score)
+                _show_episode(console, store, episode, score)
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -54,7 +54,7 @@ def _table(console: Console, store: RunStore, limit: int, *, failed: bool, score
     from rich.table import Table
     from rich.text import Text
 
-    from engine.cli.telling import ended, row_style, status
+    from engine.cli.episode_report import ended, row_style, status
 
     rows = store.episodes(score)
     states = store.current_states()
@@ -93,21 +93,21 @@ def _table(console: Console, store: RunStore, limit: int, *, failed: bool, score
     console.print(line)
     labels = [head.label for head in store.scores() if head.label != score]
     if labels:
-        console.print(f"Scored by other rules too: --score {' | '.join(labels)}", style="dim", soft_wrap=True)
+        console.print(f"Other scores: --score {' | '.join(labels)}", style="dim", soft_wrap=True)
     if finished:
         first = next((row for row in finished if row.failure), finished[0])
-        console.print(f"One of them: engine show {store.run_id} {first.id}", style="dim", soft_wrap=True)
+        console.print(f"To show one: engine show {store.run_id} {first.id}", style="dim", soft_wrap=True)
 
 
-def _tell(console: Console, store: RunStore, name: str, score: str | None) -> None:
-    from engine.cli.telling import tell_done, tell_unfinished
+def _show_episode(console: Console, store: RunStore, name: str, score: str | None) -> None:
+    from engine.cli.episode_report import print_finished, print_unfinished
 
     row = _find(store, name)
     if row.status == "done":
         told = store.trajectory(row.id, score)
-        tell_done(console, told, next(each for each in store.episodes(score) if each.id == row.id))
+        print_finished(console, told, next(each for each in store.episodes(score) if each.id == row.id))
     else:
-        tell_unfinished(console, row, store.journal(row.id), store.status)
+        print_unfinished(console, row, store.journal(row.id), store.status)
 
 
 def _find(store: RunStore, name: str) -> EpisodeRow:

@@ -1,15 +1,15 @@
-"""How a command ends: signals, and threads of others that do not.
+"""The end of a command: signals, and threads of a spec's code that do not end.
 
 | signal | what it does |
 |---|---|
-| first Ctrl-C (SIGINT) | a clean stop: what is under way is left where its journal stands |
-| SIGTERM | the same; the process exits by itself after `GRACE_SECONDS` (`train.checkpoints.grace`), whatever hangs |
-| second Ctrl-C, second SIGTERM | exits at once |
+| first Ctrl-C (SIGINT) | a clean stop: running episodes stop at the last entry of their journals |
+| SIGTERM | the same; the process exits after `GRACE_SECONDS` (`train.checkpoints.grace`) at the latest, also if something hangs |
+| second Ctrl-C, second SIGTERM | exits immediately |
 
-A run's store needs no goodbye: what it has acknowledged is on the disk, so an exit at once loses nothing of it.
+A run's store does not need to be closed: acknowledged writes are on the disk, so an immediate exit loses none of them.
 
 The handlers run in the main thread between two instructions. They do not need the event loop, but they need Python to
-run: code in C that never gives up the interpreter's lock stops them too.
+run: code in C that never releases the interpreter's lock blocks them too.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from types import FrameType
 from engine.cli.exits import INTERRUPTED, TERMINATED
 
 GRACE_SECONDS = 20.0
-"""How long a clean stop may take after SIGTERM."""
+"""Maximum duration of a clean stop after SIGTERM."""
 EXIT_SECONDS = 3.0
-"""How long the process waits at its end for threads that others have started."""
+"""How long the process waits at its end for threads that a spec's code has started."""
 SIGNALS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
-"""Signals that stop a command, and its exit status then."""
+"""The signals that stop a command, each with its exit status."""
 
 _received: list[int] = []
-"""Signals that this process got while a command ran, in order."""
+"""The signals that this process received while a command ran, in order."""
 
 
 def interrupted() -> int:
-    """The exit status of a command that was stopped: 143 after SIGTERM, else 130."""
+    """Return the exit status of a command that was stopped: 143 after SIGTERM, else 130."""
     return SIGNALS[signal.SIGTERM] if signal.SIGTERM in _received else SIGNALS[signal.SIGINT]
 
 
 @contextlib.contextmanager
 def stop_on_signals(stop: asyncio.Event, hint: str = "", grace: float | None = None) -> Iterator[None]:
-    """Set `stop` on the first signal, exit on the second; for as long as the block lasts.
+    """Inside the block, set `stop` on the first signal and exit on the second.
 
     Args:
-        stop: Of the running loop.
-        hint: How to go on after an exit at once; printed then.
-        grace: Seconds that a clean stop may take after SIGTERM. Default: `GRACE_SECONDS`.
+        stop: An event of the running loop.
+        hint: How to continue after an immediate exit, which prints it.
+        grace: Maximum seconds of a clean stop after SIGTERM. Default: `GRACE_SECONDS`.
     """
     loop = asyncio.get_running_loop()
     seconds = GRACE_SECONDS if grace is None else grace
@@ -67,7 +67,7 @@ def stop_on_signals(stop: asyncio.Event, hint: str = "", grace: float | None = N
             timer.start()
         else:
             _say("Stopping. Press Ctrl-C again to stop at once.")
-        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended by itself
+        with contextlib.suppress(RuntimeError):  # the loop is closed, because it has ended by itself
             loop.call_soon_threadsafe(stop.set)
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}
@@ -81,7 +81,7 @@ def stop_on_signals(stop: asyncio.Event, hint: str = "", grace: float | None = N
 def leave_now(status: int, hint: str = "") -> None:
     """End the process without waiting for anything. Safe in a signal handler and in a thread.
 
-    Runs that it holds are marked as stopped, so that the exit does not count as a crash of their episodes.
+    Runs that it has open are marked as stopped, so that the exit does not count as a crash for their episodes.
     """
     if (locks := sys.modules.get("engine.store.lock")) is not None:
         locks.mark_all_stopped()
@@ -96,10 +96,10 @@ def leave_now(status: int, hint: str = "") -> None:
 
 
 def leave_hung_code_behind(status: int) -> None:
-    """Call this last: the process then exits with `status` although code of others hangs.
+    """Make the process exit with `status` even if a spec's code hangs. Call this last.
 
-    Python waits without end for threads that are not daemons, and closes coroutines that have not ended, which may never
-    end. Functions that `atexit` calls are waited for as ever.
+    Python waits without limit for threads that are not daemons, and closes coroutines that have not ended, which may never
+    end. Functions of `atexit` are called and waited for as usual.
     """
 
     def watch() -> None:
@@ -128,6 +128,6 @@ def _waits_for_threads(frame: FrameType | None) -> bool:
 
 
 def _say(words: str) -> None:
-    """Print to standard error without a lock: the code that was interrupted may hold it."""
+    """Print to standard error without a lock, because the interrupted code may hold it."""
     with contextlib.suppress(OSError):
         os.write(2, f"{words}\n".encode())

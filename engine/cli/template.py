@@ -15,7 +15,7 @@ def template(
     chat_template: str = typer.Option(None, "--chat-template", help="A Jinja file that replaces the tokenizer's."),
     renderer: str = typer.Option("auto", "--renderer", help="As `model.renderer` of a spec."),
     tool_calls: str = typer.Option("auto", "--tool-calls", help="As `model.tool_calls` of a spec."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object, for programs."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object, for programs."),
 ) -> None:
     """Show what is checked about a model's chat template: which reader parses replies, and which turns continue the tape or branch."""
     import json
@@ -46,7 +46,7 @@ def template(
 
 
 def describe(form: ChatFormat, spec: Any) -> dict[str, Any]:
-    """Facts about a chat format, by name."""
+    """Return facts about a chat format, by name."""
     import hashlib
 
     from engine.tokens.choosing import chosen_reader, failures
@@ -59,7 +59,7 @@ def describe(form: ChatFormat, spec: Any) -> dict[str, Any]:
     auto = isinstance(form, TemplateFormat) and spec.tool_calls == "auto" and (form.knows_tools or form.calls_shown)
     if auto and isinstance(form, TemplateFormat):
         chosen = chosen_reader(form, spec)
-        found["replies read by"] = chosen.reader or "no reader: tools are refused with this model"
+        found["replies read by"] = chosen.reader or "no parser: tools are refused with this model"
         found["not read back"] = chosen.unread
         found["readers refused"] = chosen.tried
     else:
@@ -81,7 +81,7 @@ def describe(form: ChatFormat, spec: Any) -> dict[str, Any]:
 
 
 def _turns(form: ChatFormat) -> dict[str, str]:
-    """Whether the tape continues or a branch begins, for the usual turns."""
+    """Return whether the tape continues or a branch begins, for the usual turns."""
     from engine.tokens.proof import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, prove
 
     cases = {

@@ -1,5 +1,5 @@
 # ruff: noqa: PT028  (a command called `test`, not a test)
-"""`engine test`: the scenarios of specs, played without a model, and what differs from what they state."""
+"""`engine test`: plays the scenarios of specs without a model, and prints the differences from their expectations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STYLES = {"-": "red", "+": "green", " ": "dim"}
 
 
 class Format(StrEnum):
-    """How results are written."""
+    """Output formats."""
 
     TEXT = "text"
     JSON = "json"
@@ -33,17 +33,26 @@ def test(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH…", help="Specs, files of scenarios, or folders of them.")
     ],
-    format: Annotated[Format, typer.Option(help="How results are written.")] = Format.TEXT,
+    format: Annotated[Format, typer.Option(help="Output format.")] = Format.TEXT,
     require_coverage: Annotated[
-        bool, typer.Option("--require-coverage", help="Every transition must be taken: --coverage-fail-under 100.")
+        bool,
+        typer.Option(
+            "--require-coverage", help="Require that every transition is taken, like --coverage-fail-under 100."
+        ),
     ] = False,
     fail_under: Annotated[
         float | None,
         typer.Option(
-            "--coverage-fail-under", min=0, max=100, metavar="PERCENT", help="Least part of each machine that is taken."
+            "--coverage-fail-under",
+            min=0,
+            max=100,
+            metavar="PERCENT",
+            help="Minimum percentage of the transitions of each machine that is taken.",
         ),
     ] = None,
-    only: Annotated[str | None, typer.Option("-k", metavar="TEXT", help="Only scenarios whose name has this.")] = None,
+    only: Annotated[
+        str | None, typer.Option("-k", metavar="TEXT", help="Play only scenarios whose name contains this.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value in every spec.")
     ] = None,
@@ -51,10 +60,10 @@ def test(
     """Play the scenarios of specs on the scripted backend, with the model's real tokenizer.
 
     A spec's scenarios are beside it: specs/quickstart.scenarios.yaml for specs/quickstart.yaml. Exits with 0 when
-    all come out as they state, 1 when one differs or too few transitions are taken, 2 when a file cannot be read
+    all results are as expected, 1 if one differs or too few transitions are taken, 2 if a file cannot be read
     or a scenario cannot be played.
 
-    Tools, environments and users of the specs are run: play only specs that you trust.
+    Tools, environments and users of the specs are run: use only specs that you trust.
     """
     from engine.logs import configure_logging
     from engine.scenarios.suite import Formats, run_suite
@@ -85,12 +94,12 @@ def _specs(paths: Sequence[Path]) -> list[Path]:
 
 
 def too_low(suite: SuiteResult, least: float | None) -> bool:
-    """Whether too few of a machine's transitions are taken."""
+    """Return whether too few of a machine's transitions are taken."""
     return least is not None and suite.coverage is not None and suite.coverage.percent < least - 1e-9
 
 
 def status(suites: Sequence[SuiteResult], least: float | None) -> int:
-    """The exit status: 0, 1 or 2."""
+    """Return the exit status: 0, 1 or 2."""
     if any(suite.invalid for suite in suites) or not any(suite.results for suite in suites):
         return INVALID
     bad = any(suite.differs or too_low(suite, least) for suite in suites)
@@ -166,7 +175,7 @@ def _print_coverage(console: Console, coverage: Coverage, least: float | None, *
 
 
 def as_data(suites: Sequence[SuiteResult], least: float | None) -> dict[str, Any]:
-    """`{"status": 0 | 1 | 2, "specs": [{"spec", "scenarios", "problems", "results": [...], "coverage"}]}`."""
+    """Return `{"status": 0 | 1 | 2, "specs": [{"spec", "scenarios", "problems", "results": [...], "coverage"}]}`."""
     return {"status": status(suites, least), "specs": [_suite_data(suite, least) for suite in suites]}
 
 

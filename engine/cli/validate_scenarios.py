@@ -13,7 +13,7 @@ from engine.spec.diagnostic import Diagnostic, Origin
 from engine.spec.masking import mask_all
 
 if TYPE_CHECKING:
-    from engine.scenarios.load import ScenarioSet, Stages
+    from engine.scenarios.load import ScenarioSet, ScenarioSpecs
     from engine.spec.access import Access
     from engine.spec.load import LoadedSpec
 
@@ -36,7 +36,7 @@ def scenario_problems(
         overrides: As for `--set`.
         access: The files that may be opened, and whether code may be imported; the default allows everything.
     """
-    from engine.scenarios.load import Stages, load_scenarios, spec_of
+    from engine.scenarios.load import ScenarioSpecs, load_scenarios, spec_of
     from engine.spec.load import UNREADABLE
 
     try:
@@ -49,33 +49,33 @@ def scenario_problems(
         fix = f"write {spec.name}, or name this file after its spec"
         message = f"there is no spec `{spec}` for these scenarios"
         return [Diagnostic("scenario.no-spec", "error", message, fix, here)], False, []
-    stages = Stages(spec, overrides, access)
+    specs = ScenarioSpecs(spec, overrides, access)
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            stages.base()
+            specs.base()
         except SpecError as error:
             message = (
-                f"the spec `{spec}` is not valid, so its scenarios cannot be held to it: {error.diagnostics[0].message}"
+                f"the spec `{spec}` is not valid, so its scenarios cannot be checked: {error.diagnostics[0].message}"
             )
             return [Diagnostic("scenario.bad-spec", "error", message, f"engine validate {spec}", here)], False, []
         skipped: list[str] = []
-        found = list(_misfits(stages, scenarios, skipped))
-    variables = {**stages.variables, **scenarios.document.variables}
+        found = list(_misfits(specs, scenarios, skipped))
+    variables = {**specs.variables, **scenarios.document.variables}
     return mask_all(dict.fromkeys(found), variables), False, skipped
 
 
-def _misfits(stages: Stages, scenarios: ScenarioSet, skipped: list[str]) -> Iterator[Diagnostic]:
+def _misfits(specs: ScenarioSpecs, scenarios: ScenarioSet, skipped: list[str]) -> Iterator[Diagnostic]:
     from engine.machine.presets import resolve_machine
     from engine.scenarios.load import check_scenario
 
     for index in range(len(scenarios.file.scenarios)):
         try:
-            loaded = stages.loaded(scenarios, index)
+            loaded = specs.loaded(scenarios, index)
             check_scenario(loaded, resolve_machine(loaded.spec.machine), scenarios, index)
             if _made_by_code(loaded) and not isinstance(scenarios.file.scenarios[index].task, dict):
                 skipped[:] = [TASK_RULE]
             else:
-                stages.task(loaded, scenarios, index)
+                specs.task(loaded, scenarios, index)
         except SpecError as error:
             yield from error.diagnostics
         except EngineError as error:
@@ -83,5 +83,5 @@ def _misfits(stages: Stages, scenarios: ScenarioSet, skipped: list[str]) -> Iter
 
 
 def _made_by_code(loaded: LoadedSpec) -> bool:
-    """Whether the rows of the tasks come from code that may not be imported."""
+    """Return whether the task rows come from code that may not be imported."""
     return not loaded.access.imports and loaded.spec.tasks.source in ("python", "hub")

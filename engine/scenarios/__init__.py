@@ -1,1 +1,1 @@
-"""Scenario tests: a spec's episodes, scripted, played without a model, and held to what must come of them."""
+"""Scenario tests: scripted episodes of a spec, run without a model and compared with their expected results."""

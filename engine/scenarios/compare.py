@@ -1,7 +1,7 @@
-"""What must come out, held to what came out.
+"""Compares the result of a scenario with its expectation.
 
-Invariant: only what a scenario states is compared, but for one thing: a failure that it does not state is a
-difference. A difference is told as a diff: `-` what was expected, `+` what came, and around it what agrees.
+Invariant: only what a scenario states is compared, with one exception: a failure that it does not state is a
+difference. A difference is shown as a diff: `-` is expected, `+` is the result, other lines agree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Failure
 
 TOLERANCE = 1e-9
-"""Rewards that are no further apart are equal."""
+"""Rewards are equal if they differ by at most this."""
 
 Mark = Literal[" ", "-", "+"]
 Line = tuple[Mark, str]
@@ -32,7 +32,7 @@ _Actual = TypeVar("_Actual")
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that did not come out as stated."""
+    """One difference between expectation and result."""
 
     what: str
     """`states`, `events`, `outcome`, `rewards`, `limits`, `messages`, `facts` or `counts`."""
@@ -40,12 +40,12 @@ class Difference:
 
     @property
     def text(self) -> str:
-        """The diff, a mark before each line."""
+        """Return the diff, with a mark before each line."""
         return "\n".join(f"{mark}{text}" for mark, text in self.lines)
 
 
 def compare(expect: Expectation, played: Played) -> list[Difference]:
-    """Everything that differs, in the order of the expectation's fields."""
+    """Return all differences, in the order of the expectation's fields."""
     trajectory = played.trajectory
     found: dict[str, list[Line]] = {}
     if expect.states is not None:
@@ -80,7 +80,7 @@ def align(
     show_expected: Callable[[_Expected], list[str]],
     show_actual: Callable[[_Actual], list[str]],
 ) -> list[Line]:
-    """The shortest diff between what was expected and what came; `...` among the expected costs nothing."""
+    """Return the shortest diff between two lists; `...` among the expected items matches any number of items."""
     rows, columns = len(expected), len(actual)
     cost = [[0] * (columns + 1) for _ in range(rows + 1)]
     steps: dict[tuple[int, int], tuple[int, int]] = {}
@@ -208,7 +208,7 @@ def _messages(expected: Sequence[ExpectedMessage], actual: Sequence[Message]) ->
 
 def _fits(expected: ExpectedMessage | str, message: Message) -> bool:
     if isinstance(expected, str):
-        return False  # `...` is nobody's equal: `align` knows what it stands for
+        return False  # `...` equals no message: `align` handles it
     if expected.role != message.role:
         return False
     if expected.content is not None and expected.content != message.text:

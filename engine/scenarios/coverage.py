@@ -1,7 +1,7 @@
-"""Which transitions of a machine scenarios take.
+"""Counts the transitions of a machine that scenarios take.
 
 Invariant: transitions with the same state, event and destination are counted separately, by evaluating their conditions on the
-values that the machine had.
+values that the machine used.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 Edge = tuple[str, str, str, str | None]
-"""(source, trigger, dest, conditions): what a transition is, whatever its place in a list."""
+"""(source, trigger, dest, conditions): a transition without its index in the list."""
 
 
 def edge_of(transition: ResolvedTransition) -> Edge:
-    """A transition without its place."""
+    """Return a transition without its index."""
     return transition.source, transition.trigger, transition.dest, transition.conditions
 
 
@@ -37,7 +37,7 @@ def show_edge(edge: Edge) -> str:
 
 
 class Watcher:
-    """Told of each transition as it is taken; counts them."""
+    """Counts each transition when it is taken."""
 
     def __init__(self, machine: ResolvedMachine) -> None:
         self.taken: list[Edge] = []
@@ -45,7 +45,7 @@ class Watcher:
         self._guards = {text: Guard(text) for t in machine.transitions if (text := t.conditions) is not None}
 
     def __call__(self, episode: Episode, state: str, event: str) -> None:
-        """See `Executor`: the episode has just moved, and nothing that a guard reads has changed since."""
+        """Count a transition. Called by `Executor` after the episode has moved and before a value that a guard reads changes."""
         for trigger in dict.fromkeys((event, FAILED)):  # an event that cannot be handled is a failure
             found = self._first(episode, state, trigger)
             if found is not None:
@@ -67,26 +67,26 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a suite takes of a machine."""
+    """The transitions of a machine that a suite takes."""
 
     taken: dict[Edge, int]
-    """How often each transition that can be taken was; 0 where it was not."""
+    """How often each possible transition was taken."""
     impossible: list[Edge] = field(default_factory=list)
-    """Transitions that no episode can take: no action says their event there, or no limit is set."""
+    """Transitions that no episode can take: no action returns their event in that state, or no limit is set."""
 
     @property
     def missing(self) -> list[Edge]:
-        """Transitions that no scenario takes, in the machine's order."""
+        """Return the transitions that no scenario takes, in the machine's order."""
         return [edge for edge, count in self.taken.items() if not count]
 
     @property
     def percent(self) -> float:
-        """The part that was taken, from 0 to 100; 100 where nothing can be."""
+        """Return the percentage of transitions that were taken; 100 if there are none."""
         return 100.0 * (len(self.taken) - len(self.missing)) / len(self.taken) if self.taken else 100.0
 
 
 def coverage_of(loaded: LoadedSpec, taken: Sequence[Edge]) -> Coverage:
-    """Hold what scenarios took to the machine of the spec as it is written."""
+    """Compute the coverage of the spec's machine (without the `set` of scenarios) from the transitions that were taken."""
     context = CheckContext(loaded)
     live = [
         t

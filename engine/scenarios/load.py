@@ -1,6 +1,6 @@
-"""The scenarios of a spec: where they are, and whether they fit it.
+"""Loads the scenarios of a spec and checks that they match it.
 
-Invariant: a scenario that asks for what its spec does not have is refused before it is played, with file, line and
+Invariant: a scenario that refers to something that its spec does not have is refused before it is played, with file, line and
 column, like a mistake in a spec.
 """
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 SUFFIX = ".scenarios"
 ENDINGS = (".yaml", ".yml")
 _BACKEND = "backend={kind: scripted, replies: []}"
-"""Whatever the spec's own backend is, nothing of it is needed."""
+"""The override that replaces the spec's backend, so that nothing of it is needed."""
 _SCRIPTABLE = "step"
 
 
 def scenarios_of(spec: Path) -> Path | None:
-    """The file of a spec's scenarios: `task.scenarios.yaml` beside `task.yaml`."""
+    """Return the file of a spec's scenarios: `task.scenarios.yaml` beside `task.yaml`."""
     beside = (spec.with_name(f"{spec.stem}{SUFFIX}{ending}") for ending in ENDINGS)
     return next((path for path in beside if path.is_file()), None)
 
 
 def spec_of(path: Path) -> Path:
-    """The spec that is meant: the file itself or, for a file of scenarios, the spec beside it."""
+    """Return the spec of a path: the file itself or, for a file of scenarios, the spec beside it."""
     if path.suffix not in ENDINGS or not path.stem.endswith(SUFFIX):
         return path
     stem = path.stem.removesuffix(SUFFIX)
@@ -52,14 +52,14 @@ def spec_of(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class ScenarioSet:
-    """A file of scenarios, read."""
+    """The scenarios of one file."""
 
     path: Path
     file: ScenarioFile
     document: Document
 
     def origin(self, index: int, *rest: str | int) -> Origin | None:
-        """Where a scenario, or a part of it, is written."""
+        """Return the place in the file of a scenario, or of a part of it."""
         return self.document.origin(("scenarios", index, *rest))
 
 
@@ -68,38 +68,38 @@ def load_scenarios(path: Path, access: Access | None = None) -> ScenarioSet:
 
     Args:
         path: The file.
-        access: Which files may be opened; any when left out.
+        access: The files that may be opened; by default any.
 
     Raises:
-        SpecError: with every mistake in it.
+        SpecError: the file has errors; it lists all of them.
     """
     file, document = load_document(path, ScenarioFile, access)
     return ScenarioSet(path, file, document)
 
 
-class Stages:
-    """The spec as each scenario wants it: loaded once for each different `set`."""
+class ScenarioSpecs:
+    """The spec with the `set` of each scenario, loaded once for each different `set`."""
 
     def __init__(self, spec: Path, given: Sequence[str] = (), access: Access | None = None) -> None:
         self._spec = spec
         self._access = access
         self.variables: dict[str, str] = {}
-        """Environment variables that the specs were filled from, with their values."""
+        """The environment variables that the specs use, with their values."""
         self._given = list(given)
         self._loaded: dict[tuple[str, ...], LoadedSpec] = {}
         self._tasks: dict[int, Sequence[Task]] = {}
 
     def base(self) -> LoadedSpec:
-        """The spec as it is written, but for what was given to all. Raises: SpecError."""
+        """Return the spec with the overrides of the command, without the `set` of any scenario. Raises: SpecError."""
         return load_spec(self._spec, self._given, self._access)
 
     def loaded(self, scenarios: ScenarioSet, index: int) -> LoadedSpec:
-        """The spec as one scenario wants it, with a scripted backend.
+        """Return the spec with the `set` of one scenario and a scripted backend.
 
-        Paths that a scenario sets are relative to its file, which is beside the spec.
+        Paths in `set` are relative to the file of scenarios, which is beside the spec.
 
         Raises:
-            SpecError: a value of `set` does not fit; at its place in the file of scenarios.
+            SpecError: a value of `set` is invalid; the error has its place in the file of scenarios.
         """
         places = _overrides(scenarios, index)
         overrides = (*self._given, *places, _BACKEND)
@@ -115,10 +115,10 @@ class Stages:
         return self._loaded[overrides]
 
     def task(self, loaded: LoadedSpec, scenarios: ScenarioSet, index: int) -> Task:
-        """The task that a scenario is about.
+        """Return the task of a scenario.
 
         Raises:
-            SpecError: there is no such task, or the row cannot be one.
+            SpecError: there is no such task, or the row is not a valid task.
         """
         wanted = scenarios.file.scenarios[index].task
         place = scenarios.origin(index, "task")
@@ -137,7 +137,7 @@ class Stages:
 
 
 def _overrides(scenarios: ScenarioSet, index: int) -> dict[str, Origin | None]:
-    """What a scenario sets, as `--set` takes it, and where each is written; the file's own first."""
+    """Return the overrides of a scenario in the form of `--set`, each with its place; those of the whole file come first."""
     common = {key: (value, scenarios.document.origin(("set", key))) for key, value in scenarios.file.set.items()}
     own = scenarios.file.scenarios[index].set
     here = {key: (value, scenarios.origin(index, "set", key)) for key, value in own.items()}
@@ -148,17 +148,17 @@ def _overrides(scenarios: ScenarioSet, index: int) -> dict[str, Origin | None]:
 
 
 def _placed(origin: Origin | None, places: dict[str, Origin | None]) -> Origin | None:
-    """Where a scenario wrote what came in as `--set`; any other place as it is."""
+    """Return the place in the file of scenarios of an override; any other place unchanged."""
     if origin is None or origin.file != SET_FILE:
         return origin
     return places.get(origin.via.removeprefix(f"{SET_FILE} ")) or origin
 
 
 def check_scenario(loaded: LoadedSpec, machine: ResolvedMachine, scenarios: ScenarioSet, index: int) -> None:
-    """Whether a scenario fits its spec.
+    """Check that a scenario matches its spec.
 
     Raises:
-        SpecError: with everything that does not.
+        SpecError: it does not match; the error lists all problems.
     """
     problems = [
         Diagnostic(f"scenario.{rule}", "error", message, fix, scenarios.origin(index, *path), ("scenarios", index))
@@ -216,10 +216,10 @@ def _unknown_state(machine: ResolvedMachine, name: str, path: DataPath) -> Itera
 
 
 def check_tools(offered: Sequence[str], scenarios: ScenarioSet, index: int) -> None:
-    """Whether the tools that a scenario answers for are there: known only once an episode's objects are.
+    """Check that the tools that a scenario scripts exist, which is known only when the episode's objects are built.
 
     Raises:
-        SpecError: with every one that is not.
+        SpecError: a tool does not exist; the error lists all such tools.
     """
     problems = [
         _problem(

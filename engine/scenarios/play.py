@@ -1,6 +1,6 @@
 """Plays one scenario: one episode, driven by the executor as in a run, with its journal kept in memory.
 
-Invariant: what comes out depends on the spec, the scenario and the tokenizer alone. Nothing is written to disk.
+Invariant: the result depends only on the spec, the scenario and the tokenizer. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.errors import EngineError
 from engine.factory import EpisodeFactory
 from engine.machine.presets import resolve_machine
 from engine.scenarios.coverage import Edge, Watcher
-from engine.scenarios.load import ScenarioSet, Stages, check_scenario, check_tools
+from engine.scenarios.load import ScenarioSet, ScenarioSpecs, check_scenario, check_tools
 from engine.scenarios.worlds import script_actions, script_world
 from engine.schemas.journal import JournalEntry, LimitRecord
 from engine.schemas.script import Script
@@ -32,52 +32,52 @@ if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
 
 THREADS = 8
-"""Most threads for a scenario's synchronous worlds."""
+"""Maximum number of threads for the synchronous code of a scenario's spec."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """What came of a scenario."""
+    """The result of a scenario."""
 
     trajectory: Trajectory
     limits: list[str]
-    """Limits that were met, in order."""
+    """The limits that were reached, in order."""
     states: list[str]
-    """States that the episode came to, the first included."""
+    """The states that the episode entered, including the first."""
     taken: list[Edge]
     prompt: int
-    """How many of the messages are the spec's own `prompt`."""
+    """Number of messages that come from the spec's `prompt`."""
 
 
-async def play(stages: Stages, scenarios: ScenarioSet, index: int, form: ChatFormat, workers: Workers) -> Played:
+async def play(specs: ScenarioSpecs, scenarios: ScenarioSet, index: int, form: ChatFormat, workers: Workers) -> Played:
     """Play one scenario.
 
     Raises:
-        EngineError: it cannot be played: it does not fit the spec, or a reply cannot be written.
+        EngineError: it cannot be played: it does not match the spec, or a reply cannot be written in the chat format.
     """
     scenario = scenarios.file.scenarios[index]
-    loaded = stages.loaded(scenarios, index)
+    loaded = specs.loaded(scenarios, index)
     resolved = resolve_machine(loaded.spec.machine)
     check_scenario(loaded, resolved, scenarios, index)
-    task = stages.task(loaded, scenarios, index)
+    task = specs.task(loaded, scenarios, index)
     backend = ScriptedBackend(_script(scenario), form)
     await backend.start()
     # No scenario waits for a model.
     factory = EpisodeFactory(loaded, form, backend, workers, role_backends="scripted")
-    stage = _Stage(factory, resolved, form, workers, scenario)
+    scripted = _ScenarioEpisode(factory, resolved, form, workers, scenario)
     await factory.roles.start()
     try:
-        return await stage.play(task, scenarios, index)
+        return await scripted.play(task, scenarios, index)
     finally:
         await factory.roles.close()
 
 
 def _script(scenario: Scenario) -> Script:
-    """The replies; a scenario without any is asked for none, or fails as one that has too few."""
+    """Return the script of replies; a scenario without replies has an empty script, and fails if a reply is requested."""
     return Script.model_construct(replies=list(scenario.replies), cases=[], exhausted="error")
 
 
-class _Stage:
+class _ScenarioEpisode:
     """One episode of a scenario."""
 
     def __init__(
@@ -100,7 +100,7 @@ class _Stage:
         self._journal.append(entry)
 
     async def play(self, task: Task, scenarios: ScenarioSet, index: int) -> Played:
-        """The episode, to its end."""
+        """Run the episode to its end."""
         broken: EngineError | None = None
         try:
             world = await self._factory.worlds.open(task)

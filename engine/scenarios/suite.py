@@ -1,4 +1,4 @@
-"""Every scenario of a spec, played and compared; and what the machine has that none of them takes."""
+"""Plays and compares every scenario of a spec, and finds transitions that no scenario takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.actions.workers import Workers
 from engine.errors import EngineError, SpecError
 from engine.scenarios.compare import Difference, compare
 from engine.scenarios.coverage import Coverage, Edge, coverage_of
-from engine.scenarios.load import Stages, load_scenarios, scenarios_of
+from engine.scenarios.load import ScenarioSpecs, load_scenarios, scenarios_of
 from engine.scenarios.play import THREADS, Played, play
 from engine.spec.diagnostic import Diagnostic
 
@@ -34,50 +34,50 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """What came of one scenario."""
+    """The result of one scenario."""
 
     name: str
     origin: Origin | None
-    """Where it is written."""
+    """Its place in the file of scenarios."""
     differences: list[Difference] = field(default_factory=list)
     problems: list[Diagnostic] = field(default_factory=list)
     """Why it could not be played."""
     failure: Failure | None = None
-    """How its episode failed, expected or not."""
+    """The failure of its episode, expected or not."""
     seconds: float = 0.0
 
     @property
     def passed(self) -> bool:
-        """It was played, and nothing differs."""
+        """Whether it was played without a difference."""
         return not self.differences and not self.problems
 
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """What came of one spec."""
+    """The results of one spec."""
 
     spec: Path
     scenarios: Path | None
-    """The file of scenarios; None where there is none."""
+    """The file of scenarios; None if there is none."""
     results: list[ScenarioResult] = field(default_factory=list)
     coverage: Coverage | None = None
-    """None where the spec cannot be read."""
+    """The coverage; None if the spec cannot be read."""
     problems: list[Diagnostic] = field(default_factory=list)
-    """Why the spec, or its scenarios, cannot be read."""
+    """Why the spec or its scenarios cannot be read."""
 
     @property
     def invalid(self) -> bool:
-        """Something could not be played at all."""
+        """Whether something could not be played at all."""
         return bool(self.problems) or any(result.problems for result in self.results)
 
     @property
     def differs(self) -> bool:
-        """Some scenario came out otherwise."""
+        """Whether the result of a scenario differs from its expectation."""
         return any(result.differences for result in self.results)
 
 
 class Formats:
-    """Chat formats, each loaded once however many specs and scenarios name its model."""
+    """Chat formats, each loaded once for all specs and scenarios with the same model."""
 
     def __init__(self, load: Callable[[ModelSpec, Path], ChatFormat] | None = None) -> None:
         if load is None:
@@ -88,10 +88,10 @@ class Formats:
         self._known: dict[tuple[bytes, Path], ChatFormat] = {}
 
     def of(self, model: ModelSpec, base: Path) -> ChatFormat:
-        """The format of a spec's model.
+        """Return the chat format of a spec's model.
 
         Raises:
-            EngineError: it cannot be had.
+            EngineError: it cannot be loaded.
         """
         key = (orjson.dumps(model.model_dump(mode="json")), base)
         if key not in self._known:
@@ -104,33 +104,33 @@ def run_suite(spec: Path, formats: Formats, overrides: Sequence[str] = (), only:
 
     Args:
         spec: The spec's file; its scenarios are beside it.
-        formats: Shared by all specs of a run.
-        overrides: As `--set` takes them; a scenario's own `set` comes after.
-        only: Play only scenarios whose name contains this. Coverage is then that of these.
+        formats: Chat formats, shared by all specs of the command.
+        overrides: Overrides in the form of `--set`; a scenario's own `set` is applied after them.
+        only: Play only scenarios whose name contains this. Coverage then counts only these.
     """
     path = scenarios_of(spec)
-    stages = Stages(spec, overrides)
+    specs = ScenarioSpecs(spec, overrides)
     try:
-        loaded = stages.base()
+        loaded = specs.base()
         if path is None:
             return SuiteResult(spec, None, coverage=coverage_of(loaded, []))
         scenarios = load_scenarios(path)
     except SpecError as error:
         return SuiteResult(spec, path, problems=list(error.diagnostics))
     wanted = [index for index, one in enumerate(scenarios.file.scenarios) if only is None or only in one.name]
-    results, taken = asyncio.run(_play_all(stages, scenarios, wanted, formats))
+    results, taken = asyncio.run(_play_all(specs, scenarios, wanted, formats))
     return SuiteResult(spec, path, results, coverage_of(loaded, taken))
 
 
 async def _play_all(
-    stages: Stages, scenarios: ScenarioSet, wanted: Sequence[int], formats: Formats
+    specs: ScenarioSpecs, scenarios: ScenarioSet, wanted: Sequence[int], formats: Formats
 ) -> tuple[list[ScenarioResult], list[Edge]]:
     workers = Workers(THREADS)
     results: list[ScenarioResult] = []
     taken: list[Edge] = []
     try:
         for index in wanted:
-            result, edges = await _one(stages, scenarios, index, formats, workers)
+            result, edges = await _one(specs, scenarios, index, formats, workers)
             results.append(result)
             taken += edges
     finally:
@@ -139,15 +139,15 @@ async def _play_all(
 
 
 async def _one(
-    stages: Stages, scenarios: ScenarioSet, index: int, formats: Formats, workers: Workers
+    specs: ScenarioSpecs, scenarios: ScenarioSet, index: int, formats: Formats, workers: Workers
 ) -> tuple[ScenarioResult, list[Edge]]:
     scenario = scenarios.file.scenarios[index]
     told: dict[str, Any] = {"name": scenario.name, "origin": scenarios.origin(index)}
     began = time.perf_counter()
     try:
-        loaded = stages.loaded(scenarios, index)
+        loaded = specs.loaded(scenarios, index)
         form = formats.of(loaded.spec.model, loaded.base)
-        played: Played = await play(stages, scenarios, index, form, workers)
+        played: Played = await play(specs, scenarios, index, form, workers)
     except SpecError as error:
         return ScenarioResult(**told, problems=list(error.diagnostics)), []
     except EngineError as error:

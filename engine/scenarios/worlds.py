@@ -1,6 +1,6 @@
-"""Worlds that answer as a scenario says, and otherwise as they are.
+"""Environments, tools and users with answers from a scenario; anything a scenario does not script runs for real.
 
-Invariant: a scripted answer takes the place of a world's own code and of nothing else. Deadlines, checks of what is
+Invariant: a scripted answer replaces only the spec's own code. Deadlines, checks of what is
 returned, the validation of a call's arguments, rewards and facts are the engine's, as in a run.
 """
 
@@ -37,7 +37,7 @@ class InvalidAnswer:
 
 
 def _faulted(fault: ScriptedFault, blame: Blame, what: str) -> Any:
-    """Fail as the scenario says."""
+    """Raise the failure that the scenario scripts."""
     if fault.timeout:
         raise WorldError(
             f"{what} did not answer within its deadline: the scenario says so", blame=blame, kind=f"{blame}_timeout"
@@ -48,7 +48,7 @@ def _faulted(fault: ScriptedFault, blame: Blame, what: str) -> Any:
 
 
 class ScriptedUser:
-    """A user whose answers are written down; the real one gives the others."""
+    """A user with scripted answers; the real user gives the others."""
 
     def __init__(self, real: Any, answers: Sequence[Any]) -> None:
         self._real = real
@@ -56,7 +56,7 @@ class ScriptedUser:
 
     @property
     def respond(self) -> Callable[..., Any]:
-        """What is called for the next answer: a property, so that a real user may be `async` and a scripted one not."""
+        """The function that gives the next answer. It is a property, because a real user may be `async` and a scripted one is not."""
         answer = next(self._answers, None)
         if answer is None:
             real: Callable[..., Any] = self._real.respond
@@ -69,7 +69,7 @@ class ScriptedUser:
 
 
 class ScriptedEnvironment:
-    """An environment of which some answers are written down."""
+    """An environment with some scripted answers."""
 
     def __init__(self, real: Any, reset: Any, score: Any) -> None:
         self._real = real
@@ -89,7 +89,7 @@ class ScriptedEnvironment:
 
 
 class ScriptedTools:
-    """The answers of a scenario's tools, each serving as many calls as it says."""
+    """The scripted results of a scenario's tools, each used for a given number of calls."""
 
     def __init__(self, results: Sequence[ScriptedResult], workers: Workers) -> None:
         self._results = list(results)
@@ -97,7 +97,7 @@ class ScriptedTools:
         self._served: Counter[int] = Counter()
 
     def bind(self, tools: Mapping[str, BoundTool]) -> Toolbox:
-        """The same tools, with the same schemas: those that are named here are asked here first."""
+        """Return the tools with the same schemas; for a scripted tool, scripted results are used first."""
         named = {result.tool for result in self._results}
         bound = [self._bound(tool) if tool.shape.name in named else tool for tool in tools.values()]
         return Toolbox(bound, self._workers)
@@ -105,12 +105,12 @@ class ScriptedTools:
     def _bound(self, tool: BoundTool) -> BoundTool:
         if isinstance(tool.function, RemoteTool):
             return BoundTool(
-                _RemoteDoor(self, tool.function, tool, self._workers), tool.shape, tool.seconds, tool.effects
+                _ScriptedRemoteTool(self, tool.function, tool, self._workers), tool.shape, tool.seconds, tool.effects
             )
-        return BoundTool(_ToolDoor(self, tool, self._workers), tool.shape, tool.seconds, tool.effects)
+        return BoundTool(_ScriptedFunction(self, tool, self._workers), tool.shape, tool.seconds, tool.effects)
 
     def take(self, name: str, arguments: Mapping[str, Any]) -> ScriptedResult | None:
-        """The first answer that fits a call; None where the real tool is to be asked."""
+        """Return the first result that matches a call; None if the real tool must be called."""
         for index, result in enumerate(self._results):
             spent = result.times is not None and self._served[index] >= result.times
             if result.tool == name and not spent and _fits(result.arguments, arguments):
@@ -119,8 +119,8 @@ class ScriptedTools:
         return None
 
 
-class _ToolDoor:
-    """Stands where a tool's function stood."""
+class _ScriptedFunction:
+    """A replacement for a tool's function."""
 
     def __init__(self, script: ScriptedTools, tool: BoundTool, workers: Workers) -> None:
         self._script = script
@@ -136,14 +136,14 @@ class _ToolDoor:
         return _said(answer)
 
     async def _real(self, arguments: dict[str, Any]) -> Any:
-        assert not isinstance(self._tool.function, RemoteTool)  # it has a door of its own
+        assert not isinstance(self._tool.function, RemoteTool)  # it is called through its own replacement
         call = partial(self._tool.function, **arguments)
         what = f"tool `{self._tool.shape.name}`"
         return await call_world(self._workers, call, seconds=None, blame="tool", what=what, effects=self._tool.effects)
 
 
-class _RemoteDoor(RemoteTool):
-    """Stands where a tool in a worker process stood: its arguments are still checked there."""
+class _ScriptedRemoteTool(RemoteTool):
+    """A replacement for a tool in a worker process, where its arguments are still checked."""
 
     def __init__(self, script: ScriptedTools, real: RemoteTool, tool: BoundTool, workers: Workers) -> None:
         self._script = script
@@ -153,11 +153,11 @@ class _RemoteDoor(RemoteTool):
 
     @property
     def lost(self) -> bool:
-        """The real tool's."""
+        """Whether the real tool's worker is lost."""
         return self._real.lost
 
     async def call(self, arguments: Mapping[str, Any], view: Any, *, seconds: float, what: str) -> Any:
-        """The scripted answer, or the real tool's."""
+        """Return the scripted result, or the real tool's."""
         await self._real.check(arguments, seconds=seconds, what=what)
         answer = self._script.take(self._tool.shape.name, arguments)
         if answer is None:
@@ -167,7 +167,7 @@ class _RemoteDoor(RemoteTool):
 
 
 def _said(answer: ScriptedResult) -> Any:
-    """What a scripted tool answers."""
+    """Return the result of a scripted tool."""
     if answer.faulty:
         return _faulted(answer, "tool", f"tool `{answer.tool}`")
     if answer.rewards or answer.facts:
@@ -183,7 +183,7 @@ def _fits(wanted: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> boo
 
 
 def _plain(value: Any) -> Any:
-    """An argument as JSON has it: validation may have made an object of it."""
+    """Return an argument as JSON, because validation may have made an object of it."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     try:
@@ -197,12 +197,12 @@ def _json(value: Any) -> str:
 
 
 def _as(model: Any, answer: Any) -> Any:
-    """A scripted answer as the contract that a world returns."""
+    """Convert a scripted answer to the class that real code returns."""
     return model(**{name: getattr(answer, name) for name in model.model_fields})
 
 
 class ScriptedStepAction(StepAction):
-    """`step`, or an action of the spec's own, with some of its answers written down."""
+    """`step`, or an action of the spec's own, with some scripted answers."""
 
     def __init__(self, real: StepAction, answers: Sequence[ScriptedStep | None]) -> None:
         super().__init__(real._services, real.action, real.events)
@@ -222,7 +222,7 @@ class ScriptedStepAction(StepAction):
 
 
 class OutOfTimeAction(Action):
-    """An action that the episode has no time left for, at one visit."""
+    """An action with `episode_seconds` reached at one visit."""
 
     def __init__(self, real: Action, visit: int, seconds: float) -> None:
         self._real = real
@@ -231,7 +231,7 @@ class OutOfTimeAction(Action):
         self.events = real.events
 
     def limit(self, episode: Episode) -> tuple[str, float] | None:
-        """`episode_seconds` at that visit, before every other limit; else the action's own."""
+        """Return `episode_seconds` at that visit, before every other limit; otherwise the action's own limit."""
         self._left -= 1
         return (EPISODE_SECONDS.name, self._seconds) if self._left == 0 else self._real.limit(episode)
 
@@ -257,7 +257,7 @@ class OutOfTimeAction(Action):
 
 
 def script_world(world: World, scenario: Scenario, workers: Workers) -> None:
-    """Put a scenario's answers before an episode's objects. They are closed as ever."""
+    """Wrap an episode's objects with a scenario's answers. The objects are closed as usual."""
     if scenario.user:
         world.user = ScriptedUser(world.user, scenario.user)
     reset, score = scenario.environment.reset, scenario.environment.score
@@ -270,11 +270,11 @@ def script_world(world: World, scenario: Scenario, workers: Workers) -> None:
 def script_actions(
     actions: Mapping[str, Action], scenario: Scenario, episode_seconds: float | None
 ) -> dict[str, Action]:
-    """A scenario's own actions: those that it answers for, and the one that time runs out at."""
+    """Return the actions with a scenario's answers, and with its time limit."""
     changed = dict(actions)
     for state, answers in scenario.steps.items():
         real = changed[state]
-        assert isinstance(real, StepAction)  # `play.problems_of` holds to it
+        assert isinstance(real, StepAction)  # `check_scenario` has checked it
         changed[state] = ScriptedStepAction(real, answers)
     if (late := scenario.out_of_time) is not None:
         changed[late.state] = _late(changed[late.state], late, episode_seconds)

@@ -78,7 +78,7 @@ def test_an_evaluation_measures_and_trains_nothing(spec: Path) -> None:
         "pass@2": 1.0,
     }
     exported = call(export, "latest", "--out", "rows.jsonl")
-    assert exported.output.splitlines()[1] == "none of them trains: this run is an evaluation"
+    assert exported.output.splitlines()[1] == "none of them is trainable: this run is an evaluation"
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     assert [(row["trainable"], row["advantages"]) for row in rows] == [(False, None)] * len(rows)
     assert call(export, "latest", "--out", "none.jsonl", "--trainable-only").output.startswith("0 rows: ")
@@ -132,7 +132,7 @@ def test_a_run_is_scored_again_shown_and_exported(spec: Path) -> None:
         "6 episodes scored as `moved`: 6 changed, 0 failed · mean reward +0.900 -> +0.900"
     )
     table = call(show, "latest").output
-    assert "Scored by other rules too: --score moved" in table
+    assert "Other scores: --score moved" in table
     told = call(show, "latest", "t0/0", "--score", "moved").output
     assert "correct +0.250, reward -0.100" in told
     assert "correct +0.250" not in call(show, "latest", "t0/0").output

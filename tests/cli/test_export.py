@@ -108,7 +108,7 @@ def test_another_credit_is_taken_from_the_command_line(runs: Path, tmp_path: Pat
 def test_groups_that_are_not_whole_are_told(tmp_path: Path) -> None:
     asyncio.run(fill(tmp_path, whole=False))
     assert call(tmp_path, "demo").output.splitlines()[1] == (
-        "1 tasks have episodes that are not done: their advantages are over those that are"
+        "1 tasks have episodes that are not done: their advantages are computed from the episodes that are done"
     )
 
 

@@ -241,4 +241,4 @@ def test_a_wrong_command_line_exits_with_2(command: str, arguments: list[str], w
 def test_a_resume_refuses_a_limit() -> None:
     result = CliRunner().invoke(app, ["run", "--resume", "latest", "--limit", "2"])
     assert result.exit_code == 2
-    assert "--resume finishes a run as it was begun; leave out SPEC, --set and --limit" in result.output
+    assert "--resume continues a run with its own spec; leave out SPEC, --set and --limit" in result.output

@@ -9,8 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from engine.cli.episode_report import moves
 from engine.cli.show import show
-from engine.cli.telling import moves
 from engine.rewards.ledger import Ledger
 from engine.schemas.environment import Reset, Task, UserTurn
 from engine.schemas.generation import FinishReason, Generation
@@ -132,7 +132,7 @@ def test_without_an_episode_it_is_a_table_of_all(runs: Path) -> None:
     assert shown[4:] == [
         "sum/2 broken off GENERATING",
         "2 of 3 episodes done · mean reward 0.550 · 1 solved · 1 failed",
-        f"One of them: engine show {RUN} sum/1",
+        f"To show one: engine show {RUN} sum/1",
     ]
 
 

@@ -256,7 +256,7 @@ def test_the_imported_spec_is_valid_and_is_never_written_over(tmp_path: Path) ->
     assert loaded.spec.limits.user_turns is None
     again = runner.invoke(import_app, ["verl", str(tmp_path / "config.yaml")])
     assert again.exit_code == 1
-    assert "is there already" in again.output
+    assert "exists already" in again.output
 
 
 @pytest.mark.parametrize("missing", ["model", "rows", "interactions"])

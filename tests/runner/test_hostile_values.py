@@ -20,7 +20,7 @@ from rich.console import Console
 
 from engine.backends.registry import open_backend
 from engine.cli.console import SafeConsole
-from engine.cli.telling import tell_done
+from engine.cli.episode_report import print_finished
 from engine.runner.replay import Replayer
 from engine.runner.run import Runner
 from engine.spec.load import load_spec
@@ -149,7 +149,7 @@ async def read_everything(folder: Path) -> dict[str, Any]:
             assert replayed.difference is None, (row.id, replayed.difference)
             out = io.StringIO()
             console: Console = SafeConsole(file=out, width=2000, markup=False)
-            tell_done(console, trajectory, row)
+            print_finished(console, trajectory, row)
             assert visible(out.getvalue()) == out.getvalue()
             assert store.journal(row.id)
         lines, table = folder / "rows.jsonl", folder / "rows.parquet"

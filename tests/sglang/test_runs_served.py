@@ -121,7 +121,9 @@ def test_the_rows_of_a_run_are_what_the_server_says_it_sampled(
     assert {trajectory.outcome.failure for trajectory in trajectories} == {None}
 
     # every prompt was compared with the one that the server worked on
-    assert f"Certificate: {len(turns)} prompts compared with what the server worked on, 0 differ, 0 could not" in out
+    assert (
+        f"Certificate: {len(turns)} prompts compared with the prompt that the server used, 0 differ, 0 could not" in out
+    )
     certificate = json.loads((folder / "backend.json").read_text())["certificate"]
     assert certificate == {"turns_checked": len(turns), "turns_unchecked": 0, "prompt_mismatches": 0}
 

@@ -1,4 +1,4 @@
-"""How an episode is told on a terminal: what was said, what it earned, and who moved which reward."""
+"""Prints an episode on a terminal: its messages, its rewards, and who moved which reward."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _STYLES = {"system": "dim", "user": "green", "assistant": "cyan", "tool": "yello
 
 
 def status(row: EpisodeRow, run: str) -> str:
-    """An episode's status, given its run's: one that was under way when the run ended is broken off."""
+    """Return an episode's status, given its run's: an episode that was running when the run ended is interrupted."""
     return "broken off" if row.status == "running" and run != "running" else row.status
 
 
 def ended(row: EpisodeRow) -> str:
-    """How a finished episode ended, in a word or two."""
+    """Return how a finished episode ended, in a word or two."""
     if row.failure is not None:
         return f"failed: {row.failure} ({row.blame})"
     if row.limit is not None:
@@ -37,7 +37,7 @@ def ended(row: EpisodeRow) -> str:
 
 
 def row_style(row: EpisodeRow) -> str:
-    """The colour of an episode's line."""
+    """Return the colour of an episode's line."""
     if row.failure is not None:
         return "red"
     if row.status != "done":
@@ -45,14 +45,14 @@ def row_style(row: EpisodeRow) -> str:
     return "green" if row.solved else ""
 
 
-def tell_done(console: Console, trajectory: Trajectory, row: EpisodeRow) -> None:
-    """A finished episode, whole."""
+def print_finished(console: Console, trajectory: Trajectory, row: EpisodeRow) -> None:
+    """Print a finished episode."""
     from rich.text import Text
 
     outcome = trajectory.outcome
     console.print(Text.assemble((trajectory.episode_id, "bold"), f" · {ended(row)}", _rest(outcome, trajectory, row)))
     spoken = sum(message.role == "assistant" for message in trajectory.messages)
-    before = max(0, spoken - len(trajectory.turns))  # few-shot examples are no turns
+    before = max(0, spoken - len(trajectory.turns))  # assistant messages of few-shot examples are not turns
     told = moves(trajectory.postings)
     count = 0
     for message in trajectory.messages:
@@ -80,9 +80,9 @@ def tell_done(console: Console, trajectory: Trajectory, row: EpisodeRow) -> None
 
 
 def moves(postings: Sequence[Posting]) -> dict[int, list[str]]:
-    """By the turn that was newest when it happened: who moved or wrote which reward, and why, a line each.
+    """Describe who moved or wrote which reward and why, one line each, by the turn that was newest when it happened.
 
-    A transfer's postings stand side by side in the ledger and sum to zero: they are told as one.
+    A transfer's postings are adjacent in the ledger and sum to zero: they become one line.
     """
     told: dict[int, list[str]] = {}
     moving: list[Posting] = []
@@ -103,7 +103,7 @@ def moves(postings: Sequence[Posting]) -> dict[int, list[str]]:
 
 
 def _moved(postings: Sequence[Posting]) -> str:
-    """One transfer in words."""
+    """Describe one transfer."""
     first = postings[0]
     paid = sorted({posting.turn for posting in postings if posting.delta < 0})
     got = sorted({posting.turn for posting in postings if posting.delta > 0})
@@ -119,7 +119,7 @@ def _turns(turns: Sequence[int]) -> str:
 
 
 def _by(posting: Posting) -> str:
-    """Who, and why."""
+    """Return the source and cause of a posting."""
     return f" · {posting.source}" + (f": {posting.cause}" if posting.cause else "")
 
 
@@ -192,7 +192,7 @@ def _place(posting: Posting) -> str:
 
 
 def ledger_table(postings: Sequence[Posting]) -> Table:
-    """Every step of the ledger: who moved what, when and why."""
+    """Return a table of all postings of the ledger: who moved what, when and why."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -234,8 +234,8 @@ def _path(path: Sequence[tuple[str, str, str]]) -> str:
     return path[0][0] + "".join(f" –{event}→ {dest}" for _, event, dest in path)
 
 
-def tell_unfinished(console: Console, row: EpisodeRow, journal: Sequence[JournalEntry], run: str) -> None:
-    """An episode that is not done: the steps that it has taken. `run` is the run's status."""
+def print_unfinished(console: Console, row: EpisodeRow, journal: Sequence[JournalEntry], run: str) -> None:
+    """Print the steps of an episode that is not done. `run` is the run's status."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -253,7 +253,7 @@ def tell_unfinished(console: Console, row: EpisodeRow, journal: Sequence[Journal
 
 
 def what_happened(entry: JournalEntry) -> Text:
-    """A journal entry in a few words."""
+    """Describe a journal entry in a few words."""
     from rich.text import Text
 
     from engine.schemas.journal import (
