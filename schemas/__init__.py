@@ -1,1 +1,1 @@
-"""The contracts: Pydantic models, no I/O, no torch, nothing of the engine."""
+"""The public data classes: no I/O, no torch, no import of other engine modules."""

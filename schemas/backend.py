@@ -116,9 +116,9 @@ class LocalBackendSpec(BackendBase):
     """A reply's ids and log-probs are bit-identical in any batch, and after a restart. About half as fast
     in full batches; proved for the model and machine at the start, or refused."""
     max_batch: int = Field(default=32, ge=1)
-    """Most sequences in one forward pass."""
+    """Maximum number of sequences in one forward pass."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads for torch; its own choice when left out."""
+    """CPU threads for torch. Default: torch's choice."""
 
     @property
     def half_precision(self) -> str | None:
@@ -136,26 +136,26 @@ class SGLangBackendSpec(BackendBase):
 
     kind: Literal["sglang"] = "sglang"
     urls: list[str] = Field(min_length=1)
-    """One for each server, such as `http://127.0.0.1:30000`."""
+    """The URL of each server, such as `http://127.0.0.1:30000`."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the API key."""
     router: bool = False
-    """The URL is an sglang-router; what it drops is checked at the start."""
+    """The URL is an sglang-router; the start checks which fields it drops."""
     timeout: Seconds = 600.0
-    """Deadline for one reply, tries and all. Time in which no server can be asked does not count."""
+    """Deadline for one reply, including retries. Time in which no server can be reached does not count."""
     try_timeout: Seconds | None = None
-    """Deadline for one try, after which the reply is asked for again, elsewhere if possible; half of `timeout` when left out."""
+    """Deadline for one try, after which the request is sent again, to another server if possible. Default: half of `timeout`."""
     retries: int = Field(default=4, ge=0)
     """Tries after the first, on broken connections, bad replies and 5xx. A server that cannot be reached or answers 429,
     502, 503 or 504 uses up no try."""
     wait: Seconds = 600.0
     """How long a run waits while no server replies; then it stops, and can be resumed. No episode fails for an outage."""
     adapter: str | None = None
-    """Name of a LoRA adapter that is loaded in the servers; left out, the base model samples."""
+    """Name of a LoRA adapter that is loaded in the servers. Default: the base model samples."""
     health_timeout: Seconds = 30.0
-    """A server that has requests and says nothing for so long is asked whether it is there."""
+    """A server that has requests and sends nothing for this time is probed."""
     interrupted: Literal["resume", "report"] = "resume"
-    """A reply that the server cuts short (its weights are updated): sample the rest, or hand it on as aborted."""
+    """Whether to sample the rest of a reply that the server aborts (during a weight update), or to end it as aborted."""
     verify: bool = False
     """Load the model here, at the start, and compare one prompt's log-probs (with an image, for a model that takes some) with
     each server's."""
@@ -177,7 +177,7 @@ class SGLangBackendSpec(BackendBase):
 
 
 class OpenAIBackendSpec(BackendBase):
-    """Any OpenAI-compatible chat endpoint: text alone, so its rows do not train."""
+    """Any OpenAI-compatible chat endpoint. It returns only text, so its rows are not trainable."""
 
     runtime: ClassVar[str] = "engine.backends.openai:OpenAIBackend"
     exact_ids: ClassVar[bool] = False
@@ -200,9 +200,9 @@ class OpenAIBackendSpec(BackendBase):
     model: str
     api_key_env: str | None = None
     timeout: Seconds = 600.0
-    """Deadline for one reply, tries and all. Time in which the endpoint cannot be asked does not count."""
+    """Deadline for one reply, including retries. Time in which the endpoint cannot be reached does not count."""
     try_timeout: Seconds | None = None
-    """Deadline for one try, after which the reply is asked for again; half of `timeout` when left out."""
+    """Deadline for one try, after which the request is sent again. Default: half of `timeout`."""
     retries: int = Field(default=4, ge=0)
     """Tries after the first, on broken connections, bad replies and 5xx. An endpoint that cannot be reached or answers 429,
     502, 503 or 504 uses up no try."""

@@ -1,4 +1,4 @@
-"""What the public data classes share.
+"""The base classes of the public data classes.
 
 There are two kinds, and each class is one of them:
 
@@ -86,11 +86,11 @@ _UNIT = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_seconds(value: Any) -> Any:
-    """`"500ms"`, `"5s"`, `"2m"`, `"1h"` or a plain number of seconds -> seconds."""
+    """Convert `"500ms"`, `"5s"`, `"2m"`, `"1h"` or a plain number of seconds to seconds."""
     if isinstance(value, str):
         match = _SECONDS.match(value)
         if match is None:
-            raise ValueError(f"{value!r} is no duration; write 500ms, 5s, 2m, 1h or seconds")
+            raise ValueError(f"{value!r} is not a duration; write 500ms, 5s, 2m, 1h or seconds")
         return float(match.group(1)) * _UNIT[match.group(2)]
     return value
 
@@ -117,7 +117,7 @@ _BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2*
 
 
 def parse_bytes(value: Any) -> Any:
-    """`"64kB"`, `"512MB"`, `"1.5GiB"` or a plain number of bytes -> bytes."""
+    """Convert `"64kB"`, `"512MB"`, `"1.5GiB"` or a plain number of bytes to bytes."""
     if isinstance(value, str):
         match = _SIZE.match(value)
         if match is None:

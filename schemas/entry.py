@@ -17,7 +17,7 @@ and must answer the same. `external`: it cannot be called again, so the episode 
 
 
 class Entry(Contract):
-    """Something of the user's own, by entry point."""
+    """An object of your own, by entry point."""
 
     use: str = Field(min_length=1)
     """`package.module:Name`."""
@@ -26,20 +26,20 @@ class Entry(Contract):
 
 
 class IsolationSpec(Contract):
-    """Where code of the spec runs, and what it may use there. A key that is left out is the spec's `isolation`'s."""
+    """Where code of the spec runs, and its limits there. The default of each key is the value of the spec's `isolation`."""
 
     mode: Literal["thread", "process"] | None = None
     """`thread`: in the engine's process. `process`: each object in a worker process, which is killed at a deadline."""
     memory: Bytes | None = None
-    """Most memory of one worker process; 4GB when left out."""
+    """Maximum memory of one worker process. Default: 4GB."""
     cpu: Seconds | None = None
-    """Most CPU time of one call; its deadline alone when left out."""
+    """Maximum CPU time of one call. Default: only its deadline."""
     output: Bytes | None = None
-    """Most bytes that one call may print, and most bytes of its answer; 16MB when left out."""
+    """Maximum bytes that one call may print, and maximum bytes of its answer. Default: 16MB."""
     processes: int | None = Field(default=None, ge=1)
-    """Most processes and threads of one worker, itself included; 256 where the engine runs as root, no limit elsewhere."""
+    """Maximum number of processes and threads of one worker, including itself. Default: 256 if the engine runs as root, else no limit."""
     workers: int | None = Field(default=None, ge=1)
-    """Most worker processes at once: others wait. Left out: 64 for functions, one for each object of a live episode."""
+    """Maximum number of worker processes at once; further calls wait. Default: 64 for functions, one per object of a running episode."""
     user: str | None = Field(default=None, min_length=1)
     """The system user of the workers, where the engine runs as root; `engine` is the engine's own. Left out: an
     unprivileged uid for each worker."""

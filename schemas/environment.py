@@ -1,8 +1,8 @@
-"""The worlds that an episode talks to: environments, tools, simulated users.
+"""The interfaces of environments, tools and simulated users.
 
-Every method may be plain or `async`. Plain ones run in a thread, so a slow one holds up nobody.
-Each call has a deadline. What they return is journaled; what they raise becomes a typed failure
-of that one episode.
+Every method may be plain or `async`. Plain methods run in a thread, so a slow one delays no other episode.
+Each call has a deadline. Their answers are journaled; an exception becomes a typed failure
+of their own episode.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ class Task(Contract):
     fields: dict[str, Any]
     """The row, after `tasks.map`."""
     user: str | None = None
-    """Which of the spec's `users` it has."""
+    """The name of its user among the spec's `users`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeView:
-    """What a world may see of an episode: read-only, and the same object for every call of a turn."""
+    """A read-only view of an episode for environments, tools and users; the same object for every call of a turn."""
 
     episode_id: str
     task: Task
     seed: int
     """The episode's seed, in [0, 2**63)."""
     messages: Sequence[Message]
-    """Everything said so far, prompt included."""
+    """All messages so far, including the prompt."""
     turn: int
     """The newest assistant turn, from 0; -1 before the first."""
     user_turn: int
-    """How many user turns have been taken."""
+    """Number of user turns so far."""
     calls: Sequence[ToolCall]
-    """Calls of the newest assistant turn."""
+    """Tool calls of the newest assistant turn."""
     malformed: Sequence[MalformedCall]
-    """Attempts at calls in the newest assistant turn that could not be read."""
+    """Tool calls of the newest assistant turn that could not be parsed."""
     finish: str
     """How the newest assistant turn ended: `stop`, `length` or `abort`; empty before the first."""
     facts: Mapping[str, Any]
-    """What the worlds have told so far."""
+    """The facts that environment, tools and user have returned so far."""
     rewards: Sequence[float]
-    """The reward of each assistant turn so far, all names summed."""
+    """The reward of each assistant turn so far, summed over all names."""
     written: str = ""
     """The newest reply as it was sampled, with calls and reasoning, without the token that ended it. Only for adapters whose
     library reads replies so; empty for others."""
@@ -74,47 +74,47 @@ class EpisodeView:
 
 
 class Reset(Contract):
-    """What an environment answers to `reset`."""
+    """The answer of an environment to `reset`."""
 
     messages: list[Message] = Field(default_factory=list)
-    """Said after the spec's `prompt`, before the first turn."""
+    """Messages after the spec's `prompt`, before the first turn."""
     facts: dict[str, Any] = Field(default_factory=dict)
 
 
 class Step(Contract):
-    """What an environment answers to `step`, or a custom action to its call."""
+    """The answer of an environment to `step`, or of a custom action to its call."""
 
     event: str
     """One of the events that the action declares."""
     messages: list[Message] = Field(default_factory=list)
-    """What the model is shown next; never role `assistant`."""
+    """Messages that the model sees next; never of role `assistant`."""
     rewards: list[RewardEvent] = Field(default_factory=list)
     facts: dict[str, Any] = Field(default_factory=dict)
 
 
 class UserTurn(Contract):
-    """What a (simulated) user answers."""
+    """The answer of a (simulated) user."""
 
     content: str | list[ContentPart] = ""
-    """What the model is shown. Needed unless `satisfied`."""
+    """The message that the model sees. Required unless `satisfied`."""
     satisfied: bool = False
-    """The user wants nothing more: the conversation ends."""
+    """Whether the user ends the conversation."""
     solved: bool = False
-    """The task is solved as of this turn; guards read it as `feedback.solved`."""
+    """Whether the task is solved at this turn; guards read it as `feedback.solved`."""
     rewards: list[RewardEvent] = Field(default_factory=list)
     """Rewards for this and, by address, for earlier turns: a user may reassign them."""
     facts: dict[str, Any] = Field(default_factory=dict)
-    """What guards may read as `feedback.<name>` and `facts.<name>`."""
+    """Values that guards read as `feedback.<name>` and `facts.<name>`."""
     tokens: int = 0
-    """Tokens that a model sampled for it, where a model plays the user; they are never trained."""
+    """Number of tokens that a model-played user sampled; they are never trained on."""
     recover: Literal["wrong", "no_answer"] | None = None
-    """What is the matter with the reply: the spec's template `recover.<this>`, where it has one, is said instead of `content`."""
+    """The kind of problem of the reply: if the spec has a text `recover.<this>`, the model sees that text instead of `content`."""
     fields: dict[str, Any] = Field(default_factory=dict)
-    """What that template's `{{fields}}` are filled with."""
+    """Values of the `{{fields}}` of that text."""
 
 
 def action(*events: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare a function as an action of a spec's own, and the events that it may end with.
+    """Declare a function as a custom action, with the events that it may return.
 
         @action("condensed")
         def condense(view: EpisodeView, keep: int = 2) -> Step: ...
@@ -130,7 +130,7 @@ def action(*events: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class ToolReply(Contract):
-    """What a tool may return instead of a plain value, to write rewards or facts, or show images."""
+    """The answer of a tool that writes rewards or facts, or returns images; other tools return a plain value."""
 
     content: str | list[ContentPart]
     rewards: list[RewardEvent] = Field(default_factory=list)
@@ -139,20 +139,20 @@ class ToolReply(Contract):
 
 @runtime_checkable
 class Environment(Protocol):
-    """The world of one episode. A fresh object is built for each.
+    """The environment of one episode. A new object is built for each episode.
 
     `step(view) -> Step`, `score(view) -> list[RewardEvent]`, `tools() -> list[callable]` and
     `close()` are optional: an environment that has them is asked.
     """
 
     def reset(self, task: Task, seed: int) -> Reset | Awaitable[Reset]:
-        """Begin: the same task and seed must give the same answer."""
+        """Begin an episode. The same task and seed must give the same answer."""
         ...
 
 
 @runtime_checkable
 class User(Protocol):
-    """A simulated user. A fresh object is built for each episode. `close()` is optional.
+    """A simulated user. A new object is built for each episode. `close()` is optional.
 
     One that sets `UserTurn.recover` may say so in a class attribute `recover_fields`, such as
     `{"wrong": ("answer", "tries")}`: then `engine validate` checks the spec's templates against it.

@@ -22,42 +22,42 @@ from engine.schemas.world import EnvironmentSpec, ToolSpec
 
 
 class RolloutSpec(Contract):
-    """How many episodes run, and how many at once."""
+    """Number of episodes, and how many run at once."""
 
     samples_per_task: int = Field(default=1, ge=1)
-    """Episodes of each task: one group."""
+    """Episodes per task: the size of a group."""
     concurrency: int = Field(default=64, ge=1)
-    """Generations in flight. A waiting tool or user holds none."""
+    """Maximum number of generations at once. An episode that waits for a tool or a user does not count."""
     live_episodes: int | None = Field(default=None, ge=1)
-    """Episodes begun and not yet done; twice `concurrency` when left out."""
+    """Maximum number of running episodes. Default: twice `concurrency`."""
     seed: int = Field(default=0, ge=0)
-    """Every episode's seed, and through it every turn's, derives from it."""
+    """The seed from which the seeds of all episodes and turns are derived."""
     salt: int = Field(default=0, ge=0)
-    """Changes the sampling seed of every turn and nothing else: what a fork samples anew with."""
+    """Changes only the sampling seed of every turn. A fork uses it to sample other replies."""
     out: str = "runs"
-    """Folder that runs are stored under, relative to where the engine is started."""
+    """Folder in which runs are stored, relative to the current folder."""
 
 
 class EpisodeSpec(Contract):
-    """One episode, declared. `engine validate` checks it, `engine run` runs it."""
+    """The declaration of an episode. `engine validate` checks it, `engine run` runs it."""
 
     spec: Literal["episode/v1"]
     """Version of this format."""
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Names the run's folder."""
+    """Name of the spec, with which the names of its runs begin."""
     description: str = ""
     model: ModelSpec
     backend: BackendSpec = Field(default_factory=LocalBackendSpec)
     sampling: SamplingParams = Field(default_factory=SamplingParams)
     tasks: TasksSpec
     prompt: list[PromptMessage] | PromptField = Field(default_factory=list)
-    """How each episode begins: messages for all tasks, or `{field: messages}`, the task's own. The environment's messages
-    follow."""
+    """The first messages of each episode: the same for all tasks, or `{field: messages}` for the task's own. The environment's
+    messages follow."""
     environment: EnvironmentSpec | None = None
     tools: list[ToolSpec] = Field(default_factory=list)
     user: UserSpec | None = None
     users: dict[str, UserSpec] = Field(default_factory=dict)
-    """Several users by name, instead of `user`: `tasks.user` says which of them a task has."""
+    """Several users by name, instead of `user`; `tasks.user` selects the user of a task."""
     machine: MachineSpec = Field(default_factory=lambda: MachineSpec(preset="tools_and_user"))
     limits: LimitsSpec = Field(default_factory=LimitsSpec)
     rewards: RewardsSpec = Field(default_factory=RewardsSpec)
@@ -67,7 +67,7 @@ class EpisodeSpec(Contract):
     (when left out) or `process`."""
     rollout: RolloutSpec = Field(default_factory=RolloutSpec)
     train: TrainSpec | None = None
-    """How `engine train` has the model learn; everything else leaves it alone."""
+    """The settings of `engine train`; other commands ignore them."""
 
     @property
     def messages(self) -> list[PromptMessage]:
@@ -81,13 +81,13 @@ class EpisodeSpec(Contract):
 
     @property
     def users_by_name(self) -> dict[str, UserSpec]:
-        """Every user by name; the one of `user` has the empty name."""
+        """Return every user by name; the user of `user` has the empty name."""
         return {"": self.user} if self.user is not None else self.users
 
     def isolation_of(
         self, own: IsolationSpec | None, otherwise: Literal["thread", "process"] = "thread"
     ) -> IsolationSpec:
-        """Where something runs whose own key `isolation` is `own`; `otherwise`: where neither it nor the spec says it."""
+        """Return the isolation of an object whose own key `isolation` is `own`; `otherwise` is the mode if neither it nor the spec sets one."""
         whole = (own or IsolationSpec()).over(self.isolation)
         if whole.mode is not None:
             return whole

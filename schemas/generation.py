@@ -1,4 +1,4 @@
-"""What is asked of a backend, and what it answers: token ids in, token ids out."""
+"""The request to a backend and its reply: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SamplingParams(Contract):
     temperature: float = Field(default=1.0, ge=0.0)
     """0 is greedy. Log-probs are those of softmax(logits / temperature), before top-p and top-k."""
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens in one reply; `limits.turn_tokens` caps it."""
+    """Maximum number of tokens of one reply; `limits.turn_tokens` bounds it too."""
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
     top_k: int | None = Field(default=None, ge=-1)
     """-1 is the whole vocabulary."""
@@ -31,12 +31,12 @@ class SamplingParams(Contract):
     stop: list[str] = Field(default_factory=list)
     """Strings that end a reply. The tokens that make up the string stay on the tape."""
     stop_token_ids: list[int] = Field(default_factory=list)
-    """Token ids that end a reply, beside the chat format's own."""
+    """Token ids that end a reply, in addition to those of the chat format."""
     stop_regex: list[str] = Field(default_factory=list)
     """Regular expressions that end a reply (SGLang only)."""
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    """Affects a backend's text alone; the engine reads ids."""
+    """Affects only a backend's text; the engine reads ids."""
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     json_schema: str | None = None
@@ -62,7 +62,7 @@ class SamplingParams(Contract):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest(Struct):
-    """One reply that is asked of a backend."""
+    """A request for one reply of a backend."""
 
     episode_id: str
     """Requests of one episode share a prefix: backends keep them together."""
@@ -71,11 +71,11 @@ class GenerateRequest(Struct):
     """The whole prompt, int32 [tokens]."""
     sampling: SamplingParams
     max_new_tokens: Annotated[int, Field(ge=1)]
-    """What limits leave for this reply; never more than the context can hold."""
+    """Maximum number of tokens of this reply, from the limits; never more than fit the context."""
     stop_token_ids: list[int]
-    """The chat format's stop ids together with the spec's."""
+    """The stop ids of the chat format and of the spec."""
     banned_token_ids: list[int] = field(default_factory=list)
-    """Ids that must not be sampled (image placeholders, say)."""
+    """Ids that must not be sampled, for example image placeholders."""
     seed: int
     """Sampling seed of this turn, in [0, 2**63)."""
     images: list[ImagePart] = field(default_factory=list)
@@ -98,7 +98,7 @@ class FinishReason(Struct):
 
     type: Literal["stop", "length", "abort"]
     matched: int | str | None = None
-    """For `stop`: the stop id or string that was met; None where the backend does not say."""
+    """For `stop`: the stop id or string that ended the reply; None if the backend does not say."""
     message: str | None = None
     """For `abort`: the backend's reason."""
 
@@ -117,7 +117,7 @@ class Generation(Struct):
     """A backend's reply, exact to the token."""
 
     output_ids: IntArray
-    """Sampled ids, the stop token included where one was sampled. int32 [tokens]."""
+    """Sampled ids, including a sampled stop token. int32 [tokens]."""
     logprobs: FloatArray
     """log p of each sampled id under softmax(logits / temperature). float32 [tokens]."""
     finish: FinishReason
@@ -132,7 +132,7 @@ class Generation(Struct):
     queue_seconds: float = 0.0
     """Part of `seconds` that was spent waiting for a slot in the backend."""
     text: str | None = None
-    """For a backend that answers in text alone (`openai`); ids are then empty, and the row is not trainable."""
+    """The reply of a backend that returns only text (`openai`); ids are then empty, and the row is not trainable."""
 
     @model_validator(mode="after")
     def _aligned(self) -> Generation:

@@ -1,8 +1,8 @@
 """Journal records: everything that the spec and the seed do not determine.
 
-An action is two halves. `perform` talks to the world and returns a record; `apply` feeds the record
-to the episode, and is pure. The record is what is written down, so a trace, a resume, a replay and a
-fork are one thing: apply the records again.
+An action has two halves. `perform` does the I/O and returns a record; `apply` applies the record
+to the episode, and is pure. The record is stored, so a trace, a resume, a replay and a
+fork use one mechanism: they apply the records again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from engine.schemas.trajectory import Blame, Failure
 
 
 class RecordBase(Struct):
-    """What the store asks of every record."""
+    """The base class of all records."""
 
     __slots__ = ()
     blame: ClassVar[Blame] = "environment"
-    """Whose fault it is where the record holds what cannot be stored."""
+    """The blame if the record has a value that cannot be stored."""
 
     def answers(self) -> Mapping[str, Any] | None:
-        """The values of any JSON form that code outside the engine gave, by their place; None where it gave nothing.
+        """Return the free-form JSON values that code outside the engine returned, by their place; None if there are none.
 
         A record with answers is validated once more when it is stored, and the episode goes on with what a reader would get.
         """
@@ -91,7 +91,7 @@ class UserRecord(RecordBase):
     kind: Literal["user"] = "user"
     turn: UserTurn
     canned: bool = False
-    """True where the engine answered in the user's place (a malformed call)."""
+    """Whether the engine answered in the user's place (to a malformed call)."""
 
     def answers(self) -> Mapping[str, Any]:
         """Facts, and fields of templates."""
@@ -124,19 +124,19 @@ class ScoreRecord(RecordBase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitRecord(RecordBase):
-    """A limit was met: before an action began or, for `episode_seconds`, while it waited."""
+    """A limit was reached: before an action began or, for `episode_seconds`, while it waited."""
 
     kind: Literal["limit"] = "limit"
     limit: str
     value: float
-    """What had been reached."""
+    """The count that was reached."""
     began: bool = False
-    """The action had begun: the episode's time was over before it had an answer."""
+    """Whether the action had begun: the episode's time ended before it had a result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureRecord(RecordBase):
-    """An action could not be carried out."""
+    """An action failed."""
 
     kind: Literal["failure"] = "failure"
     failure: Failure
@@ -152,16 +152,16 @@ Record = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEntry(Struct):
-    """One step of one episode: a record, and where it led."""
+    """One step of an episode: a record, its event and the next state."""
 
     seq: int
     """Position in the episode's journal, from 0."""
     state: str
-    """Where the episode stood."""
+    """The state of the episode before this step."""
     event: str
-    """What the record meant; empty in a final state."""
+    """The event of the record; empty in a final state."""
     dest: str
-    """Where the event led."""
+    """The state to which the event led."""
     record: Record
     at: float
     """Unix time at which the action began."""

@@ -8,23 +8,23 @@ from engine.schemas.base import Contract, Seconds
 
 
 class LimitsSpec(Contract):
-    """What one episode may cost. Checked before each action, in the order of these fields."""
+    """Limits on one episode. They are checked before each action, in the order of these fields."""
 
     episode_seconds: Seconds | None = 600.0
     """Wall time of the whole episode."""
     assistant_turns: int | None = Field(default=8, ge=1)
-    """Turns that the model may take."""
+    """Maximum number of turns of the model."""
     images: int | None = Field(default=None, ge=1)
-    """Images that the conversation may hold when the model is asked."""
+    """Maximum number of images in the conversation when the model is called."""
     episode_tokens: int | None = Field(default=None, ge=1)
     """Tokens of the current branch: prompt, replies, and the closing tokens and messages between them. A reply is cut at
     exactly this length. The model's context when left out."""
     turn_tokens: int = Field(default=512, ge=1)
-    """Tokens that the model may sample in one turn."""
+    """Maximum number of tokens that the model samples in one turn."""
     tool_calls: int | None = Field(default=16, ge=1)
-    """Calls of tools. Calls beyond it inside one turn are answered with an error."""
+    """Maximum number of tool calls. Further calls in the same turn get an error result."""
     user_turns: int | None = Field(default=8, ge=1)
-    """Answers of the user."""
+    """Maximum number of answers of the user."""
     tool_seconds: Seconds = 30.0
     """Deadline for one tool call."""
 

@@ -10,20 +10,20 @@ from engine.schemas.base import Contract, Seconds
 
 
 class StateSpec(Contract):
-    """One state: what is done in it."""
+    """A state and its action."""
 
     action: str | None = None
     """`reset`, `generate`, `call_tools`, `ask_user`, `step`, `score`, or `package.module:action` of your own."""
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """For an action of your own: its keyword arguments."""
     final: bool = False
-    """The episode ends here."""
+    """Whether the episode ends in this state."""
     timeout: Seconds | None = None
     """Deadline for an action of your own."""
 
 
 class TransitionSpec(Contract):
-    """Where an event leads. Of several for one (source, trigger), the first whose condition holds is taken."""
+    """A transition. Of several transitions with one (source, trigger), the first whose condition holds is taken."""
 
     trigger: str | list[str]
     """The event, or several."""
@@ -31,7 +31,7 @@ class TransitionSpec(Contract):
     """The state, or several; `"*"` is every state that is not final."""
     dest: str
     conditions: str | None = None
-    """One CEL expression; left out, the transition is always taken."""
+    """A CEL expression. Without one, the transition is always taken."""
 
     @property
     def triggers(self) -> list[str]:
@@ -48,12 +48,12 @@ Preset = Literal["single_turn", "tools", "tools_and_user", "retry_with_feedback"
 
 
 class MachineSpec(Contract):
-    """The state machine: a preset, a preset with changes, or one's own."""
+    """The state machine: a preset, a preset with changes, or your own."""
 
     preset: Preset | None = None
-    """Begin with this one; the states below are added, and the transitions below are tried first."""
+    """The preset to begin with; the states below are added, and the transitions below are tried first."""
     initial: str | None = Field(default=None, min_length=1)
-    """The first state; the preset's when left out."""
+    """The first state. Default: that of the preset."""
     states: dict[str, StateSpec] = Field(default_factory=dict)
     transitions: list[TransitionSpec] = Field(default_factory=list)
 

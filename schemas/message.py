@@ -1,4 +1,4 @@
-"""Messages: what is said in an episode, by whom, and the tools that are called."""
+"""Messages of a conversation, their parts, tool calls and tool results."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class TextPart(Contract):
 
 
 class ImagePart(Contract):
-    """An image inside a message's content, by reference: pixels live in the run store."""
+    """An image in a message's content, by reference; the image itself is in the run store."""
 
     type: Literal["image"] = "image"
     image: str
     """`sha256:<hex>` once it is in the run store; before that a path, `file://` or `data:` URI."""
     mime: str | None = None
-    """Media type such as `image/png`, where it is known."""
+    """Media type such as `image/png`, if it is known."""
     width: int | None = Field(default=None, gt=0)
-    """Pixels across, where it is known."""
+    """Width in pixels, if it is known."""
     height: int | None = Field(default=None, gt=0)
-    """Pixels down, where it is known."""
+    """Height in pixels, if it is known."""
 
 
 _UNSUPPORTED = {
@@ -66,7 +66,7 @@ _MAGIC = (
 
 
 def image_part(image: Any) -> ImagePart:
-    """An image, in whatever form a world has it, as a part of a message.
+    """Make a message part from an image.
 
         image_part(Image.new("RGB", (64, 64)))   # a PIL image: encoded as PNG, so nothing is lost
         image_part(data)                          # the bytes of a PNG, JPEG, WebP, … file, as they are
@@ -90,12 +90,14 @@ def image_part(image: Any) -> ImagePart:
         buffer = BytesIO()
         image.save(buffer, format="PNG")
         return image_part(buffer.getvalue())
-    raise TypeError(f"a {type(image).__name__} is no image; give a PIL image, a file's bytes, a path or a data: URI")
+    raise TypeError(
+        f"a {type(image).__name__} is not an image; give a PIL image, a file's bytes, a path or a data: URI"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall(Struct):
-    """One call of a tool, as the model asked for it."""
+    """A tool call of the model."""
 
     id: str
     """Unique inside the episode: `call_<turn>_<index>`."""
@@ -107,28 +109,28 @@ class ToolCall(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MalformedCall(Struct):
-    """An attempt at a tool call that could not be read."""
+    """A tool call that could not be parsed."""
 
     raw: str
-    """The text of the attempt, as the model wrote it."""
+    """The text of the call, as the model wrote it."""
     problem: str
-    """What is wrong, in words that the model can act on."""
+    """What is wrong, in a form that helps the model to correct it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult(Struct):
-    """What came of one tool call. A failed call has a result too: none is dropped."""
+    """The result of one tool call. A failed call has a result too."""
 
     call_id: str
     name: str
     content: str | list[ContentPart]
-    """What the model is shown."""
+    """The content that the model sees."""
     error: Literal["timeout", "invalid_arguments", "unknown_tool", "raised", "limit", "malformed"] | None = None
-    """Why the call failed; None when it did not."""
+    """Why the call failed; None if it did not."""
     rewards: list[RewardEvent] = field(default_factory=list)
     """Reward events that the tool wrote, addressed to assistant turns."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What guards may read as `facts.<name>`; later values replace earlier ones."""
+    """Values that guards read as `facts.<name>`; later values replace earlier ones."""
     seconds: float = 0.0
     """Wall time of the call."""
 
@@ -140,9 +142,9 @@ class Message(Struct):
     role: Role
     content: str | list[ContentPart] = ""
     reasoning: str | None = None
-    """The model's reasoning, where its template keeps it apart from the content."""
+    """The model's reasoning, if its template separates it from the content."""
     tool_calls: list[ToolCall] = field(default_factory=list)
-    """Calls that this assistant message makes, in order."""
+    """The tool calls of this assistant message, in order."""
     tool_call_id: str | None = None
     """For role `tool`: the call that this answers."""
     name: str | None = None

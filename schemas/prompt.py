@@ -16,7 +16,7 @@ Words = str | list[ContentPart]
 
 
 class PromptMessage(Contract):
-    """One message of every episode's beginning. `{{field}}` is the task's field."""
+    """A message of the prompt. `{{field}}` is a field of the task."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: Words
@@ -37,14 +37,14 @@ class PromptField(Contract):
 
 
 class RecoverSpec(Contract):
-    """What the model is told when its reply cannot be used: text, or a list of text and image parts.
+    """Messages to the model if its reply cannot be used: text, or a list of text and image parts.
 
     `{{task.question}}` is a field of the task, in all of them. An image's path is relative to the spec.
     """
 
     malformed: Words = DEFAULT_MALFORMED
-    """For a tool call that could not be read. `{{problem}}` is what was wrong, `{{raw}}` the attempt."""
+    """For a tool call that could not be parsed. `{{problem}}` is the error, `{{raw}}` the text of the call."""
     wrong: Words | None = None
-    """For an answer that the user finds wrong, with the fields that the user gives; its own words when left out."""
+    """For an answer that the user finds wrong, with the fields that the user gives. Default: the user's own message."""
     no_answer: Words | None = None
-    """For a reply in which the user finds no answer, likewise."""
+    """For a reply in which the user finds no answer, with the same fields and default."""

@@ -1,4 +1,4 @@
-"""How rewards arise from what environments, tools, users and scorers wrote."""
+"""The section `rewards`: rules that move rewards, the credit method, and the scorer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from engine.schemas.role import ScorerSpec
 
 
 class ReassignRule(Contract):
-    """A rule that moves or writes rewards when a state has done its work."""
+    """A rule that moves or writes rewards after the action of a state."""
 
     at: str = Field(min_length=1)
-    """The state after whose action the rule is tried."""
+    """The state after whose action the rule is applied."""
     when: str | None = None
-    """One CEL expression; left out, the rule always applies."""
+    """A CEL expression. Without one, the rule always applies."""
     op: Literal["add", "set", "transfer"] = "transfer"
     name: str | None = None
     """Which reward; see `RewardEvent.name`."""
@@ -37,7 +37,7 @@ class ReassignRule(Contract):
     discount: float = Field(default=1.0, ge=0.0)
     """For `each`: the factor per turn of distance from the last turn."""
     cause: str = ""
-    """Shown beside the reward; the rule's position when left out."""
+    """Shown with the reward. Default: the rule's position."""
 
     @model_validator(mode="after")
     def _whole(self) -> ReassignRule:
@@ -61,13 +61,13 @@ class ReassignRule(Contract):
 
 
 class RewardsSpec(Contract):
-    """How rewards arise from what the worlds wrote."""
+    """The reward rules, the credit method and the scorer."""
 
     reassign: list[ReassignRule] = Field(default_factory=list)
-    """Tried in order after the state's own rewards are written."""
+    """Rules that are applied in order, after the state's own rewards are written."""
     credit: CreditSpec = Field(default_factory=default_credit)
     """How turn rewards become advantages; `method` selects the method."""
     placement: Literal["last", "spread"] = "last"
     """Where a turn's reward lies in `token_rewards`: on its last sampled token, or in equal parts on all of them."""
     scorer: ScorerSpec | None = None
-    """Asked once at the end, beside the environment's own `score`: `math-verify`, a function, or a model as judge."""
+    """Called once at the end, in addition to the environment's `score`: `math-verify`, a function, or a model as judge."""

@@ -26,11 +26,11 @@ class RoleSpec(Contract):
     """What the user and the scorer share: code by entry point, or a model that plays the role."""
 
     use: str | None = Field(default=None, min_length=1)
-    """`package.module:Name`; left out where a model plays the part."""
+    """`package.module:Name`; not set for a model-played role."""
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
-    """Beside `use`: keyword arguments for its constructor."""
+    """With `use`: keyword arguments of its constructor."""
     timeout: Seconds | None = None
-    """Deadline for one answer: 1m beside `use`, 10m for a model's, when left out."""
+    """Deadline for one answer. Default: 1m with `use`, 10m for a model."""
     model: ModelSpec | None = None
     """Which model plays, and how conversations become its tokens; the policy's own when left out."""
     backend: BackendSpec | None = None
@@ -39,11 +39,11 @@ class RoleSpec(Contract):
     """Weights of the model during a training of the same model. `frozen`: those that the training starts from (with LoRA: the base
     model), so that rewards do not drift with the policy. `policy`: the newest weights of the policy."""
     sampling: SamplingParams = Field(default_factory=SamplingParams)
-    """How it is sampled. Nothing that it says is ever trained."""
+    """Sampling parameters of the role's model. Its replies are never trained on."""
     prompt: list[RoleMessage] = Field(default_factory=list)
     """What the model that plays is told. `{{task.question}}` is a field of the task; `{{reply}}` the policy's newest reply."""
     turn_tokens: int = Field(default=512, ge=1)
-    """Most tokens of one answer that a model gives, its reasoning included."""
+    """Maximum number of tokens of one answer of a model, including reasoning."""
     isolation: IsolationSpec | None = None
     """Where the code of `use`, or of a model's `grader`, runs; the spec's `isolation` when left out."""
 
@@ -85,22 +85,22 @@ class RoleSpec(Contract):
 
 
 class Mark(Contract):
-    """Something that a model-played user writes for the engine's eyes: it is taken out of what the policy is shown."""
+    """A text with which a model-played user signals the engine; it is removed from the message that the policy sees."""
 
     text: str | None = Field(default=None, min_length=1)
-    """This text, wherever it stands."""
+    """The text of the mark, anywhere in the reply."""
     pattern: str | None = Field(default=None, min_length=1)
-    """Or what this regular expression finds."""
+    """Instead of `text`: a regular expression that finds the mark."""
     satisfied: bool = False
-    """Then the user wants nothing more."""
+    """The mark ends the conversation."""
     solved: bool = False
-    """Then the task is solved."""
+    """The mark says that the task is solved."""
     rewards: list[RewardEvent] = Field(default_factory=list)
-    """Then these are written."""
+    """The rewards that the mark writes."""
     reward: str | None = Field(default=None, min_length=1)
-    """Then the number in the pattern's first group is written as a reward of this name."""
+    """Name of a reward whose value is the number in the pattern's first group."""
     facts: dict[str, Any] = Field(default_factory=dict)
-    """Then guards read these as `feedback.<name>` and `facts.<name>`."""
+    """Values of the mark that guards read as `feedback.<name>` and `facts.<name>`."""
 
     @model_validator(mode="after")
     def _whole(self) -> Mark:
@@ -117,7 +117,7 @@ def _groups(pattern: str) -> int:
     try:
         return re.compile(pattern).groups
     except re.error as error:
-        raise ValueError(f"the pattern is no regular expression: {error}") from error
+        raise ValueError(f"the pattern is not a valid regular expression: {error}") from error
 
 
 class ModelUserLimits(Contract):
@@ -126,7 +126,7 @@ class ModelUserLimits(Contract):
     turns: int | None = Field(default=None, ge=1)
     """Answers."""
     tokens: int | None = Field(default=None, ge=1)
-    """Tokens that it may sample; checked before each answer."""
+    """Maximum number of tokens that it samples in one episode; checked before each answer."""
 
 
 class UserSpec(RoleSpec):
@@ -136,9 +136,9 @@ class UserSpec(RoleSpec):
     opener: str = "Hello. How can I help you?"
     """What the policy is taken to have said first, where the dialogue follows the prompt with its roles changed over."""
     marks: list[Mark] = Field(default_factory=list)
-    """What the model writes to end the conversation, call the task solved, or give rewards."""
+    """Texts with which the model ends the conversation, says that the task is solved, or gives rewards."""
     limits: ModelUserLimits = Field(default_factory=ModelUserLimits)
-    """The model's own limits."""
+    """Limits on the model that plays the user."""
     grader: Entry | None = None
     """A user by entry point that judges first: its rewards, facts, `solved` and `satisfied` stand, and the model only
     finds the words. Its own words are `{{verdict}}` in the prompt."""
@@ -150,15 +150,15 @@ class ScorerSpec(RoleSpec):
     use: str | None = Field(default=None, min_length=1)
     """`math-verify`, or `package.module:callable(view) -> list[RewardEvent]`; left out where a model judges."""
     name: str = Field(default="judge", min_length=1)
-    """Of the judge's reward."""
+    """Name of the judge's reward."""
     pattern: str = Field(default=r"(?i)\bscore\W*(-?\d+(?:\.\d+)?)", min_length=1)
     """Regular expression whose first group is the judge's number, where it stands last in the reply."""
     scale: list[float] = Field(default_factory=lambda: [0.0, 1.0], min_length=2, max_length=2)
-    """What the judge's numbers run from and to; the reward runs from 0 to 1."""
+    """Lowest and highest number of the judge; the reward is scaled to [0, 1]."""
     turns: Literal["last", "each"] = "last"
     """Whether the episode's last reply is judged, or each of them."""
     tries: int = Field(default=2, ge=1)
-    """Replies of the judge that may be asked for until one has a number on the scale."""
+    """Maximum number of replies of the judge until one has a number on the scale."""
 
     @model_validator(mode="after")
     def _readable(self) -> ScorerSpec:

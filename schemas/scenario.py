@@ -1,7 +1,7 @@
-"""Scenarios: what is said in an episode, and what must come of it. The tests of a spec.
+"""Scenarios, the tests of a spec: scripted episodes and their expected results.
 
-Invariant: a scenario says what the worlds answer, never what the engine does with it. Whatever it leaves out is the
-real thing: the task, the tools, the user, the environment.
+Invariant: a scenario scripts answers, never what the engine does with them. Anything a scenario does not script runs for
+real: the task, the tools, the user, the environment.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from engine.schemas.script import ScriptedReply
 from engine.schemas.trajectory import Blame
 
 ANYTHING = "..."
-"""Among the expected messages: any number of messages, none included."""
+"""Among the expected messages: any number of messages, or none."""
 
 
 class ScriptedFault(Contract):
-    """How a world fails instead of answering. At most one of these."""
+    """A failure instead of an answer. At most one of these keys."""
 
     error: str | None = None
-    """It raises an exception with these words."""
+    """It raises an exception with this message."""
     timeout: bool = False
-    """It does not answer within its deadline; nobody waits for it."""
+    """It does not answer within its deadline. The test does not wait for that time."""
     nonsense: bool = False
-    """It returns something that it may not return."""
+    """It returns an invalid answer."""
 
     @property
     def faulty(self) -> bool:
@@ -39,7 +39,7 @@ class ScriptedFault(Contract):
     @model_validator(mode="after")
     def _one_fault(self) -> ScriptedFault:
         if (self.error is not None) + self.timeout + self.nonsense > 1:
-            raise ValueError("a world fails in one way: keep one of `error`, `timeout` and `nonsense`")
+            raise ValueError("only one failure is possible: keep one of `error`, `timeout` and `nonsense`")
         return self
 
 
@@ -51,7 +51,7 @@ class ScriptedResult(ScriptedFault):
     arguments: dict[str, Any] | None = None
     """Only calls whose arguments have these values, after validation; every call when left out."""
     times: int | None = Field(default=None, ge=1)
-    """Serves so many calls and then no more; without end when left out."""
+    """Number of calls that get this result. Default: no limit."""
     result: Any = ""
     """A string, or any JSON value."""
     rewards: list[RewardEvent] = Field(default_factory=list)
@@ -101,7 +101,7 @@ class ScriptedStep(ScriptedFault):
 
 
 class OutOfTime(Contract):
-    """`limits.episode_seconds` has passed when the episode comes to a state. A plain string is `{state: …}`."""
+    """`limits.episode_seconds` is reached when the episode enters a state. A plain string is `{state: …}`."""
 
     state: str
     visit: int = Field(default=1, ge=1)
@@ -114,12 +114,12 @@ class OutOfTime(Contract):
 
 
 class ExpectedFailure(Contract):
-    """What must be so of the failure; what is left out may be anything."""
+    """The expected failure; keys that are not set are not compared."""
 
     kind: str | None = None
     blame: Blame | None = None
     state: str | None = None
-    """Where it failed."""
+    """The state in which it failed."""
     turn: int | None = None
     contains: str | None = None
     """A part of its message."""
@@ -175,38 +175,38 @@ TurnRewards = float | dict[str, float] | None
 
 
 class Expectation(Contract):
-    """What must come out. Only what is stated is compared."""
+    """The expected result. Only the keys that are set are compared."""
 
     states: list[str] | None = None
-    """Every state that the episode comes to, the first included."""
+    """Every state that the episode enters, including the first."""
     events: list[str] | None = None
     """Every event, in order."""
     outcome: ExpectedOutcome | None = None
     rewards: list[TurnRewards] | None = None
-    """One for each assistant turn, to within 1e-9."""
+    """The rewards of each assistant turn, compared with a tolerance of 1e-9."""
     limits: list[str] | None = None
-    """Every limit that was met, in order."""
+    """Every limit that is reached, in order."""
     messages: list[ExpectedMessage] | None = None
     """What was said after the spec's `prompt`."""
     facts: dict[str, Any] | None = None
-    """Facts that must be there with these values."""
+    """Facts that must exist with these values."""
     counts: dict[str, int] | None = None
     """Counts that must have these values: tool_calls, tool_errors, user_turns, sampled_tokens, context_tokens."""
 
     @model_validator(mode="after")
     def _something(self) -> Expectation:
         if all(getattr(self, name) is None for name in type(self).model_fields):
-            raise ValueError("state something that must come out: `states`, `outcome`, `rewards`, `messages`, …")
+            raise ValueError("set at least one expected result: `states`, `outcome`, `rewards`, `messages`, …")
         return self
 
 
 class Scenario(Contract):
-    """One episode, told in advance."""
+    """A scripted episode."""
 
     name: str = Field(min_length=1)
     """Unique in its file."""
     about: str = ""
-    """What it shows, in words."""
+    """Description of what it tests."""
     task: str | dict[str, Any] | None = None
     """The id of one of the spec's tasks, or a row as the source would bring it; the first task when left out."""
     sample: int = Field(default=0, ge=0)
@@ -214,7 +214,7 @@ class Scenario(Contract):
     set: dict[str, Any] = Field(default_factory=dict)
     """Values of the spec that are different here, as `--set` takes them: `limits.user_turns: 1`."""
     replies: list[ScriptedReply] = Field(default_factory=list)
-    """What the model says, turn by turn. A turn that has none fails with `script_exhausted`."""
+    """The replies of the model, turn by turn. A turn without a reply fails with `script_exhausted`."""
     tools: list[ScriptedResult] = Field(default_factory=list)
     """Answers of tools; the first that fits a call serves it. Other calls go to the real tools."""
     user: list[ScriptedUserTurn | None] = Field(default_factory=list)
@@ -223,7 +223,7 @@ class Scenario(Contract):
     steps: dict[str, list[ScriptedStep | None]] = Field(default_factory=dict)
     """By state: what `step`, or an action of the spec's own, answers there, visit by visit; `null` as for users."""
     out_of_time: OutOfTime | None = None
-    """Where the episode has used up its `limits.episode_seconds`."""
+    """The state at which `limits.episode_seconds` is reached."""
     expect: Expectation
 
 

@@ -25,7 +25,7 @@ class ScriptedCall(Contract):
 
 
 class ScriptedReply(Contract):
-    """What the model says in one turn. A plain string in a script is `{text: …}`."""
+    """The model's reply in one turn. A plain string in a script is `{text: …}`."""
 
     text: str = ""
     """The reply's text, as the model would write it; special tokens in it are read as such."""
@@ -38,13 +38,13 @@ class ScriptedReply(Contract):
     logprob: float = Field(default=-0.1, le=0.0)
     """The log-prob of each of the reply's tokens."""
     delay: Delay = 0.0
-    """Wait before the reply; `backend.latency` comes on top."""
+    """Wait before the reply, in addition to `backend.latency`."""
     error: str | None = None
     """Raise a backend error with this message instead of replying."""
     retryable: bool = False
-    """Whether that error says that another try may help."""
+    """Whether the error is retryable."""
     times: int | None = Field(default=None, ge=1)
-    """Raise the error for so many attempts, then reply; every time when left out."""
+    """Number of attempts that raise the error before the reply. Default: every attempt."""
 
     @model_validator(mode="before")
     @classmethod
@@ -66,7 +66,7 @@ class ScriptedCase(Contract):
     task: str | list[str]
     """Id of the task, or several."""
     sample: int | None = Field(default=None, ge=0)
-    """Only this sample of the task; every one when left out."""
+    """Only this sample of the task. Default: every sample."""
     replies: list[ScriptedReply] = Field(min_length=1)
 
     @property
@@ -82,11 +82,11 @@ class Script(Contract):
     """
 
     replies: list[ScriptedReply] = Field(default_factory=list)
-    """For episodes that no case names."""
+    """Replies for episodes that no case names."""
     cases: list[ScriptedCase] = Field(default_factory=list)
-    """The first that names an episode's task (and sample) is taken."""
+    """Replies by task; the first case that names an episode's task (and sample) is used."""
     exhausted: Literal["error", "cycle", "last"] = "error"
-    """What follows the last reply: an error of kind `script_exhausted`, the first again, or the last again."""
+    """After the last reply: an error of kind `script_exhausted`, the first reply again, or the last reply again."""
 
     @model_validator(mode="before")
     @classmethod

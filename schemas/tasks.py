@@ -30,9 +30,9 @@ class TasksSpec(Contract):
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """For `python`: its keyword arguments."""
     map: dict[str, str] = Field(default_factory=dict)
-    """Field of the task -> field of the row, also dotted (`reward_model.ground_truth`); every field of the row when left out."""
+    """Field of the task -> field of the row, also dotted (`reward_model.ground_truth`). Default: every field of the row."""
     id: str | None = None
-    """The row's field that names the task; its position when left out."""
+    """The row's field with the task's id. Default: the row's position."""
     user: str | None = None
     """The row's field that names the task's user, of `users`."""
     limit: int | None = Field(default=None, ge=1)

@@ -1,4 +1,4 @@
-"""What a run hands on: outcomes, turns, and branches that are exact to the token."""
+"""The results of a run: outcomes, turns, and branches that are exact to the token."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from engine.schemas.message import Message
 from engine.schemas.reward import Posting
 
 Blame = Literal["policy", "tool", "user", "environment", "backend", "spec", "engine"]
-"""Whose fault a failure is. Only the policy's own failures train it."""
+"""Who caused a failure. Only episodes whose failure is the policy's are trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure(Struct):
-    """Why an episode could not go on: a value, never a crash."""
+    """Why an episode could not continue: a value, never a crash."""
 
     kind: str
     """A stable name, such as `tool_timeout`, `user_error`, `context_overflow`, `guard_error`."""
     blame: Blame
     message: str
-    """What happened and what to do about it."""
+    """What happened, and how to fix it."""
     state: str = ""
     turn: int = -1
     trace: str | None = None
-    """The traceback of what a world raised, where there is one."""
+    """The traceback of an exception of an environment, tool or user, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +38,14 @@ class Outcome(Struct):
     event: str
     """The event that led there."""
     limit: str | None = None
-    """The limit that ended it, where one did."""
+    """The limit that ended it, or None."""
     failure: Failure | None = None
     solved: bool = False
-    """A user or the environment called the task solved."""
+    """Whether a user, a tool or the environment reported the task as solved."""
     solved_turn: int | None = None
-    """The newest assistant turn when it was first called so, from 0."""
+    """The newest assistant turn when the task was first reported as solved, from 0."""
     trainable: bool = True
-    """False where the failure is not the policy's, or where ids are not known."""
+    """False if the failure is not the policy's, or if token ids are not known."""
     reward: float = 0.0
     """Sum over turns and names."""
     rewards: dict[str, float] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Turn(Struct):
     """One past its last sampled token."""
     finish: FinishReason
     event: str
-    """What it led to: tool_calls, answered, truncated, malformed, aborted."""
+    """The event of the turn: tool_calls, answered, truncated, malformed, aborted."""
     rewards: dict[str, float] = field(default_factory=dict)
     state_key: str | None = None
     """The key of the state in which the turn began, if the credit method needs one: equal keys mean equal states; empty
@@ -92,7 +92,7 @@ class Span(Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpan(Struct):
-    """Where one image stands in a branch: tokens [start, end) are its placeholders and what its family puts around them."""
+    """The position of an image in a branch: tokens [start, end) are its placeholders and the tokens that its family adds around them."""
 
     image: str
     """`sha256:<hex>`, as in the run store."""
@@ -111,15 +111,15 @@ class Branch(Struct):
 
     index: int
     reason: str = ""
-    """Why it was begun; empty for the first."""
+    """Why the branch began; empty for the first."""
     spans: list[Span]
     input_ids: IntArray
     loss_mask: IntArray
     """1 exactly on tokens that the model sampled."""
     logprobs: FloatArray
-    """The sampler's; 0.0 where the mask is 0."""
+    """The sampler's log-probs; 0.0 where the mask is 0."""
     weight_versions: IntArray
-    """-1 where the mask is 0."""
+    """The weight version of each token; -1 where the mask is 0."""
     turn_ids: IntArray
     """Assistant turn from 0 on sampled tokens; -1 elsewhere."""
     images: list[ImageSpan] = field(default_factory=list)
@@ -136,7 +136,7 @@ class Trajectory(Struct):
     sample_index: int
     seed: int
     history: Literal["branch", "keep"]
-    """What was done where the template rewrites history."""
+    """What was done if the template rewrote history: a new branch, or the sampled tokens were kept."""
     outcome: Outcome
     messages: list[Message]
     turns: list[Turn]

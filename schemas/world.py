@@ -57,9 +57,9 @@ class ToolSpec(Entry):
     """One tool: a typed function, or a class that is built with `with` and then called."""
 
     name: str | None = None
-    """Its name for the model; the function's own when left out."""
+    """Its name for the model. Default: the function's name."""
     timeout: Seconds | None = None
-    """Deadline for one call; `limits.tool_seconds` when left out."""
+    """Deadline for one call. Default: `limits.tool_seconds`."""
     effects: Effects = "pure"
     isolation: IsolationSpec | None = None
     """Where it runs; the spec's `isolation` when left out."""

@@ -1,1 +1,1 @@
-"""What a state does: one small file for each action."""
+"""The actions of states: one file per action."""

@@ -1,4 +1,4 @@
-"""`ask_user`: the (simulated) user answers."""
+"""`ask_user`: asks the (simulated) user for an answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.spec.template import fill_words
 
 
 class AskUserAction(BuiltInAction):
-    """Ask the user; where the newest turn could not be read, say so in the user's place."""
+    """Ask the user; if the newest reply cannot be parsed, answer in the user's place with an error text."""
 
     name = "ask_user"
 
@@ -29,11 +29,11 @@ class AskUserAction(BuiltInAction):
         self._bounds_with = {name: bounds_of(self.name, services.spec, user) for name, user in self._people.items()}
 
     def bounds(self, episode: Episode) -> Sequence[tuple[Limit, float]]:
-        """The spec's limits, then those of the episode's user."""
+        """Return the spec's limits, then those of the episode's user."""
         return self._bounds_with.get(episode.task.user or "", self._bounds)
 
     async def perform(self, episode: Episode, world: World) -> UserRecord:
-        """The user's answer, or the engine's own to a reply that nobody could read.
+        """Return the user's answer, or the engine's own answer to a reply that cannot be parsed.
 
         Raises:
             WorldError: the spec has no user, or the user failed or returned an invalid answer.
@@ -48,7 +48,7 @@ class AskUserAction(BuiltInAction):
             self._services.workers,
             world.user.respond,
             episode.view(),
-            seconds=None if user.model_played else user.seconds,  # a model's deadline begins when it is its turn
+            seconds=None if user.model_played else user.seconds,  # the deadline of a model begins with its request
             blame="user",
             what=who,
             effects=user.effects,
@@ -83,7 +83,7 @@ class AskUserAction(BuiltInAction):
         return fill_words(self._recover.malformed, fields, self._base)
 
     def _in_the_specs_words(self, turn: UserTurn, episode: Episode) -> UserTurn:
-        """The turn with the spec's template for what is the matter with the reply, where it has one."""
+        """Return the turn with the spec's text for the problem of the reply, if there is one."""
         words = getattr(self._recover, turn.recover) if turn.recover and not turn.satisfied else None
         if words is None:
             return turn
@@ -91,7 +91,7 @@ class AskUserAction(BuiltInAction):
         return turn.model_copy(update={"content": said})
 
     def apply(self, episode: Episode, record: UserRecord) -> str:
-        """Say it; write its rewards and facts."""
+        """Add the user's message to the conversation, and write its rewards and facts."""
         turn = record.turn
         episode.user_turns += 1
         episode.user_tokens += turn.tokens
@@ -109,10 +109,10 @@ class AskUserAction(BuiltInAction):
         return "satisfied" if turn.satisfied else "feedback"
 
     def pipelined(self, episode: Episode, world: World) -> bool:
-        """False: a world would see the call."""
+        """Return False, because the call has an effect outside the engine."""
         return False
 
     def effects(self, episode: Episode, world: World) -> str:
-        """The user's own; a reply that nobody can read is answered without it."""
+        """Return the user's effects; `pure` if the reply cannot be parsed, because the user is not called."""
         user = self._people.get(world.user_name)
         return "pure" if episode.malformed or user is None else user.effects

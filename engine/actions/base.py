@@ -1,6 +1,6 @@
-"""What an action is, and what it may use.
+"""The base classes of actions, and the services that they use.
 
-`perform` talks to the world, may wait, and changes nothing of the episode that `apply` would have to
+`perform` does the I/O, may wait, and changes nothing of the episode that `apply` would have to
 know. `apply` is pure: the same record always leads to the same event. A replay calls `apply` alone.
 """
 
@@ -30,73 +30,73 @@ if TYPE_CHECKING:
 
 
 MAX_EVENTS = 1_000
-"""Rewards in one answer of a world: writing them holds up the event loop, some 40 µs each."""
+"""Maximum number of rewards in one answer: writing one blocks the event loop for about 40 µs."""
 MAX_POSTINGS = 10_000
-"""Postings that they may make: a reward of `all` turns makes one for each turn."""
+"""Maximum number of postings that they make: a reward of `all` turns makes one per turn."""
 
 
 @dataclass(slots=True)
 class Services:
-    """What all episodes of a run share."""
+    """The services that all episodes of a run share."""
 
     spec: EpisodeSpec
     format: ChatFormat
     backend: Backend
     workers: Workers
     slots: asyncio.Semaphore
-    """One for each generation that may be in flight."""
+    """The generation slots: one per generation that may run at once."""
     roles: RoleModels
-    """Models that play users or judge."""
+    """The models that play users and judges."""
 
 
 @dataclass(slots=True)
 class World:
-    """The objects that belong to one episode alone."""
+    """The objects of one episode: environment, tools and user."""
 
     environment: Any = None
     user: Any = None
     user_name: str = ""
-    """Which of the spec's `users` it is; empty for the one of `user`."""
+    """The name of the user among the spec's `users`; empty for the user of `user`."""
     toolbox: Toolbox | None = None
     opened: list[Any] = field(default_factory=list)
-    """Whatever has a `close`, in the order of construction."""
+    """The objects with a `close` method, in the order of construction."""
     cell: Cell | None = None
-    """The worker process that all code of the spec runs in, where the episode runs alone."""
+    """The worker process of all code of the spec, if the episode runs alone."""
 
 
 class Action(Protocol):
-    """What a state does."""
+    """The action of a state."""
 
     events: tuple[str, ...]
-    """Events that it may end with, beside `limit` and `failed`."""
+    """The events with which it may end, other than `limit` and `failed`."""
 
     def limit(self, episode: Episode) -> tuple[str, float] | None:
-        """The limit that forbids it now, and what had been reached; None when it may go ahead."""
+        """Return the limit that stops the action now, and the count that was reached; None if it may start."""
         ...
 
     def prepare(self, episode: Episode) -> Awaitable[object] | None:
-        """Work that `limit` needs done first and that would hold up the event loop; None where there is none."""
+        """Return work that `limit` needs first and that would block the event loop; None if there is none."""
         return None
 
     async def perform(self, episode: Episode, world: World) -> Record:
-        """Talk to the world. Raises an `EngineError` where that fails."""
+        """Do the I/O of the action. Raises an `EngineError` if it fails."""
         ...
 
     def apply(self, episode: Episode, record: Any) -> str:
-        """Feed the record to the episode; the event that it means."""
+        """Apply the record to the episode, and return the event."""
         ...
 
     def pipelined(self, episode: Episode, world: World) -> bool:
-        """Whether it may start before the previous record is durable, because nothing outside the engine can see that it did."""
+        """Return whether it may start before the previous record is durable, because it has no effect outside the engine."""
         ...
 
     def effects(self, episode: Episode, world: World) -> str:
-        """What it calls now, where the episode stands before it: `pure`, `replayable` or `external`."""
+        """Return the effects of the code that it would call now: `pure`, `replayable` or `external`."""
         ...
 
 
 class LimitedAction(Action):
-    """An action whose limits are those of its name in `engine.limits`."""
+    """An action whose limits are found by its name in `engine.limits`."""
 
     def __init__(self, services: Services, action: str) -> None:
         self._services = services
@@ -113,12 +113,12 @@ class LimitedAction(Action):
         return None
 
     def bounds(self, episode: Episode) -> Sequence[tuple[Limit, float]]:
-        """The limits on it in this episode and their values, in the order in which they are checked."""
+        """Return the limits on it in this episode and their values, in the order in which they are checked."""
         return self._bounds
 
     def count(self, limit: Limit, episode: Episode) -> int:
         """Return a limit's count so far."""
-        assert limit.count is not None  # `bounds_of` leaves the others out
+        assert limit.count is not None  # `bounds_of` returns only counted limits
         return limit.count(episode)
 
 
@@ -145,14 +145,14 @@ def bounds_of(action: str, spec: EpisodeSpec, user: UserSpec | None = None) -> l
 
 
 def post_rewards(episode: Episode, rewards: list[Any], source: str) -> None:
-    """Write what a world returned into the ledger, under the world's name where it gave none.
+    """Write the rewards of an answer into the ledger; rewards without a source get the given one.
 
     Raises:
-        LedgerError: an event cannot be carried out, or there are more than MAX_EVENTS events or MAX_POSTINGS postings.
+        LedgerError: an event cannot be applied, or there are more than MAX_EVENTS events or MAX_POSTINGS postings.
     """
     if len(rewards) > MAX_EVENTS:
         raise LedgerError(
-            f"{source}: {len(rewards)} rewards in one answer; at most {MAX_EVENTS} are taken: add them up before",
+            f"{source}: {len(rewards)} rewards in one answer; at most {MAX_EVENTS} are allowed: add them up first",
             blame=blame_of(source),
         )
     written = 0
@@ -161,7 +161,7 @@ def post_rewards(episode: Episode, rewards: list[Any], source: str) -> None:
         written += len(episode.ledger.post(named, episode.turn, episode.locate))
         if written > MAX_POSTINGS:
             raise LedgerError(
-                f"{source}: the rewards of one answer touch turns {written} times; at most {MAX_POSTINGS} are taken: "
-                "add them up before",
+                f"{source}: the rewards of one answer touch turns {written} times; at most {MAX_POSTINGS} are allowed: "
+                "add them up first",
                 blame=blame_of(source),
             )

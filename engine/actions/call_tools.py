@@ -1,4 +1,4 @@
-"""`call_tools`: what the model called is carried out."""
+"""`call_tools`: executes the model's tool calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.schemas.reward import RewardEvent
 
 
 class CallToolsAction(BuiltInAction):
-    """Carry out the newest turn's calls in parallel, and show the results in their order.
+    """Execute the newest turn's calls in parallel, and add the results in the order of the calls.
 
     Calls beyond the limit `tool_calls` inside one turn get an error result.
     """
@@ -25,7 +25,7 @@ class CallToolsAction(BuiltInAction):
         self._most = services.spec.limits.tool_calls
 
     async def perform(self, episode: Episode, world: World) -> ToolsRecord:
-        """One result for each attempt.
+        """Return one result per attempted call.
 
         Raises:
             WorldError: the spec has no tools.
@@ -37,7 +37,7 @@ class CallToolsAction(BuiltInAction):
         return ToolsRecord(results=results)
 
     def apply(self, episode: Episode, record: ToolsRecord) -> str:
-        """Show the results; write their rewards and facts. A fact `solved: true` marks the outcome as solved."""
+        """Add the results to the conversation, and write their rewards and facts. A fact `solved: true` marks the outcome as solved."""
         for result in record.results:
             if result.error not in ("malformed", "limit"):
                 episode.tool_calls += 1
@@ -55,12 +55,12 @@ class CallToolsAction(BuiltInAction):
         return "results"
 
     def pipelined(self, episode: Episode, world: World) -> bool:
-        """Whether every tool that is called is pure: such calls can be repeated without any effect."""
+        """Return whether every called tool is pure: such calls can be repeated without any effect."""
         toolbox = world.toolbox
         return toolbox is None or all(toolbox.effects(call.name) == "pure" for call in episode.calls)
 
     def effects(self, episode: Episode, world: World) -> str:
-        """The strongest among the tools that are called."""
+        """Return the strongest effects of the called tools."""
         called = {world.toolbox.effects(call.name) for call in episode.calls} if world.toolbox else set()
         return next((level for level in ("external", "replayable") if level in called), "pure")
 

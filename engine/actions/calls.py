@@ -1,7 +1,7 @@
-"""One call into code of others, and the episode that makes it.
+"""A call into a spec's code, and the episode that makes it.
 
-A call has two sides: the main loop, which waits for it, and the thread that runs it. Exactly one of them takes the
-call (`Call.take`): the thread that has finished it, or the main loop that gives it up.
+A call has two sides: the main loop, which waits for it, and the thread that runs it. Exactly one of them ends the
+call (`Call.take`): the thread that has finished it, or the main loop that abandons it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class EpisodeScope:
-    """What the calls of one attempt at an episode share.
+    """The data that the calls of one attempt of an episode share.
 
     Args:
         episode: Its id.
         losses: How many event loops it lost in earlier attempts.
-        last: Whatever is lost in this attempt fails: the episode is not taken up once more.
+        last: A lost call in this attempt is a failure: the episode is not resumed once more.
     """
 
     __slots__ = ("episode", "guest", "last", "losses")
@@ -41,19 +41,19 @@ class EpisodeScope:
 
 
 SCOPE: ContextVar[EpisodeScope | None] = ContextVar("episode_scope", default=None)
-"""The episode that the running task drives."""
+"""The scope of the episode that the running task drives."""
 CALL: ContextVar[Call | None] = ContextVar("call", default=None)
-"""The call that the running code belongs to, tasks and callbacks that it started included."""
+"""The call to which the running code belongs, including tasks and callbacks that it started."""
 
 
 class Call:
-    """One call of code of others.
+    """A call of a spec's code.
 
     Args:
-        function: What is called.
+        function: The function to call.
         args: Its arguments.
         what: Its name in messages.
-        blame: Whose fault a failure of it is.
+        blame: The blame of its failures.
     """
 
     __slots__ = (
@@ -88,26 +88,26 @@ class Call:
         self.context = copy_context()
         self.context.run(CALL.set, self)
         self.began: float | None = None
-        """When a thread began to run it, by `time.monotonic`; None before."""
+        """The time (`time.monotonic`) at which a thread began to run it; None before."""
         self.result: tuple[Any, BaseException | None] | None = None
-        """(value, what it raised), once it has finished."""
+        """(value, exception), set when it has finished."""
         self.thread: CodeThread | None = None
         """The thread that runs it, for plain functions."""
         self.task: asyncio.Task[None] | None = None
-        """On an event loop: its task."""
+        """Its task, if it runs on an event loop."""
         self.blocked = 0.0
-        """Seconds for which its loop had been blocked when it began."""
+        """Seconds for which its loop had been blocked before it began."""
         self.own = 0.0
         """Seconds for which it blocked its loop itself."""
         self.settled = False
-        """Its result has reached the main loop."""
+        """Whether its result has reached the main loop."""
         self.lost = False
-        """Its loop was replaced, so no result will come."""
+        """Whether its loop was replaced, so that it will have no result."""
         self._untaken = [True]
         self._waiter: asyncio.Future[None] | None = None
 
     def take(self) -> bool:
-        """Claim the call's end; True for the first who asks. Atomic: `list.pop` is."""
+        """Claim the end of the call; True for the first caller. Atomic, because `list.pop` is."""
         try:
             return self._untaken.pop()
         except IndexError:
@@ -115,21 +115,21 @@ class Call:
 
     @property
     def over(self) -> bool:
-        """It has finished, or was given up."""
+        """Whether it has finished or was abandoned."""
         return not self._untaken
 
     def left(self, seconds: float) -> float:
-        """What remains of a deadline that began with the call; all of it while the call waits for a thread."""
+        """Return the rest of a deadline that began with the call; all of it while the call waits for a thread."""
         return seconds if self.began is None else self.began + seconds - time.monotonic()
 
     async def wait(self) -> None:
-        """Return once it is settled or lost."""
+        """Wait until the call has a result or is lost."""
         if not self.settled and not self.lost:
             self._waiter = self.loop.create_future()
             await self._waiter
 
     def settle(self, *, lost: bool = False) -> None:
-        """Give the result to the waiting caller. Runs on the main loop's thread."""
+        """Give the result to the waiting caller. Runs in the main loop's thread."""
         self.settled, self.lost = not lost, lost
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -139,14 +139,16 @@ class LoopReplacedError(WorldError):
     """The event loop that a call ran on, or that its object is bound to, was blocked by another call and replaced.
 
     Args:
-        what: The call that this happened to.
-        culprit: The call that blocked the loop; None where it is not known.
-        blame: Whose fault the loss is where the culprit is not known.
-        repeatable: The episode can be taken up again from its journal.
+        what: The call that was lost.
+        culprit: The call that blocked the loop; None if it is not known.
+        blame: The blame if the culprit is not known.
+        repeatable: Whether the episode can be resumed from its journal.
     """
 
     def __init__(self, what: str, culprit: Call | None, blame: Blame, *, repeatable: bool) -> None:
-        who = f"{culprit.what} of episode {culprit.episode or '?'}" if culprit is not None else "code of no known call"
+        who = (
+            f"{culprit.what} of episode {culprit.episode or '?'}" if culprit is not None else "code of an unknown call"
+        )
         super().__init__(
             f"{who} blocked the event loop that {what} uses, and the loop was replaced; make the code that blocks wait "
             "with `await`, or make it a plain function",

@@ -1,4 +1,4 @@
-"""`step`, and actions of a spec's own: the environment or a function answers with a `Step`."""
+"""`step`, and a spec's own actions: the environment or a function returns a `Step`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class StepAction(LimitedAction):
-    """Ask something outside the engine what happens next."""
+    """Call code outside the engine, which returns the next event."""
 
     _what: str
     _blame: Blame
@@ -40,7 +40,7 @@ class StepAction(LimitedAction):
         raise NotImplementedError
 
     async def perform(self, episode: Episode, world: World) -> StepRecord:
-        """Its answer, checked: a declared event, and nothing said in the model's name.
+        """Return the answer, after checking that its event is declared and that it has no message of role assistant.
 
         Raises:
             WorldError: it failed, or returned no `Step`, an undeclared event, or a message of role assistant.
@@ -68,14 +68,14 @@ class StepAction(LimitedAction):
             )
         if any(message.role == "assistant" for message in step.messages):
             raise WorldError(
-                f"{self._what} returned a message of role assistant; only the model speaks as the model",
+                f"{self._what} returned a message of role assistant; only the model's replies have this role",
                 blame=self._blame,
                 kind=f"{self._blame}_bad_reply",
             )
         return StepRecord(step=step)
 
     def apply(self, episode: Episode, record: StepRecord) -> str:
-        """Say what it said; write its rewards and facts."""
+        """Add its messages to the conversation, and write its rewards and facts."""
         episode.facts.update(record.step.facts)
         if record.step.messages:
             episode.conversation.add(list(record.step.messages))
@@ -88,12 +88,12 @@ class StepAction(LimitedAction):
         return False
 
     def effects(self, episode: Episode, world: World) -> str:
-        """As declared."""
+        """Return the declared effects."""
         return self._effects
 
 
 class EnvironmentStep(StepAction):
-    """`step`: the environment's."""
+    """`step`: calls the environment's `step`."""
 
     def __init__(self, services: Services, base: Path) -> None:
         """Read the environment's events.
@@ -124,7 +124,7 @@ class EnvironmentStep(StepAction):
 
 
 class OwnAction(StepAction):
-    """An action of the spec's own, by entry point."""
+    """A spec's own action, by entry point."""
 
     def __init__(self, services: Services, base: Path, state: StateSpec) -> None:
         """Load the function and read its events.

@@ -1,4 +1,4 @@
-"""`generate`: the model takes a turn."""
+"""`generate`: samples one reply of the model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from engine.schemas.journal import GenerationRecord
 from engine.schemas.trajectory import Turn
 
 LONG_TEXT = 1 << 16
-"""Characters that are tokenised on the event loop, at most."""
+"""Maximum number of characters that are tokenised on the event loop."""
 _TOKENIZING = ThreadPoolExecutor(1, "tokenize")
 
 
 class GenerateAction(BuiltInAction):
-    """Send the exact prompt, take the exact reply."""
+    """Send the prompt's token ids to the backend, and append the reply's token ids to the tape."""
 
     name = "generate"
 
@@ -53,7 +53,7 @@ class GenerateAction(BuiltInAction):
         return super().count(limit, episode) if least is None else least
 
     def _too_long(self, episode: Episode) -> int | None:
-        """The least number of tokens that a prompt can have, if that is beyond a limit; None: tokenise the prompt."""
+        """Return the minimum number of tokens of the prompt, if it exceeds a limit; None means: tokenise the prompt."""
         waiting = episode.conversation.pending
         if waiting <= LONG_TEXT:
             return None
@@ -61,7 +61,7 @@ class GenerateAction(BuiltInAction):
         return least if least > self._longest_prompt else None
 
     def prepare(self, episode: Episode) -> Awaitable[object] | None:
-        """Tokenise a long text in a thread: a megabyte takes about a second. One at a time, for each takes much memory."""
+        """Tokenise a long text in a thread, one at a time: a megabyte takes about a second and much memory."""
         if episode.conversation.pending <= LONG_TEXT or self._too_long(episode) is not None:
             return None
         return asyncio.get_running_loop().run_in_executor(_TOKENIZING, episode.conversation.prompt)
@@ -70,7 +70,7 @@ class GenerateAction(BuiltInAction):
         return int(min(self._most, self._longest_prompt - length))
 
     async def perform(self, episode: Episode, world: World) -> GenerationRecord:
-        """One reply. It holds a generation slot while it is asked for, and at no other time."""
+        """Sample one reply. A generation slot is held only while the reply is requested."""
         prompt = episode.conversation.prompt()
         images, spans = episode.conversation.shown()
         request = GenerateRequest(
@@ -94,16 +94,16 @@ class GenerateAction(BuiltInAction):
         return GenerationRecord(generation=generation)
 
     def _check(self, episode: Episode, generation: Generation, most: int) -> None:
-        """What a backend may not do, whoever wrote it: checked before anything is written down."""
+        """Check a reply of a backend before anything is stored."""
         episode.conversation.check(generation)
         count = len(generation.output_ids)
         if count > most:
-            raise BackendError(f"the backend sampled {count} tokens where {most} were asked for", kind="bad_reply")
+            raise BackendError(f"the backend sampled {count} tokens; at most {most} were requested", kind="bad_reply")
 
     def apply(self, episode: Episode, record: GenerationRecord) -> str:
-        """Append the reply to the tape and read it."""
+        """Append the reply to the tape and parse it."""
         generation = record.generation
-        episode.conversation.prompt()  # a replay has not asked for it yet
+        episode.conversation.prompt()  # a replay has not built the prompt yet
         state_key = self._compute_state_key(episode)
         episode.turn += 1
         reply = episode.conversation.reply(generation, episode.turn)
@@ -143,15 +143,15 @@ class GenerateAction(BuiltInAction):
             episode.aborted = True
             return "aborted"
         if episode.finish.type == "length":
-            return "truncated"  # a cut reply's calls are not carried out, even where they can be read
+            return "truncated"  # tool calls in a truncated reply are not executed, even if they can be parsed
         if episode.malformed:
             return "malformed"
         return "tool_calls" if episode.attempts else "answered"
 
     def pipelined(self, episode: Episode, world: World) -> bool:
-        """True: nothing outside has seen a reply that is lost, and it is sampled again."""
+        """Return True: a reply that is lost has no effect outside, and is sampled again."""
         return True
 
     def effects(self, episode: Episode, world: World) -> str:
-        """A reply that is written down is never asked for again."""
+        """Return `pure`: a stored reply is never requested again."""
         return "pure"

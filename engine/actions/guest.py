@@ -35,7 +35,7 @@ TICK = 0.1
 WARN_SECONDS = 1.0
 """A loop that is blocked for so long is reported."""
 UNKNOWN_SECONDS = 5.0
-"""A loop that is blocked for so long by code of no known call is replaced."""
+"""A loop that is blocked for so long by code of an unknown call is replaced."""
 MAX_THREADS = 1024
 """Most threads of `asyncio.to_thread` in code of others. asyncio's own bound, a few more than there are cores, would make
 healthy calls wait behind hung ones."""

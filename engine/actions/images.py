@@ -1,7 +1,7 @@
-"""Images of records: put into the run store, and named by digest, before the record is written down.
+"""Stores the images of records in the run store and replaces them by digests, before the record is stored.
 
-Invariant: a journal and a conversation hold digests alone. An image that cannot be shown fails the action that brought
-it, with a kind and a blame, before anything of it counts.
+Invariant: journals and conversations have only digests. An image that cannot be used fails the action that returned
+it, with a kind and a blame, before the record has any effect.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from engine.tokens.vision import Vision
 Content = str | list[ContentPart]
 StoreImages = Callable[["Episode", Record], Awaitable[Record] | None]
-"""None where a record has no image to store."""
+"""None if a record has no image to store."""
 
 
 def _in_parts(record: Record) -> bool:
-    """Whether a record says something that is more than text."""
+    """Return whether a record has content that is not only text."""
     if isinstance(record, UserRecord):
         return not isinstance(record.turn.content, str)
     if isinstance(record, ToolsRecord):
@@ -42,13 +42,13 @@ def _in_parts(record: Record) -> bool:
 
 
 class ImageStore(Protocol):
-    """What is needed of a run store."""
+    """The part of a run store that is needed here."""
 
     async def put_image(self, data: bytes, mime: str | None = None) -> ImagePart: ...
 
 
 class MemoryImages:
-    """Keeps images for as long as it lives: where there is no run store."""
+    """Keeps images in memory, for use without a run store."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Source] = {}
@@ -60,7 +60,7 @@ class MemoryImages:
         return ImagePart(image=image.digest, mime=image.mime, width=image.width, height=image.height)
 
     def fetch(self, digest: str) -> Source | None:
-        """An image, by digest."""
+        """Return an image by its digest."""
         return self._kept.get(digest)
 
 
@@ -68,9 +68,9 @@ class ImageStorer:
     """Stores the images of one run's records and puts their digests in the records.
 
     Args:
-        form: The run's chat format: whether it shows images, and how large they may be.
-        store: Where they are kept.
-        fetch: Finds one that is kept already, by digest.
+        form: The run's chat format: whether it has images, and their maximum size.
+        store: The store for images.
+        fetch: Returns a stored image by its digest.
     """
 
     def __init__(self, form: ChatFormat, store: ImageStore, fetch: Callable[[str], Source | None]) -> None:
@@ -83,11 +83,11 @@ class ImageStorer:
             self._vision.bank.read_from(fetch)
 
     def store_images(self, episode: Episode, record: Record) -> Awaitable[Record] | None:
-        """The record with digests for images; None where it holds none, and the model sees none.
+        """Return the record with digests instead of images; None if there is nothing to do.
 
         Raises:
-            ImageError: An image cannot be shown, there are too many, or a text spells a placeholder.
-            RenderError: The model sees nothing.
+            ImageError: An image cannot be used, there are too many, or a text contains a placeholder.
+            RenderError: The model has no vision.
         """
         return None if self._vision is None and not _in_parts(record) else self._with_digests(episode, record)
 
@@ -126,7 +126,7 @@ class ImageStorer:
         return record
 
     def _counted(self, record: Record, episode: Episode, *said: Sequence[Message]) -> Record:
-        """Refuse more images than the model takes."""
+        """Check that there are not more images than the model takes."""
         most = self._vision.most_images if self._vision is not None else None
         if most is None:
             return record
@@ -140,7 +140,7 @@ class ImageStorer:
         return record
 
     async def _messages(self, messages: Sequence[Message], blame: Blame, episode: Episode) -> list[Message] | None:
-        """The messages with digests; None where nothing changes."""
+        """Return the messages with digests; None if nothing changes."""
         contents = [await self._content(message.content, blame, episode) for message in messages]
         if all(content is None for content in contents):
             return None
@@ -150,7 +150,7 @@ class ImageStorer:
         ]
 
     async def _content(self, content: Content, blame: Blame, episode: Episode) -> list[ContentPart] | None:
-        """Parts with digests; None where there is no image."""
+        """Return the parts with digests; None if there is no image."""
         if isinstance(content, str):
             if self._vision is not None and self._allow_special:
                 self._vision.check_text(content, blame)
@@ -177,7 +177,9 @@ class ImageStorer:
                 known = await self._store.put_image(data, part.mime)
                 vision.bank.put(known.image, data, known.mime or "application/octet-stream")
             if known.image not in self._taken:
-                await asyncio.to_thread(vision.bank.picture, known.image)  # here, so that `apply` finds it
+                await asyncio.to_thread(
+                    vision.bank.picture, known.image
+                )  # processed here, so that `apply` finds the result
         except ImageError as error:
             if error.blame == "environment":
                 error.blame = blame

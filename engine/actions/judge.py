@@ -1,7 +1,7 @@
-"""A model as judge: it gives an episode its last rewards.
+"""The model-played judge: it gives an episode its final rewards.
 
-Invariant: the judge is shown the task and the policy's own replies, and nothing that a user, a tool or the environment
-said, so none of it can be graded as the model's. A judge who cannot be read is asked again, and is then a failure: never
+Invariant: the judge sees the task and the policy's replies, and nothing that a user, a tool or the environment
+returned, so none of that is graded as the policy's. If no score can be parsed, the judge is asked again, and then fails; it is never
 a score of zero.
 """
 
@@ -28,14 +28,14 @@ JUDGE_FIELDS = ("task", "reply", "replies", "turn")
 
 
 class Judge:
-    """Shared by all episodes: it keeps nothing of any one."""
+    """The judge of all episodes; it has no state per episode."""
 
     def __init__(self, spec: ScorerSpec) -> None:
         self._spec = spec
         self._pattern = re.compile(spec.pattern)
 
     async def score(self, view: EpisodeView, model: RoleModel) -> list[RewardEvent]:
-        """Judge the last reply, or each.
+        """Judge the last reply, or each reply.
 
         Raises:
             WorldError: the judge's model failed, or none of its replies holds a number on the scale.
@@ -45,7 +45,7 @@ class Judge:
         return list(await asyncio.gather(*(self._judge(view, model, replies[: turn + 1]) for turn in turns)))
 
     async def _judge(self, view: EpisodeView, model: RoleModel, replies: Sequence[str]) -> RewardEvent:
-        """The reward of the newest of `replies`."""
+        """Return the reward of the newest of `replies`."""
         turn = len(replies) - 1
         prompt = self.prompt(view, replies)
         fields = self._fields(view, replies)
@@ -58,7 +58,7 @@ class Judge:
             number = self.read(said)
             if number is not None:
                 low, high = self._spec.scale
-                cause = f"the judge says {number:g} on a scale from {low:g} to {high:g}"
+                cause = f"the judge gave {number:g}; the scale is from {low:g} to {high:g}"
                 return RewardEvent(
                     turn=turn, name=self._spec.name, value=(number - low) / (high - low), cause=cause, source="judge"
                 )
@@ -70,7 +70,7 @@ class Judge:
         )
 
     def prompt(self, view: EpisodeView, replies: Sequence[str]) -> list[Message]:
-        """What the judge is shown."""
+        """Return the judge's prompt."""
         fields = self._fields(view, replies)
         return [Message(role=item.role, content=fill(item.content, fields)) for item in self._spec.prompt]
 
@@ -84,7 +84,7 @@ class Judge:
         }
 
     def read(self, text: str) -> float | None:
-        """The number that stands last, where it is one and on the scale."""
+        """Return the last number in a text, if it is on the scale."""
         found = [match[1] for match in self._pattern.finditer(text)]
         try:
             number = float(found[-1]) if found else None

@@ -1,4 +1,4 @@
-"""From a state of the machine to the action that it names."""
+"""Builds the actions of a machine's states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.schemas.machine import StateSpec
 
 
 def build_actions(states: Mapping[str, StateSpec], services: Services, base: Path) -> dict[str, Action]:
-    """One action for each state that names one; states without are left out."""
+    """Return the action of each state that names one."""
     return {name: _build(state, services, base) for name, state in states.items() if state.action is not None}
 
 

@@ -1,4 +1,4 @@
-"""`reset`: the environment begins, and the prompt is put together."""
+"""`reset`: resets the environment and builds the prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.spec.template import fill, fill_words, found_image, image_folders, o
 
 
 class ResetAction(BuiltInAction):
-    """Ask the environment to begin, then open the conversation: the spec's prompt, then its messages."""
+    """Reset the environment, then begin the conversation with the spec's prompt and the environment's messages."""
 
     name = "reset"
 
@@ -30,7 +30,7 @@ class ResetAction(BuiltInAction):
         self._pictured = any(not isinstance(message.content, str) for message in services.spec.messages)
 
     async def perform(self, episode: Episode, world: World) -> ResetRecord:
-        """The environment's first word; an empty one where the spec has no environment.
+        """Return the environment's `Reset`; an empty one if the spec has no environment.
 
         Raises:
             WorldError: the environment failed, or returned no `Reset`.
@@ -59,7 +59,7 @@ class ResetAction(BuiltInAction):
         return ResetRecord(reset=reset, prompt=prompt)
 
     def _prompt(self, episode: Episode) -> list[Message]:
-        """What is said first: the task's own conversation, or the spec's messages filled in with the task's fields."""
+        """Return the first messages: the task's own conversation, or the spec's prompt filled in with the task's fields."""
         if self._own is not None:
             return [self._located(message) for message in conversation_of(episode.task.fields, self._own)]
         return [
@@ -73,7 +73,7 @@ class ResetAction(BuiltInAction):
         ]
 
     def _located(self, message: Message) -> Message:
-        """A message whose images have absolute paths."""
+        """Return a message whose images have absolute paths."""
         if isinstance(message.content, str):
             return message
         parts: list[ContentPart] = [
@@ -85,7 +85,7 @@ class ResetAction(BuiltInAction):
         return replace(message, content=parts)
 
     def apply(self, episode: Episode, record: ResetRecord) -> str:
-        """Open the conversation."""
+        """Begin the conversation."""
         fields = episode.task.fields
         prompt = self._prompt(episode) if record.prompt is None else record.prompt
         intended = [own_spans(message.content, fields) for message in self._services.spec.messages]
@@ -98,5 +98,5 @@ class ResetAction(BuiltInAction):
         return False
 
     def effects(self, episode: Episode, world: World) -> str:
-        """The environment's own."""
+        """Return the environment's effects."""
         return self._environment.effects if self._environment else "pure"

@@ -1,4 +1,4 @@
-"""`score`: the last word on an episode's rewards."""
+"""`score`: writes an episode's final rewards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ScoreAction(BuiltInAction):
-    """Ask the environment's `score` and the spec's scorer, where there are such."""
+    """Call the environment's `score` and the spec's scorer, if they exist."""
 
     name = "score"
 
@@ -50,7 +50,7 @@ class ScoreAction(BuiltInAction):
                 self._scorer = partial(load_entry(use, base), **scorer.with_)
 
     async def perform(self, episode: Episode, world: World) -> ScoreRecord:
-        """What they say, in that order."""
+        """Return their rewards, in that order."""
         rewards: list[RewardEvent] = []
         if episode.turn < 0:
             return ScoreRecord(rewards=rewards)  # no turn to reward
@@ -108,12 +108,12 @@ class ScoreAction(BuiltInAction):
         return False
 
     def effects(self, episode: Episode, world: World) -> str:
-        """The environment's own, where it scores."""
+        """Return the environment's effects, if it has a `score`."""
         asked = episode.turn >= 0 and callable(getattr(world.environment, "score", None))
         return self._environment.effects if self._environment is not None and asked else "pure"
 
 
 def graded(view: EpisodeView) -> EpisodeView:
-    """What a grader may see: of the messages, the episode's own assistant turns alone."""
+    """Return the view of a grader, whose messages are only the episode's assistant turns."""
     spoken = [message for message in view.messages if message.role == "assistant"]
     return replace(view, messages=spoken[len(spoken) - (view.turn + 1) :])

@@ -1,4 +1,4 @@
-"""Threads for plain (not `async`) code of others.
+"""Threads for a spec's plain (not `async`) code.
 
 A thread that hangs cannot be stopped from outside. When its call is given up, another thread may take its place, so
 that a hung call holds no slot; if it is busy, it is interrupted (`interrupt.py`). Threads are daemons: they do not keep the
@@ -35,15 +35,15 @@ class Threads:
         self._finished: deque[Call] = deque()
         self._waking = False
         self._open = 0
-        """Calls that run or wait for a thread."""
+        """Number of calls that run or wait for a thread."""
         self._count = 0
-        """Threads that are not given up."""
+        """Number of threads that are not abandoned."""
 
     def start(self, call: Call) -> None:
-        """Run a call as soon as a thread is free.
+        """Run a call when a thread is free.
 
         Raises:
-            WorldError: the system starts no thread.
+            WorldError: the system cannot start a thread.
         """
         self._open += 1
         self._grow()
@@ -57,7 +57,7 @@ class Threads:
         self._waiting.put(call)
 
     def _grow(self) -> None:
-        """Start a thread where there are more calls than threads."""
+        """Start a thread if there are more calls than threads."""
         if self._open <= self._count or self._count >= self._most:
             return
         try:
@@ -68,11 +68,11 @@ class Threads:
             self._count += 1
 
     def left(self, call: Call, seconds: float) -> float:
-        """What remains of a call's deadline."""
+        """Return the rest of a call's deadline."""
         return call.left(seconds)
 
     def leave(self, call: Call) -> bool:
-        """Give a call up; False where it has finished already, and its result is on its way."""
+        """Abandon a call; False if it has finished already and its result will arrive."""
         if not call.take():
             return False
         self._open -= 1
@@ -84,7 +84,7 @@ class Threads:
         return True
 
     def close(self) -> None:
-        """Let idle threads end. Busy ones end after their call; hung ones go with the process."""
+        """End idle threads. Busy threads end after their call; hung threads end with the process."""
         for _ in range(self._count):
             self._waiting.put(None)
         self._count = 0

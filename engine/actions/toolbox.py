@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BoundTool:
-    """One tool of one episode."""
+    """A tool of one episode."""
 
     function: Callable[..., Any] | RemoteTool
     shape: ToolShape
@@ -39,7 +39,7 @@ class BoundTool:
     effects: Effects
 
     def checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """A call's arguments as the function takes them.
+        """Return a call's arguments, validated and converted for the function.
 
         Raises:
             InvalidArguments: they do not fit its signature.
@@ -73,11 +73,11 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the model is shown of them, in OpenAI's form."""
+        """Return the tool schemas that the model sees, in OpenAI's form."""
         return list(self._shown) if self._shown is not None else [tool.shape.schema for tool in self.tools.values()]
 
     def effects(self, name: str) -> Effects:
-        """What a crash may do with a call of this tool; an unknown one was never called."""
+        """Return the effects of this tool; `pure` for an unknown tool, which is never called."""
         tool = self.tools.get(name)
         return tool.effects if tool else "pure"
 
@@ -89,13 +89,13 @@ class Toolbox:
         *,
         budget: int,
     ) -> list[ToolResult]:
-        """Carry out the attempts of one turn in parallel; results in their order.
+        """Execute the attempted calls of one turn in parallel, and return their results in order.
 
         Args:
-            attempts: What the model wrote.
+            attempts: The calls that the model wrote.
             turn: The newest assistant turn, from 0.
-            view: Gives what tools may see, for those that ask for it.
-            budget: How many calls the limit `tool_calls` leaves.
+            view: Gives the episode's view, for tools with a parameter for it.
+            budget: Number of calls that the limit `tool_calls` leaves.
         """
         if len(attempts) == 1 and budget > 0 and isinstance(attempts[0], ToolCall):
             return [await self.call(attempts[0], view)]
@@ -114,7 +114,7 @@ class Toolbox:
         return list(await asyncio.gather(*jobs))
 
     async def call(self, call: ToolCall, view: Callable[[], EpisodeView]) -> ToolResult:
-        """Carry out one call. What the tool raises is a result, not an exception."""
+        """Execute one call. An exception of the tool becomes an error result."""
         tool = self.tools.get(call.name)
         if tool is None:
             near = get_close_matches(call.name, self.tools, n=1)
@@ -148,11 +148,11 @@ class Toolbox:
             return await _answer(
                 call.id, call.name, "invalid_arguments", f"Wrong arguments for `{call.name}`: {problem}."
             )
-        except LoopReplacedError:  # not the tool's doing: the policy is not shown it
+        except LoopReplacedError:  # not caused by the tool, so the policy does not see it
             raise
         except WorldError as error:
             if isinstance(tool.function, RemoteTool) and tool.function.lost:
-                raise  # what it kept between calls is gone, so the episode cannot go on
+                raise  # the tool's state is lost, so the episode cannot continue
             if error.kind == "tool_bad_result":
                 raise  # of a worker process; the same as below, where the tool runs in this one
             late = error.kind == "tool_timeout"
@@ -196,10 +196,10 @@ def _result(call: ToolCall, value: Any, seconds: float) -> ToolResult:
 
 
 def bind_tool(function: Any, *, name: str | None, seconds: float, effects: Effects, where: str) -> BoundTool:
-    """Make a tool of a function (or an object with `__call__`).
+    """Make a tool from a function (or an object with `__call__`).
 
     Raises:
-        EngineError: it is not one; the message says what to change.
+        EngineError: the function is not a valid tool; the message says what to change.
     """
     try:
         shape = shape_of(function, name)

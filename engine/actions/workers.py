@@ -1,4 +1,4 @@
-"""Calls into code that is not ours: never on the main loop, and always under a deadline.
+"""Calls of a spec's code: never on the main loop, and always with a deadline.
 
 Where code runs:
 - plain functions: in threads (`threads.py`);
@@ -8,8 +8,8 @@ Where code runs:
   parts (models, worker processes) and must never block.
 
 A deadline begins when the call begins, not while it waits for a thread or for a loop that another call blocks.
-Where the process was starved of CPU or of Python's lock while a call ran (`lag.py`), the call gets its time once more.
-A call past its deadline is given up: its caller gets a typed error, whatever the thread does. Code that goes on computing is
+If the process got too little CPU or Python's lock was busy while a call ran (`lag.py`), the deadline is extended once.
+A call past its deadline is abandoned: its caller gets a typed error, whatever the thread does. Code that continues to compute is
 interrupted (`interrupt.py`).
 """
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from engine.schemas.entry import Effects
 
 MAX_THREADS = 1024
-"""Most plain calls that run at once; further ones wait for a thread, and their deadlines have not begun."""
+"""Maximum number of plain calls that run at once; further calls wait for a thread, and their deadlines begin later."""
 STARVED_SHARE = 0.1
-"""A call was starved if the main loop was late for so much of the call's deadline."""
+"""A call's deadline is extended if the main loop was late for at least this share of it."""
 REPEATS = 10
-"""How often one call is repeated because others blocked its loop."""
+"""Maximum number of repetitions of a call whose loop was blocked by others."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,7 +56,7 @@ def on_main_loop(function: F) -> F:
 
 
 class Workers:
-    """What runs code of others: threads and guest loops."""
+    """Runs a spec's code, in threads and on guest loops."""
 
     def __init__(self, most: int = MAX_THREADS) -> None:
         self.interrupter = Interrupter()
@@ -65,21 +65,21 @@ class Workers:
         self.lag = Lag()
         self._deadlines = _ByLength()
         self.isolation = Isolation()
-        """Worker processes, for code that the spec isolates; none is started before it is needed."""
+        """The worker processes of isolated code; each is started when it is needed."""
 
     def within(self, seconds: float | None) -> AbstractContextManager[Any]:
-        """The deadline of one call; None is none."""
+        """Return a context manager with a deadline; None is no deadline."""
         return nullcontext() if seconds is None else self._deadlines[seconds].begin()
 
     def close(self) -> None:
-        """Let the threads end and kill all worker processes. Busy threads end after their call; hung ones go with the process."""
+        """End the threads and kill all worker processes. Busy threads end after their call; hung threads end with the process."""
         self.isolation.close()
         self.threads.close()
         self.guests.close()
 
 
 class _ByLength(dict[float, Deadlines]):
-    """Deadlines by their length; a spec has few."""
+    """A cache of deadlines by their length; a spec has few."""
 
     def __missing__(self, seconds: float) -> Deadlines:
         found = self[seconds] = Deadlines(seconds)
@@ -93,7 +93,7 @@ def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call gives a coroutine, for functions, methods and objects with an async `__call__`."""
+    """Return whether a call gives a coroutine, for functions, methods and objects with an async `__call__`."""
     function = _bare(function)
     code = getattr(function, "__code__", None)
     if code is not None and code.co_flags & inspect.CO_COROUTINE:  # most are; `inspect` takes longer to say so
@@ -104,7 +104,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def _is_ours(function: Callable[..., Any]) -> bool:
-    """Whether it is marked `@on_main_loop`, or its `__call__` is."""
+    """Return whether a function or its `__call__` is marked `@on_main_loop`."""
     if getattr(function, "on_main_loop", False) is True:
         return True
     called = getattr(type(function), "__call__", None)  # noqa: B004  (the method, not whether it has one)
@@ -121,7 +121,7 @@ async def call_world(
     effects: Effects = "pure",
     bound: bool | None = None,
 ) -> Any:
-    """Call code of a world, where it belongs (see above).
+    """Call a spec's code, in the place that the module's docstring describes.
 
     Keyword arguments come in a `functools.partial`, so that no name of theirs can clash with one of ours.
 
@@ -195,7 +195,7 @@ async def _here(
 
 
 async def _wait(workers: Workers, place: Threads | GuestLoop, call: Call, seconds: float | None) -> None:
-    """Wait until a call is settled or lost; past its deadline, give it up."""
+    """Wait until a call has a result or is lost; abandon it after its deadline."""
     deadline = workers.within(seconds)
     before = workers.lag.begin(call.loop)
     extended = False
@@ -213,9 +213,9 @@ async def _wait(workers: Workers, place: Threads | GuestLoop, call: Call, second
             left = place.left(call, seconds)
             if left <= 0 and not extended and workers.lag.since(before) > STARVED_SHARE * seconds:
                 left, extended = seconds, True
-            if not call.settled and left > 0:  # it waited for a thread or a blocked loop, or gets its time once more
+            if not call.settled and left > 0:  # it waited for a thread or a blocked loop, or its deadline is extended
                 deadline = Deadlines(left).begin()
-            elif call.settled or not place.leave(call):  # it has finished: what it gives is on its way
+            elif call.settled or not place.leave(call):  # it has finished, and its result will arrive
                 deadline = nullcontext()
             else:
                 raise _late(call.what, call.blame, seconds) from None
@@ -224,7 +224,7 @@ async def _wait(workers: Workers, place: Threads | GuestLoop, call: Call, second
 
 
 def _result(call: Call) -> Any:
-    """What a finished call gave, or the failure that it is."""
+    """Return the value of a finished call, or raise its failure."""
     assert call.result is not None
     value, error = call.result
     if error is not None:
@@ -233,7 +233,7 @@ def _result(call: Call) -> Any:
 
 
 def _late(what: str, blame: Blame, seconds: float) -> WorldError:
-    """The failure of a call that took too long."""
+    """Return the failure of a call that took too long."""
     return WorldError(
         f"{what} did not answer within {seconds:g} s; give it a longer deadline or make it faster",
         blame=blame,
@@ -242,7 +242,7 @@ def _late(what: str, blame: Blame, seconds: float) -> WorldError:
 
 
 def _fail(what: str, blame: Blame, error: BaseException) -> NoReturn:
-    """Raise what a call raised, as the failure that it is."""
+    """Raise the exception of a call as a typed failure."""
     if isinstance(error, EngineError):
         raise error
     if isinstance(error, asyncio.CancelledError):

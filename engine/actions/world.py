@@ -1,4 +1,4 @@
-"""The objects of one episode: built from entry points, and closed whatever happens."""
+"""Builds the objects of an episode from entry points, and closes them in every case."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 CLOSE_SECONDS = 10.0
-"""Deadline for one `close`: an object that hangs in it is left behind."""
+"""Deadline of one `close`; an object that exceeds it is abandoned."""
 
 
 class Factory:
-    """Builds one kind of object: its entry point is resolved once for the whole run.
+    """Builds the objects of one entry point, which is resolved once per run.
 
-    Where it is isolated, the entry point is imported and built in worker processes alone.
+    An isolated entry point is imported and built only in worker processes.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Factory:
         self.origin = Origin(self.use, base, dict(entry.with_), role, getattr(entry, "name", None))
         self.target: Callable[..., Any] | None = None
         self.shape: ToolShape | None = None
-        """Of an isolated function that is a tool."""
+        """The shape of an isolated function that is a tool."""
         self.pool: Pool | None = None
-        """Where it is isolated: its workers."""
+        """Its worker processes, if it is isolated."""
         self.on_loop = False
         """Some of its methods are `async`: it is built on the loop that they run on, so that it may open sessions there."""
         if isolation.mode != "process":
@@ -75,12 +75,12 @@ class Factory:
             self.shape = described.shape
 
     def build(self, blame: Blame) -> Any:
-        """A fresh object.
+        """Build a new object.
 
         Raises:
             WorldError: its constructor raised.
         """
-        assert self.target is not None  # what is isolated is held by a pool
+        assert self.target is not None  # isolated objects are in a pool
         try:
             return self.target(**self.origin.with_)
         except Exception as error:
@@ -91,12 +91,12 @@ class Factory:
             ) from error
 
     async def build_on_loop(self, blame: Blame) -> Any:
-        """`build`, on the loop that runs this."""
+        """Call `build` on the running loop."""
         return self.build(blame)
 
 
 class WorldBuilder:
-    """Builds and closes the worlds of a run's episodes."""
+    """Builds and closes the objects of a run's episodes."""
 
     def __init__(self, services: Services, base: Path) -> None:
         spec = services.spec
@@ -117,14 +117,14 @@ class WorldBuilder:
             else None
             for name, user in spec.users_by_name.items()
         }
-        """By the user's name: what builds it or, where a model plays it, its grader."""
+        """The factory of each user, by name; for a model-played user, the factory of its grader."""
         states = resolve_machine(spec.machine).states.values()
         self._calls_tools = any(state.action == CallToolsAction.name for state in states)
         tools = [(factory(tool, "tool", tool.isolation), tool) for tool in spec.tools]
         self._functions = [(item, tool) for item, tool in tools if not item.is_class]
         self._classes = [(item, tool) for item, tool in tools if item.is_class]
         self._static: list[BoundTool] = [self._bind_function(item, tool) for item, tool in self._functions]
-        """Plain functions are the same object for every episode."""
+        """Tools that are plain functions: the same object for every episode."""
         self.shared_toolbox = (
             Toolbox(self._static, services.workers) if not self._classes and self._environment is None else None
         )
@@ -135,14 +135,14 @@ class WorldBuilder:
         )
 
     def _bind_function(self, factory: Factory, tool: ToolSpec) -> BoundTool:
-        """A plain function as a tool, in this process or in workers."""
+        """Make a tool from a plain function, in this process or in workers."""
         if factory.pool is None or factory.shape is None:
             return self._bind(factory.target, tool)
         function = FunctionTool(RemoteFunction(factory.origin, factory.pool, "tool"), factory.shape.name)
         return BoundTool(function, factory.shape, self._seconds(tool), tool.effects)
 
     def _bind_in(self, cell: Cell, factory: Factory, tool: BoundTool) -> BoundTool:
-        """A plain function as a tool, in a given worker."""
+        """Make a tool from a plain function, in a given worker."""
         owner = RemoteObject(factory.origin, cell, pure=True, blame="tool")
         shape = replace(tool.shape, arguments=None)
         return BoundTool(RemoteTool(owner, shape.name), shape, tool.seconds, tool.effects)
@@ -205,7 +205,7 @@ class WorldBuilder:
         return thing
 
     def _chosen(self, task: Task | None) -> str:
-        """The name of the task's user."""
+        """Return the name of the task's user."""
         if "" in self._people:
             return ""
         name = task.user if task is not None else None
@@ -266,10 +266,10 @@ class WorldBuilder:
         return Toolbox(tools, self._services.workers)
 
     async def open(self, task: Task | None = None, *, alone: bool = False) -> World:
-        """Build one episode's objects. What had been opened is closed again when that fails.
+        """Build one episode's objects. If that fails, the objects that were built are closed.
 
         Args:
-            task: The episode's: it says which of several users is built.
+            task: The episode's task, which selects one of several users.
             alone: Build everything in one worker process, whatever the spec's `isolation`: for an episode during which the
                 engine died.
         """
@@ -294,7 +294,7 @@ class WorldBuilder:
         return max(allowed, default=spec.limits.tool_seconds)
 
     async def close(self, world: World) -> None:
-        """Close every object that can be closed, last opened first. A failing close is logged and goes no further."""
+        """Close all objects with a `close`, in reverse order. A failing `close` is only logged."""
         for thing in reversed(world.opened):
             try:
                 if isinstance(thing, HeldObject):
@@ -306,7 +306,7 @@ class WorldBuilder:
                     seconds=CLOSE_SECONDS,
                     blame="environment",
                     what=f"{type(thing).__name__}.close",
-                    bound=False,  # it is closed on whatever loop there is
+                    bound=False,  # it is closed on any loop
                 )
             except WorldError as error:
                 log.warning("close failed", object=type(thing).__name__, error=str(error))
@@ -316,5 +316,5 @@ class WorldBuilder:
 
 
 def _offered(owner: RemoteObject, seconds: float, effects: Effects) -> list[BoundTool]:
-    """The tools of an object in a worker: itself, or those that an environment offers."""
+    """Return the tools of an object in a worker: itself, or those that an environment offers."""
     return [BoundTool(RemoteTool(owner, shape.name), shape, seconds, effects) for shape in owner.shapes]

@@ -172,7 +172,7 @@ async def test_what_no_call_is_known_for_is_blamed_on_nobody_else(
     call = task(workers, neighbour.ask, "good/0")
     assert await asyncio.to_thread(neighbour.waits.wait, 60)
     neighbour.loops[0].call_soon_threadsafe(release.wait, context=contextvars.Context())
-    with pytest.raises(LoopReplacedError, match="code of no known call blocked") as caught:
+    with pytest.raises(LoopReplacedError, match="code of an unknown call blocked") as caught:
         await call
     assert (caught.value.culprit, caught.value.blame) == (None, "user")
 

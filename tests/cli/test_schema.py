@@ -197,7 +197,7 @@ def test_every_key_of_a_spec_has_words_for_the_editor() -> None:
     document = json.loads(documents()["episode"])
     assert set(document["properties"]) == {*EpisodeSpec.model_fields, "extends"}
     limits = document["$defs"]["LimitsSpec"]["properties"]
-    assert limits["user_turns"]["description"] == "Answers of the user."
+    assert limits["user_turns"]["description"] == "Maximum number of answers of the user."
     assert limits["user_turns"]["default"] == 8
     assert document["$defs"]["UserSpec"]["additionalProperties"] is False
     assert {"use", "with", "effects", "timeout"} < set(document["$defs"]["UserSpec"]["properties"])
@@ -246,7 +246,10 @@ def test_every_example_is_right_for_both(name: str, key: str, value: Any, valida
 
 def test_the_reference_has_a_row_for_every_key() -> None:
     text = reference()
-    assert "| `user_turns` | a whole number, at least 1 | `8` | Answers of the user. |" in text.splitlines()
+    assert (
+        "| `user_turns` | a whole number, at least 1 | `8` | Maximum number of answers of the user. |"
+        in text.splitlines()
+    )
     assert "| `with` | a mapping | `{}` | Keyword arguments for its constructor. |" in text.splitlines()
     assert '| `machine` | a mapping or the name of a preset | `{"preset": "tools_and_user"}` | ' in text
     assert (

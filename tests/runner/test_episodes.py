@@ -478,9 +478,9 @@ async def test_facts_that_json_cannot_hold_are_the_users_fault(make_spec, run_sp
     ("count", "turn", "words"),
     [
         (1000, "last", None),
-        (1001, "last", "score: 1001 rewards in one answer; at most 1000 are taken"),
-        (20_000, "last", "score: 20000 rewards in one answer; at most 1000 are taken"),
-        (1000, "all", "score: the rewards of one answer touch turns 10010 times; at most 10000 are taken"),
+        (1001, "last", "score: 1001 rewards in one answer; at most 1000 are allowed"),
+        (20_000, "last", "score: 20000 rewards in one answer; at most 1000 are allowed"),
+        (1000, "all", "score: the rewards of one answer touch turns 10010 times; at most 10000 are allowed"),
     ],
 )
 async def test_more_rewards_than_one_answer_may_hold_are_refused(make_spec, run_spec, count, turn, words) -> None:

@@ -192,7 +192,7 @@ async def test_a_model_judges(make_spec, run_spec) -> None:
     ran = await run_spec(make_spec(["It is 42."], tasks=TASK, rewards={"scorer": JUDGE}))
     assert ran.only.turns[0].rewards == {"correct": 1.0, "judge": 0.7}
     posting = ran.only.postings[-1]
-    assert (posting.source, posting.cause) == ("judge", "the judge says 7 on a scale from 0 to 10")
+    assert (posting.source, posting.cause) == ("judge", "the judge gave 7; the scale is from 0 to 10")
 
 
 async def test_each_turn_may_be_judged(make_spec, run_spec) -> None:

@@ -29,7 +29,7 @@ def problems(suite: SuiteResult, folder: Path) -> list[str]:
         ),
         ("scenarios: [{name: a}]", "spec.scenarios.yaml:1:13: error[spec.missing-key]"),
         ("scenarios: []", "spec.scenarios.yaml:1:12: error"),
-        ("scenarios: [{name: a, expect: {}}]", "state something that must come out"),
+        ("scenarios: [{name: a, expect: {}}]", "set at least one expected result"),
         (
             "scenarios: [{name: a, expect: {limits: []}}, {name: a, expect: {limits: []}}]",
             "two scenarios are called `a`",

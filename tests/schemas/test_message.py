@@ -55,7 +55,9 @@ def test_a_path_is_named() -> None:
 
 
 def test_anything_else_is_refused() -> None:
-    with pytest.raises(TypeError, match="a int is no image; give a PIL image, a file's bytes, a path or a data: URI"):
+    with pytest.raises(
+        TypeError, match="a int is not an image; give a PIL image, a file's bytes, a path or a data: URI"
+    ):
         image_part(3)
 
 

@@ -131,7 +131,7 @@ user: x.y:Z
         "s.yaml:25:37: error[spec.wrong-type] `sampling.top_k` must be a whole number; it is 5.0; write 5",
         "s.yaml:25:48: error[spec.bad-value] `sampling.stop`: an empty stop string would end every reply at once; remove it",
         "s.yaml:25:72: error[spec.wrong-type] `sampling.logit_bias.5` must be a number; it is `x`",
-        "s.yaml:27:20: error[spec.bad-value] `limits.episode_seconds`: '5 parsecs' is no duration; "
+        "s.yaml:27:20: error[spec.bad-value] `limits.episode_seconds`: '5 parsecs' is not a duration; "
         "write 500ms, 5s, 2m, 1h or seconds",
         "s.yaml:28:15: error[spec.bad-value] `limits.user_turns` must be at least 1; it is 0",
         "s.yaml:29:17: error[spec.bad-value] `limits.tool_seconds` must be a finite number; it is nan",
