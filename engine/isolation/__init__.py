@@ -7,6 +7,7 @@
     worker.py      the engine's side of one worker: a call, its deadline, its death
     remote.py      objects and functions that live in workers
     pool.py        who gets which worker
+    sandbox.py     tools that run programs of the model in bubblewrap
 
 Invariants:
 - The engine never runs code that a worker sends: answers are JSON, and are validated as the contracts that they claim to be.

@@ -101,6 +101,7 @@ def retriever() -> Iterator[tuple[str, list[Any]]]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_any_retriever_is_asked_over_http(retriever: tuple[str, list[Any]]) -> None:
     url, asked = retriever
     assert Search(url=f"{url}/retrieve").search("who", 2) == "[1] a of /retrieve\n\n[2] b of /retrieve"

@@ -1,0 +1,348 @@
+"""Tools that run Python or shell written by the model, in a sandbox of bubblewrap (`bwrap`).
+
+    tools:
+      - {use: "engine.isolation.sandbox:Python", name: python, with: {seconds: 5, memory: 512MB}}
+
+What a program has: the system's programs and this interpreter's standard library, read-only; an empty folder /work of its own,
+in memory; no network; no other process; no variable of the engine's environment; no privileges. Each call starts anew.
+
+Limits, and what enforces them: `seconds` (the program is killed; also RLIMIT_CPU), `memory` of each process (RLIMIT_AS), `processes`
+(RLIMIT_NPROC in a user namespace of its own), `disk` (the size of the folder), `output` (the program is killed).
+
+Invariant: a program never runs with less protection than this, unless `allow_unprotected` is set. Whether the sandbox works on this
+machine is tried out, once for each process, before the first program runs.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+from pydantic import TypeAdapter
+
+from engine.isolation.confine import Refused, free_uid
+from engine.schemas.base import Bytes, Seconds
+
+log = structlog.get_logger(__name__)
+
+LONGEST_CODE = 200_000
+"""Characters of one program."""
+_PROBE_SECONDS = 30.0
+_BOOT = """
+import os, resource, sys
+uid, names, values, *command = sys.argv[1:]
+if uid:
+    os.chown("/work", int(uid), int(uid))
+    os.setgroups([])
+    os.setresgid(int(uid), int(uid), int(uid))
+    os.setresuid(int(uid), int(uid), int(uid))
+for name, value in zip(names.split(","), values.split(",")):
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (int(value), int(value)))
+os.execv(command[0], command)
+"""
+"""Runs inside of the sandbox: becomes an unprivileged user where it is root, sets the limits, then becomes the program."""
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """What one program may use."""
+
+    seconds: float
+    memory: int
+    """Bytes of address space of each process."""
+    processes: int
+    """Processes and threads at once."""
+    disk: int
+    """Bytes of its folder."""
+    output: int
+    """Bytes that are read of what it prints."""
+
+
+class Ran(NamedTuple):
+    """How a program ended."""
+
+    output: str
+    """What it printed, to stdout and stderr in one; at most `limits.output` bytes."""
+    status: int
+    """Its exit status; negative: the signal that killed it."""
+    stopped: str
+    """Why the sandbox killed it: `time`, `output`, or empty."""
+
+    def shown(self, limits: SandboxLimits) -> str:
+        """The tool's result."""
+        notes = {
+            "time": f"(stopped: it ran longer than {limits.seconds:g} s)",
+            "output": f"(stopped: it printed more than {limits.output} bytes)",
+        }
+        note = notes.get(self.stopped, "" if self.status == 0 else f"(exit status {self.status})")
+        return "\n".join(filter(None, (self.output.rstrip("\n"), note))) or "(no output)"
+
+
+_ROOT_NEEDS = ("CAP_CHOWN", "CAP_SETUID", "CAP_SETGID")
+"""To become an unprivileged user, with which they are lost."""
+_uids: set[int] = set()
+_uids_lock = threading.Lock()
+
+
+def run_sandboxed(program: Sequence[str], code: str, limits: SandboxLimits, *, protected: bool = True) -> Ran:
+    """Run a program to its end or to a limit. `{code}` in `program` is the path of a file with `code`.
+
+    Args:
+        program: Path of an interpreter, and its arguments.
+        code: The text of the program.
+        limits: What it may use.
+        protected: In bubblewrap; otherwise in a temporary folder with limits of time, memory and output alone.
+
+    Raises:
+        OSError: it could not be started.
+    """
+    if protected:
+        return _in_bubblewrap(program, code, limits)
+    with tempfile.TemporaryDirectory(prefix="unprotected-") as folder:
+        path = Path(folder) / "code"
+        path.write_text(code, encoding="utf-8", errors="surrogatepass")
+        command = [part.replace("{code}", str(path)) for part in program]
+        names, values = _rlimits(limits, processes=False)
+        return _finish([sys.executable, "-I", "-S", "-c", _BOOT, "", names, values, *command], limits, cwd=folder)
+
+
+def _in_bubblewrap(program: Sequence[str], code: str, limits: SandboxLimits) -> Ran:
+    data = os.memfd_create("code")
+    uid: int | None = None
+    try:
+        os.write(data, code.encode("utf-8", "surrogatepass"))
+        os.lseek(data, 0, os.SEEK_SET)
+        if (
+            os.getuid() == 0
+        ):  # the kernel exempts the machine's root from RLIMIT_NPROC: the program has a uid of its own
+            with _uids_lock:
+                uid = free_uid(_uids)
+                _uids.add(uid)
+        command = [part.replace("{code}", "/code") for part in program]
+        names, values = _rlimits(limits, processes=True)
+        inside = [_python(), "-I", "-S", "-c", _BOOT, str(uid or ""), names, values, *command]
+        return _finish([*_bubblewrap(limits, data, uid is not None), "--", *inside], limits, code=data)
+    finally:
+        os.close(data)
+        if uid is not None:
+            with _uids_lock:
+                _uids.discard(uid)
+
+
+def _python() -> str:
+    """The interpreter itself, behind any virtual environment."""
+    return os.path.realpath(sys.executable)
+
+
+def _rlimits(limits: SandboxLimits, *, processes: bool) -> tuple[str, str]:
+    values = {"AS": limits.memory, "CPU": int(limits.seconds) + 1, "FSIZE": limits.disk, "CORE": 0, "NOFILE": 256}
+    if processes:
+        values["NPROC"] = limits.processes
+    return ",".join(values), ",".join(map(str, values.values()))
+
+
+def _bubblewrap(limits: SandboxLimits, code: int, root: bool) -> list[str]:
+    """The command line up to the program.
+
+    Root needs no user namespace, and without one may become any user inside. Other users get one in which they are themselves,
+    and in which RLIMIT_NPROC counts from zero.
+    """
+    command = [shutil.which("bwrap") or "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
+    if root:
+        command += ["--cap-drop", "ALL", *(part for name in _ROOT_NEEDS for part in ("--cap-add", name))]
+    else:
+        command += ["--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
+    command += [
+        "--setenv",
+        "PATH",
+        "/usr/local/bin:/usr/bin:/bin",
+        "--setenv",
+        "HOME",
+        "/work",
+        "--setenv",
+        "LANG",
+        "C.UTF-8",
+    ]
+    for folder in ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin"):
+        path = Path(folder)
+        if path.is_symlink():
+            command += ["--symlink", str(path.readlink()), folder]
+        elif path.is_dir():
+            command += ["--ro-bind", folder, folder]
+    prefix = os.path.realpath(sys.base_prefix)
+    for parent in reversed(Path(prefix).parents[:-1]):  # bubblewrap would make them for its own user alone
+        command += ["--perms", "0755", "--dir", str(parent)]
+    command += ["--perms", "0755", "--dir", "/etc"]
+    for folder in ("/usr", *([] if Path(prefix).is_relative_to("/usr") else [prefix])):
+        command += ["--ro-bind", folder, folder]
+    command += [
+        "--ro-bind-try",
+        "/etc/ld.so.cache",
+        "/etc/ld.so.cache",
+        "--ro-bind-try",
+        "/etc/alternatives",
+        "/etc/alternatives",
+    ]
+    command += ["--proc", "/proc", "--dev", "/dev", "--perms", "0444", "--file", str(code), "/code"]
+    command += ["--size", str(limits.disk), "--tmpfs", "/work", "--symlink", "/work", "/tmp"]
+    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
+
+
+def _finish(command: list[str], limits: SandboxLimits, *, cwd: str = "/", code: int | None = None) -> Ran:
+    """Start a command with an empty environment, read what it prints, and kill it at a limit."""
+    deadline = time.monotonic() + limits.seconds
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={},
+        cwd=cwd,
+        pass_fds=() if code is None else (code,),
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    printed, stopped = bytearray(), ""
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                stopped = "time"
+                break
+            if not select.select([process.stdout], [], [], left)[0]:
+                continue
+            chunk = os.read(process.stdout.fileno(), 65_536)
+            if not chunk:
+                break
+            printed += chunk
+            if len(printed) > limits.output:
+                stopped = "output"
+                break
+        if not stopped:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:  # it closed its output and runs on
+                stopped = "time"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+        status = process.wait()
+        process.stdout.close()
+    text = bytes(printed[: limits.output]).decode("utf-8", "replace")
+    return Ran(text, status, stopped)
+
+
+_probed: dict[int, str] = {}
+_probe_lock = threading.Lock()
+
+
+def refusal() -> str:
+    """Why the sandbox does not work on this machine; empty if it does. Tried out once for each user of the engine."""
+    with _probe_lock:
+        if os.getuid() not in _probed:
+            _probed[os.getuid()] = _probe()
+        return _probed[os.getuid()]
+
+
+def _probe() -> str:
+    if sys.platform != "linux":
+        return "bubblewrap needs Linux"
+    if shutil.which("bwrap") is None:
+        return "bubblewrap is not installed: `apt install bubblewrap`"
+    limits = SandboxLimits(_PROBE_SECONDS, 10**9, 16, 10**6, 4096)
+    try:
+        ran = run_sandboxed([_python(), "-I", "{code}"], "print('works')", limits)
+    except (OSError, Refused, subprocess.SubprocessError) as problem:
+        return f"bubblewrap cannot be started: {problem}"
+    if ran.output.strip() != "works":
+        return f"bubblewrap does not work here (user namespaces may be forbidden): {ran.output.strip()[:300] or ran.status}"
+    return ""
+
+
+class _Sandbox:
+    """The settings of both tools.
+
+    Args:
+        seconds: Most time of one program; keep it below the tool's `timeout`.
+        memory: Most address space of each of its processes.
+        processes: Most processes and threads at once; together they may use `processes` times `memory`.
+        disk: Most bytes in its folder.
+        output: Most bytes that it may print.
+        allow_unprotected: Where bubblewrap is missing or not permitted, run programs without it: they can then read, change and
+            send everything that the engine's user can. The log warns.
+    """
+
+    _program: Sequence[str] = ()
+
+    def __init__(
+        self,
+        seconds: float | str = 5.0,
+        memory: int | str = "512MB",
+        processes: int = 8,
+        disk: int | str = "64MB",
+        output: int | str = "16kB",
+        allow_unprotected: bool = False,
+    ) -> None:
+        if processes < 1:
+            raise ValueError(f"processes is {processes}; write at least 1")
+        self._limits = SandboxLimits(
+            TypeAdapter(Seconds).validate_python(seconds),
+            TypeAdapter(Bytes).validate_python(memory),
+            processes,
+            TypeAdapter(Bytes).validate_python(disk),
+            TypeAdapter(Bytes).validate_python(output),
+        )
+        problem = refusal()
+        if problem and not allow_unprotected:
+            raise RuntimeError(
+                f"no sandbox for programs of the model: {problem}. Or write `allow_unprotected: true` under `with`: programs "
+                "then run without protection, as the engine's user"
+            )
+        self._protected = not problem
+        if problem:
+            log.warning("programs of the model run without a sandbox", why=problem)
+
+    def _run(self, code: str) -> str:
+        if len(code) > LONGEST_CODE:
+            raise ValueError(f"the program has {len(code)} characters; write at most {LONGEST_CODE}")
+        return run_sandboxed(self._program, code, self._limits, protected=self._protected).shown(self._limits)
+
+
+class Python(_Sandbox):
+    """Runs Python programs of the model."""
+
+    _program = (_python(), "-I", "-B", "{code}")
+
+    def __call__(self, code: str) -> str:
+        """Run a Python program and show what it prints. Nothing is kept between calls.
+
+        Args:
+            code: The program. Use print to see results.
+        """
+        return self._run(code)
+
+
+class Shell(_Sandbox):
+    """Runs shell scripts of the model."""
+
+    _program = ("/bin/sh", "{code}")
+
+    def __call__(self, command: str) -> str:
+        """Run a shell script and show what it prints. Nothing is kept between calls.
+
+        Args:
+            command: The script.
+        """
+        return self._run(command)
