@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import LedgerError
-from engine.limits import LIMITS, UNBOUNDED
+from engine.limits import FIELDS, LIMITS, UNBOUNDED
 from engine.rewards.address import TurnPart
 from engine.rewards.ledger import Ledger
 from engine.schemas.environment import EpisodeView, Task
@@ -38,8 +38,8 @@ def derive_seed(*parts: object) -> int:
 
 
 def limit_variables(limits: LimitsSpec) -> dict[str, int | float]:
-    """Return the `limits` variable of guards: every field, `UNBOUNDED` if it is not set."""
-    return {name: UNBOUNDED if value is None else value for name, value in limits}
+    """Return the `limits` variable of guards: every limit, `UNBOUNDED` if it is not set."""
+    return {name: UNBOUNDED if value is None else value for name, value in limits if name in FIELDS}
 
 
 class GrowingView(Sequence[Any]):

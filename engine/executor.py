@@ -84,6 +84,7 @@ class Executor:
         watch: Watch | None = None,
         store_images: StoreImages | None = None,
         clocks: Standstill | None = None,
+        cut: Callable[[Record], Record] | None = None,
     ) -> None:
         self._machine = machine
         self._actions = actions
@@ -96,6 +97,7 @@ class Executor:
         self._watch = watch
         self._store_images = store_images
         self._clocks = clocks
+        self._cut = cut
 
     async def run(self, episode: Episode, world: World) -> Ending | None:
         """Drive the episode to its end; its `failure` says what went wrong, if anything did.
@@ -212,6 +214,8 @@ class Executor:
             try:
                 with timed or _UNTIMED:
                     record = await action.perform(episode, world)
+                    if self._cut is not None:
+                        record = self._cut(record)
                     if self._store_images is None or isinstance(record, GenerationRecord):  # a model says no images
                         return record
                     stored = self._store_images(episode, record)

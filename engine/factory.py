@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from engine.actions.base import Action, Services
+from engine.actions.cut_texts import TextCutter
 from engine.actions.registry import build_actions
 from engine.actions.role_models import RoleModels
 from engine.actions.world import WorldBuilder
@@ -81,6 +82,7 @@ class EpisodeFactory:
         """By state; states without an action are left out."""
         self._rules = compile_rules(spec.rewards.reassign)
         self._limits = limit_variables(spec.limits)
+        self._cut = None if spec.limits.tool_result_tokens is None else TextCutter(spec.limits, format).cut
 
     def executor(
         self,
@@ -109,6 +111,7 @@ class EpisodeFactory:
             watch=watch,
             store_images=None if images is None else images.store_images,
             clocks=clocks,
+            cut=self._cut,
         )
 
     def episode(self, task: Task, sample: int, world: World) -> Episode:

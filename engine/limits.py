@@ -173,8 +173,18 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "tool_seconds", "seconds", "Time of one tool call.", cuts="the call: its result is an error", examples=("5s",)
     ),
+    Limit(
+        "tool_result_tokens",
+        "tokens",
+        "Tokens of one tool's result, or of one text of an environment or a user.",
+        cuts="the text: `tool_result_mark` stands for what is left out",
+        examples=(1024,),
+    ),
 )
 """In the order in which they are checked; those that cut something come last."""
+
+FIELDS: tuple[str, ...] = tuple(limit.name for limit in LIMITS if limit.owner == "limits")
+"""The fields of `LimitsSpec` that are limits; the others say how a text is cut."""
 
 COUNTERS: tuple[Limit, ...] = tuple(limit for limit in LIMITS if limit.per_use is not None)
 """The limits whose counts follow from which actions ran; the order is that of the counters in `engine.checks`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from engine.schemas.base import Contract, Seconds
@@ -27,6 +29,12 @@ class LimitsSpec(Contract):
     """Maximum number of answers of the user."""
     tool_seconds: Seconds = 30.0
     """Deadline for one tool call."""
+    tool_result_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one tool's result, and of each text of an environment or a user. Of a longer text, a part is left out."""
+    tool_result_keep: Literal["start", "end", "both"] = "both"
+    """Which part of a long text is shown: its start, its end, or as much of both."""
+    tool_result_mark: str = "\n[… {{characters}} characters left out …]\n"
+    """What stands in the place of what is left out; `{{characters}}` is how much that is. Its tokens count too."""
 
     @property
     def tokens_per_episode(self) -> int | None:

@@ -16,7 +16,7 @@ from engine.checks.logic import ALWAYS as ALWAYS_TRUE
 from engine.checks.logic import UNKNOWN, Formula, Ranges, formula
 from engine.checks.loops import Cycles, cycles_of
 from engine.checks.work import Work, WorkLimitError
-from engine.limits import COUNTERS, EPISODE_SECONDS, UNBOUNDED, limits_of
+from engine.limits import COUNTERS, EPISODE_SECONDS, FIELDS, UNBOUNDED, limits_of
 from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, resolve_machine
 from engine.schemas.entry import Entry
 from engine.schemas.episode import EpisodeSpec
@@ -333,7 +333,9 @@ class CheckContext:
 
 
 def _values(limits: LimitsSpec) -> tuple[tuple[str, float], ...]:
-    return tuple((name, float(UNBOUNDED if value is None else min(value, UNBOUNDED))) for name, value in limits)
+    return tuple(
+        (name, float(UNBOUNDED if value is None else min(value, UNBOUNDED))) for name, value in limits if name in FIELDS
+    )
 
 
 def _closure(starts: Iterable[str], steps: Iterable[tuple[str, str]]) -> frozenset[str]:

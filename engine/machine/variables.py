@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-from engine.limits import LIMITS
+from engine.limits import FIELDS, LIMITS
 from engine.schemas.limits import LimitsSpec
 
 Types = frozenset[str]
@@ -54,6 +54,7 @@ def _limits() -> dict[str, Member]:
     return {
         name: Member(_limit_types(info.annotation), info.description or "")
         for name, info in LimitsSpec.model_fields.items()
+        if name in FIELDS
     }
 
 
