@@ -6,6 +6,7 @@ Pure functions of rows, values and the credit method.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -63,9 +64,13 @@ def valued_rows(rows: Sequence[Row], values: Sequence[Values], credit: CreditMet
             )
         ]
         turns = [_Turns([rows[i] for i in found], [values[i] for i in found], by_turn) for found in episodes]
-        credited = credit_tokens(credit, [each.member for each in turns])
-        for found, each, advantages in zip(episodes, turns, credited, strict=True):
-            for index, row in zip(found, each.rows(advantages, credit), strict=True):
+        members = [each.member for each in turns]
+        credited = credit_tokens(credit, members)
+        whole = credited
+        if any(member.ledger.parts for member in members):  # a value counts all rewards, whichever tokens they are for
+            whole = credit_tokens(credit, [replace(each, ledger=replace(each.ledger, parts=())) for each in members])
+        for found, each, advantages, plain in zip(episodes, turns, credited, whole, strict=True):
+            for index, row in zip(found, each.rows(advantages, plain, credit), strict=True):
                 done[index] = row
     return [row for row in done if row is not None]
 
@@ -90,8 +95,8 @@ class _Turns:
         flat = np.concatenate(self._values) if self._values else np.zeros(0)
         self.member = Member(ledger, values=flat, ends=ends, after=after)
 
-    def rows(self, advantages: Sequence[Values], credit: CreditMethod) -> list[Row]:
-        """The episode's rows with what `valued_rows` adds."""
+    def rows(self, advantages: Sequence[Values], plain: Sequence[Values], credit: CreditMethod) -> list[Row]:
+        """The episode's rows with what `valued_rows` adds. `plain`: the advantages if no reward were addressed to a part of a turn."""
         told = []
         for row, turn_ids in zip(self._rows, self._turn_ids, strict=True):
             gained, held, targets, trained = (np.zeros(len(turn_ids)) for _ in range(4))
@@ -99,7 +104,7 @@ class _Turns:
                 here = np.flatnonzero(turn_ids == turn)
                 values = self._values[turn]
                 gained[here], held[here] = advantages[turn], values
-                targets[here] = advantages[turn] + (values[0] if credit.value_level == "turn" else values)
+                targets[here] = plain[turn] + (values[0] if credit.value_level == "turn" else values)
                 trained[here[:1] if self._by_turn else here] = 1.0
             placed = row["advantages"].copy()
             placed[row["loss_mask"] == 1] += gained

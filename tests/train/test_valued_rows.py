@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine.rewards.ledger import Ledger, SealedLedger
+from engine.rewards.address import TurnPart
+from engine.rewards.ledger import Ledger, PartReward, SealedLedger
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
 from engine.train.valued_rows import value_metrics, value_weights, valued_rows, with_last_state
@@ -124,3 +126,13 @@ def test_the_metrics_are_over_trained_values() -> None:
     assert value_metrics([exact])["critic/explained_variance"] == 1.0
     assert exact["advantages"].tolist() == [0.0] * 5
     assert "critic/explained_variance" not in value_metrics([exact | {"returns": np.array([1.0, 1.0, 1.0])}])
+
+
+def test_the_targets_count_rewards_of_parts_whole() -> None:
+    """A reward for the turn's second token moves that token's advantage, and the value before the turn."""
+    ledger = replace(LEDGER, parts=(PartReward(turn=0, part=TurnPart(start=1, end=2), name="reward", value=1.0),))
+    credit = read_credit({"method": "turn_ppo", "gamma": 1.0, "lam": 1.0})
+    (found,) = valued_rows([row(ONE, ledger)], [VALUES], credit, by_turn=True)
+    (plain,) = valued_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=True)
+    assert found["returns"].tolist() == plain["returns"].tolist() == [5.0, 5.0, 4.0]
+    assert (plain["advantages"] - found["advantages"]).tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
