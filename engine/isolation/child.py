@@ -133,9 +133,16 @@ def _json(value: BaseModel) -> bytes:
     if problem := refusal(getattr(value, "facts", {})):
         raise _Answered(UNFIT, f"facts: {problem}")
     try:
-        return value.model_dump_json().encode()
+        return value.model_dump_json(fallback=_converted).encode()
     except Exception as error:
         raise _Answered(UNFIT, _text(error)) from error
+
+
+def _converted(value: Any) -> Any:
+    """NumPy's scalars and arrays as plain values, which are stored so where code runs in threads, too."""
+    if callable(convert := getattr(value, "tolist", None)):
+        return convert()
+    raise TypeError(f"a {type(value).__name__} is nothing that JSON can hold")
 
 
 def _words(text: str) -> str:
