@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,3 +110,52 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
         else:
             assert episode.outcome.failure is not None
             assert episode.outcome.failure.kind == FAULTS.get(row["fault"], "environment_timeout")
+
+
+SOURCE = os.environ.get("SLIME_SOURCE", "")
+PROBLEM = {"id": "a", "label": "\\frac{8}{15}"}
+CALLS = [
+    'I try. <tool_call>{"name": "calc_score", "arguments": {"answer": "3"}}</tool_call>',
+    '<tool_call>{"name": "calc_score", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "calc_score", "arguments": {"answer": "8/15"}}</tool_call>',
+    "Answer: \\boxed{8/15}",
+]
+
+GEO3K_BY_HAND = """
+import json, sys
+from types import SimpleNamespace
+from examples.geo3k_vlm_multi_turn.env_geo3k import build_env
+world = build_env(sample=SimpleNamespace(label=sys.argv[1], metadata={}), args=SimpleNamespace(max_turns=9))
+world.reset()
+seen, rewards = [], []
+for reply in json.loads(sys.argv[2]):
+    observation, done, _ = world.step(reply)
+    rewards.append(observation.get("tool_score", 0.0))
+    if done:
+        break
+    seen.append(world.format_observation(observation)["content"][-1]["text"])
+print(json.dumps([seen, rewards]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SOURCE, reason="set SLIME_SOURCE to a checkout of slime (github.com/THUDM/slime)")
+def test_slimes_own_geo3k_environment(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """The file itself, with slime's graders, against slime's own calls in a process of its own."""
+    told = subprocess.run(
+        [sys.executable, "-c", GEO3K_BY_HAND, PROBLEM["label"], json.dumps(CALLS)],
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    environment = {
+        "adapter": "slime",
+        "use": f"{SOURCE}/examples/geo3k_vlm_multi_turn/env_geo3k.py:build_env",
+        "with": {"args": {"max_turns": 9}, "path": [SOURCE]},
+    }
+    (episode,) = run_spec(tmp_path, spec_of(tiny_tokenizer_dir, environment, [PROBLEM], CALLS)).values()
+    assert episode.outcome.failure is None
+    assert [shown(episode), earned(episode)] == json.loads(told.stdout.splitlines()[-1])
+    assert earned(episode) == [0.0, 0.0, 1.0, 0.0]
+    assert episode.outcome.event == "done"
