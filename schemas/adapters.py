@@ -24,9 +24,9 @@ class AdapterFacts:
     """Entry point of the class that runs. It is built with `use`, `base` (the spec's folder) and the spec's `with`."""
     use: str
     """What `environment.use` names, in words."""
-    names: Literal["code", "file", "name"]
+    names: Literal["code", "file", "name", "name or code"]
     """What `environment.use` is: `code` (`package.module:Name` or `path/file.py:Name`), `file` (a path relative to the
-    spec), or `name` (of the library's own)."""
+    spec), `name` (of the library's own), or `name or code` (code if it has a colon)."""
     rewards: Literal["turn", "end", "turn and end"]
     """When its rewards come: each with the turn that earned it, or after the last turn."""
     packages: tuple[str, ...] = ()
@@ -64,6 +64,27 @@ ADAPTERS: dict[str, AdapterFacts] = {
             rewards="turn",
             images=True,
             reads_written=True,
+        ),
+        AdapterFacts(
+            name="skyrl_gym",
+            runs="engine.integrations.worlds.skyrl_gym:SkyRLWorld",
+            use="an id that is registered with SkyRL-gym, or a class: `package.module:Name`, `path/file.py:Name`",
+            names="name or code",
+            rewards="turn",
+            packages=("skyrl_gym",),
+            extra="skyrl-gym",
+            reads_written=True,
+        ),
+        AdapterFacts(
+            name="gymnasium",
+            runs="engine.integrations.worlds.gymnasium:GymnasiumWorld",
+            use="an id that is registered with Gymnasium: `FrozenLake-v1`, or `module:Id` to import the module first",
+            names="name",
+            rewards="turn",
+            packages=("gymnasium",),
+            extra="gymnasium",
+            images=True,
+            truncates=True,
         ),
     )
 }

@@ -20,9 +20,11 @@ def adapter_target(ctx: CheckContext) -> Iterator[Finding]:
     if environment is None or facts is None or facts.names == "name":
         return
     path = ("environment", "use")
+    if facts.names == "name or code" and ":" not in environment.use:
+        return
     place, _, name = environment.use.rpartition(":")
     place = environment.use if facts.names == "file" else place
-    if facts.names == "code" and not (place and name.isidentifier()):
+    if facts.names != "file" and not (place and name.isidentifier()):
         yield Finding(f"`{environment.use}` names no function or class", path, f"`use` is {facts.use}")
     elif facts.names == "file" or place.endswith(".py"):
         file = ctx.loaded.base / Path(place).expanduser()

@@ -15,6 +15,9 @@ from engine.store.store import RunStore, find_run
 FAULTY_EVERY = 20
 """One task in so many has a fault: 5 %."""
 
+FEW = {"concurrency": 8, "live_episodes": 8}
+"""Episodes at once where each worker process imports a large library."""
+
 
 def spec_of(
     model: Path, environment: dict[str, Any], rows: list[dict[str, Any]], replies: Any, **changes: Any

@@ -94,17 +94,17 @@ def _module(file: Path) -> Any:
 
 
 def add_to_path(folders: Iterable[str], base: str) -> None:
-    """Put folders on the import path, behind what is there; relative ones are relative to the spec's folder.
+    """Put folders on the import path, first of all, as PYTHONPATH does; relative ones are relative to the spec's folder.
 
     Raises:
         AdapterError: one is not there.
     """
-    for folder in folders:
+    for folder in reversed(list(folders)):
         place = (Path(base) / Path(folder).expanduser()).resolve()
         if not place.is_dir():
             raise AdapterError(f"there is no folder `{place}`, which `with.path` puts on the import path")
         if str(place) not in sys.path:
-            sys.path.append(str(place))
+            sys.path.insert(0, str(place))
             importlib.invalidate_caches()
 
 
@@ -116,14 +116,20 @@ def field_of(fields: Mapping[str, Any], name: str | None) -> Any:
     return value
 
 
-def message_of_chat(message: Any, who: str) -> Message:
+def message_of_chat(message: Any, who: str, *, prompt: bool = False) -> Message:
     """One message of OpenAI's form: a string, or parts with text and images.
+
+    Args:
+        message: What the library gave.
+        who: Who gave it, for errors.
+        prompt: Whether it is of the prompt, where worked examples have the role assistant.
 
     Raises:
         AdapterError: it has another form.
     """
-    if not isinstance(message, Mapping) or message.get("role") not in ("system", "user", "tool"):
-        raise AdapterError(f"{who} must give messages {{role: system, user or tool; content}}, not {_short(message)}")
+    roles = ("system", "user", "tool", "assistant") if prompt else ("system", "user", "tool")
+    if not isinstance(message, Mapping) or message.get("role") not in roles:
+        raise AdapterError(f"{who} must give messages {{role: {' or '.join(roles)}; content}}, not {_short(message)}")
     role: Role = (
         "user" if message["role"] == "tool" else message["role"]
     )  # an answer to no call that the engine knows of
@@ -137,7 +143,7 @@ def message_of_chat(message: Any, who: str) -> Message:
     return Message(role=role, content=[_part(part, who) for part in content])
 
 
-def messages_of_chat(messages: Any, who: str) -> list[Message]:
+def messages_of_chat(messages: Any, who: str, *, prompt: bool = False) -> list[Message]:
     """A list of messages of OpenAI's form.
 
     Raises:
@@ -145,7 +151,7 @@ def messages_of_chat(messages: Any, who: str) -> list[Message]:
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise AdapterError(f"{who} must give a list of messages, not {_short(messages)}")
-    return [message_of_chat(message, who) for message in messages]
+    return [message_of_chat(message, who, prompt=prompt) for message in messages]
 
 
 def _part(part: Any, who: str) -> ContentPart:
