@@ -13,14 +13,19 @@ from engine.cli.main import app
 from engine.spec.load import load_spec
 
 SPECS = Path(__file__).parents[2] / "specs"
-NAMES = ["countdown", "word_guess", "text_to_sql", "search"]
+NAMES = ["countdown", "word_guess", "text_to_sql", "search", "programs"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_spec_has_no_findings_and_its_scenarios_cover_it(name: str, tiny_tokenizer_dir: Path) -> None:
     path = SPECS / f"{name}.yaml"
     assert [str(item) for item in check_spec(load_spec(path)) if item.severity != "info"] == []
-    roomy = {"model.path": tiny_tokenizer_dir, "model.tool_calls": "plain", "limits.turn_tokens": 400}
+    roomy = {
+        "model.path": tiny_tokenizer_dir,
+        "model.tool_calls": "plain",
+        "model.tool_role": "tool",
+        "limits.turn_tokens": 400,
+    }
     settings = [part for key, value in roomy.items() for part in ("--set", f"{key}={value}")]
     result = CliRunner().invoke(app, ["test", str(path), "--require-coverage", "--format", "json", *settings])
     (spec,) = json.loads(result.output)["specs"]
