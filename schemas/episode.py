@@ -77,6 +77,8 @@ class EpisodeSpec(Contract):
     @property
     def conversation(self) -> PromptField | None:
         """Where each task has its own messages; None if `prompt` is for all tasks."""
+        if not self.prompt and self.tasks.preset is not None:
+            return self.tasks.preset.conversation
         return self.prompt if isinstance(self.prompt, PromptField) else None
 
     @property

@@ -2,11 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from engine.schemas.base import Contract
+from engine.schemas.prompt import PromptField
+
+_PART = re.compile(r"@\[-?[0-9]*:-?[0-9]*\]$")
+
+
+class VerlRows(Contract):
+    """Rows of a data file of verl's: `prompt`, `reward_model`, `extra_info`. Adds the fields `index`, `tools_kwargs` and
+    `interaction_kwargs` (those of `extra_info`), and `ground_truth` (that of `reward_model`)."""
+
+    name: Literal["verl"]
+    prompt_key: str = "prompt"
+    """The field with the messages: verl's `data.prompt_key`."""
+    image_key: str = "images"
+    """The field with the images: verl's `data.image_key`."""
+
+    @property
+    def conversation(self) -> PromptField:
+        """Where the conversation stands, if the spec has no `prompt`."""
+        return _lenient(self.prompt_key, self.image_key, None)
+
+
+class SlimeRows(Contract):
+    """Rows of a data file of slime's, as its options say. Adds the fields `label` and `metadata` (with the row's `tools`)."""
+
+    name: Literal["slime"]
+    input_key: str = "input"
+    """The field with the messages, or with a text: `--input-key`."""
+    label_key: str | None = None
+    """The field with the label: `--label-key`."""
+    multimodal_keys: dict[str, str] = Field(default_factory=dict)
+    """`{image: FIELD}`: `--multimodal-keys`."""
+    metadata_key: str = "metadata"
+    """The field with the metadata: `--metadata-key`."""
+    tool_key: str | None = "tools"
+    """The field with the schemas of tools: `--tool-key`."""
+
+    @field_validator("multimodal_keys")
+    @classmethod
+    def _only_images(cls, keys: dict[str, str]) -> dict[str, str]:
+        other = next((key for key in keys if key != "image"), None)
+        if other is not None:
+            raise ValueError(f"an episode shows no `{other}`, only text and images; write `{{image: FIELD}}`")
+        return keys
+
+    @property
+    def conversation(self) -> PromptField:
+        """Where the conversation stands, if the spec has no `prompt`."""
+        return _lenient(self.input_key, self.multimodal_keys.get("image"), self.tool_key)
+
+
+def _lenient(field: str, images: str | None, tools: str | None) -> PromptField:
+    """Rows may lack images and tools, as those trainers allow."""
+    return PromptField.model_construct(_fields_set={"field"}, field=field, images=images, tools=tools)
 
 
 class TasksSpec(Contract):
@@ -20,6 +74,9 @@ class TasksSpec(Contract):
     or a folder that the package `datasets` reads or has saved."""
     name: str | None = None
     """For `hub`: the configuration."""
+    preset: Annotated[VerlRows | SlimeRows, Field(discriminator="name")] | None = None
+    """Whose data file it is: `verl`, `slime`, or `{name: slime, input_key: …}`. Without `prompt`, episodes begin with its rows'
+    conversations."""
     split: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]*(\[(-?[0-9]+%?)?:(-?[0-9]+%?)?\])?$")
     """Which rows: a split (`test`; of a folder, the files whose names begin with it), a part of the rows (`[100:]`, `[:90%]`),
     or both (`train[:90%]`). All rows when left out; for `hub`, `train`."""
@@ -52,6 +109,16 @@ class TasksSpec(Contract):
             )
         return self
 
+    @field_validator("preset", mode="before")
+    @classmethod
+    def _preset_by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def file(self) -> str:
+        """`path`, without the part of the rows (`@[0:100]`) that slime writes behind it."""
+        return _PART.sub("", self.path or "") if isinstance(self.preset, SlimeRows) else self.path or ""
+
     @property
     def split_name(self) -> str | None:
         """The split's name, without the part of its rows; None if `split` names none."""
@@ -60,5 +127,6 @@ class TasksSpec(Contract):
     @property
     def rows_of_split(self) -> tuple[str | None, str | None]:
         """Where the part of the rows begins and ends, as written: `100`, `-5`, `90%`; None: at the first or last row."""
-        start, _, stop = (self.split or "").partition("[")[2].removesuffix("]").partition(":")
+        part = self.split or (self.path or "")[len(self.file) :].removeprefix("@")
+        start, _, stop = part.partition("[")[2].removesuffix("]").partition(":")
         return start or None, stop or None

@@ -151,7 +151,7 @@ def offset_of(template: str, name: str) -> int:
 @rule("prompt.empty", "error", "an episode would begin without any message")
 def prompt_empty(ctx: CheckContext) -> Iterator[Finding]:
     """Neither `prompt` nor an environment, whose `reset` may return messages."""
-    if not ctx.spec.prompt and ctx.spec.environment is None:
+    if not ctx.spec.messages and ctx.spec.conversation is None and ctx.spec.environment is None:
         fix = 'add `prompt: [{role: user, content: "{{question}}"}]`, or an `environment` that begins'
         yield Finding("the model gets no message: the spec has neither a prompt nor an environment", (), fix)
 

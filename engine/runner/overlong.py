@@ -76,7 +76,7 @@ class _Prompts:
         self._base = loaded.base
         self._form = form
         self._tools = _schemas(loaded)
-        self._folders = image_folders(loaded.spec.tasks.path, loaded.base)
+        self._folders = image_folders(loaded.spec.tasks.file or None, loaded.base)
 
     def tokens(self, task: Task, room: int) -> int:
         """The length of a task's prompt; an upper bound of it where that is at most `room`."""

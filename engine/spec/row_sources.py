@@ -52,7 +52,7 @@ def task_file(loaded: LoadedSpec) -> Path:
     Raises:
         SpecError: it is not there.
     """
-    named = loaded.spec.tasks.path or ""
+    named = loaded.spec.tasks.file
     path = loaded.resolve(named, (*TASKS, "path"))
     at = loaded.origin((*TASKS, "path"))
     near: str | None = None

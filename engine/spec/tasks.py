@@ -22,6 +22,7 @@ from engine.schemas.environment import Task
 from engine.schemas.tasks import TasksSpec
 from engine.spec.conversation import RowError, conversation_of, tools_of
 from engine.spec.near import near_or_known
+from engine.spec.row_presets import preset_fields
 from engine.spec.row_sources import TASKS, fault, open_rows, row_files
 from engine.spec.row_values import find, plain
 from engine.spec.sources import Row, RowFault, Rows
@@ -221,6 +222,10 @@ def task_of(row: Row, index: int, spec: TasksSpec, loaded: LoadedSpec) -> Task:
         message = f"{where} is no mapping of names to values, but {kind}"
         raise fault(loaded, "tasks.bad-row", message, None, row.origin or loaded.origin(TASKS))
     fields = {key: plain(value) for key, value in row.fields.items()}
+    try:
+        fields = preset_fields(fields, spec.preset)
+    except RowError as error:
+        raise fault(loaded, "tasks.bad-row", f"{where}: {error}", None, row.origin or loaded.origin(TASKS)) from error
     problem = refusal(stored_fields(fields))
     if problem is not None:
         at = row.origin or loaded.origin(TASKS)
