@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from env_count import build_env
+from stopping import Resumed, content
 from worlds_kit import FAULTY_EVERY, earned, run_spec, shown, spec_of
 
 from engine.integrations.worlds.slime import SlimeWorld
@@ -159,3 +161,26 @@ def test_slimes_own_geo3k_environment(tmp_path: Path, tiny_tokenizer_dir: Path) 
     assert [shown(episode), earned(episode)] == json.loads(told.stdout.splitlines()[-1])
     assert earned(episode) == [0.0, 0.0, 1.0, 0.0]
     assert episode.outcome.event == "done"
+
+
+@pytest.mark.slow
+async def test_a_resume_rebuilds_the_environment(
+    tmp_path: Path, tiny_tokenizer_dir: Path, count: dict[str, Any]
+) -> None:
+    """`effects: replayable`: stopped after any commit, the episode comes to the same."""
+    path = tmp_path / "resumed.yaml"
+    path.write_text(yaml.safe_dump(spec_of(tiny_tokenizer_dir, count, [ROW], said(3, 9, 2, 1))))
+    resumed = Resumed(path)
+    await resumed.run(tmp_path / "whole")
+    with resumed.store(tmp_path / "whole") as store:
+        (wanted,) = map(content, store.trajectories())
+    for commit in range(1, 20):
+        out = tmp_path / str(commit)
+        struck = await resumed.starved(out, commit)
+        await resumed.run(out)
+        with resumed.store(out) as store:
+            assert list(map(content, store.trajectories())) == [wanted]
+        assert await resumed.differences(out) == []
+        if not struck:
+            return
+    raise AssertionError("more than 20 commits")
