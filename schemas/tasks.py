@@ -18,6 +18,7 @@ class VerlRows(Contract):
     `interaction_kwargs` (those of `extra_info`), and `ground_truth` (that of `reward_model`)."""
 
     name: Literal["verl"]
+    """The trainer."""
     prompt_key: str = "prompt"
     """The field with the messages: verl's `data.prompt_key`."""
     image_key: str = "images"
@@ -33,6 +34,7 @@ class SlimeRows(Contract):
     """Rows of a data file of slime's, as its options say. Adds the fields `label` and `metadata` (with the row's `tools`)."""
 
     name: Literal["slime"]
+    """The trainer."""
     input_key: str = "input"
     """The field with the messages, or with a text: `--input-key`."""
     label_key: str | None = None
