@@ -85,6 +85,14 @@ ADAPTERS: dict[str, AdapterFacts] = {
             extra="gymnasium",
             images=True,
             truncates=True,
+            name="reasoning_gym",
+            runs="engine.integrations.worlds.reasoning_gym:ReasoningGymWorld",
+            use="the name of a data set of reasoning-gym; `rows`: each row names its own",
+            names="name",
+            rewards="turn",
+            packages=("reasoning_gym",),
+            extra="reasoning-gym",
+            effects="pure",
         ),
     )
 }
