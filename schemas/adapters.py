@@ -53,6 +53,27 @@ class AdapterFacts:
         return f"pip install 'episode-engine[{self.extra}]'"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolAdapterFacts:
+    """What holds for one kind of tool servers. Checks, docs and engine read these facts here."""
+
+    name: str
+    """What a spec writes as `adapter` of a tool."""
+    runs: str
+    """Entry point of the class that runs. It is built once in a run, with `use`, `base` (the spec's folder) and `with`."""
+    use: str
+    """What the tool's `use` names, in words."""
+    packages: tuple[str, ...]
+    """Top-level modules that must be importable."""
+    extra: str
+    """The engine's extra that installs them."""
+
+    @property
+    def install(self) -> str:
+        """How its packages are installed."""
+        return f"pip install 'episode-engine[{self.extra}]'"
+
+
 ADAPTERS: dict[str, AdapterFacts] = {
     facts.name: facts
     for facts in (
@@ -97,6 +118,33 @@ ADAPTERS: dict[str, AdapterFacts] = {
     )
 }
 """The adapters that ship, by name."""
+
+
+TOOL_ADAPTERS: dict[str, ToolAdapterFacts] = {
+    facts.name: facts
+    for facts in (
+        ToolAdapterFacts(
+            name="mcp",
+            runs="engine.integrations.worlds.mcp:McpServer",
+            use="the command line of an MCP server, or its http address",
+            packages=("mcp",),
+            extra="mcp",
+        ),
+    )
+}
+"""The kinds of tool servers that ship, by name."""
+
+
+def tool_adapter_facts(name: str) -> ToolAdapterFacts:
+    """The facts of a kind of tool servers.
+
+    Raises:
+        ValueError: there is none of this name; the message lists the names.
+    """
+    if name not in TOOL_ADAPTERS:
+        known = ", ".join(f"`{known}`" for known in TOOL_ADAPTERS)
+        raise ValueError(f"there is no tool adapter `{name}`; write one of {known}")
+    return TOOL_ADAPTERS[name]
 
 
 def adapter_facts(name: str) -> AdapterFacts:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from engine.schemas.adapters import AdapterFacts, adapter_facts
+from engine.schemas.adapters import AdapterFacts, ToolAdapterFacts, adapter_facts, tool_adapter_facts
 from engine.schemas.base import Seconds
 from engine.schemas.entry import Effects, Entry, IsolationSpec
 
@@ -54,12 +54,36 @@ class EnvironmentSpec(Entry):
 
 
 class ToolSpec(Entry):
-    """One tool: a typed function, or a class that is built with `with` and then called."""
+    """One tool: a typed function, or a class that is built with `with` and then called. With `adapter`, all tools of a server."""
 
+    adapter: str | None = None
+    """The kind of server that `use` names, such as `mcp`; left out, `use` is a function or class."""
     name: str | None = None
     """Its name for the model. Default: the function's name."""
+    """Its name for the model; the function's own when left out. Not with `adapter`."""
     timeout: Seconds | None = None
     """Deadline for one call. Default: `limits.tool_seconds`."""
     effects: Effects = "pure"
+    """With `adapter`, where it is left out: `pure` for tools that their server calls read-only, `external` for others."""
     isolation: IsolationSpec | None = None
-    """Where it runs; the spec's `isolation` when left out."""
+    """Where it runs; the spec's `isolation` when left out. Not with `adapter`."""
+
+    @property
+    def facts(self) -> ToolAdapterFacts | None:
+        """What holds for its adapter; None: it has none."""
+        return None if self.adapter is None else tool_adapter_facts(self.adapter)
+
+    @property
+    def entry(self) -> Entry:
+        """The class or function that runs and its keyword arguments: the adapter's, where there is one."""
+        if self.facts is None:
+            return self
+        return Entry(use=self.facts.runs, with_={"use": self.use, **self.with_})
+
+    @model_validator(mode="after")
+    def _server(self) -> ToolSpec:
+        if self.facts is not None and self.name is not None:
+            raise ValueError("`name` is for one tool, and a server has several; write `with: {prefix: …}`")
+        if self.facts is not None and self.isolation is not None:
+            raise ValueError("`isolation` has no effect on a server of tools, which runs outside of the engine")
+        return self

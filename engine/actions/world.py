@@ -13,6 +13,7 @@ import structlog
 from engine.actions.base import Services, World
 from engine.actions.call_tools import CallToolsAction
 from engine.actions.llm_user import ModelUser
+from engine.actions.tool_servers import ToolServers
 from engine.actions.toolbox import BoundTool, Toolbox, bind_tool
 from engine.actions.workers import call_world
 from engine.errors import EngineError, WorldError
@@ -120,13 +121,16 @@ class WorldBuilder:
         """The factory of each user, by name; for a model-played user, the factory of its grader."""
         states = resolve_machine(spec.machine).states.values()
         self._calls_tools = any(state.action == CallToolsAction.name for state in states)
-        tools = [(factory(tool, "tool", tool.isolation), tool) for tool in spec.tools]
+        tools = [(factory(tool, "tool", tool.isolation), tool) for tool in spec.tools if tool.facts is None]
+        self._servers = ToolServers([tool for tool in spec.tools if tool.facts is not None], base, services)
         self._functions = [(item, tool) for item, tool in tools if not item.is_class]
         self._classes = [(item, tool) for item, tool in tools if item.is_class]
         self._static: list[BoundTool] = [self._bind_function(item, tool) for item, tool in self._functions]
         """Tools that are plain functions: the same object for every episode."""
         self.shared_toolbox = (
-            Toolbox(self._static, services.workers) if not self._classes and self._environment is None else None
+            Toolbox(self._static, services.workers)
+            if not self._classes and self._environment is None and not self._servers
+            else None
         )
 
     def _bind(self, function: Any, tool: ToolSpec) -> BoundTool:
@@ -231,6 +235,7 @@ class WorldBuilder:
         tools = list(self._static)
         if (cell := world.cell) is not None:
             tools = [self._bind_in(cell, item, tool) for tool, (item, _) in zip(tools, self._functions, strict=True)]
+        tools += await self._servers.tools()
         for factory, tool in self._classes:
             made = await self._construct(factory, "tool", tool.effects, world)
             if isinstance(made, RemoteObject):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
+from engine.schemas.adapters import AdapterFacts, ToolAdapterFacts
+from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
 from engine.spec.source import read_entry
 
@@ -40,12 +42,16 @@ def adapter_target(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(message, path, fix or None)
 
 
-@rule("world.no-package", "info", "a package that the environment's adapter needs is not installed")
+@rule("world.no-package", "info", "a package that an adapter of the environment or of a tool needs is not installed")
 def adapter_package(ctx: CheckContext) -> Iterator[Finding]:
-    """The packages of `environment.adapter`."""
+    """The packages of `environment.adapter` and of the `adapter` of tools."""
     environment = ctx.spec.environment
-    facts = environment.facts if environment is not None else None
-    for package in facts.packages if facts is not None else ():
-        if find_spec(package) is None and facts is not None:
-            message = f"`{package}` is not installed, and a run needs it for the adapter `{facts.name}`"
-            yield Finding(message, ("environment", "adapter"), facts.install)
+    adapters: list[tuple[DataPath, AdapterFacts | ToolAdapterFacts | None]] = [
+        (("tools", index, "adapter"), tool.facts) for index, tool in enumerate(ctx.spec.tools)
+    ]
+    adapters.append((("environment", "adapter"), environment.facts if environment is not None else None))
+    for path, facts in adapters:
+        for package in facts.packages if facts is not None else ():
+            if find_spec(package) is None and facts is not None:
+                message = f"`{package}` is not installed, and a run needs it for the adapter `{facts.name}`"
+                yield Finding(message, path, facts.install)

@@ -47,7 +47,7 @@ class NamedEntry(NamedTuple):
     """Path of the mapping with `use` and `with`."""
     entry: Entry
     role: str
-    """`environment`, `user`, `tool`, `scorer`."""
+    """`environment`, `user`, `tool`, `tool server`, `scorer`."""
 
 
 @dataclass
@@ -302,7 +302,10 @@ class CheckContext:
     def worlds(self) -> list[NamedEntry]:
         """The entry points of environment, tools, users and scorer."""
         spec = self.spec
-        found = [NamedEntry(("tools", index), tool, "tool") for index, tool in enumerate(spec.tools)]
+        found = [
+            NamedEntry(("tools", index), tool.entry, "tool" if tool.facts is None else "tool server")
+            for index, tool in enumerate(spec.tools)
+        ]
         if spec.environment:
             found.insert(0, NamedEntry(("environment",), spec.environment.entry, "environment"))
         for path, user in self.users:

@@ -16,12 +16,14 @@ from engine.spec.source import NotImported
 METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "environment": ("reset", ("task", "seed")),
     "user": ("respond", ("view",)),
+    "tool server": ("open", ()),
 }
-"""The method that an environment or a user must have, and its arguments."""
+"""The method that an environment, a user or a server of tools must have, and its arguments."""
 OPTIONAL: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "environment": {"step": ("view",), "score": ("view",), "tools": (), "close": ()},
     "user": {"close": ()},
     "tool": {"close": ()},
+    "tool server": {"close": ()},
 }
 """Optional methods, and their arguments."""
 
@@ -162,6 +164,7 @@ _WORLDS: Mapping[str, Callable[[NamedEntry, Any], Iterator[Finding]]] = {
     "environment": _built,
     "user": _built,
     "tool": _tool,
+    "tool server": _built,
     "scorer": _scorer,
 }
 

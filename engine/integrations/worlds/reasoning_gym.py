@@ -74,7 +74,7 @@ def _kept(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _source(item: str | Mapping[str, Any], size: int, seed: int) -> dict[str, Any]:
-    named = {"name": item} if isinstance(item, str) else dict(item) if isinstance(item, Mapping) else {}
+    named: dict[str, Any] = {"name": item} if isinstance(item, str) else dict(item) if isinstance(item, Mapping) else {}
     if named.keys() - {"name", "config", "seed", "size"} or not isinstance(named.get("name"), str):
         raise AdapterError(f"a data set is a name or {{name, config, seed, size}}, not {item!r:.120}")
     return {
