@@ -261,7 +261,7 @@ def test_a_thousand_episodes_with_faults(folder: Path, tiny_tokenizer_dir: Path)
         first = call("misbehave", how=fault) if fault else call("add", a=n, b=1)
         cases.append({"task": row["id"], "replies": [first, call("add", a=n, b=2), "Done."]})
     document = mcp_spec(tiny_tokenizer_dir, rows, cases, timeout=8, **{"with": {"ping_seconds": 0.5}})
-    document["rollout"] = {"concurrency": 1}
+    document["rollout"] = {"concurrency": 1, "live_episodes": 1}  # a hung server hangs for all of them
     episodes = run_spec(folder, document)
     assert len(episodes) == 1000
     for n, row in enumerate(rows):
