@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
-from engine.schemas.adapters import ADAPTERS
+from engine.schemas.adapters import ADAPTERS, TOOL_ADAPTERS
 from engine.schemas.environment import Step
 from engine.schemas.message import ContentPart, Message, Role, TextPart, image_part
 from engine.schemas.reward import RewardEvent
@@ -50,7 +50,12 @@ def library(adapter: str, module: str) -> Any:
         top = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != top:
             raise  # the library is there, and something that it needs is not: its own words name it
-        raise AdapterError(f"the adapter `{adapter}` needs `{top}`: {ADAPTERS[adapter].install}") from None
+        raise AdapterError(f"the adapter `{adapter}` needs `{top}`: {_install(adapter)}") from None
+
+
+def _install(adapter: str) -> str:
+    facts = ADAPTERS.get(adapter) or TOOL_ADAPTERS[adapter]
+    return facts.install
 
 
 def load_target(use: str, base: str) -> Any:

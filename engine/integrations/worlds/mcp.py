@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
+import orjson
 import structlog
 
 from engine.actions.workers import on_main_loop
@@ -341,7 +342,7 @@ def reply_of_result(result: Any) -> ToolReply:
         raise AdapterError(text or "the server gave no reason")
     if not parts:
         structured = _either(result, "structured_content", "structuredContent")
-        return ToolReply(content="" if structured is None else library("mcp", "orjson").dumps(structured).decode())
+        return ToolReply(content="" if structured is None else orjson.dumps(structured).decode())
     return ToolReply(content=text if all(isinstance(part, TextPart) for part in parts) else parts)
 
 
