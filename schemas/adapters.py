@@ -106,6 +106,8 @@ ADAPTERS: dict[str, AdapterFacts] = {
             extra="gymnasium",
             images=True,
             truncates=True,
+        ),
+        AdapterFacts(
             name="verifiers",
             runs="engine.integrations.worlds.verifiers:VerifiersWorld",
             use="the function that returns the environment: `package.module:load_environment`, `path/file.py:load_environment`",

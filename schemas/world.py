@@ -59,8 +59,7 @@ class ToolSpec(Entry):
     adapter: str | None = None
     """The kind of server that `use` names, such as `mcp`; left out, `use` is a function or class."""
     name: str | None = None
-    """Its name for the model. Default: the function's name."""
-    """Its name for the model; the function's own when left out. Not with `adapter`."""
+    """Its name for the model. Default: the function's name. Not with `adapter`."""
     timeout: Seconds | None = None
     """Deadline for one call. Default: `limits.tool_seconds`."""
     effects: Effects = "pure"

@@ -66,7 +66,6 @@ class Workers:
         self._deadlines = _ByLength()
         self.isolation = Isolation()
         """The worker processes of isolated code; each is started when it is needed."""
-        """Worker processes, for code that the spec isolates; none is started before it is needed."""
         self.at_close: list[Callable[[], None]] = []
         """Called first when these workers close: ends connections of the run."""
 
@@ -76,7 +75,6 @@ class Workers:
 
     def close(self) -> None:
         """End the threads and kill all worker processes. Busy threads end after their call; hung threads end with the process."""
-        """Let the threads end and kill all worker processes. Busy threads end after their call; hung ones go with the process."""
         while self.at_close:
             self.at_close.pop()()
         self.isolation.close()

@@ -224,8 +224,19 @@ class McpTool(DescribedTool):
 
     @on_main_loop
     async def __call__(self, **arguments: Any) -> ToolReply:
-        """Call it."""
-        return await self._server.call(self.tool, arguments)
+        """Call it.
+
+        Raises:
+            CallFailedError: the call failed; the model is shown why.
+        """
+        try:
+            return await self._server.call(self.tool, arguments)
+        except AdapterError as error:
+            raise CallFailedError(str(error)) from None
+
+
+class CallFailedError(Exception):
+    """A call of a server's tool failed. Not an `EngineError`: it is a result for the model and not a failure of the episode."""
 
 
 class _Connection:
