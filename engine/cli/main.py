@@ -38,6 +38,7 @@ app = typer.Typer(
 
 def _register() -> None:
     from engine.cli.compare import compare
+    from engine.cli.envs import envs
     from engine.cli.eval import evaluate
     from engine.cli.explain import explain
     from engine.cli.export import export
@@ -55,7 +56,22 @@ def _register() -> None:
     from engine.cli.train import train
     from engine.cli.validate import validate
 
-    for command in (new, validate, explain, test, graph, run, train, show, export, replay, schema, models, template):
+    for command in (
+        new,
+        validate,
+        explain,
+        test,
+        graph,
+        run,
+        train,
+        show,
+        export,
+        replay,
+        schema,
+        models,
+        envs,
+        template,
+    ):
         app.command(command.__name__)(command)
     app.add_typer(import_app, name="import")
     app.command("eval")(evaluate)

@@ -1,0 +1,38 @@
+"""`engine envs`: adapters, environments and tools, and what each needs."""
+
+from __future__ import annotations
+
+import typer
+
+from engine.terminal import echo_json
+
+
+def envs(
+    as_json: bool = typer.Option(False, "--json", help="One JSON object a line, for programs."),
+) -> None:
+    """List the adapters, environments, users and tools that a spec may name, and what each needs.
+
+    Installed packages add theirs by entry points of the groups `episode_engine.environments`, `episode_engine.users`
+    and `episode_engine.tools`.
+    """
+    from rich.table import Table
+
+    from engine.cli.console import make_console
+    from engine.spec.offered import offered
+
+    found = offered()
+    if as_json:
+        for item in found:
+            echo_json({name: getattr(item, name) for name in item.__slots__}, indent=None)
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("kind", "name", "write", "needs", "from"):
+        table.add_column(heading, overflow="fold")
+    for item in found:
+        needs = (
+            "nothing"
+            if not item.needs
+            else f"{', '.join(item.needs)}" + ("" if item.installed else f": {item.install}")
+        )
+        table.add_row(item.kind, item.name, item.use, needs, item.source)
+    make_console().print(table)

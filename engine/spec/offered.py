@@ -1,0 +1,93 @@
+"""What a spec may name: adapters, and the environments, users and tools that ship or that installed packages offer.
+
+A package offers its own by entry points in its `pyproject.toml`:
+
+    [project.entry-points."episode_engine.environments"]
+    vault = "my_package.vault:Vault"
+
+The value is what a spec writes as `use`. Nothing is imported to list them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+from engine.schemas.adapters import ADAPTERS, TOOL_ADAPTERS
+
+GROUPS = {
+    "episode_engine.environments": "environment",
+    "episode_engine.users": "user",
+    "episode_engine.tools": "tool",
+}
+"""Group of entry points -> kind."""
+_METHODS = {"reset": "environment", "respond": "user"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """One thing that a spec may name."""
+
+    kind: str
+    """`adapter`, `tool adapter`, `environment`, `user` or `tool`."""
+    name: str
+    use: str
+    """What a spec writes."""
+    needs: tuple[str, ...] = ()
+    """Packages that must be importable."""
+    installed: bool = True
+    """Whether they are."""
+    install: str = ""
+    """How to install them."""
+    source: str = "episode-engine"
+    """The package that it comes with, and its version if it is not the engine's."""
+
+
+def offered() -> list[Offered]:
+    """All of them: adapters, what ships, and what installed packages offer, by kind and name."""
+    return [*_adapters(), *_shipped(), *sorted(_installed(), key=lambda item: (item.kind, item.name))]
+
+
+def _adapters() -> Iterator[Offered]:
+    for kind, table in (("adapter", ADAPTERS), ("tool adapter", TOOL_ADAPTERS)):
+        for facts in table.values():
+            yield Offered(
+                kind=kind,
+                name=facts.name,
+                use=f"adapter: {facts.name}; use: {facts.use}",
+                needs=facts.packages,
+                installed=all(find_spec(package) is not None for package in facts.packages),
+                install=facts.install,
+            )
+
+
+def _shipped() -> Iterator[Offered]:
+    """Environments and users of `engine.environments`, by their methods; tools are the functions in `tools/`."""
+    package = find_spec("engine.environments")
+    for root in (package.submodule_search_locations or []) if package is not None else []:
+        for file in sorted(Path(root).rglob("*.py")):
+            parts = file.relative_to(root).with_suffix("").parts
+            for node in ast.parse(file.read_text()).body:
+                kind = _kind(node, in_tools=parts[0] == "tools")
+                if kind is not None and isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    yield Offered(kind=kind, name=node.name, use=f"engine.environments.{'.'.join(parts)}:{node.name}")
+
+
+def _kind(node: ast.stmt, *, in_tools: bool) -> str | None:
+    if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
+        return None
+    if isinstance(node, ast.ClassDef):
+        methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
+        return next((kind for name, kind in _METHODS.items() if name in methods), None)
+    return "tool" if in_tools else None
+
+
+def _installed() -> Iterator[Offered]:
+    for group, kind in GROUPS.items():
+        for point in entry_points(group=group):
+            source = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "?"
+            yield Offered(kind=kind, name=point.name, use=point.value, source=source)

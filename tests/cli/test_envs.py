@@ -1,0 +1,58 @@
+"""`engine envs` lists adapters, what ships, and what installed packages offer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.cli.main import app
+from engine.schemas.adapters import ADAPTERS, TOOL_ADAPTERS
+from engine.spec.entry import load_entry
+from engine.spec.offered import offered
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package that offers an environment and a tool."""
+    info = tmp_path / "vaults-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vaults\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(
+        "[episode_engine.environments]\nvault = vaults:Vault\n\n[episode_engine.tools]\npick = vaults:pick\n"
+    )
+    (tmp_path / "vaults.py").write_text("raise SystemExit('it was imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("package")
+def test_an_installed_package_offers_its_own() -> None:
+    """It is listed with what a spec writes, and not imported."""
+    result = CliRunner().invoke(app, ["envs", "--json"])
+    assert result.exit_code == 0, result.output
+    listed = [json.loads(line) for line in result.output.splitlines()]
+    found = {(item["kind"], item["name"], item["use"]) for item in listed if item["source"] == "vaults 1.2"}
+    assert found == {("environment", "vault", "vaults:Vault"), ("tool", "pick", "vaults:pick")}
+
+
+def test_every_adapter_is_listed_with_what_it_needs() -> None:
+    listed = {(item.kind, item.name): item for item in offered()}
+    for kind, table in (("adapter", ADAPTERS), ("tool adapter", TOOL_ADAPTERS)):
+        for facts in table.values():
+            item = listed[kind, facts.name]
+            assert (item.needs, item.install) == (facts.packages, facts.install)
+
+
+def test_what_ships_can_be_loaded_as_it_is_listed() -> None:
+    shipped = [item for item in offered() if item.use.startswith("engine.environments.")]
+    assert {item.name for item in shipped} >= {"Gsm8k", "Countdown", "WordGuess", "calculate", "Scripted", "Attempts"}
+    for item in shipped:
+        assert callable(load_entry(item.use, None))
+
+
+def test_the_table_shows_them() -> None:
+    result = CliRunner().invoke(app, ["envs"])
+    assert result.exit_code == 0
+    assert "reasoning_gym" in result.output
