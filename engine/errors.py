@@ -11,7 +11,7 @@
     │   ├── ContextOverflow  the prompt and the reply do not fit the model: a limit, not a fault
     │   └── OutageError      no server can be asked: the run stops, and no episode fails for it
     ├── DeviceError          the spec names a device that torch does not have
-    ├── WorldError           an environment, a tool or a user raised, hung or answered nonsense
+    ├── WorldError           an environment, a tool or a user raised an error, did not answer in time, or gave an invalid answer
     ├── StoreError           a run cannot be read or written
     ├── ReplayError          a journal does not lead where it says
     ├── FailingError         the first episodes of a run all failed in the same way: the run stops
@@ -158,7 +158,7 @@ class FailingError(EngineError):
 
 
 class WorldError(EngineError):
-    """A world raised, hung or answered nonsense."""
+    """A world raised an error, did not answer in time, or gave an invalid answer."""
 
     def __init__(self, message: str, *, blame: Blame, kind: str, trace: str | None = None) -> None:
         self.blame = blame

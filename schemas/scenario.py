@@ -28,18 +28,18 @@ class ScriptedFault(Contract):
     """It raises an exception with this message."""
     timeout: bool = False
     """It does not answer within its deadline. The test does not wait for that time."""
-    nonsense: bool = False
+    invalid: bool = False
     """It returns an invalid answer."""
 
     @property
     def faulty(self) -> bool:
         """Whether it fails."""
-        return self.error is not None or self.timeout or self.nonsense
+        return self.error is not None or self.timeout or self.invalid
 
     @model_validator(mode="after")
     def _one_fault(self) -> ScriptedFault:
-        if (self.error is not None) + self.timeout + self.nonsense > 1:
-            raise ValueError("only one failure is possible: keep one of `error`, `timeout` and `nonsense`")
+        if (self.error is not None) + self.timeout + self.invalid > 1:
+            raise ValueError("only one failure is possible: keep one of `error`, `timeout` and `invalid`")
         return self
 
 
@@ -96,7 +96,7 @@ class ScriptedStep(ScriptedFault):
     @model_validator(mode="after")
     def _whole(self) -> ScriptedStep:
         if not self.event and not self.faulty:
-            raise ValueError("a step needs an `event`, or one of `error`, `timeout` and `nonsense`")
+            raise ValueError("a step needs an `event`, or one of `error`, `timeout` and `invalid`")
         return self
 
 

@@ -1,4 +1,4 @@
-"""Rules over users and judges that models play, and over which user a task has."""
+"""Rules over roles (model-played users and judges), and over the marks of users."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from engine.spec.near import short
 from engine.spec.template import fields_of, has_field
 
 
-def _played(ctx: CheckContext) -> bool:
-    """Whether a model plays a user or judge: the code for it takes long to import, and most specs do not need it."""
+def _has_model_roles(ctx: CheckContext) -> bool:
+    """Whether a model plays a user or judge. Most specs have no such role, and do not import the slow code for it."""
     scorer = ctx.spec.rewards.scorer
     return any(user.model_played for _, user in ctx.users) or (scorer is not None and scorer.model_played)
 
 
-@rule("played.unknown-field", "error", "the prompt of a user or judge names a field that does not exist")
-def played_field(ctx: CheckContext) -> Iterator[Finding]:
+@rule("role.unknown-field", "error", "the prompt of a user or judge names a field that does not exist")
+def role_field(ctx: CheckContext) -> Iterator[Finding]:
     """`{{reply}}`, `{{dialogue}}`, … and `{{task.<field>}}` in the prompts of model-played users and judges."""
-    if not _played(ctx):
+    if not _has_model_roles(ctx):
         return
     from engine.actions.judge import JUDGE_FIELDS
     from engine.actions.llm_user import USER_FIELDS
@@ -56,10 +56,10 @@ def _field(
             return
 
 
-@rule("played.no-file", "error", "a file that the model of a user or judge needs does not exist")
-def played_file(ctx: CheckContext) -> Iterator[Finding]:
+@rule("role.no-file", "error", "a file that the model of a user or judge needs does not exist")
+def role_file(ctx: CheckContext) -> Iterator[Finding]:
     """The chat template of its model, and the replies of its scripted backend."""
-    if not _played(ctx):
+    if not _has_model_roles(ctx):
         return
     from engine.actions.role_models import roles_of, section_of
 
@@ -78,7 +78,7 @@ def played_file(ctx: CheckContext) -> Iterator[Finding]:
                 yield Finding(f"the file `{name}` does not exist", (*path, *below), f"looked for {full}")
 
 
-@rule("played.free-verdict", "warning", "only a model-played user decides whether a task is solved")
+@rule("role.free-verdict", "warning", "only a model-played user decides whether a task is solved")
 def free_verdict(ctx: CheckContext) -> Iterator[Finding]:
     """Marks with rewards, without a grader: the policy may persuade the simulated user to emit the reward mark."""
     for path, user in ctx.users:
@@ -87,11 +87,11 @@ def free_verdict(ctx: CheckContext) -> Iterator[Finding]:
         for index, mark in enumerate(user.marks):
             if any((event.value or 0.0) > 0.0 for event in mark.rewards) or mark.reward is not None:
                 fix = "have a rule decide (`grader: {use: …}`), or a judge at the end (`rewards.scorer`)"
-                words = "the policy may talk this model into the mark that pays it"
+                words = "the policy may persuade this model to write the mark that earns the reward"
                 yield Finding(words, (*path, "marks", index), fix)
 
 
-@rule("played.user-never-ends", "warning", "a model-played user has no way to end the conversation")
+@rule("role.user-never-ends", "warning", "a model-played user has no way to end the conversation")
 def never_satisfied(ctx: CheckContext) -> Iterator[Finding]:
     """No mark with `satisfied`, and no grader: every episode continues until a limit."""
     for path, user in ctx.users:
@@ -100,10 +100,10 @@ def never_satisfied(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding("this user is never satisfied: only a limit ends its episodes", path, fix, key=True)
 
 
-@rule("played.frozen", "error", "the weights of a user or judge cannot be frozen during the training")
-def played_frozen(ctx: CheckContext) -> Iterator[Finding]:
+@rule("role.frozen", "error", "the weights of a user or judge cannot be frozen during the training")
+def role_frozen(ctx: CheckContext) -> Iterator[Finding]:
     """It runs on the policy's servers, which have only the newest weights."""
-    if ctx.spec.train is None or not _played(ctx):
+    if ctx.spec.train is None or not _has_model_roles(ctx):
         return
     from engine.actions.role_models import roles_of
     from engine.actions.role_weights import frozen_refusal, role_weights
@@ -114,10 +114,10 @@ def played_frozen(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(message, path, fix, key=True)
 
 
-@rule("played.policy-weights", "warning", "a user or judge has the weights that are trained")
-def played_policy_weights(ctx: CheckContext) -> Iterator[Finding]:
+@rule("role.policy-weights", "warning", "a user or judge has the weights that are trained")
+def role_policy_weights(ctx: CheckContext) -> Iterator[Finding]:
     """`weights: policy`; also where it has no effect."""
-    if ctx.spec.train is None or not _played(ctx):
+    if ctx.spec.train is None or not _has_model_roles(ctx):
         return
     from engine.actions.role_models import roles_of
     from engine.actions.role_weights import role_weights

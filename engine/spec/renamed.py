@@ -1,4 +1,4 @@
-"""Keys of specs that were renamed. A message about an unknown key names the new key; an old key is never accepted.
+"""Keys of specs and scenarios that were renamed. A message about an unknown key names the new key; an old key is never accepted.
 
     new_key(TrainSpec, "passes")        # "update_epochs"
 
@@ -8,10 +8,12 @@ The table says which class held the key, so that a key of the same name in anoth
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from engine.schemas.backend import SGLangBackendSpec
+from engine.schemas.scenario import ScriptedFault
 from engine.schemas.train import LoraSpec, MemorySpec, NotifySpec, TrainSpec, WeightSyncSpec
 from engine.spec.diagnostic import show_path
 from engine.spec.places import locate
@@ -38,13 +40,15 @@ RENAMED: Mapping[type[BaseModel], Mapping[str, str]] = {
     LoraSpec: {"targets": "target_modules"},
     WeightSyncSpec: {"via": "method", "pause": "pause_generation"},
     NotifySpec: {"stall": "stall_timeout"},
+    ScriptedFault: {"nonsense": "invalid"},
 }
-"""Class of a section -> old key -> new key."""
+"""Class of a section -> old key -> new key; it also holds for the classes that inherit from it."""
 
 
 def new_key(owner: type[BaseModel] | None, key: str) -> str | None:
     """The key that replaced `key` in a section of the class `owner`; None if `key` was not renamed."""
-    return RENAMED.get(owner, {}).get(key) if owner is not None else None
+    inherited: tuple[Any, ...] = owner.__mro__ if owner is not None else ()
+    return next((RENAMED[each][key] for each in inherited if key in RENAMED.get(each, {})), None)
 
 
 def renamed_keys(error: ValidationError, model: type[BaseModel]) -> list[str]:

@@ -37,13 +37,11 @@ def spec_with(tmp_path: Path, **changes: Any) -> Path:
 
 def found(path: Path) -> list[tuple[str, str]]:
     return [
-        (item.rule, item.message)
-        for item in check_spec(load_spec(path))
-        if item.rule.startswith(("played", "tasks.un"))
+        (item.rule, item.message) for item in check_spec(load_spec(path)) if item.rule.startswith(("role", "tasks.un"))
     ]
 
 
-def test_a_played_user_may_be_right(tmp_path: Path) -> None:
+def test_a_valid_model_played_user_has_no_findings(tmp_path: Path) -> None:
     assert found(spec_with(tmp_path)) == []
 
 
@@ -58,7 +56,7 @@ def test_a_played_user_may_be_right(tmp_path: Path) -> None:
 def test_the_prompt_of_a_user_is_filled_with_what_there_is(tmp_path: Path, words: str, message: str, fix: str) -> None:
     user = {**USER, "prompt": [{"role": "system", "content": f"Yes. {words}"}]}
     (item,) = [
-        item for item in check_spec(load_spec(spec_with(tmp_path, user=user))) if item.rule == "played.unknown-field"
+        item for item in check_spec(load_spec(spec_with(tmp_path, user=user))) if item.rule == "role.unknown-field"
     ]
     assert (item.message, item.fix) == (message, fix)
     assert item.path == ("user", "prompt", 0, "content")
@@ -67,7 +65,7 @@ def test_the_prompt_of_a_user_is_filled_with_what_there_is(tmp_path: Path, words
 def test_a_judge_hears_no_dialogue(tmp_path: Path) -> None:
     judge = {"prompt": [{"role": "user", "content": "{{replies}} {{dialogue}}"}]}
     (item,) = found(spec_with(tmp_path, rewards={"scorer": judge}))
-    assert item == ("played.unknown-field", "there is no field `dialogue` here")
+    assert item == ("role.unknown-field", "there is no field `dialogue` here")
 
 
 def test_files_of_the_users_model_exist(tmp_path: Path) -> None:
@@ -77,15 +75,15 @@ def test_files_of_the_users_model_exist(tmp_path: Path) -> None:
         "model": {"path": "m", "chat_template": "no.j"},
     }
     assert found(spec_with(tmp_path, user=user)) == [
-        ("played.no-file", "the file `none.yaml` does not exist"),
-        ("played.no-file", "the file `no.j` does not exist"),
+        ("role.no-file", "the file `none.yaml` does not exist"),
+        ("role.no-file", "the file `no.j` does not exist"),
     ]
 
 
 def test_a_mark_that_pays_without_a_rule_is_warned_of(tmp_path: Path) -> None:
     paying = {**USER, "marks": [{"text": "[OK]", "satisfied": True, "rewards": [{"value": 1.0}]}]}
     assert found(spec_with(tmp_path, user=paying)) == [
-        ("played.free-verdict", "the policy may talk this model into the mark that pays it")
+        ("role.free-verdict", "the policy may persuade this model to write the mark that earns the reward")
     ]
     graded = {**paying, "grader": {"use": "engine.environments.users.scripted:Scripted", "with": {"lines": ["a"]}}}
     assert found(spec_with(tmp_path, user=graded)) == []
@@ -93,7 +91,7 @@ def test_a_mark_that_pays_without_a_rule_is_warned_of(tmp_path: Path) -> None:
 
 def test_a_user_who_is_never_satisfied_is_warned_of(tmp_path: Path) -> None:
     (item,) = found(spec_with(tmp_path, user={**USER, "marks": []}))
-    assert item[0] == "played.user-never-ends"
+    assert item[0] == "role.user-never-ends"
 
 
 def test_graders_are_checked_as_users(tmp_path: Path) -> None:
@@ -121,7 +119,7 @@ def test_a_task_names_one_of_the_users(tmp_path: Path) -> None:
         ({"user": {**USER, "with": {"a": 1}}}, "`with` belongs to `use`"),
         ({"user": {**USER, "marks": [{"satisfied": True}]}}, "exactly one of `text` and `pattern`"),
         ({"user": {**USER, "marks": [{"text": "a", "reward": "b"}]}}, "`reward` needs a `pattern` with a group"),
-        ({"user": {**USER, "marks": [{"pattern": "("}]}}, "no regular expression"),
+        ({"user": {**USER, "marks": [{"pattern": "("}]}}, "not a valid regular expression"),
         ({"rewards": {"scorer": {"use": "math-verify", "scale": [0, 10]}}}, "`scale` is for a part that a model plays"),
         ({"rewards": {"scorer": {"prompt": USER["prompt"], "pattern": "a"}}}, "needs a group"),
         ({"rewards": {"scorer": {"prompt": USER["prompt"], "scale": [1, 1]}}}, "from a lower to a higher"),

@@ -45,11 +45,30 @@ def problems(suite: SuiteResult, folder: Path) -> list[str]:
         ("scenarios: [", "error[yaml.syntax]"),
     ],
 )
-def test_a_file_that_is_none_is_refused(write: Write, run: Run, tmp_path: Path, text: str, told: str) -> None:
+def test_an_invalid_file_is_refused(write: Write, run: Run, tmp_path: Path, text: str, told: str) -> None:
     suite = run(write(text))
     assert suite.invalid
     assert suite.results == []
     assert told in problems(suite, tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "tools: [{tool: add, nonsense: true}]",
+        "user: [{nonsense: true}]",
+        "environment: {reset: {nonsense: true}}",
+        "environment: {score: {nonsense: true}}",
+        "steps: {X: [{event: x, nonsense: true}]}",
+    ],
+)
+def test_a_renamed_key_is_refused_and_the_new_one_named(write: Write, run: Run, tmp_path: Path, script: str) -> None:
+    """`nonsense` of every kind of answer is now `invalid`."""
+    suite = run(write(f"scenarios: [{{name: a, {script}, expect: {{limits: []}}}}]"))
+    assert suite.results == []
+    (problem,) = problems(suite, tmp_path)
+    assert "error[spec.unknown-key]" in problem
+    assert problem.endswith("unknown key `nonsense`; did you mean `invalid`?")
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_users_answers_come_in_order_and_null_asks_the_real_one(play: Play) ->
     [
         ({"error": "lost"}, {"kind": "user_error", "contains": "RuntimeError: lost"}),
         ({"timeout": True}, {"kind": "user_timeout"}),
-        ({"nonsense": True}, {"kind": "user_bad_reply", "contains": "must return a UserTurn"}),
+        ({"invalid": True}, {"kind": "user_bad_reply", "contains": "must return a UserTurn"}),
     ],
 )
 def test_a_user_fails_as_a_real_one_would(play: Play, fault: Any, failure: Any) -> None:
@@ -165,9 +165,9 @@ def test_a_tool_that_fails_is_a_result_that_the_model_sees(play: Play, fault: An
     assert_passed(result)
 
 
-def test_a_tool_that_returns_nonsense_ends_the_episode(play: Play) -> None:
+def test_a_tool_that_returns_an_invalid_value_ends_the_episode(play: Play) -> None:
     failure = {"kind": "tool_bad_result", "blame": "tool", "state": "AWAITING_TOOL"}
-    scenario = {"replies": [call("add", a=1, b=2)], "tools": [{"tool": "add", "nonsense": True}]}
+    scenario = {"replies": [call("add", a=1, b=2)], "tools": [{"tool": "add", "invalid": True}]}
     assert_passed(play({**scenario, "expect": {"outcome": {"failure": failure}}}))
 
 
@@ -218,7 +218,7 @@ def test_an_environment_answers_by_the_script_where_it_is_given(play: Play) -> N
     [
         ({"error": "gone"}, "environment_error"),
         ({"timeout": True}, "environment_timeout"),
-        ({"nonsense": True}, "environment_bad_reply"),
+        ({"invalid": True}, "environment_bad_reply"),
     ],
 )
 def test_an_environment_fails_as_a_real_one_would(play: Play, what: str, fault: Any, kind: str) -> None:

@@ -34,7 +34,7 @@ PLACES: dict[type[BaseModel], tuple[str, ...]] = {
     WeightSyncSpec: ("train", "weight_sync"),
     NotifySpec: ("train", "notify"),
 }
-KEYS = [(owner, old, new) for owner, keys in RENAMED.items() for old, new in keys.items()]
+KEYS = [(owner, old, new) for owner, keys in RENAMED.items() if owner in PLACES for old, new in keys.items()]
 
 
 def section(document: dict[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
