@@ -1,4 +1,4 @@
-"""Deadlines of calls and of episodes, which can stand still together.
+"""Deadlines of calls and of episodes, which can be paused together.
 
 Among calls with the same time limit, the call that began first ends first. So one timer serves all of them, where
 `asyncio.timeout` sets and cancels a timer for each.
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    """Measures time and can stand still."""
+    """A clock that can be paused."""
 
     def pause(self) -> None:
         """Stand still."""
@@ -25,38 +25,33 @@ class Clock(Protocol):
         ...
 
 
-class Standstill:
-    """Clocks that stand still together. It is a clock itself; after two calls of `pause` it continues at the second `resume`."""
+class PausableClocks:
+    """Clocks that are paused together. It is a clock itself; after two calls of `pause` it continues at the second `resume`."""
 
     def __init__(self) -> None:
         self._clocks: dict[Clock, None] = {}
         self._pauses = 0
 
-    @property
-    def standing(self) -> bool:
-        """Whether the clocks stand still now."""
-        return self._pauses > 0
-
     def add(self, clock: Clock) -> None:
-        """Add a clock. If the others stand still, it does so at once."""
+        """Add a clock. If the others are paused, it is paused at once."""
         self._clocks[clock] = None
         if self._pauses:
             clock.pause()
 
     def remove(self, clock: Clock) -> None:
-        """Remove a clock. If it stands still, it continues."""
+        """Remove a clock. If it is paused, it continues."""
         if self._clocks.pop(clock, clock) is None and self._pauses:
             clock.resume()
 
     def pause(self) -> None:
-        """Stand still."""
+        """Pause all clocks."""
         self._pauses += 1
         if self._pauses == 1:
             for clock in list(self._clocks):
                 clock.pause()
 
     def resume(self) -> None:
-        """Continue."""
+        """Resume all clocks at the last of several calls."""
         self._pauses -= 1
         if not self._pauses:
             for clock in list(self._clocks):
@@ -64,7 +59,7 @@ class Standstill:
 
     @asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """`asyncio.timeout` that stands still with the others.
+        """An `asyncio.timeout` that is paused together with the other clocks.
 
         Raises:
             TimeoutError: The block took longer than `seconds`.
@@ -115,7 +110,7 @@ class Deadlines:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._still: float | None = None
-        """When the time was paused, by the loop's clock; None while it runs."""
+        """Time of the pause, by the loop's clock; None while the time runs."""
 
     def pause(self) -> None:
         """Pause the time of all calls, and of calls that begin later."""
@@ -140,7 +135,7 @@ class Deadlines:
             self._timer = loop.call_at(first.ends, self._ring)
 
     def begin(self) -> Deadline:
-        """The deadline of one call, which begins with the `with` block."""
+        """Return the deadline of one call; its time begins with the `with` block."""
         return Deadline(self)
 
     def _add(self, call: Deadline, loop: asyncio.AbstractEventLoop) -> None:
@@ -181,12 +176,12 @@ class Deadline:
         self._task: asyncio.Task[Any] | None = None
         self._before = 0
         self.ends = 0.0
-        """When the time ends, by the loop's clock."""
+        """End of the time, by the loop's clock."""
         self.over = False
         """Whether the time ended inside the block."""
 
     def strike(self) -> None:
-        """Cancel the call: its time has ended."""
+        """Cancel the call, because its time has ended."""
         assert self._task is not None
         self.over = True
         self._task.cancel()
@@ -202,7 +197,7 @@ class Deadline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # The timer is not cancelled: one that finds nothing to do costs less than a timer for each call.
+        # The timer is not cancelled: a timer without effect costs less than one timer for each call.
         self._group._calls.pop(self, None)
         if self.over and self._task is not None:
             _end_block(self._task, self._before, kind, error)
@@ -213,7 +208,7 @@ class EpisodeDeadline:
 
         deadline = EpisodeDeadline(60.0, spent=0.0)
         with deadline:
-            await action.perform(episode, world)    # TimeoutError, and `over`, if the time ended in here
+            await action.perform(episode, world)    # TimeoutError, and `over` is set, if the time ends here
         deadline.stop()
 
     Args:
@@ -230,11 +225,11 @@ class EpisodeDeadline:
         self._before = 0
         self._still: float | None = None
         self.stood = 0.0
-        """Seconds that it stood still."""
+        """Seconds for which it was paused."""
         self.over = False
         """Whether it interrupted an action."""
         self.ends = time.perf_counter() + seconds - spent
-        """When the time ends, by `perf_counter`."""
+        """End of the time, by `perf_counter`."""
         self._timer = asyncio.get_running_loop().call_later(seconds - spent, self._strike)
 
     def spent(self, now: float) -> float:
@@ -250,7 +245,7 @@ class EpisodeDeadline:
         self._timer.cancel()
 
     def pause(self) -> None:
-        """Stand still, because no server can be asked."""
+        """Pause, because no server is reachable."""
         self._still = time.perf_counter()
         self._timer.cancel()
 
@@ -284,10 +279,10 @@ class EpisodeDeadline:
 def _end_block(
     task: asyncio.Task[Any], before: int, kind: type[BaseException] | None, error: BaseException | None
 ) -> None:
-    """Take back the cancellation of a deadline. If the task was cancelled by someone else too, that cancellation holds.
+    """Withdraw a deadline's cancellation. If other code cancelled the task too, that cancellation stays.
 
     Raises:
-        TimeoutError: Only the deadline cancelled the block.
+        TimeoutError: The deadline alone cancelled the block.
     """
     alone = task.uncancel() <= before
     if alone and kind is asyncio.CancelledError:

@@ -1,7 +1,7 @@
-"""One episode's live state: everything that an action may read or change.
+"""Live state of one episode: everything that an action may read or change.
 
 Invariant: it changes only through an action's `apply`, which is pure, so the journal's records alone rebuild
-it exactly. What costs memory is kept once: tokens on the tape, words in the conversation.
+it exactly. Large data is kept once: tokens on the tape, text in the conversation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NO_FEEDBACK: dict[str, Any] = {"solved": False, "satisfied": False, "malformed"
 
 
 def derive_seed(*parts: object) -> int:
-    """A seed in [0, 2**63) that depends on every part and on nothing else."""
+    """Return a seed in [0, 2**63) that depends on every part and on nothing else."""
     text = "\0".join(map(str, parts)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1
 
@@ -43,7 +43,7 @@ def limit_variables(limits: LimitsSpec) -> dict[str, int | float]:
 
 
 class GrowingView(Sequence[Any]):
-    """The items that a growing list had when this was made. Nothing is copied, so a view costs the same at every turn."""
+    """The items that a growing list had when this view was made. No items are copied, so each turn costs the same."""
 
     __slots__ = ("_items", "_length")
 
@@ -64,7 +64,7 @@ class GrowingView(Sequence[Any]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]  # compared by what it holds
+    __hash__ = None  # type: ignore[assignment]  # compared by content
 
     def __repr__(self) -> str:
         return repr(self._items[: self._length])
@@ -74,7 +74,7 @@ class Episode:
     """The live state of one episode.
 
     Args:
-        task: The row that it is about.
+        task: The task's row.
         sample_index: Which of the task's samples, from 0.
         run_seed: `rollout.seed`.
         conversation: An unopened conversation: messages, tape, branches.
@@ -138,7 +138,7 @@ class Episode:
         self.seed = derive_seed(run_seed, task.id, sample_index)
         self.salt = salt
         self._seeds = blake2b(f"{self.seed}\0".encode(), digest_size=8)
-        """What the seeds of all turns begin with: see `derive_seed`."""
+        """Hash state that the seeds of all turns share: see `derive_seed`."""
         self.conversation: Conversation = conversation
         self.ledger = Ledger()
         self.limits = limits
@@ -157,12 +157,12 @@ class Episode:
         self.finish: FinishReason | None = None
         self.attempts: list[ToolCall | MalformedCall] = []
         self.turns: list[Turn] = []
-        """Turns so far, without their rewards, which are known at the end."""
+        """Turns so far, without rewards, which are known only at the end."""
         self.facts: dict[str, Any] = {}
         self.feedback: dict[str, Any] = _NO_FEEDBACK
         self.path: list[tuple[str, str, str]] = []
         self.performed: dict[str, int] = {}
-        """How often each action was carried out."""
+        """How often each action was performed."""
         self.seconds: dict[str, float] = {}
         self.limit: str | None = None
         self.failure: Failure | None = None
@@ -170,26 +170,26 @@ class Episode:
         self.solved_turn: int | None = None
         self.aborted = False
         self.shows_written = False
-        """Whether views have the newest reply as it was sampled."""
+        """Whether views show the newest reply as it was sampled."""
 
     @property
     def malformed(self) -> list[MalformedCall]:
-        """Attempts of the newest turn that could not be read."""
+        """Attempted calls of the newest turn that could not be parsed."""
         return [attempt for attempt in self.attempts if isinstance(attempt, MalformedCall)]
 
     @property
     def calls(self) -> list[ToolCall]:
-        """Calls of the newest turn that could be read."""
+        """Calls of the newest turn that could be parsed."""
         return [attempt for attempt in self.attempts if isinstance(attempt, ToolCall)]
 
     def turn_seed(self) -> int:
-        """The sampling seed of the turn that comes next."""
-        seeds = self._seeds.copy()  # as `derive_seed(seed, turn, salt)` does it, from where the seed has been read
+        """Sampling seed of the next turn."""
+        seeds = self._seeds.copy()  # equals `derive_seed(seed, turn, salt)`; the hash state after the seed is reused
         seeds.update(b"%d\0%d" % (self.turn + 1, self.salt) if self.salt else b"%d" % (self.turn + 1))
         return int.from_bytes(seeds.digest(), "big") >> 1
 
     def view(self) -> EpisodeView:
-        """What a world may see now."""
+        """The view that a world gets now."""
         return EpisodeView(
             episode_id=self.id,
             task=self.task,
@@ -206,24 +206,22 @@ class Episode:
         )
 
     def context(self, names: frozenset[str]) -> dict[str, Any]:
-        """The guard variables among `names`; the rest are not built."""
+        """Build the guard variables among `names`, and no others."""
         return {name: _VARIABLES[name](self) for name in names if name in _VARIABLES}
 
     def locate(self, turn: int, part: PartAddress) -> TurnPart:
-        """The tokens of a part of a turn: a call, a text, or a run of tokens.
+        """Find the tokens of a part of a turn: a call, a text, or a range of tokens.
 
         Raises:
             LedgerError: the turn has no such part.
         """
         sampled = self.turns[turn].end - self.turns[turn].start
-        if not sampled:  # a reply in text, or one without tokens: no token can get credit
+        if not sampled:  # the reply is text only or has no tokens: no token can get credit
             return TurnPart(0, 0, _call_number(part.call, turn) if part.call is not None else None)
         if part.tokens is not None:
             start, end = part.tokens
             if not start < end <= sampled:
-                raise LedgerError(
-                    f"turn {turn} has {sampled} sampled tokens, and [{start}, {end}) is not a part of them"
-                )
+                raise LedgerError(f"turn {turn} has {sampled} sampled tokens; [{start}, {end}) is not a range of them")
             return TurnPart(start, end)
         if part.text is not None:
             found, what, call = self.conversation.text_tokens(turn, part.text), f"text {part.text[:80]!r}", None
@@ -249,7 +247,7 @@ class Episode:
         self.state = dest
 
     def outcome(self, *, exact: bool) -> Outcome:
-        """How it ended. `exact` says whether the backend gives token ids."""
+        """How the episode ended. `exact` says whether the backend gives token ids."""
         blameless = self.failure is None or self.failure.blame == "policy"
         by_name = self.ledger.by_name()
         return Outcome(
@@ -265,7 +263,7 @@ class Episode:
         )
 
     def trajectory(self, run_id: str, *, exact: bool) -> Trajectory:
-        """What is handed on. Seals the ledger."""
+        """The finished trajectory. Seals the ledger."""
         sealed = self.ledger.seal(self.turn + 1)
         conversation = self.conversation
         return Trajectory(
@@ -311,7 +309,7 @@ _OTHER_COUNTS: dict[str, dict[str, Callable[[Episode], int]]] = {
     "tools": {"errors": lambda e: e.tool_errors},
     "tokens": {"sampled": lambda e: e.sampled, "context": lambda e: e.conversation.length},
 }
-"""The counts in guard variables that are not those of limits."""
+"""Counts in guard variables that are not counts of limits."""
 
 _VARIABLES: dict[str, Callable[[Episode], Any]] = {
     **{variable: _counts(variable, others) for variable, others in _OTHER_COUNTS.items()},
@@ -331,7 +329,7 @@ _VARIABLES: dict[str, Callable[[Episode], Any]] = {
 
 
 def _call_number(call: int | str | None, turn: int) -> int:
-    """The number of a call in its turn, from its number or its id `call_<turn>_<number>`; -1 for an id of no call."""
+    """The number of a call in its turn, given that number or its id `call_<turn>_<number>`; -1 for any other id."""
     if isinstance(call, int):
         return call
     prefix, _, number = str(call).rpartition("_")

@@ -4,21 +4,21 @@
     ├── SpecError            a spec cannot be loaded or is invalid; carries every diagnostic
     ├── RenderError          messages cannot become tokens (or tokens messages) for this model
     │   └── BridgeError      no exact continuation of the tape exists
-    ├── ImageError           an image cannot be shown to the model, or its placeholders are not where they must be
+    ├── ImageError           an image cannot be shown to the model, or placeholders do not match the images
     ├── LedgerError          a reward event cannot be carried out
     ├── GuardError           a guard or a rule's `when` failed on real values
-    ├── BackendError         a backend did not answer; `retryable` says whether another try may
-    │   ├── ContextOverflow  the prompt and the reply do not fit the model: a limit, not a fault
-    │   └── OutageError      no server can be asked: the run stops, and no episode fails for it
+    ├── BackendError         a backend did not answer; `retryable` says whether a retry may succeed
+    │   ├── ContextOverflow  the prompt and the reply exceed the model's context: a limit, not an error
+    │   └── OutageError      no server is reachable: the run stops, and no episode fails because of it
     ├── DeviceError          the spec names a device that torch does not have
     ├── WorldError           an environment, a tool or a user raised an error, did not answer in time, or gave an invalid answer
     ├── StoreError           a run cannot be read or written
-    ├── ReplayError          a journal does not lead where it says
+    ├── ReplayError          replaying a journal gives other transitions than it records
     ├── FailingError         the first episodes of a run all failed in the same way: the run stops
-    └── TrainError           the model cannot learn, or no longer should
+    └── TrainError           training cannot start or must stop
 
-One episode's failure is a value (`engine.schemas.trajectory.Failure`); an exception of this tree is how it
-travels from where it happened to the executor, which turns it into that value.
+The failure of an episode is a value (`engine.schemas.trajectory.Failure`). An exception of this tree carries it
+from where it occurred to the executor, which converts it into that value.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 class EngineError(Exception):
-    """Base of them all. `kind` and `blame` become the failure's."""
+    """Base class of all of them. `kind` and `blame` become those of the failure."""
 
     kind: str = "engine_error"
     blame: Blame = "engine"
     stops_run: bool = False
-    """It is no episode's failure: the whole run stops, and what was under way can be resumed."""
+    """Whether it stops the whole run instead of failing one episode; running episodes can be resumed."""
 
 
 class SpecError(EngineError):
@@ -66,11 +66,11 @@ class BridgeError(RenderError):
 
 
 class ImageError(EngineError):
-    """An image cannot be shown to the model, or placeholders and images are not the same.
+    """An image cannot be shown to the model, or placeholders and images do not match.
 
     Kinds: `image_unreadable`, `image_empty`, `image_too_large`, `image_refused` (by the model's own processor),
-    `too_many_images`, `image_placeholder` (text spells one), `sampled_placeholder` (the model wrote one),
-    `image_mismatch` (placeholders are not those of the images), `image_missing` (the run store has it not).
+    `too_many_images`, `image_placeholder` (text contains one), `sampled_placeholder` (the model wrote one),
+    `image_mismatch` (placeholders do not match the images), `image_missing` (the run store does not have it).
     """
 
     def __init__(self, message: str, *, kind: str, blame: Blame = "environment") -> None:
@@ -97,7 +97,7 @@ class GuardError(EngineError):
 
 
 class BackendError(EngineError):
-    """A backend did not answer as it should."""
+    """A backend gave no answer or an invalid one."""
 
     blame: Blame = "backend"
 
@@ -114,9 +114,9 @@ class BackendError(EngineError):
         Args:
             message: what happened and what to do about it.
             kind: the failure's kind.
-            retryable: another try may succeed.
-            refused: no server worked on the request, so this was no try; it may be sent again once one is there.
-            retry_after: seconds after which the server wants to be asked again.
+            retryable: a retry may succeed.
+            refused: no server processed the request, so it does not count as a try; it may be sent again later.
+            retry_after: seconds after which the server asks for a retry.
         """
         self.kind = kind
         self.retryable = retryable
@@ -133,7 +133,7 @@ class ContextOverflow(BackendError):
 
 
 class OutageError(BackendError):
-    """No server can be asked: none is there at the start (kind `unreachable`), or none has replied for `backend.wait`
+    """No server is reachable: none at the start (kind `unreachable`), or none has replied for `backend.wait`
     (kind `outage`)."""
 
     stops_run = True
@@ -147,7 +147,7 @@ class DeviceError(EngineError):
 
 
 class FailingError(EngineError):
-    """The first episodes of a run all failed in the same way. `cause` says how, and where in the spec."""
+    """The first episodes of a run all failed in the same way. `cause` is their failure, with its place in the spec."""
 
     kind = "failing"
     stops_run = True
@@ -174,17 +174,17 @@ class StoreError(EngineError):
 
 
 class ReplayError(EngineError):
-    """A journal does not lead where it says."""
+    """Replaying a journal gives other transitions than it records."""
 
     kind = "replay_error"
 
 
 class TrainError(EngineError):
-    """Training cannot begin or go on.
+    """Training cannot start or continue.
 
-    Kinds: `train_setup` (the spec, model or device does not admit it), `weights_not_taken` (a backend does not sample
-    with the weights that it was sent), `diverged` (loss or gradient is no number), `no_data` (no group has anything to
-    learn from), `checkpoint` (cannot be read or written).
+    Kinds: `train_setup` (the spec, model or device does not allow it), `weights_not_taken` (a backend does not sample
+    with the weights that were sent to it), `diverged` (loss or gradient is not finite), `no_data` (no group has a
+    learning signal), `checkpoint` (cannot be read or written).
     """
 
     def __init__(self, message: str, *, kind: str) -> None:

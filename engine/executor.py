@@ -4,14 +4,14 @@ Invariants:
 - An action that anything outside the engine can see begins only when the record before it is durable. Sampling and calls
   of `pure` tools are pipelined: they may begin while that record is being written. A reply is appended only when
   everything before it is durable, so a crash loses at most one unfinished turn.
-- The entry that ends an episode is not written by the executor: `run` returns it, and it is written in the same commit
+- The executor does not write the entry that ends an episode: `run` returns it, and the caller writes it in the same commit
   as the episode's end. So a journal that has ended belongs to a finished episode. Where it does not (a run of an older
-  engine, or an end that could not be written), the episode is finished from its journal, and nothing is performed.
-- An action that gives up (a failure, a limit) changes nothing of the conversation.
-- Whatever goes wrong inside one episode becomes a `Failure` on it. `run` raises for cancellation, for what stops
-  the whole run (`EngineError.stops_run`), and where an event loop of its objects was blocked by others
-  (`LoopReplacedError`): the episode stays as its journal has it, and can be resumed.
-- Limits are checked before an action, in the order of `engine.limits.LIMITS`. A final state's action is not limited.
+  engine, or an end that could not be written), the episode is finished from its journal, and no action is performed.
+- An action that fails or reaches a limit does not change the conversation.
+- An error inside one episode becomes a `Failure` of that episode. `run` raises for cancellation, for errors that stop
+  the whole run (`EngineError.stops_run`), and where other calls blocked the event loop of its objects
+  (`LoopReplacedError`): the episode then stays as its journal has it, and can be resumed.
+- Limits are checked before an action, in the order of `engine.limits.LIMITS`. The action of a final state has no limits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from engine.store.codec import Ending, Written, write_record
 
 if TYPE_CHECKING:
     from engine.actions.images import StoreImages
-    from engine.deadline import Standstill
+    from engine.deadline import PausableClocks
     from engine.machine.compile import EpisodeMachine
     from engine.rewards.rules import Rules
 
@@ -67,11 +67,11 @@ Watch = Callable[[Episode, str, str], None]
 
 
 class RestartNeededError(ReplayError):
-    """The episode cannot be taken up again where it stopped: it must begin anew."""
+    """The episode cannot be resumed where it stopped: it must start again from the beginning."""
 
 
 class Executor:
-    """Drives episodes of one spec. Shared by all of them: it holds nothing of any one."""
+    """Drives the episodes of one spec. All of them share it: it holds no state of an episode."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Executor:
         append: Append,
         watch: Watch | None = None,
         store_images: StoreImages | None = None,
-        clocks: Standstill | None = None,
+        clocks: PausableClocks | None = None,
         cut: Callable[[Record], Record] | None = None,
     ) -> None:
         self._machine = machine
@@ -100,14 +100,14 @@ class Executor:
         self._cut = cut
 
     async def run(self, episode: Episode, world: World) -> Ending | None:
-        """Drive the episode to its end; its `failure` says what went wrong, if anything did.
+        """Drive the episode to its end. An error is stored in its `failure`.
 
         Returns:
-            Its last entry, which the caller writes with the episode's end; None where the journal holds that already.
+            The last entry, which the caller writes with the episode's end; None if the journal already holds it.
 
         Raises:
-            LoopReplacedError: its objects are bound to an event loop that another call blocked; it can be taken up again
-                from its journal, with new objects.
+            LoopReplacedError: its objects are bound to an event loop that another call blocked; the episode can be
+                resumed from its journal, with new objects.
         """
         if self._seconds is None:
             return await self._steps(episode, world, None)
@@ -124,7 +124,7 @@ class Executor:
 
     async def _steps(self, episode: Episode, world: World, clock: EpisodeDeadline | None) -> Ending | None:
         written: asyncio.Future[None] | None = None
-        """Of the newest entry, where nobody has waited for it yet."""
+        """Awaitable of the newest entry, until something has waited for it."""
         while True:
             stage = self._stages[episode.state]
             if stage.action is None and stage.final:
@@ -137,12 +137,12 @@ class Executor:
             stood = 0.0 if clock is None else clock.stood
             try:
                 record = await self._perform(episode, stage, world, clock, began)
-            except LoopReplacedError:  # whoever takes the episode up again reads its journal
+            except LoopReplacedError:  # a resume reads the journal
                 if written is not None:
                     await written
                 raise
             seconds = time.perf_counter() - began
-            if clock is not None and clock.stood != stood:  # the wait for a server is no time of the episode's
+            if clock is not None and clock.stood != stood:  # waiting for a server does not count as time of the episode
                 seconds -= clock.stood - stood
             if written is not None and isinstance(record, GenerationRecord):
                 await written
@@ -157,7 +157,7 @@ class Executor:
                 written = None
 
     async def run_failed(self, episode: Episode, world: World, error: EngineError) -> Ending | None:
-        """An episode whose objects could not be built: it fails where it stands, and goes on from there. See `run`."""
+        """Run an episode whose objects could not be built: its current state fails, and the episode continues. See `run`."""
         record = FailureRecord(failure=failure_of(error, episode), built=False)
         entry = self._fed(episode, record, time.time(), 0.0)
         if self.is_end(entry.entry.dest):
@@ -166,17 +166,17 @@ class Executor:
         return await self.run(episode, world)
 
     def is_end(self, dest: str) -> bool:
-        """Whether an entry that leads to `dest` ends its episode: nothing is left to do there."""
+        """Whether an entry that leads to `dest` ends its episode, because no action remains there."""
         if not dest:
             return True
         stage = self._stages[dest]
         return stage.final and stage.action is None
 
     def _fed(self, episode: Episode, record: Record, at: float, seconds: float) -> Ending:
-        """Feed a record; its journal entry, to be written."""
+        """Feed a record and return its journal entry, which is still to be written."""
         state = episode.state
         columns = _written(record, episode)
-        record = columns.record  # as a replay will read it, so that both do the same
+        record = columns.record  # in the form in which a replay reads it, so that both give the same result
         event, dest = self.feed(episode, record)
         entry = JournalEntry(
             seq=episode.seq, state=state, event=event, dest=dest, record=record, at=at, seconds=seconds
@@ -188,7 +188,7 @@ class Executor:
     async def _perform(
         self, episode: Episode, stage: _StateWork, world: World, clock: EpisodeDeadline | None, now: float
     ) -> Record:
-        """The record of this state: what the action brought back, or the limit or failure that forbade it."""
+        """The record of this state: the action's result, or the limit or failure that prevented it."""
         action = stage.action
         try:
             if action is None:
@@ -199,7 +199,7 @@ class Executor:
                 )
             if episode.seq >= MAX_STEPS:
                 raise WorldError(
-                    f"{MAX_STEPS} steps and no end: bound the machine's cycles by a limit",
+                    f"{MAX_STEPS} steps without reaching a final state: bound the machine's cycles with a limit",
                     blame="spec",
                     kind="unbounded",
                 )
@@ -216,7 +216,9 @@ class Executor:
                     record = await action.perform(episode, world)
                     if self._cut is not None:
                         record = self._cut(record)
-                    if self._store_images is None or isinstance(record, GenerationRecord):  # a model says no images
+                    if self._store_images is None or isinstance(
+                        record, GenerationRecord
+                    ):  # a model's reply has no images
                         return record
                     stored = self._store_images(episode, record)
                     return record if stored is None else await stored
@@ -234,14 +236,14 @@ class Executor:
             if error.stops_run:
                 raise
             return FailureRecord(failure=failure_of(error, episode))
-        except Exception as error:  # noqa: BLE001  (a fault of the engine must not end the other episodes)
+        except Exception as error:  # noqa: BLE001  (an error of the engine must not end the other episodes)
             return FailureRecord(failure=unexpected(error, episode))
 
     def feed(self, episode: Episode, record: Record) -> tuple[str, str]:
-        """Apply a record and take its transition. Pure: the whole of a replay.
+        """Apply a record and take its transition. Pure: a replay consists of these calls.
 
         Returns:
-            (event, dest); the event is empty for a final state's own record, and dest where the episode ends.
+            (event, dest). The event is empty for a final state's own record; dest is empty where the episode ends.
         """
         state = episode.state
         try:
@@ -270,7 +272,7 @@ class Executor:
             name = self._names[episode.state]
             episode.performed[name] = episode.performed.get(name, 0) + 1
             return event
-        episode.conversation.take_back()  # a prompt may have been made for a reply that did not come
+        episode.conversation.take_back()  # a prompt may have been made for a reply that never arrived
         if isinstance(record, LimitRecord):
             episode.limit = record.limit
             return LIMIT
@@ -278,12 +280,12 @@ class Executor:
 
     @staticmethod
     def _failed(episode: Episode, failure: Failure) -> str:
-        if episode.failure is None:  # the first one is the cause; what follows from it is not
+        if episode.failure is None:  # the first failure is the cause of later ones
             episode.failure = failure
         return FAILED
 
     def _next(self, episode: Episode, event: str) -> str | None:
-        """Where the event leads; None where nothing handles it, which is itself a failure."""
+        """The state to which the event leads; None if no transition handles it, which is itself a failure."""
         try:
             return self._machine.next(episode.state, event, episode.context)
         except EngineError as error:
@@ -291,19 +293,19 @@ class Executor:
         return self._next(episode, FAILED) if event != FAILED else None
 
     def has_ended(self, journal: Sequence[JournalEntry]) -> bool:
-        """Whether a journal says that its episode has ended."""
+        """Whether a journal has the entry that ends its episode."""
         return bool(journal) and self.is_end(journal[-1].dest)
 
     async def restore(
         self, episode: Episode, world: World, journal: Sequence[JournalEntry], *, call: bool = True
     ) -> None:
-        """Bring an episode to where its journal ends, calling again only what must be called again.
+        """Bring an episode to the end of its journal; repeat only the calls that must be repeated.
 
-        Where the journal has ended, and without `call`, it is fed and nothing is called.
+        Where the journal has ended, and without `call`, the journal is fed and no call is made.
 
         Raises:
-            RestartNeededError: something that was called cannot be called again, or answers otherwise now.
-            ReplayError: the journal does not lead where it says: the spec or the engine has changed.
+            RestartNeededError: a call cannot be repeated, or its answer differs now.
+            ReplayError: the journal's transitions differ now: the spec or the engine has changed.
         """
         ended = self.has_ended(journal)
         for entry in journal:
@@ -318,13 +320,13 @@ class Executor:
         action = self._actions.get(episode.state)
         if action is not None and action.effects(episode, world) == "external":
             raise RestartNeededError(
-                f"{episode.id}: it was stopped in {episode.state}, whose call may have been made, and cannot be repeated"
+                f"{episode.id}: it stopped in {episode.state}, whose call may have been made and cannot be repeated"
             )
-        # The clock stands still between a crash and the resume, and while servers cannot be asked.
+        # The clock is paused between a crash and the resume, and while no server is reachable.
         episode.started = time.time() - sum(entry.seconds for entry in journal)
 
     async def _call_again(self, episode: Episode, world: World, entry: JournalEntry) -> None:
-        """Repeat what an entry called, where that is needed to bring the world to where it was."""
+        """Repeat the call of an entry, where that is needed to restore the world's state."""
         record, action = entry.record, self._actions.get(episode.state)
         called = record.began if isinstance(record, LimitRecord) else getattr(record, "built", True)
         if action is None or not called:
@@ -333,23 +335,23 @@ class Executor:
         if effects == "pure":
             return
         if effects == "external":
-            raise RestartNeededError(f"{episode.id}: what was called in {entry.state} cannot be called again")
+            raise RestartNeededError(f"{episode.id}: the call in {entry.state} cannot be repeated")
         if isinstance(record, LimitRecord):
-            raise RestartNeededError(f"{episode.id}: what was called in {entry.state} was cut off by episode_seconds")
+            raise RestartNeededError(f"{episode.id}: episode_seconds interrupted the call in {entry.state}")
         now = time.perf_counter()
         again = _written(await self._perform(episode, self._stages[episode.state], world, None, now), episode)
-        if _told(again.record) != _told(record):
-            raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) answers otherwise now")
+        if _comparable(again.record) != _comparable(record):
+            raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) gives a different answer now")
 
     def follow(self, episode: Episode, entry: JournalEntry) -> None:
-        """Feed one journal entry, and hold it to where it says that it leads.
+        """Feed one journal entry, and check that it still leads to the recorded state.
 
         Raises:
-            ReplayError: the entry is not of this step and state, or now leads elsewhere.
+            ReplayError: the entry belongs to another step or state, or now leads to another state.
         """
         if entry.seq != episode.seq or entry.state != episode.state:
             raise ReplayError(
-                f"{episode.id}: the journal's step {entry.seq} is of {entry.state}; "
+                f"{episode.id}: step {entry.seq} of the journal belongs to {entry.state}; "
                 f"the episode is at step {episode.seq} in {episode.state}"
             )
         event, dest = self.feed(episode, entry.record)
@@ -369,20 +371,20 @@ def until_end(journal: Sequence[JournalEntry]) -> Sequence[JournalEntry]:
 
 
 def never_built(journal: Sequence[JournalEntry]) -> bool:
-    """Whether a journal is of an episode whose objects could not be built: it went on without them."""
+    """Whether a journal belongs to an episode whose objects could not be built, so that it continued without them."""
     return bool(journal) and isinstance(first := journal[0].record, FailureRecord) and not first.built
 
 
 def _written(record: Record, episode: Episode) -> Written:
-    """A record in columns; a failure's in its place where a world said what cannot be written down."""
+    """A record in columns; the record of a failure instead, where a world's answer cannot be stored."""
     try:
         return write_record(record)
     except EngineError as error:
         return write_record(FailureRecord(failure=failure_of(error, episode)))
 
 
-def _told(record: Record) -> Any:
-    """What a record says, without how long it took to say, and where in the code it failed."""
+def _comparable(record: Record) -> Any:
+    """A record's content for comparison, without durations and tracebacks."""
     told = record.plain()
     for result in told.get("results", ()):
         result.pop("seconds", None)
@@ -391,7 +393,7 @@ def _told(record: Record) -> Any:
 
 
 def failure_of(error: EngineError, episode: Episode) -> Failure:
-    """A typed exception as the failure that it carries. A world may raise one too, so nothing of it is relied on."""
+    """The failure of a typed exception. A world may raise one too, so its fields are not trusted."""
     trace = getattr(error, "trace", None)
     return Failure(
         kind=valid_text(str(error.kind), 100),
@@ -404,7 +406,7 @@ def failure_of(error: EngineError, episode: Episode) -> Failure:
 
 
 def unexpected(error: BaseException, episode: Episode) -> Failure:
-    """An exception that nobody foresaw: the engine's own fault, told whole."""
+    """The failure of an unexpected exception: an error of the engine, with its full traceback."""
     log.error("unexpected error in an episode", episode=episode.id, state=episode.state, error=words_of(error))
     return Failure(
         kind="engine_error",

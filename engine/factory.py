@@ -1,4 +1,4 @@
-"""Builds what episodes of one spec need: services, machine, worlds, actions, executors and the episodes themselves.
+"""Builds the parts of one spec's episodes: services, machine, worlds, actions, executors and the episodes themselves.
 
     factory = EpisodeFactory(loaded, format, backend, Workers())
     executor = factory.executor(append=store.post)
@@ -6,8 +6,8 @@
     episode = factory.episode(task, sample, world)
     ending = await executor.run(episode, world)
 
-The runner, replay and scenarios build episodes here and nowhere else; the trainer does so through the runner. What differs
-between them is an argument, so an option of the spec has the same effect in all of them.
+The runner, replay and scenarios build episodes only here; the trainer does so through the runner. Their differences
+are arguments, so an option of the spec has the same effect in all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from engine.actions.role_models import RoleBackends
     from engine.actions.workers import Workers
     from engine.backends.base import Backend
-    from engine.deadline import Standstill
+    from engine.deadline import PausableClocks
     from engine.executor import Append, Watch
     from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 
 class EpisodeFactory:
-    """Builds the episodes of one spec. Shared by all of them; it keeps nothing of any one.
+    """Builds the episodes of one spec. All of them share it; it holds no state of an episode.
 
     Args:
         loaded: The spec.
         format: The policy's chat format.
         backend: The policy's backend, started and closed by the caller.
         workers: Threads and worker processes for the spec's code; closed by the caller.
-        slots: The most generations of the policy that may be in flight.
+        slots: Maximum number of generations of the policy in flight.
         role_backends: Backends that may serve model-played users and judges; without one, calls of the role fail.
         training: The weights of the policy change while episodes run.
 
@@ -73,13 +73,13 @@ class EpisodeFactory:
         self._format = format
         generations = asyncio.Semaphore(slots)
         self.roles = RoleModels(loaded, format, backend, generations, allowed=role_backends, training=training)
-        """Models that play users or judge; whoever needs them calls `start` and `close`."""
+        """Models of model-played users and judges; the caller who needs them calls `start` and `close`."""
         self._services = Services(spec, format, backend, workers, generations, self.roles)
         resolved = resolve_machine(spec.machine)
         self.machine = EpisodeMachine(resolved)
         self.worlds = WorldBuilder(self._services, loaded.base)
         self.actions = build_actions(resolved.states, self._services, loaded.base)
-        """By state; states without an action are left out."""
+        """Actions by state; states without an action are left out."""
         self._rules = compile_rules(spec.rewards.reassign)
         self._limits = limit_variables(spec.limits)
         self._cut = None if spec.limits.tool_result_tokens is None else TextCutter(spec.limits, format).cut
@@ -91,16 +91,16 @@ class EpisodeFactory:
         actions: Mapping[str, Action] | None = None,
         watch: Watch | None = None,
         images: ImageStorer | None = None,
-        clocks: Standstill | None = None,
+        clocks: PausableClocks | None = None,
     ) -> Executor:
-        """What drives the episodes.
+        """The executor that drives the episodes.
 
         Args:
             append: Takes each journal entry.
-            actions: Instead of the spec's own, by state.
+            actions: By state, in place of the spec's actions.
             watch: Called at each transition.
             images: Stores the images that records bring.
-            clocks: Stands still while servers cannot be asked; the episodes' clocks are added to it.
+            clocks: Paused while no server is reachable; the episodes' clocks are added to it.
         """
         return Executor(
             self.machine,
@@ -115,12 +115,12 @@ class EpisodeFactory:
         )
 
     def episode(self, task: Task, sample: int, world: World) -> Episode:
-        """A new episode in the machine's first state.
+        """Build a new episode in the machine's first state.
 
         Args:
             task: Its task.
             sample: Its index in the task's group, from 0.
-            world: Its objects; their tools stand in its prompt.
+            world: Its objects; the prompt lists their tools.
         """
         rollout = self.spec.rollout
         schemas = world.toolbox.schemas if world.toolbox else []

@@ -1,7 +1,7 @@
-"""Logs: for people on a terminal, JSON lines otherwise; always on stderr, so that stdout stays the command's answer.
+"""Logs: text on a terminal, JSON lines otherwise; always on stderr, so that stdout has only the command's output.
 
-The engine logs through structlog. What libraries say through the standard library's logging comes out in the same
-form, from warnings on.
+The engine logs through structlog. Libraries' messages of level warning and above in the standard library's logging get the
+same form.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 
 class _Stderr:
-    """Whatever `sys.stderr` is when something is written: a live display may have taken its place."""
+    """A stream that looks `sys.stderr` up at each write, because a live display may have replaced it."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
@@ -46,7 +46,7 @@ def _json(event: Any, **_: Any) -> str:
 
 
 def _visible_values(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """A processor: escapes control characters, before the renderer adds colours of its own."""
+    """Structlog processor: escapes control characters before the renderer adds its colours."""
     for key, value in event.items():
         if not isinstance(value, str | int | float | bool | None):
             value = repr(value)
@@ -56,19 +56,19 @@ def _visible_values(_: Any, __: str, event: MutableMapping[str, Any]) -> Mutable
 
 
 def configure_logging(level: str | None = None, *, json: bool | None = None) -> None:
-    """Set logging up for this process. Doing it again replaces what was set up.
+    """Set logging up for this process. A second call replaces the settings of the first.
 
     Args:
-        level: `debug`, `info`, `warning` or `error`; when left out, what the variable EPISODE_ENGINE_LOG says, else
+        level: `debug`, `info`, `warning` or `error`; by default the value of the variable EPISODE_ENGINE_LOG, else
             `info`.
-        json: One JSON object a line, or text for people; when left out, JSON exactly where stderr is no terminal.
+        json: One JSON object a line, or plain text; by default JSON if stderr is not a terminal.
 
     Raises:
-        ValueError: there is no such level.
+        ValueError: the level does not exist.
     """
     name = (level or os.environ.get(LEVEL_VARIABLE) or "info").lower()
     if name not in _LEVELS:
-        raise ValueError(f"log level {name!r} is none of {', '.join(_LEVELS)}")
+        raise ValueError(f"unknown log level {name!r}; use one of {', '.join(_LEVELS)}")
     terminal = sys.stderr.isatty()
     as_json = not terminal if json is None else json
 

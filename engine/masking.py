@@ -1,4 +1,4 @@
-"""Secrets in text that is printed, logged or stored: known values become the names of their variables.
+"""Secrets in text that is printed, logged or stored: known values are replaced by the names of their variables.
 
     remember("API_KEY", "sk-1234567890")
     mask("refused: sk-1234567890")                                    # "refused: ${API_KEY}"
@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 SHORTEST = 6
-"""Characters of a value that is masked."""
+"""Minimum length of a masked value, in characters."""
 
 _NAMES = re.compile(
     r"(?:^|_|(?<=_)API)(?:APIKEY|KEYS?|TOKENS?|SECRETS?|PASS(?:WORD|WD|PHRASE)?|CREDENTIALS?|AUTH|WEBHOOK|DSN)(?:\d*$|_)|_PWD$",
@@ -45,7 +45,7 @@ _pattern: re.Pattern[str] | None = None
 
 
 def remember(name: str, value: str) -> None:
-    """Mask this value from now on, in each form in which it is written, as `${name}`."""
+    """Mask this value from now on, in each of its written forms, as `${name}`."""
     global _pattern
     if len(value) < SHORTEST:
         return
@@ -56,12 +56,12 @@ def remember(name: str, value: str) -> None:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable is taken for a secret wherever it is used: by its name, or because it is a URL with a password."""
+    """Whether a variable counts as secret everywhere: by its name, or because it is a URL with a password."""
     return _NAMES.search(name) is not None or _USER_INFO.search(value) is not None
 
 
 def remember_variable(name: str, value: str) -> None:
-    """`remember`, unless the value is an ordinary one and the name does not say that it is secret."""
+    """Call `remember`, unless the value occurs in ordinary text and the name does not mark it as secret."""
     if is_secret(name, value) or not _is_ordinary(value):
         remember(name, value)
 
@@ -76,12 +76,12 @@ def _is_ordinary(value: str) -> bool:
 
 
 def mask(text: str) -> str:
-    """Text with each remembered value replaced by the name of its variable."""
+    """Replace each remembered value in a text by the name of its variable."""
     return text if _pattern is None else _pattern.sub(lambda match: _known[match[0]], text)
 
 
 def mask_credentials(text: str) -> str:
-    """The same, and passwords in URLs, bearer tokens and keys of known forms too: for error messages, which quote others."""
+    """Like `mask`, and also passwords in URLs, bearer tokens and keys of known forms. For messages that quote other text."""
     text = mask(text)
     for pattern, replacement in _CREDENTIALS:
         text = pattern.sub(replacement, text)
@@ -89,7 +89,7 @@ def mask_credentials(text: str) -> str:
 
 
 def mask_values(value: Any) -> Any:
-    """A JSON value with every string in it masked."""
+    """Mask every string in a JSON value."""
     if isinstance(value, str):
         return mask(value)
     if isinstance(value, dict):

@@ -1,23 +1,23 @@
-"""Which values can be written down, read back, replayed and exported: one predicate for everything that comes in.
+"""Which values can be stored, read back, replayed and exported: one predicate for every incoming value.
 
-    refusal({"answer": 7})                  # None: it can
+    refusal({"answer": 7})                  # None: storable
     refusal({"tree": [[float("nan")]]})     # "`tree[0][0]` is nan; JSON has finite numbers only"
 
-It is applied where a value enters: to the arguments of a tool call (a refused call is malformed, and the policy's), to
-what environments, tools, users, scorers and judges answer (a refused answer is the world's failure), and to task rows.
+It is applied where a value enters: to the arguments of a tool call (a refused call is malformed, an error of the policy), to
+answers of environments, tools, users, scorers and judges (a refused answer is a failure of the world), and to task rows.
 
-A storable value is made of None, booleans, numbers, strings, lists and dicts. The limits, and who sets them:
+A storable value is made of None, booleans, numbers, strings, lists and dicts. The limits and their reasons:
 
 - integers have 64 bits with a sign: Arrow and Parquet have no larger ones, and Python reads no more than 4,300 digits;
 - floats are finite: JSON has no NaN and no infinity;
 - strings hold no lone surrogate: UTF-8 cannot encode one;
 - keys are strings;
 - lists and dicts are nested at most `MAX_DEPTH` deep: JSON readers stop between 128 and 1,000, and a record, a
-  trajectory and a row put some levels around the value;
+  trajectory and a row add some levels around the value;
 - a value has at most `MAX_SIZE` characters, where each number, list and dict counts as `ELEMENT`: Arrow addresses 2 GiB of
-  text in a batch, and a walk over this many takes 0.2 s.
+  text in a batch, and checking this many takes 0.2 s.
 
-NumPy scalars and arrays, tuples and subclasses of the types above are taken for what they hold.
+NumPy scalars and arrays, tuples and subclasses of the types above are checked by their content.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ import numpy as np
 from engine.masking import mask_credentials
 
 MAX_DEPTH = 64
-"""Lists and dicts inside each other."""
+"""Maximum nesting of lists and dicts."""
 MAX_SIZE = 2**23
-"""Characters of all strings and keys, plus `ELEMENT` for each value."""
+"""Maximum size: characters of all strings and keys, plus `ELEMENT` for each value."""
 ELEMENT = 16
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**63 - 1
 MAX_MESSAGE = 20_000
-"""Characters of an error message or traceback that are kept."""
+"""Maximum length of a stored error message or traceback, in characters."""
 
 
 class _Refused(Exception):
-    """Why, and the keys and indices that lead there, innermost first."""
+    """The reason, and the keys and indices of the place, innermost first."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -52,7 +52,7 @@ class _Refused(Exception):
 
 
 def refusal(value: Any) -> str | None:
-    """Why a value cannot be stored: its place and the limit, in one sentence. None if it can be stored."""
+    """Say why a value cannot be stored: its place and the limit, in one sentence. None if it can be stored."""
     try:
         _size(value, MAX_DEPTH, MAX_SIZE)
     except _Refused as refused:
@@ -65,7 +65,7 @@ def refusal(value: Any) -> str | None:
 
 
 def stored_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A task's fields as they are stored: images in `data:` URIs are named by digest, because the run store has their bytes."""
+    """A task's fields as stored: digests replace images in `data:` URIs, because the run store has their bytes."""
     return {key: _by_digest(value) for key, value in fields.items()}
 
 
@@ -83,7 +83,7 @@ def _by_digest(value: Any) -> Any:
 
 
 def _size(value: Any, depth: int, room: int) -> int:
-    """Characters and elements of a value; at most `room` are allowed, and levels of lists and dicts at most `depth`.
+    """Size of a value in characters and elements; at most `room`, with at most `depth` levels of lists and dicts.
 
     Raises:
         _Refused: It cannot be stored.
@@ -91,9 +91,9 @@ def _size(value: Any, depth: int, room: int) -> int:
     kind = type(value)
     if kind is str:
         if not value.isascii() and not _encodes(value):
-            raise _Refused("holds half of a character (a lone surrogate), which is no text")
+            raise _Refused("has half of a character (a lone surrogate), which UTF-8 cannot encode")
         if len(value) > room:
-            raise _Refused(f"has more than {MAX_SIZE:,} characters, or the value that it is in")
+            raise _Refused(f"has more than {MAX_SIZE:,} characters, or the value that contains it")
         return len(value) + ELEMENT
     if kind is bool or value is None:
         return ELEMENT
@@ -128,7 +128,7 @@ def _size_of_dict(value: Mapping[Any, Any], depth: int, room: int) -> int:
         if not isinstance(key, str):
             raise _Refused(f"has a key of type {type(key).__name__}; JSON has string keys only")
         if not key.isascii() and not _encodes(key):
-            raise _Refused("has a key that holds half of a character (a lone surrogate)")
+            raise _Refused("has a key with half of a character (a lone surrogate)")
         try:
             size += len(key) + _size(item, depth - 1, room - size)
         except _Refused as refused:
@@ -155,12 +155,12 @@ def _size_of_list(value: list[Any] | tuple[Any, ...], depth: int, room: int) -> 
 
 
 def _size_of_other(value: Any, depth: int, room: int) -> int:
-    """Of NumPy's types, tuples, and subclasses of JSON's types."""
+    """Size of NumPy values, tuples and subclasses of JSON's types."""
     if isinstance(value, np.ndarray) and value.size * ELEMENT > MAX_SIZE:
         raise _Refused(f"has {value.size:,} elements; {MAX_SIZE // ELEMENT:,} are allowed")
     if isinstance(value, np.generic | np.ndarray):
         held = value.tolist()
-        if isinstance(held, np.generic):  # a long double, say
+        if isinstance(held, np.generic):  # for example a long double
             raise _Refused(f"is of type {_name(value)}, which JSON cannot hold")
         return _size(held, depth, room)
     if isinstance(value, tuple):
@@ -180,9 +180,9 @@ def _name(value: Any) -> str:
 
 
 def valid_text(text: str, most: int = MAX_MESSAGE) -> str:
-    """Text that can be stored: secrets are masked, lone surrogates become escapes, the middle of long text is left out.
+    """Text that can be stored: secrets are masked, lone surrogates are escaped, the middle of long text is left out.
 
-    For error messages and tracebacks, which must be kept whatever they quote.
+    For error messages and tracebacks, which must be stored regardless of what they quote.
     """
     text = mask_credentials(text)
     if len(text) > most:
@@ -191,13 +191,13 @@ def valid_text(text: str, most: int = MAX_MESSAGE) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """The message of an exception of somebody else's code, whose `__str__` may itself fail."""
+    """The message of an exception of user code, whose `__str__` may itself fail."""
     try:
         return valid_text(str(error))
-    except Exception as failed:  # noqa: BLE001  (a recursion error in the `repr` of what it quotes, say)
-        return f"(its message cannot be made: {type(failed).__name__})"
+    except Exception as failed:  # noqa: BLE001  (for example a recursion error in the `repr` of a quoted value)
+        return f"(its message cannot be read: {type(failed).__name__})"
 
 
 def words_of(error: BaseException) -> str:
-    """`Type: message` of an exception of somebody else's code."""
+    """`Type: message` of an exception of user code."""
     return f"{type(error).__name__}: {message_of(error)}"

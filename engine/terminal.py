@@ -1,9 +1,9 @@
-"""Text on a terminal: control characters of a model, a tool or a file are shown, never sent.
+"""Text on a terminal: control characters of a model, a tool or a file are printed as escapes, never sent.
 
-A terminal obeys what is printed: ESC and C1 sequences move the cursor, write to the clipboard (OSC 52) and set titles;
-bidirectional controls and invisible characters make text read differently from what it says (CVE-2021-42574). Every
-command prints through `engine.cli.console`, `echo` or `echo_json`, and logs go through `visible` too; all of them
-replace such a character by its escape, such as `\\x1b` or `\\u202e`. Line feeds and tabs stay.
+A terminal executes control sequences in its output: ESC and C1 sequences move the cursor, write to the clipboard
+(OSC 52) and set titles. Bidirectional controls and invisible characters make text look different from its content
+(CVE-2021-42574). Every command prints through `engine.cli.console`, `echo` or `echo_json`, and logs go through `visible`
+too. All of them replace such a character by its escape, such as `\\x1b` or `\\u202e`. Line feeds and tabs stay.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _UNSAFE = re.compile(
     "\x7f-\x9f"  # DEL and C1: CSI, OSC and DCS as one character
     "\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb"  # bidi, invisible
     "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
-    "\U000e0000-\U000e00ff\U000e01f0-\U000e0fff"  # tags: ASCII that nobody sees
+    "\U000e0000-\U000e00ff\U000e01f0-\U000e0fff"  # tags: invisible ASCII
     "\ud800-\udfff"  # lone surrogates, which cannot be encoded
     "]"
 )
-"""Characters that a terminal obeys or does not show. Joiners and variation selectors stay: scripts and emoji need them."""
+"""Characters that a terminal executes or does not show. Joiners and variation selectors stay: scripts and emoji need them."""
 
 
 def visible(text: str, *, newlines: bool = True) -> str:
-    """Replace each character that a terminal would obey or hide by its escape.
+    """Replace each character that a terminal would execute or hide by its escape.
 
     Args:
         text: Any text; lone surrogates are allowed.
         newlines: Keep line feeds. False for text that must stay on one line, such as a finding in a CI log, where a
-            line of its own could be read as a command.
+            separate line could be read as a command.
 
     Returns:
         Text that can be encoded as UTF-8.
@@ -46,7 +46,7 @@ def visible(text: str, *, newlines: bool = True) -> str:
 
 
 def visible_json(text: str) -> str:
-    """The same for a JSON document: escapes are JSON's own, so that it still means the same to a parser."""
+    """Like `visible`, for a JSON document: with JSON's escapes, so that a parser still reads the same values."""
     return _UNSAFE.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 

@@ -70,7 +70,7 @@ def test_the_level_is_the_variables(capsys: pytest.CaptureFixture[str], monkeypa
     structlog.get_logger().warning("quiet")
     structlog.get_logger().error("loud")
     assert [line["event"] for line in lines(capsys.readouterr().err)] == ["loud"]
-    with pytest.raises(ValueError, match="log level 'shout' is none of debug, info, warning, error"):
+    with pytest.raises(ValueError, match="unknown log level 'shout'; use one of debug, info, warning, error"):
         configure_logging("shout")
 
 

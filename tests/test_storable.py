@@ -66,8 +66,8 @@ def test_what_is_taken_is_read_back_by_every_reader(value: Any) -> None:
         ({"a": [float("nan")]}, "`a[0]` is nan"),
         ([float("-inf")], "`[0]` is -inf"),
         (np.float32("inf"), "it is inf"),
-        ({"a": {"b": "\ud800"}}, "`a.b` holds half of a character"),
-        ({"a": {"\ud800": 1}}, "`a` has a key that holds half of a character"),
+        ({"a": {"b": "\ud800"}}, "`a.b` has half of a character"),
+        ({"a": {"\ud800": 1}}, "`a` has a key with half of a character"),
         ({"a": {1: 1}}, "`a` has a key of type int"),
         (nested(MAX_DEPTH + 1), f"is nested more than {MAX_DEPTH} deep"),
         (endless(), f"is nested more than {MAX_DEPTH} deep"),
@@ -100,5 +100,5 @@ class MuteError(Exception):
 
 
 def test_an_exception_that_cannot_say_what_it_is_is_told_all_the_same() -> None:
-    assert message_of(MuteError()) == "(its message cannot be made: RecursionError)"
+    assert message_of(MuteError()) == "(its message cannot be read: RecursionError)"
     assert words_of(ValueError("\ud800")) == "ValueError: \\ud800"

@@ -26,7 +26,7 @@ from engine.actions.base import World
 from engine.actions.calls import SCOPE, EpisodeScope, LoopReplacedError
 from engine.actions.images import ImageStorer
 from engine.actions.workers import Workers
-from engine.deadline import Standstill
+from engine.deadline import PausableClocks
 from engine.errors import EngineError, ReplayError, StoreError
 from engine.executor import RestartNeededError, never_built, until_end
 from engine.factory import EpisodeFactory
@@ -103,7 +103,7 @@ class Runner:
         self._backend = backend
         self._store = store
         self._workers = Workers()
-        self._clocks = Standstill()
+        self._clocks = PausableClocks()
         self._suspects = Suspects(store.crashes())
         self._finishing = asyncio.Semaphore(FINISHING)
         self._factory = EpisodeFactory(

@@ -17,7 +17,7 @@ from sglang_cluster import Call, cluster, request
 from engine.backends.http.outage import Outage
 from engine.backends.openai import OpenAIBackend
 from engine.backends.sglang.client import SGLangBackend
-from engine.deadline import Standstill
+from engine.deadline import PausableClocks
 from engine.errors import BackendError, OutageError
 from engine.schemas.backend import OpenAIBackendSpec, SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
@@ -253,7 +253,7 @@ async def test_nobody_there_at_the_start_is_told_at_once(chat_format: ChatFormat
 
 async def test_clocks_stand_still_while_the_gate_is_closed() -> None:
     outage = Outage(600)
-    clocks = Standstill()
+    clocks = PausableClocks()
     outage.clocks.add(clocks)
     async with outage.clocks.timeout(0.05), clocks.timeout(0.05):
         outage.close("gone")

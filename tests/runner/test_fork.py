@@ -79,7 +79,7 @@ async def test_what_was_called_outside_cannot_be_shared(make_spec: Any, tmp_path
     driven = (tmp_path / "log").read_text()
     for _ in range(2):
         (fault,) = (await resumed.run(tmp_path / "fork")).faults
-        assert "a/0: what was called in AWAITING_TOOL cannot be called again" in fault
+        assert "a/0: the call in AWAITING_TOOL cannot be repeated" in fault
         assert "it cannot share turns with a fork of its run" in fault
     assert (tmp_path / "log").read_text() == driven
     with resumed.store(tmp_path / "fork") as store:

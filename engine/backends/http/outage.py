@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from engine.backends.http.retries import growing_pause
-from engine.deadline import Standstill
+from engine.deadline import PausableClocks
 from engine.errors import BackendError, OutageError
 
 log = structlog.get_logger(__name__)
@@ -48,7 +48,7 @@ class Outage:
         self.reason = ""
         self.waiting = 0
         """Number of waiting requests."""
-        self.clocks = Standstill()
+        self.clocks = PausableClocks()
         """Deadlines that stand still while the gate is closed."""
         self._opened = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
