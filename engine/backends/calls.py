@@ -1,6 +1,6 @@
-"""Tool calls written as a model of a given chat format would write them.
+"""Writes tool calls as a model with a given chat format would.
 
-Each way of writing is tried, and checked: the format must read the tokens back as these calls.
+The possible forms are tried in order. A form is used if the format's parser reads its tokens back as these calls.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 
 
 def write_calls(format: ChatFormat, text: str, calls: Sequence[Call]) -> list[int]:
-    """Ids of an assistant turn that says `text` and makes `calls`, without its stop token.
+    """Ids of an assistant turn with `text` and `calls`, without its stop token.
 
     Raises:
-        BackendError: Kind `script_error`: no way of writing them is read back as these calls, or the format's `write` failed.
+        BackendError: Kind `script_error`: the parser reads no form back as these calls, or the format's `write` failed.
     """
     tools = [_schema(name, arguments) for name, arguments in calls]
     for ids in _candidates(format, text, calls, tools):
@@ -39,7 +39,7 @@ def write_calls(format: ChatFormat, text: str, calls: Sequence[Call]) -> list[in
 
 
 def _schema(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A tool that takes these arguments."""
+    """Tool definition with parameters for these arguments."""
     properties = {key: {"type": _TYPES.get(type(value), "string")} for key, value in arguments.items()}
     parameters = {"type": "object", "properties": properties}
     return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
@@ -48,7 +48,7 @@ def _schema(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 def _candidates(
     format: ChatFormat, text: str, calls: Sequence[Call], tools: list[dict[str, Any]]
 ) -> Iterator[list[int]]:
-    """The template's own way first; then the format that reads the calls, or all built-in formats where a family reads them."""
+    """Yield the chat template's own form, then that of the call format, or of all built-in formats if a family's parser is used."""
     if format.knows_tools and (own := _by_template(format, text, calls, tools)) is not None:
         yield own
     readers = [format.call_format] if format.call_format is not None else [kind() for kind in FORMATS.values()]
@@ -68,7 +68,7 @@ def _written(format: ToolCallFormat, text: str, calls: Sequence[Call]) -> str:
 
 
 def _by_template(format: ChatFormat, text: str, calls: Sequence[Call], tools: list[dict[str, Any]]) -> list[int] | None:
-    """What the chat template puts between the generation prompt and the next stop token."""
+    """Ids that the chat template writes between the generation prompt and the next stop token."""
     made = [ToolCall(id=f"call_0_{place}", name=name, arguments=given) for place, (name, given) in enumerate(calls)]
     opening = [Message(role="user", content="?")]
     answer = Message(role="assistant", content=text, tool_calls=made)
@@ -86,7 +86,7 @@ def _by_template(format: ChatFormat, text: str, calls: Sequence[Call], tools: li
 
 
 def _read(format: ChatFormat, ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, list[Call]] | None:
-    """The text and calls that the format's parser finds; None where a call cannot be read."""
+    """Text and calls that the format's parser finds; None if a call is invalid."""
     whole = np.asarray([*ids, format.stop_token_ids[0]], dtype=np.int32)
     parsed = format.replies.parse(whole, before=np.zeros(0, dtype=np.int32), turn=0, tools=tools)
     read = [(attempt.name, attempt.arguments) for attempt in parsed.attempts if isinstance(attempt, ToolCall)]

@@ -1,8 +1,7 @@
-"""Stop strings, found on token ids as they are sampled.
+"""Search for stop strings in sampled token ids.
 
-Only the newest token can complete a stop string, so each token costs the decoding of a window that is long
-enough for the longest string, however long the reply is. Ids are never changed: the token that overshoots the
-string stays.
+Only the newest token can complete a stop string, so only a window that is long enough for the longest string is decoded
+after each token. Ids are never changed: a token that extends past the stop string stays.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ if TYPE_CHECKING:
     from engine.schemas.generation import GenerateRequest
 
 _SLACK = 4
-"""Tokens of a window beyond the string's own: a character may be spread over four byte tokens, and the first
-token of a window may lose its leading space."""
+"""Tokens of a window in addition to the string's length: a character may need four byte tokens, and decoding may
+drop the leading space of the window's first token."""
 
 
 class StopStrings:
-    """The stop strings of one request.
+    """Search for the stop strings of one request.
 
     >>> stops = StopStrings(format.decode, ["</answer>"])
-    >>> stops.matched(output_ids)      # asked after each token
+    >>> stops.matched(output_ids)      # called after each token
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], strings: Sequence[str]) -> None:
@@ -40,10 +39,10 @@ class StopStrings:
         return bool(self._strings)
 
     def matched(self, output_ids: Sequence[int] | np.ndarray) -> str | None:
-        """The stop string that the newest of `output_ids` completes; the earliest in the text where several are.
+        """The stop string that the newest token completes; the earliest in the text if there are several.
 
         Args:
-            output_ids: The sampled ids so far, shape [tokens]. Their last token is the only one that is asked about.
+            output_ids: The sampled ids so far, shape [tokens]. Only the last one is checked.
         """
         if not self._strings or not len(output_ids):
             return None
@@ -53,7 +52,7 @@ class StopStrings:
         return min(found)[1] if found else None
 
     def first(self, ids: Sequence[int]) -> tuple[int, str] | None:
-        """For a whole reply: how many of `ids` are kept, and the stop string that ends them."""
+        """Search a whole reply. Returns the number of `ids` to keep, and the stop string that ends them."""
         if not self._strings:
             return None
         for end in range(1, len(ids) + 1):
@@ -65,10 +64,10 @@ class StopStrings:
 def finish_reason(
     request: GenerateRequest, output_ids: Sequence[int] | np.ndarray, most: int, stops: StopStrings
 ) -> FinishReason | None:
-    """Why the newest token ends a reply that is sampled in this process; None if it does not.
+    """The reason why the newest token ends a reply that is sampled in this process; None if it does not end.
 
     Args:
-        request: What was asked for.
+        request: The request of the reply.
         output_ids: The sampled ids so far, shape [tokens], at least one.
         most: Maximum number of sampled ids.
         stops: The request's stop strings.

@@ -46,7 +46,7 @@ async def opened(tiny_model_dir: Path, tokenizer: Any) -> AsyncIterator[Opener]:
     made: list[LocalBackend] = []
 
     def make(max_batch: int = 4, folder: Path = tiny_model_dir, **kwargs: Any) -> LocalBackend:
-        kwargs.setdefault("shelf_bytes", 1 << 24)
+        kwargs.setdefault("stash_bytes", 1 << 24)
         spec = LocalBackendSpec(max_batch=max_batch, dtype="float32", device="cpu")
         made.append(LocalBackend(lambda: folder, tokenizer.decode, spec, **kwargs))
         return made[-1]
@@ -143,7 +143,7 @@ async def test_logprobs_are_those_of_the_tempered_distribution(
 
 async def test_neighbours_have_no_say(opened: Opener) -> None:
     given = prompts(9, seed=2)
-    crowd, lone = opened(max_batch=8, prefill_tokens=24), opened(max_batch=1, shelf_bytes=0)
+    crowd, lone = opened(max_batch=8, prefill_tokens=24), opened(max_batch=1, stash_bytes=0)
     await crowd.start()
     await lone.start()
     requests = [ask(ids, f"e{i}", seed=i, most=20, top_p=0.95 if i % 2 else None) for i, ids in enumerate(given)]
@@ -216,16 +216,16 @@ async def test_episodes_without_a_row_are_stashed_and_brought_back(opened: Opene
     for place in range(6):
         backend.release(f"e{place}")
     await backend.generate(ask([1], "last"))
-    assert backend.stats()["shelf_bytes"] == 0
+    assert backend.stats()["stash_bytes"] == 0
 
 
-async def test_a_shelf_keeps_to_its_budget(opened: Opener) -> None:
+async def test_stashes_stay_within_their_budget(opened: Opener) -> None:
     per_token = 2 * 2 * 2 * 16 * 4  # keys and values, layers, key heads, head width, bytes
-    backend = opened(max_batch=1, shelf_bytes=per_token * 60)
+    backend = opened(max_batch=1, stash_bytes=per_token * 60)
     await backend.start()
     for place in range(8):
         await backend.generate(ask(np.arange(place * 50 + 3, place * 50 + 23, dtype=np.int32), f"e{place}", most=2))
-        assert backend.stats()["shelf_bytes"] <= per_token * 60
+        assert backend.stats()["stash_bytes"] <= per_token * 60
     stats = backend.stats()
     assert (stats["stashed"], stats["evicted"]) == (7, 5)  # 21 tokens each: two fit
 
@@ -295,7 +295,7 @@ async def test_a_padded_embedding_is_never_sampled(opened: Opener) -> None:
 async def test_everything_banned_is_an_error_and_no_hang(opened: Opener) -> None:
     backend = opened(vocab=3)
     await backend.start()
-    with pytest.raises(BackendError, match="no distribution") as caught:
+    with pytest.raises(BackendError, match="not a distribution") as caught:
         await sampled(backend, banned_token_ids=[0, 1, 2])
     assert caught.value.kind == "bad_logits"
     assert len((await sampled(backend)).output_ids) == 30
@@ -309,7 +309,7 @@ async def test_the_context_caps_a_reply(opened: Opener) -> None:
     assert (len(reply.output_ids), reply.finish.type) == (5, "length")
     last = await backend.generate(ask(np.arange(3, 42, dtype=np.int32), most=30))
     assert len(last.output_ids) == 1
-    with pytest.raises(ContextOverflow, match="the prompt has 40 tokens, and the model attends to 40 in all"):
+    with pytest.raises(ContextOverflow, match="the prompt has 40 tokens, and the model's context is 40 tokens"):
         await backend.generate(ask(np.arange(3, 43, dtype=np.int32)))
 
 
@@ -389,7 +389,7 @@ async def test_a_failed_pass_fails_its_requests_and_no_more(
     )
     failed = [end for end in ends if isinstance(end, BackendError)]
     assert [(end.kind, str(end)) for end in failed] == [
-        ("step_failed", "the model's pass failed: RuntimeError: out of memory")
+        ("step_failed", "the model's forward pass failed: RuntimeError: out of memory")
     ] * len(failed)
     assert 1 <= len(failed) <= 2
     replies = [end for end in ends if isinstance(end, Generation)]
@@ -441,7 +441,7 @@ async def test_weights_from_a_folder_and_weights_that_do_not_fit(
         ({"model.norm.weight": torch.ones(3)}, "1 of another shape, such as 'model.norm.weight'"),
         ({"nonsense": torch.ones(3)}, "1 unknown, such as 'nonsense'"),
         ({"model.norm.weight": torch.ones(64)}, "26 missing, such as"),
-        (tmp_path, "holds no safetensors"),
+        (tmp_path, "has no safetensors files"),
     ):
         with pytest.raises(BackendError, match=why):
             await backend.update_weights(weights, 6)
@@ -462,7 +462,7 @@ async def test_a_device_that_is_not_there_is_named(
 
 
 async def test_a_folder_without_a_model_is_refused(tiny_tokenizer_dir: Path, tokenizer: Any) -> None:
-    with pytest.raises(BackendError, match="holds no causal model with ordinary attention") as caught:
+    with pytest.raises(BackendError, match="is not a causal model with standard attention") as caught:
         await LocalBackend(lambda: tiny_tokenizer_dir, tokenizer.decode, LocalBackendSpec()).start()
     assert caught.value.kind == "unsupported_model"
 
@@ -509,7 +509,7 @@ async def test_an_attention_that_it_does_not_have_is_refused_at_the_start(opened
     save_model(tmp_path, MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4))
     with pytest.raises(
         BackendError,
-        match=r"holds no causal model with ordinary attention: Mamba.*serve it with `backend: {kind: sglang}`",
+        match=r"is not a causal model with standard attention: Mamba.*serve it with `backend: {kind: sglang}`",
     ) as caught:
         await opened(folder=tmp_path).start()
     assert caught.value.kind == "unsupported_model"

@@ -55,7 +55,7 @@ async def play(
         return list(await asyncio.gather(*calls)) if together else [await call for call in calls]
 
     def fresh() -> LocalBackend:
-        return LocalBackend(lambda: folder, lambda ids: "", spec, shelf_bytes=1 << 16, prefill_tokens=40)
+        return LocalBackend(lambda: folder, lambda ids: "", spec, stash_bytes=1 << 16, prefill_tokens=40)
 
     backend = fresh()
     await backend.start()
@@ -118,6 +118,6 @@ def test_a_machine_whose_products_depend_on_the_place_is_refused(
 
     monkeypatch.setattr(Tile, "attend", uneven)
     with pytest.raises(
-        BackendError, match=r"`backend.deterministic: true`: on cpu a token's logits depend on its place"
+        BackendError, match=r"`backend.deterministic: true`: on cpu a token's logits depend on its position"
     ):
         PackedModel(tiny_model_dir, torch.device("cpu"), torch.float32, 4, repeatable=True)

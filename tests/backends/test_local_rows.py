@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.local.kv import Chunk, KVRows, Plan
-from engine.backends.local.rows import Row, RowTable, Ticket, common_prefix
+from engine.backends.local.rows import PendingReply, Row, RowTable, common_prefix
 from engine.backends.local.sampler import SamplingState
 from engine.backends.stops import StopStrings
 from engine.schemas.generation import GenerateRequest, SamplingParams
@@ -26,7 +26,7 @@ def loop() -> Any:
     made.close()
 
 
-def ticket(loop: asyncio.AbstractEventLoop, ids: list[int], episode: str, most: int = 4) -> Ticket:
+def pending(loop: asyncio.AbstractEventLoop, ids: list[int], episode: str, most: int = 4) -> PendingReply:
     request = GenerateRequest.read(
         {
             "episode_id": episode,
@@ -39,15 +39,15 @@ def ticket(loop: asyncio.AbstractEventLoop, ids: list[int], episode: str, most: 
         }
     )
     sampling = SamplingState(request, 1000, CPU)
-    return Ticket(request, loop.create_future(), loop, sampling, StopStrings(str, []), most)
+    return PendingReply(request, loop.create_future(), loop, sampling, StopStrings(str, []), most)
 
 
 class Cached:
     """A table whose keys are the tokens themselves, so that what stands in the cache can be read."""
 
-    def __init__(self, rows: int, shelf_bytes: int = 1 << 20) -> None:
+    def __init__(self, rows: int, stash_bytes: int = 1 << 20) -> None:
         self.store = KVRows(1, rows)
-        self.table = RowTable(self.store, rows, shelf_bytes)
+        self.table = RowTable(self.store, rows, stash_bytes)
 
     def compute(self, row: Row) -> None:
         """What a forward pass does, up to the newest token."""
@@ -77,13 +77,13 @@ def test_the_common_prefix_is_the_longest(left: list[int], right: list[int]) -> 
 def test_a_request_waits_for_a_prefix_that_another_is_computing(loop: Any) -> None:
     cached = Cached(3)
     shared = list(range(100, 200))
-    first = cached.table.admit(ticket(loop, [*shared, 1], "a"))
+    first = cached.table.admit(pending(loop, [*shared, 1], "a"))
     assert first is not None
-    assert cached.table.admit(ticket(loop, [*shared, 2], "b")) is None
-    other = cached.table.admit(ticket(loop, [*shared[:50], 3], "c"))
+    assert cached.table.admit(pending(loop, [*shared, 2], "b")) is None
+    other = cached.table.admit(pending(loop, [*shared[:50], 3], "c"))
     assert other is not None  # too little in common to wait for
     cached.compute(first)
-    second = cached.table.admit(ticket(loop, [*shared, 2], "b"))
+    second = cached.table.admit(pending(loop, [*shared, 2], "b"))
     assert second is not None
     assert (second.cached, second.reused) == (100, 100)
     cached.check(second)
@@ -91,51 +91,53 @@ def test_a_request_waits_for_a_prefix_that_another_is_computing(loop: Any) -> No
 
 def test_no_free_row_means_waiting(loop: Any) -> None:
     table = Cached(1).table
-    assert table.admit(ticket(loop, [1, 2], "a")) is not None
-    assert table.admit(ticket(loop, [3, 4], "b")) is None
+    assert table.admit(pending(loop, [1, 2], "a")) is not None
+    assert table.admit(pending(loop, [3, 4], "b")) is None
 
 
 def test_an_empty_row_goes_before_a_finished_one_and_that_before_a_resting_one(loop: Any) -> None:
     cached = Cached(3)
     rows = []
     for episode in ("a", "b"):
-        row = cached.table.admit(ticket(loop, [ord(episode)] * 20, episode))
+        row = cached.table.admit(pending(loop, [ord(episode)] * 20, episode))
         assert row is not None
         cached.compute(row)
-        cached.table.rest(row)
+        cached.table.finish(row)
         rows.append(row)
-    empty = cached.table.admit(ticket(loop, [1] * 20, "c"))
+    empty = cached.table.admit(pending(loop, [1] * 20, "c"))
     assert empty is not None
     assert empty.index == 2
     cached.table.release("b")
-    finished = cached.table.admit(ticket(loop, [2] * 20, "d"))
+    finished = cached.table.admit(pending(loop, [2] * 20, "d"))
     assert finished is rows[1]
     assert cached.table.counts["stashed"] == 0
-    assert cached.table.admit(ticket(loop, [3] * 20, "e")) is rows[0]
+    assert cached.table.admit(pending(loop, [3] * 20, "e")) is rows[0]
     assert cached.table.counts["stashed"] == 1
 
 
 def test_an_episode_that_is_released_while_it_runs_leaves_nothing_to_come_back_to(loop: Any) -> None:
     cached = Cached(1)
-    row = cached.table.admit(ticket(loop, [5] * 20, "a"))
+    row = cached.table.admit(pending(loop, [5] * 20, "a"))
     assert row is not None
     cached.compute(row)
     cached.table.release("a")
     assert row.running
-    cached.table.rest(row)
+    cached.table.finish(row)
     assert row.episode is None
 
 
 TURN = st.tuples(st.integers(0, 5), st.integers(1, 30), st.booleans(), st.booleans())
 
 
-@given(turns=st.lists(TURN, min_size=1, max_size=30), rows=st.integers(1, 4), shelf=st.sampled_from([0, 3000, 1 << 20]))
+@given(
+    turns=st.lists(TURN, min_size=1, max_size=30), rows=st.integers(1, 4), budget=st.sampled_from([0, 3000, 1 << 20])
+)
 def test_whatever_is_reused_is_what_the_prompt_says(
-    turns: list[tuple[int, int, bool, bool]], rows: int, shelf: int
+    turns: list[tuple[int, int, bool, bool]], rows: int, budget: int
 ) -> None:
     """Episodes grow, are rewritten, share prefixes, are stashed, come back and end, in any order."""
     loop = asyncio.new_event_loop()
-    cached = Cached(rows, shelf)
+    cached = Cached(rows, budget)
     contexts: dict[int, list[int]] = {}
     shared = list(range(200, 220))
     for number, (episode, new, rewrite, over) in enumerate(turns):
@@ -143,7 +145,7 @@ def test_whatever_is_reused_is_what_the_prompt_says(
         if rewrite:
             del context[len(context) // 2 :]
         context.extend((number * 31 + place) % 900 for place in range(new))
-        row = cached.table.admit(ticket(loop, context, str(episode)))
+        row = cached.table.admit(pending(loop, context, str(episode)))
         assert row is not None
         assert row.cached <= len(context) - 1
         cached.check(row)
@@ -151,8 +153,8 @@ def test_whatever_is_reused_is_what_the_prompt_says(
         cached.check(row)
         row.push(7, -1.0, 0)
         context.append(7)
-        cached.table.rest(row)
-        assert cached.table.shelved_bytes <= shelf
+        cached.table.finish(row)
+        assert cached.table.stashed_bytes <= budget
         if over:
             cached.table.release(str(episode))
             del contexts[episode]
@@ -163,7 +165,7 @@ def test_whatever_is_reused_is_what_the_prompt_says(
 
 def test_version_spans_cover_a_reply(loop: Any) -> None:
     row = Row(0)
-    row.begin(ticket(loop, [1, 2], "a"), 0, 1)
+    row.begin(pending(loop, [1, 2], "a"), 0, 1)
     for version in (4, 4, 6):
         row.push(9, -0.5, version)
     assert [(span.version, span.start, span.end) for span in row.versions] == [(4, 0, 2), (6, 2, 3)]

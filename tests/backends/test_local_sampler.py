@@ -121,7 +121,7 @@ def test_penalties_are_sglangs() -> None:
     logits = torch.tensor([1.0, 2.0, -1.0, 0.5])
     one = state(4, temperature=0.0, frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=2.0)
     for token in (1, 1, 2):
-        one.said(token)
+        one.count(token)
     edited = logits.clone()
     one.edit(edited, 3)
     assert edited.tolist() == [1.0, (2.0 - 2 * 0.5 - 0.25) / 2.0, (-1.0 - 0.5 - 0.25) * 2.0, 0.5]

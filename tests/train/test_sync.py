@@ -150,7 +150,7 @@ async def test_weights_of_another_model_are_refused_and_the_old_ones_stay(
     AutoModelForCausalLM.from_config(config).save_pretrained(other)
     backend = await open_backend()
     with pytest.raises(
-        TrainError, match=r"did not take version 1: new weights do not fit: .* of another shape"
+        TrainError, match=r"did not take version 1: the new weights do not fit the model: .* of another shape"
     ) as caught:
         await open_sync(spec_of(other, {}), backend, tmp_path, lora=False).push(policy_of(other, {}), 1)
     assert caught.value.kind == "weights_not_taken"

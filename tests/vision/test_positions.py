@@ -10,7 +10,7 @@ import torch
 from test_policy_vision import gallery_rows, open_policy
 from transformers import AutoModelForImageTextToText
 
-from engine.backends.local.vision import SeeingModel
+from engine.backends.local.vision import VisionModel
 from engine.schemas.backend import LocalBackendSpec
 from engine.store.loader import collate, forward_inputs
 from engine.train.packing import pack_rows
@@ -54,7 +54,7 @@ async def test_positions_are_those_that_the_model_computes_itself(
         seen.append(torch.arange(count)[None] if positions is None else positions)  # None: the places
 
     text.register_forward_pre_hook(note, with_kwargs=True)
-    backend = SeeingModel(vlm(family), LocalBackendSpec(device="cpu", dtype="float32"), vision)
+    backend = VisionModel(vlm(family), LocalBackendSpec(device="cpu", dtype="float32"), vision)
     policy = open_policy(vlm(family), vision)
     (pack,) = pack_rows(rows, 100_000, share_prefixes=True)
     packed = vision_inputs(policy.net.model, vision, pack, torch.device("cpu"), torch.float32)["position_ids"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from vision_worlds import FIRST, SECOND
 
-from engine.backends.local.vision import SeeingModel
+from engine.backends.local.vision import VisionModel
 from engine.backends.stops import StopStrings
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
@@ -29,10 +29,10 @@ def test_a_second_turn_is_the_same_after_a_kill(vlm: Callable[[str], Path], fami
     for data in (FIRST, SECOND):
         vision.bank.put(digest_of(data), data, "image/png")
 
-    def opened() -> SeeingModel:
-        return SeeingModel(vlm(family), LocalBackendSpec(device="cpu", dtype="float32", deterministic=True), vision)
+    def opened() -> VisionModel:
+        return VisionModel(vlm(family), LocalBackendSpec(device="cpu", dtype="float32", deterministic=True), vision)
 
-    def reply(model: SeeingModel, turn: int, ids: list[int], *images: bytes) -> Generation:
+    def reply(model: VisionModel, turn: int, ids: list[int], *images: bytes) -> Generation:
         digests = [digest_of(data) for data in images]
         expanded, placed = vision.expand(ids, digests)
         request = GenerateRequest.read({"episode_id": "e", "turn": turn, "input_ids": expanded, "sampling": SamplingParams(), "max_new_tokens": 24, "stop_token_ids": [], "banned_token_ids": vision.banned, "seed": turn, "images": [ImagePart(image=digest) for digest in digests], "image_spans": [(start, start + len(picture.ids)) for picture, start in placed]})  # fmt: skip

@@ -101,7 +101,7 @@ def test_an_image_that_would_be_scaled_twice_is_refused(vlm: Callable[[str], Pat
 
 @pytest.mark.parametrize("family", ["smolvlm", "idefics3"])
 def test_a_model_that_cuts_images_into_tiles_is_refused_on_a_server(vlm: Callable[[str], Path], family: str) -> None:
-    with pytest.raises(BackendError, match="images are cut into tiles, which no one size gives") as raised:
+    with pytest.raises(BackendError, match="splits images into tiles, so that size does not exist") as raised:
         SGLangBackend.open(SGLangBackendSpec(urls=["http://127.0.0.1:1"]), form_of(vlm(family)), None)  # type: ignore[arg-type]
     assert raised.value.kind == "unsupported_model"
 
@@ -145,8 +145,8 @@ async def test_the_probe_sends_the_scaled_image_and_says_how_far_the_unscaled_on
     ("details", "changes", "words"),
     [
         ({"mm_process_config": {"image": {"max_pixels": 9}}}, {}, "--mm-process-config, whose image settings"),
-        ({}, {"prompt_token_ids": [1, 2]}, "makes 2 tokens of a prompt with an image where the model's own"),
-        ({}, {"meta_info": {}}, "does not tell the ids and log-probs"),
+        ({}, {"prompt_token_ids": [1, 2]}, "expands a prompt with an image to 2 tokens, and the model's own"),
+        ({}, {"meta_info": {}}, "does not return the ids and log-probs"),
     ],
 )
 async def test_a_server_that_sees_other_pixels_is_refused(

@@ -97,7 +97,7 @@ def shift(model: Any) -> None:
 async def test_other_weights_are_refused(opened: Callable[[str], tuple[ChatFormat, Path]], family: str) -> None:
     form, folder = opened(family)
     with pytest.raises(
-        BackendError, match=r"differ from those of the model's files by .* it serves other weights"
+        BackendError, match=r"differ from those of the model's files by .* it has other weights"
     ) as raised:
         await verify_servers([Told("float32")], form, lambda: folder, Serving(form, folder, change=shift))
     assert raised.value.kind == "wrong_server"
@@ -109,12 +109,12 @@ async def test_pixels_that_are_a_few_grey_levels_off_are_refused(
 ) -> None:
     """As a server whose processor scales or normalises otherwise has them: text would not show it."""
     form, folder = opened(family)
-    with pytest.raises(BackendError, match="after an image: it serves other weights, or processes images otherwise"):
+    with pytest.raises(BackendError, match="after an image: it has other weights, or processes images differently"):
         await verify_servers([Told("float32")], form, lambda: folder, Serving(form, folder, shade=20))
 
 
 async def test_files_that_are_no_model_say_so(opened: Callable[[str], tuple[ChatFormat, Path]], tmp_path: Path) -> None:
     form, folder = opened("text")
-    with pytest.raises(BackendError, match=r"`backend.verify`: the model cannot be computed here") as raised:
+    with pytest.raises(BackendError, match=r"`backend.verify`: the model cannot be loaded or run") as raised:
         await verify_servers([Told("float32")], form, lambda: tmp_path, Serving(form, folder))
     assert raised.value.kind == "unsupported_model"

@@ -1,7 +1,7 @@
 """The local backend: transformers in this process.
 
-The event loop checks requests and waits; a thread of its own (`worker`) runs the model. torch is imported when
-the backend is started, not before.
+The event loop checks requests and waits for replies; a separate thread (`worker`) runs the model. torch is imported by
+`start`, not by importing this module.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class LocalBackend(LocalModelBackend):
-    """A model in this process.
+    """A text model in this process.
 
     >>> backend = LocalBackend(lambda: folder, tokenizer.decode, LocalBackendSpec(max_batch=8))
     >>> await backend.start()
@@ -49,18 +49,18 @@ class LocalBackend(LocalModelBackend):
         vocab: int | None = None,
         context: int | None = None,
         prefill_tokens: int | None = None,
-        shelf_bytes: int | None = None,
+        stash_bytes: int | None = None,
     ) -> None:
         """
         Args:
-            folder: See `LocalModelBackend`, as `decode`, `spec`, `vocab` and `context`.
-            prefill_tokens: Prompt tokens in one forward pass; default: 512 on a CPU, 4096 on a GPU.
-            shelf_bytes: Memory for the sequences of episodes that have no row at the moment; default: an eighth of what is
-                free.
+            folder: See `LocalModelBackend`; also for `decode`, `spec`, `vocab` and `context`.
+            prefill_tokens: Maximum number of prompt tokens in one forward pass. Default: 512 on a CPU, 4096 on a GPU.
+            stash_bytes: Maximum memory for cached sequences of episodes that have no row now. Default: an eighth of the
+                free memory.
         """
         super().__init__(folder, decode, spec, vocab=vocab, context=context)
         self._prefill_tokens = prefill_tokens
-        self._shelf_bytes = shelf_bytes
+        self._stash_bytes = stash_bytes
         self._worker: Worker | None = None
         self._device: torch.device | None = None
 
@@ -78,11 +78,11 @@ class LocalBackend(LocalModelBackend):
         return cls(**cls._arguments(spec, format, loaded))
 
     async def start(self) -> None:
-        """Load the model and prove that batching is exact on its architecture; once.
+        """Load the model, and check that batching is exact for its architecture. Later calls do nothing.
 
         Raises:
             DeviceError: torch does not have `backend.device`.
-            BackendError: a model that this backend cannot run.
+            BackendError: this backend cannot run the model.
         """
         if self._worker is not None:
             return
@@ -106,7 +106,7 @@ class LocalBackend(LocalModelBackend):
         self._worker = worker
 
     def _load(self, folder: Path) -> tuple[PackedModel, RowTable]:
-        """In the worker's thread: torch's thread count is each thread's own."""
+        """Load the model; called in the worker's thread, because torch has one thread count per thread."""
         import torch
 
         from engine.backends.local import load
@@ -119,17 +119,17 @@ class LocalBackend(LocalModelBackend):
         dtype = load.pick_dtype(self._spec.dtype, device)
         repeatable = self._spec.deterministic
         packed = load.PackedModel(folder, device, dtype, self._spec.max_batch, repeatable=repeatable)
-        budget = load.shelf_bytes(device) if self._shelf_bytes is None else self._shelf_bytes
+        budget = load.stash_budget(device) if self._stash_bytes is None else self._stash_bytes
         return packed, RowTable(packed.store, self._spec.max_batch, budget)
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """One reply.
+        """Sample one reply.
 
         Raises:
-            ContextOverflow: The prompt leaves no room for one token.
+            ContextOverflow: Not one token fits after the prompt.
             BackendError: Kinds `not_started`, `closed`, `bad_request`, `unsupported_parameter`, `bad_logits`, `step_failed`.
         """
-        from engine.backends.local.rows import Ticket
+        from engine.backends.local.rows import PendingReply
         from engine.backends.local.sampler import SamplingState
 
         worker = self._started()
@@ -137,7 +137,7 @@ class LocalBackend(LocalModelBackend):
         assert self._vocab is not None
         assert self._device is not None
         loop = asyncio.get_running_loop()
-        ticket = Ticket(
+        pending = PendingReply(
             request=request,
             future=loop.create_future(),
             loop=loop,
@@ -145,12 +145,12 @@ class LocalBackend(LocalModelBackend):
             stops=StopStrings(self._decode, request.sampling.stop),
             most=most,
         )
-        worker.submit(ticket)
+        worker.submit(pending)
         try:
-            return await ticket.future
+            return await pending.future
         except asyncio.CancelledError:
-            ticket.cancelled = True
-            worker.nudge()
+            pending.cancelled = True
+            worker.wake()
             raise
 
     def _started(self) -> Worker:
@@ -159,15 +159,17 @@ class LocalBackend(LocalModelBackend):
         return self._worker
 
     def _rows(self) -> int:
-        """Rows of the embedding: ids below it are the model's."""
+        """Number of rows of the embedding."""
         return self._started().packed.vocab
 
     def _check_images(self, request: GenerateRequest) -> None:
         if request.images:
-            raise BackendError("this model sees no images: use a vision-language model", kind="unsupported_parameter")
+            raise BackendError(
+                "this model does not take images: use a vision-language model", kind="unsupported_parameter"
+            )
 
     def release(self, episode_id: str) -> None:
-        """The episode is over: nobody comes back to what is kept for it."""
+        """Free what is cached for an episode that has ended."""
         from engine.backends.local.worker import Command
 
         if self._worker is None:
@@ -176,22 +178,22 @@ class LocalBackend(LocalModelBackend):
         try:
             self._worker.submit(Command(lambda: table.release(episode_id), loop.create_future(), loop))
         except BackendError:
-            return  # closed already: nothing is kept
+            return  # the backend is closed, so nothing is cached
 
     async def update_weights(self, weights: Mapping[str, torch.Tensor] | Path, version: int) -> None:
         """Sample with new weights from the next token on.
 
-        Everything cached is dropped. Replies that are being made go on where they were, over a context computed
-        anew: their earlier tokens keep the version that sampled them.
+        The cache is dropped. Running replies continue after their last token, and their context is computed again with
+        the new weights; their earlier tokens keep the version that sampled them.
 
         A weight has the shape of the parameter that it replaces.
 
         Args:
             weights: Every parameter by name, or a folder of safetensors.
-            version: What `VersionSpan` says of tokens sampled from now on.
+            version: The weight version of tokens sampled from now on, for `VersionSpan`.
 
         Raises:
-            BackendError: Names or shapes differ from the model's; the old weights then stay.
+            BackendError: Names or shapes differ from the model's. The old weights then stay.
         """
         from engine.backends.local.load import read_weights
         from engine.backends.local.worker import Command
@@ -201,7 +203,7 @@ class LocalBackend(LocalModelBackend):
 
         def swap() -> None:
             worker.packed.load_weights(state)
-            worker.table.forget()
+            worker.table.clear()
             worker.version = version
 
         loop = asyncio.get_running_loop()
@@ -210,7 +212,7 @@ class LocalBackend(LocalModelBackend):
         await command.future
 
     async def close(self) -> None:
-        """End the thread; requests in flight raise `BackendError`. The model's memory is given back."""
+        """End the thread and free the model. Requests in flight raise `BackendError`."""
         if self._worker is not None:
             await asyncio.to_thread(self._worker.stop)
 
@@ -235,7 +237,7 @@ class LocalBackend(LocalModelBackend):
             "forward_seconds": round(worker.seconds["forward"], 3),
             "sample_seconds": round(worker.seconds["sample"], 3),
             "cache_bytes": worker.packed.store.bytes,
-            "shelf_bytes": worker.table.shelved_bytes,
+            "stash_bytes": worker.table.stashed_bytes,
             "stashed": worker.table.counts["stashed"],
             "evicted": worker.table.counts["evicted"],
             "weights_version": worker.version,
@@ -243,6 +245,6 @@ class LocalBackend(LocalModelBackend):
 
 
 def _let_idle_threads_sleep() -> None:
-    """A busy wait of OpenMP's idle threads costs the event loop its core. Too late once torch is imported."""
+    """Make OpenMP's idle threads sleep: busy waiting would take the event loop's core. No effect after torch is imported."""
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,4 +1,4 @@
-"""What the local backends for text and for images share: the model's folder, and the checks of a request."""
+"""Base class of the local backends for text and for images: the model's folder, and the checks of a request."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class LocalModelBackend(Backend):
     ) -> None:
         """
         Args:
-            folder: Finds the model's folder, and downloads it if necessary; called in `start`.
-            decode: Ids to text, with special tokens: finds stop strings.
+            folder: Returns the model's folder, and downloads it if necessary; called in `start`.
+            decode: Ids to text, with special tokens; used to find stop strings.
             spec: Device, precision, batch size.
             vocab: Number of ids that may be sampled; an embedding may be padded beyond them. Default: all rows of the embedding.
             context: Maximum length of a sequence in tokens; default: the model's own.
@@ -82,7 +82,7 @@ class LocalModelBackend(Backend):
 
     @abstractmethod
     def _rows(self) -> int:
-        """Number of rows of the embedding: the ids below it are the model's.
+        """Number of rows of the embedding; token ids are below it.
 
         Raises:
             BackendError: Kind `not_started`.
@@ -97,30 +97,31 @@ class LocalModelBackend(Backend):
         """
 
     def _check(self, request: GenerateRequest) -> int:
-        """How many tokens may be sampled."""
+        """Check a request. Returns the maximum number of tokens to sample."""
         refuse_parameters(self.declared, request.sampling)
         self._check_images(request)
         if request.adapter is not None:
             raise BackendError(
-                "the local backend has no adapters: merge it into the model", kind="unsupported_parameter"
+                "the local backend does not support adapters: merge the adapter into the model",
+                kind="unsupported_parameter",
             )
         ids = request.input_ids
         rows = self._rows()
         if not len(ids):
-            raise BackendError("the prompt is empty: there is nothing to continue", kind="bad_request")
+            raise BackendError("the prompt is empty: send at least one token", kind="bad_request")
         if int(ids.min()) < 0 or int(ids.max()) >= rows:
-            raise BackendError(f"the prompt holds ids outside the model's vocabulary [0, {rows})", kind="bad_request")
+            raise BackendError(f"the prompt has ids outside the model's vocabulary [0, {rows})", kind="bad_request")
         for name, wrong in (
             ("logit_bias", [int(token) for token in request.sampling.logit_bias or {}]),
             ("banned_token_ids", request.banned_token_ids),
         ):
             if bad := [token for token in wrong if not 0 <= token < rows]:
                 raise BackendError(
-                    f"`{name}` holds id {bad[0]}, outside the model's vocabulary [0, {rows})", kind="bad_request"
+                    f"`{name}` has id {bad[0]}, outside the model's vocabulary [0, {rows})", kind="bad_request"
                 )
         most = min(request.max_new_tokens, request.sampling.max_new_tokens or request.max_new_tokens)
         if self.context is None:
             return most
         if len(ids) + 1 > self.context:
-            raise ContextOverflow(f"the prompt has {len(ids)} tokens, and the model attends to {self.context} in all")
+            raise ContextOverflow(f"the prompt has {len(ids)} tokens, and the model's context is {self.context} tokens")
         return min(most, self.context - len(ids))

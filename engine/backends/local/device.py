@@ -1,4 +1,4 @@
-"""The torch device that a spec names; used by the local backend and by the trainer."""
+"""The torch device of a spec; used by the local backend and by the trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.errors import DeviceError
 
 
 def pick_device(name: str, key: str) -> torch.device:
-    """The device of that name. `auto` is the first CUDA device, or the CPU if there is none.
+    """Return the device with this name. `auto` is the first CUDA device, or the CPU if there is none.
 
     Args:
         name: `auto`, `cpu`, `cuda`, `cuda:1`.

@@ -1,11 +1,11 @@
 """Key/value cache of many sequences, and attention over it.
 
-A row holds one sequence; token p of it stands at position p, so nothing is padded on the left and a token's
-position is its place. Rows never move: a forward pass takes any set of them, packed into one sequence of tokens,
-and a decode step writes one token a row without copying the rest.
+A row holds one sequence, and its token p is at position p, so there is no left padding. Rows are never moved: a forward
+pass takes any set of rows, packed into one sequence of tokens, and a decode step writes one token per row without
+copying the others.
 
-Invariant: what lies beyond a row's length is finite (zeros, or an older sequence), so that masked attention over
-it is exact.
+Invariant: values beyond a row's length are finite (zeros, or an older sequence), so that masked attention over
+them is exact.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from engine.backends.local.tiles import Tile
 from engine.errors import BackendError
 
 ATTENTION = "episode_engine_rows"
-"""The name that this attention has in transformers' registry."""
+"""Name of this attention in transformers' registry."""
 GROWTH = 256
-"""Positions that the cache grows by, at least."""
+"""Minimum number of positions by which the cache grows."""
 ALIGN = 16
-"""Attention reads a multiple of so many positions: masked kernels want aligned rows."""
+"""Attention reads a multiple of this many positions, because masked kernels need aligned rows."""
 
 
 class Chunk(NamedTuple):
@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
     row: int
     ids: Sequence[int]
     past: int
-    """Tokens of the row that the cache holds already: the position of `ids[0]`."""
+    """Number of tokens of the row that are in the cache; the position of `ids[0]`."""
 
 
 class Stash(NamedTuple):
@@ -47,12 +47,12 @@ class Stash(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory in bytes."""
         return self.keys.nbytes + self.values.nbytes
 
 
 class KVRows:
-    """The cache: keys and values, each [layers, rows, kv_heads, capacity, head_dim]; made at the first write."""
+    """The cache: keys and values, each [layers, rows, kv_heads, capacity, head_dim]; allocated at the first write."""
 
     def __init__(self, layers: int, rows: int) -> None:
         self._layers = layers
@@ -63,16 +63,16 @@ class KVRows:
 
     @property
     def capacity(self) -> int:
-        """Positions of each row."""
+        """Number of positions of each row."""
         return 0 if self.keys is None else self.keys.shape[3]
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory in bytes."""
         return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
 
     def reserve(self, length: int) -> None:
-        """Make room for rows of `length` tokens. Grows by half at least, so that growing stays rare."""
+        """Enlarge the cache for rows of `length` tokens. It grows by at least half, so that it rarely grows."""
         if length <= self._wanted and (self.keys is None or length <= self.capacity):
             return
         wanted = max(length, self._wanted * 3 // 2)
@@ -95,26 +95,26 @@ class KVRows:
         self.values[layer][plan.rows, :, plan.positions] = value[0].transpose(0, 1)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """The first `length` tokens of one row into another."""
+        """Copy the first `length` tokens of one row to another."""
         for store in (self.keys, self.values):
             if store is not None and length:
                 store[:, target, :, :length] = store[:, source, :, :length]
 
     def take(self, row: int, length: int) -> Stash:
-        """A copy of a row's first `length` tokens."""
+        """Copy a row's first `length` tokens to a stash."""
         assert self.keys is not None
         assert self.values is not None
         return Stash(self.keys[:, row, :, :length].clone(), self.values[:, row, :, :length].clone())
 
     def put(self, row: int, stash: Stash, length: int) -> None:
-        """The first `length` tokens of a stash into a row; `reserve` comes first."""
+        """Copy the first `length` tokens of a stash to a row. Call `reserve` first."""
         assert self.keys is not None
         assert self.values is not None
         self.keys[:, row, :, :length] = stash.keys[:, :, :length]
         self.values[:, row, :, :length] = stash.values[:, :, :length]
 
-    def wipe(self) -> None:
-        """Forget everything, memory included."""
+    def clear(self) -> None:
+        """Drop all rows and free the memory."""
         self.keys = self.values = None
 
 
@@ -127,7 +127,7 @@ class _Decode:
     lengths: torch.Tensor
     """[count]: tokens of each row, the new one included."""
     reach: int
-    """Positions that are read."""
+    """Number of positions that attention reads."""
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
 
@@ -143,10 +143,10 @@ class _Extend:
 
 
 class Plan:
-    """What one forward pass computes: every token's row and position, and who attends to what."""
+    """Layout of one forward pass: each token's row and position, and the positions that it attends to."""
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
-        """`chunks`: those of one token first, by row; then the longer ones."""
+        """`chunks`: first those of one token, ordered by row; then the longer ones."""
         rows = [chunk.row for chunk in chunks for _ in chunk.ids]
         positions = [chunk.past + offset for chunk in chunks for offset in range(len(chunk.ids))]
         self.rows = torch.tensor(rows, dtype=torch.long, device=device)
@@ -166,7 +166,7 @@ class Plan:
             start += len(chunk.ids)
 
     def decode_mask(self, run: _Decode, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """[count, 1, 1, reach]: 0 where a row's newest token attends, -inf elsewhere; made once for all layers."""
+        """[count, 1, 1, reach]: 0 where a row's newest token attends, -inf elsewhere; computed once for all layers."""
         if window not in run.masks:
             at = torch.arange(run.reach, device=self.device)
             mask = at < run.lengths[:, None]
@@ -176,7 +176,7 @@ class Plan:
         return run.masks[window]
 
     def extend_mask(self, part: _Extend, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """[count, past + count]: 0 where each new token attends, -inf elsewhere; made once for all layers."""
+        """[count, past + count]: 0 where each new token attends, -inf elsewhere; computed once for all layers."""
         if window not in part.masks:
             at = torch.arange(part.past + part.count, device=self.device)
             own = at[part.past :, None]
@@ -192,7 +192,7 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _runs(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Neighbouring rows together: each run is one slice of the cache."""
+    """Join neighbouring rows into runs; each run is one slice of the cache."""
     runs: list[list[Chunk]] = []
     for chunk in chunks:
         if runs and runs[-1][-1].row + 1 == chunk.row:
@@ -203,7 +203,7 @@ def _runs(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
 
 
 class RowsCache(Cache):  # type: ignore[misc]
-    """What transformers sees: it hands each layer's new keys and values over, and never reads them back."""
+    """The cache object for transformers, which passes each layer's new keys and values and never reads them back."""
 
     def __init__(self, store: KVRows) -> None:
         super().__init__(layers=[])
@@ -213,16 +213,16 @@ class RowsCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store what is new; attention reads the rows itself.
+        """Store the new keys and values; `attend` reads them from the rows.
 
-        `key_states` and `value_states`: [1, key-value heads, tokens, head_dim]; they are returned as they are.
+        `key_states` and `value_states`: [1, key-value heads, tokens, head_dim]; returned unchanged.
         """
         assert self.plan is not None
         self.store.write(layer_idx, key_states, value_states, self.plan)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Nothing is cached as far as the model is concerned: positions are given."""
+        """Always 0: the caller passes the positions, so the model must not add an offset."""
         return 0
 
     def __enter__(self) -> RowsCache:
@@ -255,24 +255,24 @@ def attend(
     """transformers' attention interface, over the rows of the active `RowsCache`.
 
     Args:
-        query: [1, heads, tokens, head_dim]; `key` and `value` are in the cache by now.
+        query: [1, heads, tokens, head_dim]; `key` and `value` are in the cache already.
 
     Returns:
-        [1, tokens, heads, value_dim], and no weights.
+        [1, tokens, heads, value_dim], and None for the attention weights.
 
     Raises:
-        BackendError: it is called outside of the local backend's forward pass, or the model wants attention that is not supported.
+        BackendError: called outside of the local backend's forward pass, or the model needs attention that is not supported.
     """
     cache = _active.cache
     if cache is None or cache.plan is None or cache.store.keys is None or cache.store.values is None:
-        raise BackendError("this attention works inside the local backend's own forward pass alone")
+        raise BackendError("this attention works only in the local backend's own forward pass")
     odd = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if odd:
-        raise BackendError(f"the local backend has no attention with {odd[0]}", kind="unsupported_model")
+        raise BackendError(f"the local backend does not support attention with {odd[0]}", kind="unsupported_model")
     keys, values = cache.store.keys[module.layer_idx], cache.store.values[module.layer_idx]
     plan, kv_heads = cache.plan, keys.shape[1]
     _, heads, tokens, width = query.shape
-    # The queries that share a key head are handed over as that head's several queries: nothing is repeated.
+    # Queries of one key head are passed as several queries of that head, so keys and values need not be repeated.
     grouped = query[0].view(kv_heads, heads // kv_heads, tokens, width)
     if isinstance(plan, Tile):
         return plan.attend(grouped, keys, values, scaling, sliding_window).view(1, tokens, heads, -1), None

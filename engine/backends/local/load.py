@@ -1,4 +1,4 @@
-"""The model in this process: where it runs, in which precision, and the proof that its packed pass is right."""
+"""The model in this process: its precision, its packed forward pass, and the check of that pass when it is loaded."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engine.tokens.catalogue import no_bars
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-"""Mean absolute difference of log-probs between the packed pass and the model's own, at most."""
+"""Maximum mean absolute difference between log-probs of the packed pass and of the model's own pass, in nats."""
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on a CPU, where log-probs are those of a recomputation, and the GPU's 16-bit type on one."""
+    """Return the data type. `auto`: float32 on a CPU, where log-probs equal a recomputation; the GPU's 16-bit type on a GPU."""
     if name != "auto":
         return _DTYPES[name]
     if device.type == "cuda":
@@ -28,8 +28,8 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def shelf_bytes(device: torch.device) -> int:
-    """Memory for stashed sequences: an eighth of what is free."""
+def stash_budget(device: torch.device) -> int:
+    """Maximum memory for stashed sequences, in bytes: an eighth of the free memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 8
     try:
@@ -42,23 +42,23 @@ def shelf_bytes(device: torch.device) -> int:
 class PackedModel:
     """A decoder whose forward pass takes tokens of many sequences at once, without padding.
 
-    Belongs to one thread.
+    Not thread-safe: use it in one thread only.
     """
 
     def __init__(
         self, folder: Path, device: torch.device, dtype: torch.dtype, rows: int, *, repeatable: bool = False
     ) -> None:
-        """Load and check.
+        """Load the model and check the packed pass.
 
         Args:
-            folder: The model's.
-            device: Where it runs.
-            dtype: Of its weights.
-            rows: Sequences at once.
-            repeatable: A token's logits are the same bits whatever is computed beside it: see tiles.py.
+            folder: The model's folder.
+            device: The device of the model.
+            dtype: The data type of its weights.
+            rows: Maximum number of sequences in one pass.
+            repeatable: A token's logits are bit-identical in every batch; see tiles.py.
 
         Raises:
-            BackendError: Kind `unsupported_model`: not a causal decoder with ordinary attention, or not repeatable here.
+            BackendError: Kind `unsupported_model`: not a causal decoder with standard attention, or logits depend on the batch.
         """
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -72,7 +72,7 @@ class PackedModel:
         except (OSError, ValueError) as error:
             why = str(error).partition("\n")[0].partition(". ")[0]
             raise BackendError(
-                f"{folder} holds no causal model with ordinary attention: {why}. "
+                f"{folder} is not a causal model with standard attention: {why}. "
                 "Name another one, or serve it with `backend: {kind: sglang}`.",
                 kind="unsupported_model",
             ) from error
@@ -84,16 +84,16 @@ class PackedModel:
         self._spare = rows
         self.store = KVRows(int(text.num_hidden_layers), rows + repeatable)
         self._cache = RowsCache(self.store)
-        self._prove(folder, rows)
+        self._check_logprobs(folder, rows)
         if repeatable:
-            self._prove_repeatable(folder)
+            self._check_repeatable(folder)
 
     def forward(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
-        """One pass.
+        """Compute one forward pass.
 
         Args:
-            chunks: Those of one token first, by row; the rows' earlier tokens are in the cache.
-            wanted: Indices of chunks whose last token's logits are asked for.
+            chunks: First those of one token, ordered by row. The rows' earlier tokens are in the cache.
+            wanted: Indices of the chunks whose last token's logits are returned.
 
         Returns:
             float32 [wanted, vocab].
@@ -121,7 +121,7 @@ class PackedModel:
             return logits if wanted else logits[:0]
 
     def _forward_in_tiles(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
-        """See `forward`."""
+        """Compute `forward` in tiles of a fixed number of tokens."""
         tokens: list[tuple[int, int, int]] = []
         ends = []
         for chunk in chunks:
@@ -145,11 +145,11 @@ class PackedModel:
                 start += tile.count
         return torch.stack([found[at] for at in keep]) if keep else torch.empty((0, self.vocab), device=self.device)
 
-    def _prove_repeatable(self, folder: Path) -> None:
-        """Compute one sequence alone, and again in other pieces, in another row, among neighbours: the same bits.
+    def _check_repeatable(self, folder: Path) -> None:
+        """Check that a sequence gives the same bits alone and in other chunks, in another row, beside another sequence.
 
         Raises:
-            BackendError: Kind `unsupported_model`: they differ.
+            BackendError: Kind `unsupported_model`: the bits differ.
         """
         length = min(2 * TILE + 5, self.context or TILE)
         ids, others = torch.randint(0, self.vocab, (2, length), generator=torch.Generator().manual_seed(1)).tolist()
@@ -168,16 +168,16 @@ class PackedModel:
             pairs = ((alone, among), (kept.keys, again.keys), (kept.values, again.values))
             same = all(torch.equal(one, other) for one, other in pairs)
         finally:
-            self.store.wipe()
+            self.store.clear()
         if not same:
             raise BackendError(
-                f"`backend.deterministic: true`: on {self.device} a token's logits depend on its place in a batch for "
-                f"{type(self.model).__name__} ({folder}): leave it out, or run on another device",
+                f"`backend.deterministic: true`: on {self.device} a token's logits depend on its position in the batch for "
+                f"{type(self.model).__name__} ({folder}); remove the key, or use another device",
                 kind="unsupported_model",
             )
 
-    def _prove(self, folder: Path, rows: int) -> None:
-        """Compare the packed pass, in pieces and among neighbours, with the model's own pass over one sequence."""
+    def _check_logprobs(self, folder: Path, rows: int) -> None:
+        """Compare log-probs of the packed pass, in chunks and beside another sequence, with the model's own pass."""
         length = min(24, self.context or 24)
         ids = torch.randint(0, self.vocab, (2, length), generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
@@ -189,17 +189,18 @@ class PackedModel:
         except (TypeError, ValueError, AttributeError, AssertionError, IndexError, RuntimeError) as error:
             raise BackendError(
                 f"the local backend cannot run {type(self.model).__name__} ({folder}): {error}; "
-                "it takes causal decoders with ordinary attention. Serve this one with `backend: {kind: sglang}`.",
+                "it supports causal decoders with standard attention. Serve this model with `backend: {kind: sglang}`.",
                 kind="unsupported_model",
             ) from error
         finally:
-            self.store.wipe()
+            self.store.clear()
         wanted = expected[used][:, [length - 5, length - 2, length - 1]]
         apart = float((got - wanted).abs().mean())
         if not apart <= _TOLERANCE[self.dtype]:
             raise BackendError(
-                f"the local backend's log-probs for {type(self.model).__name__} ({folder}) are {apart:.3g} off the model's own; "
-                "serve this one with `backend: {kind: sglang}`",
+                f"the local backend's log-probs for {type(self.model).__name__} ({folder}) differ from the model's own by "
+                f"{apart:.3g} on average; "
+                "serve this model with `backend: {kind: sglang}`",
                 kind="unsupported_model",
             )
 
@@ -213,7 +214,7 @@ class PackedModel:
         return torch.stack(found[1:], dim=1)
 
     def load_weights(self, state: dict[str, torch.Tensor]) -> None:
-        """Copy new weights over the old ones, all or none.
+        """Replace all weights, or none if they do not fit.
 
         A weight has the shape of the parameter that it replaces.
 
@@ -224,7 +225,7 @@ class PackedModel:
 
 
 def copy_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
-    """Copy new weights over a model's, all or none.
+    """Replace all weights of a model, or none if they do not fit.
 
     A weight has the shape of the parameter that it replaces.
 
@@ -239,7 +240,8 @@ def copy_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
     for problem, names in (("unknown", strange), ("of another shape", shapes), ("missing", missing)):
         if names:
             raise BackendError(
-                f"new weights do not fit: {len(names)} {problem}, such as {names[0]!r}", kind="bad_weights"
+                f"the new weights do not fit the model: {len(names)} {problem}, such as {names[0]!r}",
+                kind="bad_weights",
             )
     with torch.no_grad():
         for name, value in state.items():
@@ -247,18 +249,18 @@ def copy_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a folder's safetensors files.
+    """Read every tensor of a folder's safetensors files.
 
     The tensors have the shapes in the files.
 
     Raises:
-        BackendError: There are none.
+        BackendError: The folder has no safetensors files.
     """
     from safetensors.torch import load_file
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise BackendError(f"{folder} holds no safetensors", kind="bad_weights")
+        raise BackendError(f"{folder} has no safetensors files", kind="bad_weights")
     state: dict[str, torch.Tensor] = {}
     for file in files:
         state |= load_file(file)

@@ -3,9 +3,9 @@
 The conventions are SGLang's: log-probs are those of softmax(logits / temperature) after bans, biases and
 penalties, and before top-k, top-p and min-p; temperature 0 is greedy, with log-probs at temperature 1.
 
-Invariant: a token depends on its own row's logits, its request's seed and its place in the reply: one uniform
-number each, by a hash of (seed, place), turned into a token by the inverse of the row's distribution function.
-Neighbours in the batch have no say.
+Invariant: a token depends only on its row's logits, its request's seed and its place in the reply, and not on other rows of
+the batch. A hash of (seed, place) gives one uniform number; the inverse of the row's distribution function turns it into a
+token.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from engine.schemas.generation import GenerateRequest
 
 BLOCK = 256
-"""Tokens of the vocabulary summed at once when a distribution is inverted."""
+"""Size of a block of the vocabulary in the two-level inversion of a distribution."""
 FIRST_SORTED = 256
-"""Most probable tokens that are looked at first for top-k, top-p and min-p."""
+"""Number of most probable tokens that are sorted first for top-k, top-p and min-p."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -36,7 +36,7 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 
 def uniforms(seeds: Sequence[int], places: Sequence[int]) -> np.ndarray:
-    """One number in [0, 1) for each (seed, place): float64 [rows], 53 random bits."""
+    """A uniform number in [0, 1) for each (seed, place): float64 [rows], 53 random bits."""
     key = _mix(np.asarray(seeds, dtype=np.uint64) + _GOLDEN)
     bits = _mix(key + (np.asarray(places, dtype=np.uint64) + np.uint64(1)) * _GOLDEN)
     numbers: np.ndarray = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -44,10 +44,10 @@ def uniforms(seeds: Sequence[int], places: Sequence[int]) -> np.ndarray:
 
 
 class SamplingState:
-    """How one request is sampled, and what it has sampled so far."""
+    """Sampling parameters of one request, and the counts of its sampled tokens."""
 
     def __init__(self, request: GenerateRequest, vocab: int, device: torch.device) -> None:
-        """`vocab`: ids from here on (a padded embedding's) are never sampled."""
+        """`vocab`: number of ids that may be sampled; a padded embedding has more."""
         params = request.sampling
         self.seed = request.seed
         self.temperature = params.temperature
@@ -67,16 +67,16 @@ class SamplingState:
 
     @property
     def filters(self) -> bool:
-        """Whether top-k, top-p or min-p cut the distribution."""
+        """Whether top-k, top-p or min-p truncates the distribution."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     def edit(self, logits: torch.Tensor, place: int) -> None:
-        """Penalties, biases and bans, in place on one row [vocab]."""
+        """Apply penalties, biases and bans to one row [vocab], in place."""
         if self.counts and (self.frequency or self.presence or self.repetition != 1.0):
-            said = torch.tensor(list(self.counts), device=logits.device)
+            seen = torch.tensor(list(self.counts), device=logits.device)
             times = torch.tensor(list(self.counts.values()), dtype=logits.dtype, device=logits.device)
-            found = logits[said] - self.frequency * times - self.presence
-            logits[said] = torch.where(found < 0, found * self.repetition, found / self.repetition)
+            found = logits[seen] - self.frequency * times - self.presence
+            logits[seen] = torch.where(found < 0, found * self.repetition, found / self.repetition)
         if self._bias is not None:
             logits[self._bias[0]] += self._bias[1]
         if place < self.min_new and self._stop is not None:
@@ -84,8 +84,8 @@ class SamplingState:
         if self.vocab < len(logits):
             logits[self.vocab :] = float("-inf")
 
-    def said(self, token: int) -> None:
-        """Note a sampled token for the penalties."""
+    def count(self, token: int) -> None:
+        """Count a sampled token for the penalties."""
         if self.frequency or self.presence or self.repetition != 1.0:
             self.counts[token] = self.counts.get(token, 0) + 1
 
@@ -97,21 +97,21 @@ def _pairs(values: dict[int, float], device: torch.device) -> tuple[torch.Tensor
 
 
 class Sampled(NamedTuple):
-    """One token a row."""
+    """One token per row."""
 
     ids: np.ndarray
     """int64 [rows]."""
     logprobs: np.ndarray
-    """float32 [rows]; nan where the model's logits are no distribution."""
+    """float32 [rows]; nan where the model's logits are not a distribution."""
 
 
 def sample(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequence[int]) -> Sampled:
-    """Sample one token a row.
+    """Sample one token per row.
 
     Args:
         logits: float32 [rows, vocab]; overwritten.
-        states: One for each row.
-        places: How many tokens each row's reply has already.
+        states: The sampling state of each row.
+        places: Number of tokens in each row's reply so far.
     """
     for row, (state, place) in enumerate(zip(states, places, strict=True)):
         state.edit(logits[row], place)
@@ -137,14 +137,14 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequen
         picked = torch.tensor(cut, device=logits.device)
         chances = weights[picked, :vocab].double() / total[picked, None]
         ids[picked] = _filtered(chances, [states[row] for row in cut], draws[picked])
-    ids.clamp_(0, vocab - 1)  # a row of nan leads anywhere; its log-prob says that it is void
+    ids.clamp_(0, vocab - 1)  # a row of nan gives an arbitrary id; its log-prob is nan
     chosen = logits.gather(1, ids[:, None])[:, 0] - best.values
     logprobs = (chosen.double() - total.log()).float()
     return Sampled(ids.cpu().numpy(), logprobs.cpu().numpy())
 
 
 def sample_each(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequence[int]) -> Sampled:
-    """`sample`, row after row: sums over a row add in the same order however many rows there are.
+    """Sample each row separately, so that sums over a row do not depend on the number of rows.
 
     `logits` has shape [rows, vocabulary]; the arrays of the result have shape [rows].
     """
@@ -156,17 +156,17 @@ def sample_each(logits: torch.Tensor, states: Sequence[SamplingState], places: S
 
 
 def _invert(blocks: torch.Tensor, block_sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulated weight exceeds `target`: first its block, then its place there.
+    """Find the first token whose cumulative weight exceeds `target`: first its block, then its index in the block.
 
     Args:
         blocks: Weights, float32 [rows, blocks, BLOCK].
-        block_sums: Their sums, cumulated, float64 [rows, blocks].
+        block_sums: Cumulative sums of the blocks, float64 [rows, blocks].
         target: float64 [rows], in [0, sum of the row's weights).
     """
     at = torch.searchsorted(block_sums, target[:, None], right=True).clamp_max(block_sums.shape[1] - 1)
     before = torch.where(at > 0, block_sums.gather(1, (at - 1).clamp_min(0)), 0.0)
     inside = blocks.gather(1, at[:, :, None].expand(-1, 1, BLOCK))[:, 0]
-    # Block sums are float32 and these float64: where they disagree at a block's end, its last weight is meant.
+    # Block sums are float32 and these are float64. If they disagree at a block's end, the block's last weight is taken.
     cumulated = inside.double().cumsum(-1)
     end = torch.nextafter(cumulated[:, -1:], cumulated.new_zeros(()))
     rest = torch.minimum((target[:, None] - before).clamp_min(0), end)
@@ -174,10 +174,10 @@ def _invert(blocks: torch.Tensor, block_sums: torch.Tensor, target: torch.Tensor
 
 
 def _filtered(chances: torch.Tensor, states: Sequence[SamplingState], draws: torch.Tensor) -> torch.Tensor:
-    """Tokens of rows that are cut by top-k, top-p or min-p, all three on the uncut distribution.
+    """Sample rows with top-k, top-p or min-p; each of the three is computed on the full distribution.
 
-    Only as many of the most probable tokens are sorted as can survive: more are taken until the rest is known
-    to be cut.
+    Only the most probable tokens are sorted. Their number is increased until all remaining tokens are known to be
+    excluded.
     """
     rows, vocab = chances.shape
     ids = torch.empty(rows, dtype=torch.long, device=chances.device)

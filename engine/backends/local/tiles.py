@@ -1,10 +1,10 @@
-"""Forward passes of one fixed shape, so that a token's logits are the same bits whatever is computed beside it.
+"""Forward passes of one fixed shape, so that a token's logits are bit-identical in every batch.
 
-A matrix product may add in another order when it has another number of rows, and masked attention over a longer stretch
-likewise: differences of 1e-6 in float32, which once in many thousand tokens change a sampled id. Here every pass holds
-exactly `TILE` tokens, filled up with tokens of a row that nobody reads, and each token attends alone, to exactly its own
-sequence. What a token gives then depends on its place in the tile at most; that it does not is proved when the model is
-loaded (`PackedModel.prove_repeatable`).
+The order of additions in a matrix product may depend on its number of rows, and in masked attention on its length. The
+differences are 1e-6 in float32, and once in many thousand tokens they change a sampled id. Here every pass has exactly
+`TILE` tokens, padded with tokens of a row that is never read, and attention is computed for each token separately, over
+exactly its own sequence. A token's logits could then depend only on its place in the tile; that they do not is checked
+when the model is loaded (`PackedModel._check_repeatable`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 TILE = 16
-"""Tokens of a pass. More cost short batches more, fewer cost long ones more."""
+"""Number of tokens in a pass. A larger value makes small batches slower, a smaller value makes large batches slower."""
 
 
 class Tile:
-    """What one pass computes: `TILE` tokens, each with its row and position."""
+    """Layout of one pass: `TILE` tokens, each with its row and position."""
 
     def __init__(self, tokens: Sequence[tuple[int, int, int]], spare: int, device: torch.device) -> None:
         """
         Args:
-            tokens: Id, row and position of each; a row's in order, all of its earlier ones in the cache or before it here.
-            spare: The row that fills the tile up.
-            device: Where the model is.
+            tokens: (id, row, position) of each token. Tokens of a row are in order; its earlier ones are in the cache or here.
+            spare: The row of the padding tokens.
+            device: The device of the model.
         """
         filled = [*tokens, *((0, spare, place) for place in range(TILE - len(tokens)))]
         ids, rows, positions = zip(*filled, strict=True)
@@ -39,17 +39,17 @@ class Tile:
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None, window: int | None
     ) -> torch.Tensor:
-        """Each token's attention over its own sequence.
+        """Compute each token's attention over its own sequence.
 
         Args:
             query: [kv_heads, queries of one key head, TILE, width].
-            keys: The layer's, [rows, kv_heads, capacity, width]; the tile's own are in.
-            values: Likewise.
+            keys: The layer's keys, [rows, kv_heads, capacity, width], with those of the tile.
+            values: The layer's values, likewise.
             scaling: Factor of the scores; 1 / sqrt(width) when None.
-            window: How many positions a token sees, itself included; None: all.
+            window: Number of positions that a token attends to, itself included. None: all.
 
         Returns:
-            [TILE, kv_heads, queries of one key head, value width]; zeros for what fills the tile up.
+            [TILE, kv_heads, queries of one key head, value width]; zeros for padding.
         """
         out = query.new_zeros((TILE, *query.shape[:2], values.shape[-1]))
         for place, (row, position) in enumerate(self._places[: self.count]):
@@ -64,6 +64,6 @@ class Tile:
 
 
 def tiles(tokens: Sequence[tuple[int, int, int]], spare: int, device: torch.device) -> Iterator[Tile]:
-    """All tokens of a pass, `TILE` at a time and in order."""
+    """Split the tokens of a pass into tiles, in order."""
     for start in range(0, len(tokens), TILE):
         yield Tile(tokens[start : start + TILE], spare, device)

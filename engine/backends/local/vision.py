@@ -1,7 +1,7 @@
-"""The local backend for models that see: transformers' own forward pass, one sequence at a time.
+"""The local backend for vision-language models: transformers' own forward pass, one sequence at a time.
 
-What an episode's turns have computed is kept, so a turn computes its new tokens and new images alone. Positions come
-from the model's own code (`get_rope_index` where it has three of them).
+The keys and values of an episode's turns are cached, so a turn computes only its new tokens and images. Positions come
+from the model's own code (`get_rope_index` for three-dimensional positions).
 
 Invariant: the features of an image enter the pass at exactly its placeholders; an image is never split between passes.
 """
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 class VisionBackend(LocalModelBackend):
-    """As `LocalBackend`, for a model with a vision tower. Requests take turns."""
+    """A model with a vision tower in this process. It samples one request at a time."""
 
     def __init__(self, *args: Any, vision: Vision, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._vision = vision
-        self._model: SeeingModel | None = None
+        self._model: VisionModel | None = None
         self._thread: ThreadPoolExecutor | None = None
 
     @classmethod
@@ -53,16 +53,16 @@ class VisionBackend(LocalModelBackend):
         return cls(**cls._arguments(spec, format, loaded), vision=format.vision)
 
     async def start(self) -> None:
-        """Load the model; once.
+        """Load the model. Later calls do nothing.
 
         Raises:
-            BackendError: No such device, or a model that transformers does not know.
+            BackendError: torch does not have the device, or transformers does not have the model.
         """
         if self._model is not None:
             return
         folder = await asyncio.to_thread(self._folder)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-vision")
-        self._model = await self._in_thread(lambda: SeeingModel(folder, self._spec, self._vision))
+        self._model = await self._in_thread(lambda: VisionModel(folder, self._spec, self._vision))
         self.context = min((value for value in (self.context, self._model.context) if value), default=None)
         self._vocab = min(self._vocab or self._model.vocab, self._model.vocab)
 
@@ -83,7 +83,7 @@ class VisionBackend(LocalModelBackend):
 
     def _check_images(self, request: GenerateRequest) -> None:
         if len(request.images) != len(request.image_spans):
-            raise BackendError("a request has an image without a place, or a place without one", kind="bad_request")
+            raise BackendError("the number of images differs from the number of `image_spans`", kind="bad_request")
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Backend.generate`."""
@@ -105,12 +105,12 @@ class VisionBackend(LocalModelBackend):
         return generation
 
     def release(self, episode_id: str) -> None:
-        """The episode is over: what was computed for it may go."""
+        """Free what is cached for an episode that has ended."""
         if self._model is not None and self._thread is not None:
             self._model.forget(episode_id)
 
     async def update_weights(self, weights: Mapping[str, torch.Tensor] | Path, version: int) -> None:
-        """See `LocalModelBackend.update_weights`; a reply that is being made is finished first.
+        """See `LocalModelBackend.update_weights`; a running reply is finished first.
 
         A weight has the shape of the parameter that it replaces.
         """
@@ -123,7 +123,7 @@ class VisionBackend(LocalModelBackend):
         await self._in_thread(lambda: model.load_weights(state, version))
 
     async def close(self) -> None:
-        """End the thread; requests that wait raise `BackendError`."""
+        """End the thread. Waiting requests raise `BackendError`."""
         if self._thread is not None:
             if self._model is not None:
                 self._model.closing.set()
@@ -144,8 +144,8 @@ class VisionBackend(LocalModelBackend):
         }
 
 
-class _Kept:
-    """What was computed for an episode: keys and values of `ids`."""
+class _CachedSequence:
+    """The keys and values of an episode's tokens `ids`."""
 
     __slots__ = ("cache", "ids")
 
@@ -154,11 +154,11 @@ class _Kept:
         self.cache = cache
 
 
-class SeeingModel:
-    """A model of transformers with a vision tower. Belongs to one thread, but for `forget`."""
+class VisionModel:
+    """A model of transformers with a vision tower. Use it in one thread only; `forget` may be called from any thread."""
 
     def __init__(self, folder: Path, spec: LocalBackendSpec, vision: Vision) -> None:
-        """Load.
+        """Load the model.
 
         Raises:
             BackendError: Kind `unsupported_model`: transformers has no such model.
@@ -182,7 +182,7 @@ class SeeingModel:
                 )
         except (OSError, ValueError) as error:
             why = str(error).partition("\n")[0]
-            raise BackendError(f"{folder} holds no model that sees: {why}", kind="unsupported_model") from error
+            raise BackendError(f"{folder} is not a vision-language model: {why}", kind="unsupported_model") from error
         self.model.to(self.device).eval()
         text = self.model.config.get_text_config()
         self.context: int | None = getattr(text, "max_position_embeddings", None)
@@ -190,17 +190,17 @@ class SeeingModel:
         self.version = 0
         self.counts: Counter[str] = Counter()
         self.closing = threading.Event()
-        self._most_kept = 0 if spec.deterministic else spec.max_batch  # see `_keep`
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._max_cached = 0 if spec.deterministic else spec.max_batch  # see `_store`
+        self._cached: OrderedDict[str, _CachedSequence] = OrderedDict()
         self._lock = threading.Lock()
 
     def forget(self, episode_id: str) -> None:
-        """Drop what was computed for an episode."""
+        """Drop what is cached for an episode."""
         with self._lock:
-            self._kept.pop(episode_id, None)
+            self._cached.pop(episode_id, None)
 
     def load_weights(self, state: dict[str, Any], version: int) -> None:
-        """Copy new weights over the old ones, all or none; what was computed with the old ones goes.
+        """Replace all weights, or none if they do not fit, and drop the cache.
 
         Raises:
             BackendError: Names or shapes differ from the model's.
@@ -210,10 +210,10 @@ class SeeingModel:
         copy_weights(self.model, state)
         self.version = version
         with self._lock:
-            self._kept.clear()
+            self._cached.clear()
 
     def positions(self, ids: np.ndarray, images: list[str]) -> torch.Tensor:
-        """Position ids of a whole sequence, by the model's own code: [3, 1, tokens], or [1, tokens] where it has one."""
+        """Position ids of a whole sequence, from the model's own code: [3, 1, tokens], or [1, tokens] if positions are scalar."""
         import torch
 
         tokens = torch.tensor(ids.astype(np.int64), device=self.device)[None]
@@ -235,7 +235,7 @@ class SeeingModel:
         }
 
     def _pass(self, ids: np.ndarray, positions: torch.Tensor, images: list[str], cache: Any) -> torch.Tensor:
-        """Logits after the last of `ids`, float32 [1, vocab]; `cache` grows by them."""
+        """Compute the logits after the last of `ids`, float32 [1, vocab], and append the keys and values to `cache`."""
         import torch
 
         more: dict[str, Any] = self._tensors(images)
@@ -257,10 +257,10 @@ class SeeingModel:
         queued: float,
         cancelled: threading.Event,
     ) -> Generation:
-        """One reply, token after token.
+        """Sample one reply, token by token.
 
         Raises:
-            BackendError: The model gave no distribution (kind `bad_logits`), or its pass failed (`step_failed`).
+            BackendError: The model's logits are not a distribution (kind `bad_logits`), or its pass failed (`step_failed`).
         """
         import torch
 
@@ -273,7 +273,7 @@ class SeeingModel:
             raise
         except Exception as error:
             raise BackendError(
-                f"the model's pass failed: {type(error).__name__}: {error}", kind="step_failed"
+                f"the model's forward pass failed: {type(error).__name__}: {error}", kind="step_failed"
             ) from error
         return Generation(
             output_ids=np.array(ids, np.int32),
@@ -294,7 +294,7 @@ class SeeingModel:
         from engine.backends.local.sampler import SamplingState, sample
 
         prompt = request.input_ids
-        cache, cached = self._taken(request)
+        cache, cached = self._cached_prefix(request)
         positions = self.positions(prompt, [image.image for image in request.images])
         new = [
             image.image
@@ -314,33 +314,39 @@ class SeeingModel:
             drawn = sample(logits.clone(), [state], [len(ids)])
             token, logprob = int(drawn.ids[0]), float(drawn.logprobs[0])
             if not np.isfinite(logprob):
-                raise BackendError("the model gave no distribution (nan, or every token banned)", kind="bad_logits")
+                raise BackendError(
+                    "the model's logits are not a distribution (nan, or every token is banned)", kind="bad_logits"
+                )
             ids.append(token)
             logprobs.append(logprob)
-            state.said(token)
+            state.count(token)
             self.counts["tokens"] += 1
             finish = finish_reason(request, ids, most, stops)
             if finish is not None:
                 break
             at = torch.full((*positions.shape[:-1], 1), after + len(ids) - 1, device=self.device)
             logits = self._pass(np.array([token]), at, [], cache)
-        self._keep(request.episode_id, np.concatenate([prompt, np.array(ids[:-1], np.int32)]), cache)
+        self._store(request.episode_id, np.concatenate([prompt, np.array(ids[:-1], np.int32)]), cache)
         return ids, logprobs, finish, cached
 
-    def _taken(self, request: GenerateRequest) -> tuple[Any, int]:
-        """What was computed of this prompt already, and how many tokens that is; at least one token is left."""
+    def _cached_prefix(self, request: GenerateRequest) -> tuple[Any, int]:
+        """Return the episode's cache and its length in tokens. At least one token of the prompt is not in it."""
         from transformers import DynamicCache
 
         with self._lock:
-            kept = self._kept.pop(request.episode_id, None)
+            kept = self._cached.pop(request.episode_id, None)
         prompt = request.input_ids
         if kept is not None and len(kept.ids) < len(prompt) and np.array_equal(kept.ids, prompt[: len(kept.ids)]):
             return kept.cache, len(kept.ids)
         return DynamicCache(), 0
 
-    def _keep(self, episode_id: str, ids: np.ndarray, cache: Any) -> None:
-        """With `deterministic`, nothing: a prompt's pass and a reply's tokens leave other bits, and a kill loses them."""
+    def _store(self, episode_id: str, ids: np.ndarray, cache: Any) -> None:
+        """Cache a sequence for the episode's next turn.
+
+        With `deterministic`, nothing is cached: a pass over several tokens and passes over single tokens give different
+        bits, and a restart loses the cache.
+        """
         with self._lock:
-            self._kept[episode_id] = _Kept(ids, cache)
-            while len(self._kept) > self._most_kept:
-                self._kept.popitem(last=False)
+            self._cached[episode_id] = _CachedSequence(ids, cache)
+            while len(self._cached) > self._max_cached:
+                self._cached.popitem(last=False)

@@ -1,10 +1,10 @@
 """The thread that owns the model: continuous batching of every request in flight.
 
-One step: take in what has arrived, give requests rows, compute one forward pass over the newest token of every
-running reply together with pieces of new prompts, sample, and answer what is done. A reply that ends frees its
-row at once; nobody waits for a batch to end.
+One step: receive new requests, assign rows to them, compute one forward pass over the newest token of every running
+reply and chunks of new prompts, sample, and return the complete replies. A reply that ends frees its row at once, so
+no request waits for a batch to end.
 
-Invariant: only this thread touches the model and the rows. A future gets exactly one answer, whatever happens.
+Invariant: only this thread touches the model and the rows. Each future gets exactly one result or exception.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from engine.backends.local.kv import Chunk
 from engine.backends.local.load import PackedModel
-from engine.backends.local.rows import Row, RowTable, Ticket
+from engine.backends.local.rows import PendingReply, Row, RowTable
 from engine.backends.local.sampler import sample, sample_each
 from engine.backends.stops import finish_reason
 from engine.errors import BackendError, EngineError
@@ -38,7 +38,7 @@ Answer = tuple["asyncio.Future[Any]", Any]
 
 @dataclass(slots=True, eq=False)
 class Command:
-    """Something to be done between two steps."""
+    """A function to call in the thread between two steps."""
 
     run: Callable[[], Any]
     future: asyncio.Future[Any]
@@ -51,16 +51,16 @@ class Worker:
     def __init__(self, load: Callable[[], tuple[PackedModel, RowTable]], prefill_tokens: int | None = None) -> None:
         """
         Args:
-            load: Called in the thread: makes the model and its rows.
-            prefill_tokens: Prompt tokens in one pass, at most; by device when left out.
+            load: Makes the model and its rows; called in the thread.
+            prefill_tokens: Maximum number of prompt tokens in one pass. Default: 512 on a CPU, 4096 on a GPU.
         """
         self._load = load
         self._prefill_tokens = prefill_tokens
-        self._inbox: deque[Ticket | Command] = deque()
+        self._inbox: deque[PendingReply | Command] = deque()
         self._wake = threading.Condition()
         self._closing = False
-        self._dead: BackendError | None = None
-        self._waiting: deque[Ticket] = deque()
+        self._closed: BackendError | None = None
+        self._waiting: deque[PendingReply] = deque()
         self._answers: dict[asyncio.AbstractEventLoop, list[Answer]] = {}
         self._thread: threading.Thread | None = None
         self.version = 0
@@ -70,35 +70,35 @@ class Worker:
         self.table: RowTable
 
     def start(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[None]) -> None:
-        """Begin the thread; `ready` is answered when the model is loaded."""
+        """Start the thread. `ready` gets its result when the model is loaded."""
         self._thread = threading.Thread(target=self._main, args=(loop, ready), name="local-backend", daemon=True)
         self._thread.start()
 
-    def submit(self, item: Ticket | Command) -> None:
-        """Hand something over.
+    def submit(self, item: PendingReply | Command) -> None:
+        """Queue a request or a command for the next step.
 
         Raises:
             BackendError: The backend is closed.
         """
         with self._wake:
-            if self._dead is not None:
-                raise self._dead
+            if self._closed is not None:
+                raise self._closed
             self._inbox.append(item)
             self._wake.notify()
 
-    def nudge(self) -> None:
-        """A ticket was cancelled: look at the next step, or now where nothing runs."""
+    def wake(self) -> None:
+        """Wake the thread, so that it removes a cancelled request even if nothing runs."""
         with self._wake:
             self._wake.notify()
 
     def end(self) -> None:
-        """Tell the thread to end; what is in flight fails."""
+        """Ask the thread to end. Requests in flight fail."""
         with self._wake:
             self._closing = True
             self._wake.notify()
 
     def stop(self) -> None:
-        """End the thread, and return when it has ended."""
+        """End the thread and wait for its end."""
         self.end()
         if self._thread is not None:
             self._thread.join()
@@ -106,9 +106,9 @@ class Worker:
     def _main(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[None]) -> None:
         try:
             self.packed, self.table = self._load()
-        except Exception as error:  # noqa: BLE001  whatever it is, `start` raises it
-            reason = f"the local backend could not be started: {type(error).__name__}: {error}"
-            self._die(BackendError(reason, kind="not_started"))
+        except Exception as error:  # noqa: BLE001  `start` raises every error
+            reason = f"the local backend cannot start: {type(error).__name__}: {error}"
+            self._fail_all(BackendError(reason, kind="not_started"))
             self._answer(
                 loop, ready, error if isinstance(error, EngineError) else BackendError(reason, kind="not_started")
             )
@@ -118,7 +118,7 @@ class Worker:
             self._prefill_tokens = 512 if self.packed.device.type == "cpu" else 4096
         self._answer(loop, ready, None)
         self._flush()
-        while self._take_in():
+        while self._receive():
             try:
                 with torch.inference_mode():
                     self._step()
@@ -126,10 +126,10 @@ class Worker:
                 log.exception("a step of the local backend failed")
                 self._fail_running(error)
             self._flush()
-        self._die(BackendError("the local backend was closed", kind="closed"))
+        self._fail_all(BackendError("the local backend was closed", kind="closed"))
 
-    def _take_in(self) -> bool:
-        """Wait for work and sort what has arrived; False when it is time to end."""
+    def _receive(self) -> bool:
+        """Wait for requests and commands, run the commands, and queue the requests. Returns False if the thread must end."""
         with self._wake:
             while not (self._inbox or self._closing or self._waiting or self.table.running):
                 self._wake.wait()
@@ -137,20 +137,20 @@ class Worker:
             self._inbox.clear()
             closing = self._closing
         for item in arrived:
-            if isinstance(item, Ticket):
+            if isinstance(item, PendingReply):
                 self._waiting.append(item)
                 continue
             try:
                 self._answer(item.loop, item.future, item.run())
-            except Exception as error:  # noqa: BLE001  the caller gets it
+            except Exception as error:  # noqa: BLE001  the caller gets the error
                 self._answer(item.loop, item.future, error)
         return not closing
 
     def _step(self) -> None:
         for row in self.table.running:
-            if row.ticket is not None and row.ticket.cancelled:
+            if row.pending is not None and row.pending.cancelled:
                 self.counts["cancelled"] += 1
-                self.table.rest(row)
+                self.table.finish(row)
         self._admit()
         chunks, rows = self._plan()
         if not chunks:
@@ -169,31 +169,33 @@ class Worker:
         self.seconds["sample"] += time.perf_counter() - computed
 
     def _admit(self) -> None:
-        """Give rows to waiting requests, first come first served but for those that wait for a prefix."""
-        later: deque[Ticket] = deque()
+        """Assign rows to waiting requests in order of arrival. Requests that wait for a prefix are skipped."""
+        later: deque[PendingReply] = deque()
         while self._waiting:
-            ticket = self._waiting.popleft()
-            if ticket.cancelled:
+            pending = self._waiting.popleft()
+            if pending.cancelled:
                 self.counts["cancelled"] += 1
                 continue
             try:
-                row = self.table.admit(ticket)
+                row = self.table.admit(pending)
             except Exception as error:
-                log.exception("a request could not be given a row")
-                failure = BackendError(f"no room for the request: {type(error).__name__}: {error}", kind="step_failed")
-                self._answer(ticket.loop, ticket.future, failure)
+                log.exception("a row could not be assigned to a request")
+                failure = BackendError(
+                    f"a row could not be assigned to the request: {type(error).__name__}: {error}", kind="step_failed"
+                )
+                self._answer(pending.loop, pending.future, failure)
                 continue
             if row is not None:
                 self.counts["requests"] += 1
                 continue
-            later.append(ticket)
+            later.append(pending)
             if len(self.table.running) == len(self.table.rows):
                 break
         later.extend(self._waiting)
         self._waiting = later
 
     def _plan(self) -> tuple[list[Chunk], list[Row]]:
-        """This step's pieces: one token of each running reply, then prompts, the oldest first, as far as they fit."""
+        """Plan the step's chunks: one token of each running reply, then prompts, oldest first, up to `prefill_tokens`."""
         singles: list[Row] = []
         longer: list[Row] = []
         room = self._prefill_tokens or 1
@@ -207,7 +209,7 @@ class Worker:
                 break
             chunk = Chunk(row.index, row.ids[row.cached : row.cached + count].tolist(), row.cached)
             room -= count
-            if count == 1:  # the last token of room: among the single ones, in its place
+            if count == 1:  # only one token still fits: chunks of one token come first, ordered by row
                 at = next((place for place, other in enumerate(singles) if other.index > row.index), len(singles))
                 chunks.insert(at, chunk)
                 singles.insert(at, row)
@@ -219,24 +221,26 @@ class Worker:
     def _sample(self, logits: Any, rows: list[Row]) -> None:
         if not rows:
             return
-        tickets = [row.ticket for row in rows if row.ticket is not None]
-        states, places = [ticket.sampling for ticket in tickets], [row.sampled for row in rows]
+        replies = [row.pending for row in rows if row.pending is not None]
+        states, places = [pending.sampling for pending in replies], [row.sampled for row in rows]
         drawn = sample_each(logits, states, places) if self.packed.repeatable else sample(logits, states, places)
-        for row, ticket, token, logprob in zip(rows, tickets, drawn.ids.tolist(), drawn.logprobs.tolist(), strict=True):
+        for row, pending, token, logprob in zip(
+            rows, replies, drawn.ids.tolist(), drawn.logprobs.tolist(), strict=True
+        ):
             if not np.isfinite(logprob):
-                message = "the model gave no distribution (nan, or every token banned)"
-                self._answer(ticket.loop, ticket.future, BackendError(message, kind="bad_logits"))
-                self.table.rest(row)
+                message = "the model's logits are not a distribution (nan, or every token is banned)"
+                self._answer(pending.loop, pending.future, BackendError(message, kind="bad_logits"))
+                self.table.finish(row)
                 continue
             row.push(token, logprob, self.version)
-            ticket.sampling.said(token)
+            pending.sampling.count(token)
             self.counts["tokens"] += 1
             output_ids = row.ids[row.prompt : row.length]
-            if (finish := finish_reason(ticket.request, output_ids, ticket.most, ticket.stops)) is not None:
-                self._answer(ticket.loop, ticket.future, self._generation(row, ticket, finish))
-                self.table.rest(row)
+            if (finish := finish_reason(pending.request, output_ids, pending.most, pending.stops)) is not None:
+                self._answer(pending.loop, pending.future, self._generation(row, pending, finish))
+                self.table.finish(row)
 
-    def _generation(self, row: Row, ticket: Ticket, finish: FinishReason) -> Generation:
+    def _generation(self, row: Row, pending: PendingReply, finish: FinishReason) -> Generation:
         return Generation(
             output_ids=row.ids[row.prompt : row.length].copy(),
             logprobs=np.asarray(row.logprobs, dtype=np.float32),
@@ -244,26 +248,30 @@ class Worker:
             versions=row.versions,
             prompt_tokens=row.prompt,
             cached_tokens=row.reused,
-            seconds=time.perf_counter() - ticket.queued,
-            queue_seconds=row.began - ticket.queued,
+            seconds=time.perf_counter() - pending.queued,
+            queue_seconds=row.began - pending.queued,
         )
 
     def _fail_running(self, error: Exception) -> None:
-        """A pass failed: its rows may be half written, so they all go, and nothing cached is trusted."""
+        """Fail all running requests after a failed pass, and drop the cache, because rows may be partly written."""
         for row in self.table.running:
-            if (ticket := row.ticket) is not None:
-                failure = BackendError(f"the model's pass failed: {type(error).__name__}: {error}", kind="step_failed")
-                self._answer(ticket.loop, ticket.future, failure)
-            self.table.rest(row)
-        self.table.forget()
+            if (pending := row.pending) is not None:
+                failure = BackendError(
+                    f"the model's forward pass failed: {type(error).__name__}: {error}", kind="step_failed"
+                )
+                self._answer(pending.loop, pending.future, failure)
+            self.table.finish(row)
+        self.table.clear()
 
-    def _die(self, reason: BackendError) -> None:
+    def _fail_all(self, reason: BackendError) -> None:
         with self._wake:
-            self._dead = reason
+            self._closed = reason
             left = [*self._waiting, *self._inbox]
             self._inbox.clear()
         self._waiting.clear()
-        running = [row.ticket for row in self.table.running if row.ticket is not None] if hasattr(self, "table") else []
+        running = (
+            [row.pending for row in self.table.running if row.pending is not None] if hasattr(self, "table") else []
+        )
         for item in [*left, *running]:
             self._answer(item.loop, item.future, BackendError(str(reason), kind=reason.kind))
         self._flush()
@@ -272,15 +280,15 @@ class Worker:
         self._answers.setdefault(loop, []).append((future, result))
 
     def _flush(self) -> None:
-        """Hand over the step's answers: one wake-up for each event loop."""
+        """Deliver the step's results, with one call per event loop."""
         answers, self._answers = self._answers, {}
         for loop, given in answers.items():
-            with suppress(RuntimeError):  # the loop was closed: nobody waits there any more
+            with suppress(RuntimeError):  # the loop is closed, so no caller waits
                 loop.call_soon_threadsafe(_resolve, given)
 
 
 def _completes(chunk: Chunk, row: Row) -> bool:
-    """Whether the chunk holds the row's newest token, whose logits give the next one."""
+    """Whether the chunk holds the row's newest token. Its logits give the next token."""
     return chunk.past + len(chunk.ids) == row.length
 
 

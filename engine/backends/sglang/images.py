@@ -1,9 +1,9 @@
-"""Whether a server sees the pixels that rows are exported with.
+"""Checks that a server's model gets the same pixels as the exported rows hold.
 
-A server decodes, scales and normalises images by its own processor (torchvision, or Pillow with
-`--image-processor-backend=pil`), which scales otherwise than the processor that rows are made with. So images are sent at
-the size of their grid (`Vision.scaled`), where no processor scales anything. What could still differ is asked before the
-first episode: the server's settings for images, and one prompt with an image, whose ids must be the tape's.
+A server decodes, scales and normalises images with its own processor (torchvision, or Pillow with
+`--image-processor-backend=pil`), and scales differently from the processor of the rows. Images are therefore sent at the
+size of their grid (`Vision.scaled`), at which no processor scales. Two other differences are checked before the first
+episode: the server's image settings, and the ids of one prompt with an image, which must equal the tape's.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
 
 
 def refuse_family(vision: Vision) -> None:
-    """Refuse a model whose images a server must scale itself.
+    """Refuse a model whose images cannot be sent at their final size.
 
     Raises:
         BackendError: Kind `unsupported_model`.
     """
     if not vision.family.served:
         raise BackendError(
-            "the sglang backend sends images at the size that the model's processor scales them to, so that the server "
-            "sees the rows' own pixels; this model's images are cut into tiles, which no one size gives: use "
+            "the sglang backend sends images at the size to which the model's processor scales them, so that the server "
+            "gets the pixels of the rows; this model splits images into tiles, so that size does not exist: use "
             "`backend: {kind: local}`, or a Qwen-VL model",
             kind="unsupported_model",
         )
 
 
 async def check_images(server: Server, details: dict[str, Any], format: ChatFormat, generate: Generate) -> ImageFacts:
-    """Compare one server's treatment of images with the rows'.
+    """Check that a server processes images as the exported rows have them.
 
     Args:
-        server: Whom to ask.
-        details: What its `/server_info` says.
+        server: The server.
+        details: The reply of its `/server_info`.
         format: The model's chat format; it has `vision`.
         generate: Sends a body to the server's `/generate`.
 
     Raises:
-        BackendError: Kind `wrong_server`: it has settings of its own for images, or refuses or expands one otherwise.
+        BackendError: Kind `wrong_server`: it has its own image settings, refuses an image, or expands it to other ids.
     """
     vision = format.vision
     assert vision is not None
@@ -73,8 +73,8 @@ async def check_images(server: Server, details: dict[str, Any], format: ChatForm
     seen, scaled = await ask_logprobs(server, generate, ids, vision.bank.scaled_uri(digest))
     if seen != wanted.tolist():
         raise BackendError(
-            f"{server.url} makes {len(seen)} tokens of a prompt with an image where the model's own processor makes "
-            f"{len(wanted)}: its preprocessor_config.json or its limits of pixels are other than those of the spec's model",
+            f"{server.url} expands a prompt with an image to {len(seen)} tokens, and the model's own processor to "
+            f"{len(wanted)}: its preprocessor_config.json or pixel limits differ from those of the spec's model",
             kind="wrong_server",
         )
     unscaled = (await ask_logprobs(server, generate, ids, vision.bank.data_uri(digest)))[1]
@@ -84,10 +84,10 @@ async def check_images(server: Server, details: dict[str, Any], format: ChatForm
 
 
 def sample_prompt(format: ChatFormat) -> tuple[IntVector, list[int], str | None]:
-    """A prompt that asks about an image, where the model takes any.
+    """Make the prompt for the comparison, with an image if the model takes images.
 
     Returns:
-        Its ids on the tape, shape [tokens]; the ids that a server is sent; the image's digest, None without one.
+        Its ids on the tape, shape [tokens]; the ids for the server; the image's digest, None without an image.
     """
     text = TextPart(text="What is it? 17 × 25 = 425, naïve.")
     conversation = Conversation(format, [])
@@ -95,7 +95,7 @@ def sample_prompt(format: ChatFormat) -> tuple[IntVector, list[int], str | None]
     if vision is None:
         conversation.open([Message(role="user", content=text.text)])
         return conversation.prompt(), conversation.prompt().tolist(), None
-    data = _picture()
+    data = _noise_image()
     digest = digest_of(data)
     vision.bank.put(digest, data, "image/png")
     conversation.open([Message(role="user", content=[ImagePart(image=digest), text])])
@@ -106,19 +106,19 @@ def sample_prompt(format: ChatFormat) -> tuple[IntVector, list[int], str | None]
 async def ask_logprobs(
     server: Server, generate: Generate, ids: list[int], uri: str | None
 ) -> tuple[list[int], np.ndarray]:
-    """A prompt's ids as the server expands them, and the log-prob of each after those before it; 0 for the first.
+    """Ask a server for a prompt's ids, as it expands them, and their log-probs; the first is 0.
 
     Args:
-        server: Whom to ask.
+        server: The server.
         generate: Sends a body to its `/generate`.
-        ids: The prompt, one placeholder for its image.
-        uri: The image, if any.
+        ids: The prompt, with one placeholder for the image.
+        uri: The image. None: no image.
 
     Returns:
         Ids; float64 [tokens].
 
     Raises:
-        BackendError: Kind `wrong_server`: the server refuses, or does not tell.
+        BackendError: Kind `wrong_server`: the server refuses the prompt, or its reply has no ids or log-probs.
     """
     reply = await generate(
         server,
@@ -141,13 +141,13 @@ async def ask_logprobs(
         return list(found["prompt_token_ids"]), np.array([row[0] or 0.0 for row in rows])
     except (msgspec.DecodeError, KeyError, TypeError, IndexError) as error:
         raise BackendError(
-            f"{server.url} does not tell the ids and log-probs of a sample prompt: {error!r}",
+            f"{server.url} does not return the ids and log-probs of a sample prompt: {error!r}",
             kind="wrong_server",
         ) from None
 
 
-def _picture() -> bytes:
-    """A PNG of noise, 150 x 110 pixels: no processor can leave it unscaled, and no two scale it alike."""
+def _noise_image() -> bytes:
+    """Make a PNG of noise, 150 x 110 pixels. Every processor must scale it, and each scales it differently."""
     from PIL import Image
 
     buffer = io.BytesIO()

@@ -1,7 +1,7 @@
-"""`backend.verify`: one prompt's log-probs by the server, beside those of the model's own files, computed here.
+"""`backend.verify`: compares one prompt's log-probs from the server with those computed here from the model's files.
 
-It holds everything between the two together: weights, precision, positions, and the pixels of an image, which the server has from
-the picture that it is sent and this process from the tensors that rows are exported with.
+The comparison covers weights, precision, positions, and the pixels of an image, which the server computes from the image
+that it is sent, and this process takes from the tensors of the exported rows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from engine.tokens.tape import IntVector
 
 MAX_GAP = {"float32": 1e-3}
-"""Mean difference that is let through, in nats, by the servers' `--dtype`."""
+"""Maximum mean difference, in nats, by the servers' `--dtype`."""
 MAX_HALF = 0.15
-"""The same for 16-bit weights."""
+"""Maximum mean difference for 16-bit weights, in nats."""
 
 
 class Difference(NamedTuple):
-    """Between a server's log-probs and those computed here, in nats."""
+    """Difference between a server's log-probs and those computed here, in nats."""
 
     largest: float
     mean: float
@@ -40,16 +40,16 @@ class Difference(NamedTuple):
 async def verify_servers(
     servers: Sequence[Server], format: ChatFormat, folder: Callable[[], Path], generate: Generate
 ) -> Difference:
-    """Compare each server with the model's files; the largest difference of all.
+    """Compare each server with the model's files. Returns the largest difference.
 
     Args:
-        servers: Whom to ask.
+        servers: The servers to check.
         format: The model's chat format.
-        folder: Finds the model's files, fetching them where it has to.
+        folder: Returns the folder of the model's files, and downloads them if necessary.
         generate: Sends a body to a server's `/generate`.
 
     Raises:
-        BackendError: Kind `wrong_server`: a server computes something else. Kind `unsupported_model`: the files cannot
+        BackendError: Kind `wrong_server`: a server's ids or log-probs differ. Kind `unsupported_model`: the files cannot
             be loaded here.
     """
     wanted, ids, digest = sample_prompt(format)
@@ -58,17 +58,19 @@ async def verify_servers(
         own = await asyncio.to_thread(lambda: _recompute(folder(), format, wanted, digest))
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise BackendError(
-            f"`backend.verify`: the model cannot be computed here: {error}", kind="unsupported_model"
+            f"`backend.verify`: the model cannot be loaded or run in this process: {error}", kind="unsupported_model"
         ) from error
     compared = np.ones(len(wanted) - 1, bool)
-    if format.vision is not None:  # at placeholders a server tells the log-probs of ids of its own, one for each image
+    if (
+        format.vision is not None
+    ):  # at placeholders a server returns the log-probs of its own ids, which differ from ours
         compared = wanted[1:] != format.vision.placeholder_id
     worst = Difference(0.0, 0.0, int(compared.sum()))
     for server in servers:
         seen, theirs = await ask_logprobs(server, generate, ids, uri)
         if seen != wanted.tolist():
             raise BackendError(
-                f"`backend.verify`: {server.url} makes {len(seen)} tokens of a prompt of {len(wanted)}",
+                f"`backend.verify`: {server.url} expands a prompt of {len(wanted)} tokens to {len(seen)}",
                 kind="wrong_server",
             )
         off = np.abs(theirs[1:] - own)[compared]
@@ -78,8 +80,8 @@ async def verify_servers(
             raise BackendError(
                 f"`backend.verify`: the log-probs of {server.url} ({dtype}) differ from those of the model's files by "
                 f"{found.mean:.2g} on average and {found.largest:.2g} at most, over {found.tokens} tokens"
-                f"{'' if digest is None else ' after an image'}: it serves other weights, or processes "
-                f"{'prompts' if digest is None else 'images'} otherwise",
+                f"{'' if digest is None else ' after an image'}: it has other weights, or processes "
+                f"{'prompts' if digest is None else 'images'} differently",
                 kind="wrong_server",
             )
         worst = max(worst, found)
@@ -87,7 +89,7 @@ async def verify_servers(
 
 
 def _recompute(folder: Path, format: ChatFormat, ids: IntVector, digest: str | None) -> np.ndarray:
-    """Log-probs of `ids[1:]` by transformers, in float32: float64 [tokens - 1]."""
+    """Compute log-probs of `ids[1:]` with transformers, in float32: float64 [tokens - 1]."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
