@@ -1,9 +1,9 @@
 """The backends of `backend:`: one config class each, with the capabilities that checks, runner, replay and trainer read.
 
-To add a backend: the class that runs in a new file or folder of `engine/backends/`, and its config class here and in
+To add a backend: the runtime class in a new file or folder of `engine/backends/`, and its config class here and in
 `BackendSpec`. Checks, evaluation, scenarios, model-played users, trainer, JSON Schema and docs/spec.md read the class
-attributes and properties; none of them asks for the `kind`. The capabilities are declared here and not on the class that
-runs because `engine validate` reads them, and importing what runs costs up to 0.2 s.
+attributes and properties; none of them asks for the `kind`. The capabilities are declared here and not on the runtime class,
+because `engine validate` reads them, and importing the runtime class takes up to 0.2 s.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from engine.schemas.base import Contract, Seconds
 from engine.schemas.generation import SamplingParams
 
 _CONSTRAINTS = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "custom_params")
-"""Sampling parameters that only SGLang has."""
+"""Sampling parameters that only SGLang supports."""
 
 
 class BackendBase(Contract):
-    """Base class of the config classes: what a kind of backend can do, and what one spec's backend needs.
+    """Base class of the config classes: the capabilities of a kind of backend, and the files and servers of one spec's backend.
 
     spec.backend.exact_ids                      # of this spec's backend
     [kind.kind_name() for kind in BACKENDS if kind.trains]
     """
 
     runtime: ClassVar[str]
-    """`module:class` of the class that runs, an `engine.backends.base.Backend`."""
+    """`module:class` of the runtime class, an `engine.backends.base.Backend`."""
     exact_ids: ClassVar[bool] = True
     """Replies carry the sampled token ids with their log-probs. False: replies are text, and no row can train."""
     reports_versions: ClassVar[bool] = True
@@ -36,17 +36,17 @@ class BackendBase(Contract):
     trains: ClassVar[bool] = False
     """It takes new weights while it runs; `weight_sync` and `weight_methods` say how."""
     weight_sync: ClassVar[str]
-    """With `trains`: `module:function` that opens the way for new weights, as `engine.train.sync.open_sync` calls it."""
+    """With `trains`: `module:function` that opens a `WeightSync`, as `engine.train.sync.open_sync` calls it."""
     weight_methods: ClassVar[tuple[str, ...]] = ()
     """With `trains`: the values of `train.weight_sync.method` that it takes."""
     weights_in_servers: ClassVar[bool] = False
-    """Its weights are in servers that outlive a run, so they may be others than those of `model.path`."""
+    """Its servers outlive a run, so their weights may differ from those of `model.path`."""
     takes_messages: ClassVar[bool] = False
     """Requests carry messages and tools, and the server applies its own chat template; the ids of a request are not read."""
     scripted: ClassVar[bool] = False
     """Replies are written in the spec for one role. So no two roles share it, and scenarios may use it."""
     unsupported_sampling: ClassVar[tuple[str, ...]] = ()
-    """Keys of `sampling` that it does not have. Setting one is refused."""
+    """Keys of `sampling` that it does not support. Setting one is an error."""
 
     @classmethod
     def kind_name(cls) -> str:
@@ -55,12 +55,12 @@ class BackendBase(Contract):
 
     @classmethod
     def unsupported(cls, sampling: SamplingParams) -> list[str]:
-        """The keys of `sampling` that are set and that this kind of backend does not have."""
+        """Keys of `sampling` that are set but not supported by this kind of backend."""
         default = SamplingParams()
         return [name for name in cls.unsupported_sampling if getattr(sampling, name) != getattr(default, name)]
 
     def sync_method(self, method: str, *, lora: bool) -> str:
-        """How a training sends weights: `method`, with `auto` resolved.
+        """The method by which a training sends weights: `method`, with `auto` resolved.
 
         Args:
             method: `train.weight_sync.method`.
@@ -69,7 +69,7 @@ class BackendBase(Contract):
         return method if method != "auto" else "tensors"
 
     def shares_servers(self, other: BackendBase) -> bool:
-        """Whether some server is one of the other backend's."""
+        """Whether the two backends have a server in common."""
         return bool({url.rstrip("/") for url in self.server_urls} & {url.rstrip("/") for url in other.server_urls})
 
     @property
@@ -79,7 +79,7 @@ class BackendBase(Contract):
 
     @property
     def files(self) -> dict[str, str]:
-        """Files that it reads: key -> path, relative to the spec."""
+        """The files that it reads: key -> path, relative to the spec."""
         return {}
 
     @property
@@ -89,12 +89,12 @@ class BackendBase(Contract):
 
     @property
     def reply_seconds(self) -> float:
-        """Longest time that one reply may take, in seconds; infinity: no limit of its own."""
+        """Longest time that one reply may take, in seconds; infinity: no own limit."""
         return inf
 
     @property
     def half_precision(self) -> str | None:
-        """The 16-bit type that the spec has it compute in; None: float32, or the spec does not say."""
+        """The 16-bit type in which it computes; None: float32, or not set in the spec."""
         return None
 
 
@@ -114,7 +114,7 @@ class LocalBackendSpec(BackendBase):
     """`auto`: float32 on a CPU, bfloat16 on a GPU. In 16 bits log-probs differ from a recomputation, by up to 0.5."""
     deterministic: bool = False
     """A reply's ids and log-probs are bit-identical in any batch, and after a restart. About half as fast
-    in full batches; proved for the model and machine at the start, or refused."""
+    in full batches. The start checks it for the model and device, and fails if logits depend on the batch."""
     max_batch: int = Field(default=32, ge=1)
     """Maximum number of sequences in one forward pass."""
     threads: int | None = Field(default=None, ge=1)
@@ -147,9 +147,9 @@ class SGLangBackendSpec(BackendBase):
     """Deadline for one try, after which the request is sent again, to another server if possible. Default: half of `timeout`."""
     retries: int = Field(default=4, ge=0)
     """Tries after the first, on broken connections, bad replies and 5xx. A server that cannot be reached or answers 429,
-    502, 503 or 504 uses up no try."""
+    502, 503 or 504 does not use up a try."""
     wait: Seconds = 600.0
-    """How long a run waits while no server replies; then it stops, and can be resumed. No episode fails for an outage."""
+    """How long a run waits while no server replies; then it stops, and can be resumed. No episode fails because of an outage."""
     adapter: str | None = None
     """Name of a LoRA adapter that is loaded in the servers. Default: the base model samples."""
     health_timeout: Seconds = 30.0
@@ -205,10 +205,10 @@ class OpenAIBackendSpec(BackendBase):
     """Deadline for one try, after which the request is sent again. Default: half of `timeout`."""
     retries: int = Field(default=4, ge=0)
     """Tries after the first, on broken connections, bad replies and 5xx. An endpoint that cannot be reached or answers 429,
-    502, 503 or 504 uses up no try."""
+    502, 503 or 504 does not use up a try."""
     wait: Seconds = 600.0
-    """How long a run waits while the endpoint does not reply; then it stops, and can be resumed. No episode fails for an
-    outage."""
+    """How long a run waits while the endpoint does not reply; then it stops, and can be resumed. No episode fails because
+    of an outage."""
 
     @property
     def server_urls(self) -> list[str]:
@@ -244,12 +244,12 @@ class ScriptedBackendSpec(BackendBase):
 BackendSpec = Annotated[
     LocalBackendSpec | SGLangBackendSpec | OpenAIBackendSpec | ScriptedBackendSpec, Field(discriminator="kind")
 ]
-"""A backend of any kind, told apart by `kind`."""
+"""A backend of any kind; the discriminator is `kind`."""
 
 BACKENDS: tuple[type[BackendBase], ...] = get_args(get_args(BackendSpec)[0])
 """The config class of every kind."""
 
 
 def kinds_that_train() -> str:
-    """The kinds of backends that take new weights, in words: `` `local` or `sglang` ``."""
+    """The kinds of backends that take new weights, as text: `` `local` or `sglang` ``."""
     return " or ".join(f"`{declared.kind_name()}`" for declared in BACKENDS if declared.trains)
