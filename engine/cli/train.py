@@ -1,4 +1,4 @@
-"""`engine train`: episodes, credit, an update, new weights; again and again."""
+"""`engine train`: the command line of a training."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 _RESUMED = {
     "rollout/resumed_episodes": "episodes continued at their turn",
     "rollout/regenerated_tokens": "tokens sampled again",
-    "rollout/dropped_stale_groups": "groups dropped as too old",
+    "rollout/dropped_stale_groups": "groups dropped as too stale",
 }
 
 
 def train(
     spec: Annotated[
         Path | None,
-        typer.Argument(help="The episode spec, with a `train:` section. Left out with --resume TRAINING."),
+        typer.Argument(help="The episode spec, with a `train:` section. Omit it with --resume TRAINING."),
     ] = None,
     overrides: Annotated[
         list[str] | None,
@@ -45,30 +45,31 @@ def train(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder that trainings are stored under; the spec's `rollout.out` when left out."),
+        typer.Option(help="Folder for trainings. Default: the spec's `rollout.out`."),
     ] = None,
     resume: Annotated[
         str | None,
         typer.Option(
             metavar="TRAINING",
-            help="Continue this training: a folder, an id or its beginning, or `latest`. `auto`, with SPEC and --run-name: "
+            help="Continue this training: a folder, an id, the start of an id, or `latest`. `auto`, with SPEC and --run-name: "
             "continue the training of that name, or start it if there is none.",
         ),
     ] = None,
     run_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the training's folder; made up when left out.")
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the training's folder. Default: from the spec's name and the time."),
     ] = None,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Go on where the first 16 episodes all fail in one way.")
+        bool, typer.Option("--keep-going", help="Continue if the first 16 episodes all fail with one cause.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the end.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, no progress.")] = False,
 ) -> None:
     """Train the spec's model on its own episodes.
 
     --resume continues where the training ended, also after `kill -9`: from the newest checkpoint, the batch log and the
     episodes in the store. Episodes that were running continue at their turn. Exit status: 0 when the last step is done; 1
-    when training cannot begin or go on; 2 when the command line is wrong; 3 when no server can be reached at the start, none
-    replies for `backend.wait`, or the first 16 episodes all fail in one way; 130 after Ctrl-C; 143 after SIGTERM.
+    when the training cannot start or continue; 2 when the command line is wrong; 3 when no server can be reached at the start, none
+    replies for `backend.wait`, or the first 16 episodes all fail with one cause; 130 after Ctrl-C; 143 after SIGTERM.
     """
     from engine.cli.console import make_console
     from engine.errors import EngineError, FailingError
@@ -87,23 +88,23 @@ def train(
             return
         loaded, folder = _prepare(console, spec, list(overrides or ()), out, resume, run_name)
         began = time.perf_counter()
-        result = asyncio.run(_drive(loaded, folder, process_group, console, quiet=quiet, keep_going=keep_going))
+        result = asyncio.run(_train(loaded, folder, process_group, console, quiet=quiet, keep_going=keep_going))
         process_group.close()
     except EngineError as error:
         echo(str(error), err=True)
         if isinstance(error, FailingError):
             echo(error.cause, err=True)
         if folder is not None and (resume is not None or not folders.discard(folder)):
-            _pictures(folder, console)
-            console.print(f"Training: {folder}\nTo go on: engine train --resume {folder}")
+            _draw_plots(folder, console)
+            console.print(f"Training: {folder}\nTo continue: engine train --resume {folder}")
         raise typer.Exit(FAILED if error.stops_run else ERROR) from None
-    _conclude(result, folder, console, time.perf_counter() - began)
+    _print_result(result, folder, console, time.perf_counter() - began)
 
 
 def _follow(
     process_group: ProcessGroup, spec: Path | None, overrides: list[str], out: Path | None, resume: str | None
 ) -> None:
-    """In every process but the first. Ctrl-C and a launcher's SIGTERM reach them all: what they mean is process 0's to say."""
+    """Run a process other than process 0. It ignores Ctrl-C and SIGTERM, which a launcher sends to all; process 0 handles them."""
     import signal
 
     from engine.spec.load import load_spec
@@ -119,7 +120,7 @@ def _follow(
 
 
 def _changed(folder: Path, overrides: list[str]) -> LoadedSpec:
-    """The spec of a training, with the values that a resume changes."""
+    """Load the spec of a training, with the values that a resume changes."""
     from engine.spec.load import override_spec
     from engine.train import folder as folders
 
@@ -135,7 +136,7 @@ def _prepare(
     resume: str | None,
     run_name: str | None,
 ) -> tuple[LoadedSpec, Path]:
-    """The spec, checked, and the training's folder."""
+    """Load and check the spec, and make or find the training's folder."""
     from engine.spec.load import load_spec
     from engine.store.header import RunHeader, new_run_id
     from engine.train import folder as folders
@@ -181,7 +182,7 @@ def _continue(console: Console, folder: Path, loaded: LoadedSpec, overrides: lis
     if not changed:
         return
     if is_held(folder / folders.ROLLOUTS):
-        raise TrainError(f"another process trains in {folder}: wait for it, or stop it", kind="train_setup")
+        raise TrainError(f"another process trains in {folder}: wait until it ends, or stop it", kind="train_setup")
     _check(console, loaded)
     new = RunHeader.of(loaded, overrides=[*header.overrides, *overrides], run_id=header.run_id)
     folders.change_header(folder, new.model_copy(update={"created": header.created}))
@@ -206,7 +207,7 @@ def _check(console: Console, loaded: LoadedSpec) -> None:
             console.print(str(item), style="yellow")
 
 
-async def _drive(
+async def _train(
     loaded: LoadedSpec, folder: Path, process_group: ProcessGroup, console: Console, *, quiet: bool, keep_going: bool
 ) -> TrainResult:
     from engine.cli.stopping import stop_on_signals
@@ -225,17 +226,17 @@ async def _drive(
         loaded,
         folder,
         process_group=process_group,
-        tell=panel.update,
+        on_step=panel.update,
         phase=panel.phase,
         watch=watch,
         keep_going=keep_going,
     )
-    hint = f"To go on: engine train --resume {folder}"
+    hint = f"To continue: engine train --resume {folder}"
     with stop_on_signals(stop, hint, train.checkpoints.grace), shown(panel, console, quiet=quiet):
         return await trainer.run(stop=stop)
 
 
-def _conclude(result: TrainResult, folder: Path, console: Console, seconds: float) -> None:
+def _print_result(result: TrainResult, folder: Path, console: Console, seconds: float) -> None:
     from engine.cli.stopping import interrupted
 
     before, after = result.first.get("reward/mean"), result.last.get("reward/mean")
@@ -244,34 +245,34 @@ def _conclude(result: TrainResult, folder: Path, console: Console, seconds: floa
             f"{result.steps} steps; reward {before:.3f} in this launch's first step, {after:.3f} in the last; "
             f"{seconds / 60:.1f} min"
         )
-    told = [f"{count} {words}" for name, words in _RESUMED.items() if (count := result.resumed[name])]
+    parts = [f"{count} {words}" for name, words in _RESUMED.items() if (count := result.resumed[name])]
     if result.repeated_steps:
-        told.insert(0, f"{result.repeated_steps} steps after the checkpoint repeated from stored episodes")
-    if told:
-        console.print(f"Resumed: {', '.join(told)}")
+        parts.insert(0, f"{result.repeated_steps} steps after the checkpoint repeated from stored episodes")
+    if parts:
+        console.print(f"Resumed: {', '.join(parts)}")
     if result.best is not None:
         console.print(f"Best evaluation: {result.best:.3f} after step {result.best_step}")
-    _pictures(folder, console)
+    _draw_plots(folder, console)
     for fault in result.faults:
         console.print(f"could not be finished: {fault}", style="red")
     console.print(f"Training: {folder}")
     if result.checkpoint is not None:
         console.print(f"Checkpoint: {result.checkpoint}")
     if result.interrupted:
-        console.print(f"Interrupted. To go on: engine train --resume {folder}")
+        console.print(f"Interrupted. To continue: engine train --resume {folder}")
         raise typer.Exit(interrupted())
     if result.faults:
         raise typer.Exit(ERROR)
 
 
-def _pictures(folder: Path, console: Console) -> None:
+def _draw_plots(folder: Path, console: Console) -> None:
     from engine.errors import EngineError
     from engine.train.plots import draw
 
     try:
         drawn = draw(folder)
     except EngineError as error:
-        console.print(f"no pictures: {error}")
+        console.print(f"plots were not written: {error}")
         return
     if drawn:
-        console.print(f"Pictures: {drawn[0].parent}")
+        console.print(f"Plots: {drawn[0].parent}")

@@ -65,7 +65,7 @@ class TrainPanel:
         """
         self.live = live
         self.printer: Console | None = None
-        """Where each update is printed as a line. None: nowhere."""
+        """Console on which each update is printed as a line. None: updates are not printed."""
         self._steps = steps
         self._step = 0
         self._doing = ""
@@ -124,11 +124,11 @@ class TrainPanel:
         if self._evaluated:
             rows.add_row("evaluation", _listed(self._evaluated, limit=6))
         for title, entries in _GROUPS:
-            told = [f"{label} {self._now[key]:.3g}" for label, key in entries if key in self._now]
-            if told:
-                rows.add_row(title, "  ".join(told))
-        if told := [each for each in (_sampled(self._now), _without_update(self._now)) if each]:
-            rows.add_row("batch", Text("  ".join(told), style="yellow"))
+            parts = [f"{label} {self._now[key]:.3g}" for label, key in entries if key in self._now]
+            if parts:
+                rows.add_row(title, "  ".join(parts))
+        if parts := [each for each in (_sampled(self._now), _without_update(self._now)) if each]:
+            rows.add_row("batch", Text("  ".join(parts), style="yellow"))
         if unplaced := self._now.get("credit/unplaced_rewards"):
             words = f"{unplaced:.0f} rewards (sum {self._now['credit/unplaced_sum']:.3g}) reach no token: see the log"
             rows.add_row("warning", Text(words, style="bold red"))
@@ -189,13 +189,13 @@ def _by_turn(values: Mapping[str, float]) -> list[tuple[int, float]]:
 
 
 def _sampled(values: Mapping[str, float]) -> str | None:
-    """How many groups were sampled, where a step needed more than it trained on."""
+    """Number of sampled groups, if a step sampled more than it trained on."""
     used, sampled = values.get("groups/used", 0.0), values.get("groups/sampled", 0.0)
     return f"{used:.0f} of {sampled:.0f} sampled groups have a signal" if used < sampled else None
 
 
 def _without_update(values: Mapping[str, float]) -> str | None:
-    """Why the weights did not change in a step."""
+    """Reason why the weights did not change in a step; None if they did."""
     return "no update: no group has a signal" if values.get("updates") == 0 else None
 
 
@@ -204,5 +204,5 @@ def _times(values: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def _listed(values: Mapping[str, float], limit: int) -> str:
-    told = [f"{name.partition('/')[2]} {value:.3f}" for name, value in list(values.items())[:limit]]
-    return "  ".join([*told, "…"] if len(values) > limit else told)
+    parts = [f"{name.partition('/')[2]} {value:.3f}" for name, value in list(values.items())[:limit]]
+    return "  ".join([*parts, "…"] if len(values) > limit else parts)

@@ -1,4 +1,4 @@
-"""Checkpoints: all state that a resumed training needs to continue as if it had not stopped.
+"""Checkpoints: the complete state from which a training is resumed.
 
     checkpoints/step-000010/
         state.json              format, step, version, consumed groups, the best evaluation so far, names and versions of parts
@@ -44,7 +44,7 @@ class State:
     version: int = 0
     """Version of the weights: number of batches that changed them."""
     groups: ConsumedGroups = field(default_factory=ConsumedGroups)
-    """Groups that never train again."""
+    """Groups that are never trained on again."""
     best: float | None = None
     """Value of the best evaluation so far."""
     best_step: int | None = None
@@ -60,7 +60,7 @@ class State:
         """Read what `to_json` returned, or a state of format 1.
 
         Raises:
-            KeyError, TypeError: it is neither.
+            KeyError, TypeError: it is neither of them.
         """
         groups = data["groups"] if "groups" in data else {"next": data["next_group"], "beyond": []}
         consumed = ConsumedGroups(groups["next"], set(groups["beyond"]))
@@ -90,7 +90,7 @@ class Checkpoints:
         self._keep = keep
 
     def write(self, state: State, learner: Learner) -> Path:
-        """Write a checkpoint and remove old ones. Of a complete checkpoint of the same step only `state.json` is written again.
+        """Write a checkpoint and remove old ones. If a complete checkpoint of the same step exists, only its `state.json` is written.
 
         Returns:
             The folder of the checkpoint.
@@ -132,7 +132,9 @@ class Checkpoints:
         stay = checkpoints_of(self._folder)[-self._keep :]
         for path in checkpoints_of(self._folder):
             if path not in stay and step_of(path) != state.best_step:
-                path.replace(path.with_name(f".{path.name}.old"))  # never a half-removed folder under its name
+                path.replace(
+                    path.with_name(f".{path.name}.old")
+                )  # renamed first, so that a partly removed checkpoint never has a valid name
         for old in (self._folder / "checkpoints").glob(f".{_STEP}*.old"):
             shutil.rmtree(old)
 
@@ -169,7 +171,7 @@ class Checkpoints:
 
 
 def _write_text(file: Path, text: str) -> None:
-    """Write a file and wait for the disk."""
+    """Write a file and flush it to disk."""
     with file.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
@@ -177,7 +179,7 @@ def _write_text(file: Path, text: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Wait until all files below a folder are on disk."""
+    """Flush all files below a folder to disk."""
     for path in [folder, *folder.rglob("*")]:
         handle = os.open(path, os.O_RDONLY)
         try:

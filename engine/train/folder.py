@@ -35,7 +35,7 @@ def begin(out: Path, header: RunHeader) -> Path:
     """Make the folder of a new training and write its header.
 
     Raises:
-        TrainError: kind `train_setup`: the folder exists (but for one that a kill left without header), or cannot be written.
+        TrainError: kind `train_setup`: the folder exists with a header, or cannot be written. A folder without header, which a kill leaves, is used.
     """
     folder = out / header.run_id
     try:
@@ -48,7 +48,7 @@ def begin(out: Path, header: RunHeader) -> Path:
 
 
 def change_header(folder: Path, header: RunHeader) -> None:
-    """Replace the header of a training: a resume has changed values of its spec.
+    """Replace the header of a training, after a resume changed values of its spec.
 
     Raises:
         TrainError: kind `train_setup`: it cannot be written.

@@ -1,13 +1,13 @@
-"""What a training run measures: `metrics.jsonl`, one JSON object a step, and the trackers that show it as well.
+"""Metrics of a training run: `metrics.jsonl`, one JSON object per step, and copies in trackers.
 
 Invariants:
-- What `write` has returned from survives a crash of the process or the machine, and the file holds whole lines alone once it is
-  opened again.
-- After `truncate`, each tracker shows the lines of the file, also those that an earlier process was killed before it sent. A
-  step never has two values in a tracker: where shown steps are cut and the tracker cannot remove them, it gets another run with
-  the lines that stay.
+- After `write` returns, the line survives a crash of the process or the machine. Opening the file removes an incomplete last
+  line.
+- After `truncate`, each tracker shows the lines of the file, including those that an earlier process did not send because it was
+  killed. A step never has two values in a tracker: if sent steps must be removed and the tracker cannot remove them, a new run
+  is started in the tracker with the lines that remain.
 
-This module knows nothing of what the numbers mean.
+This module does not interpret the values.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ log = structlog.get_logger(__name__)
 
 FILE = "metrics.jsonl"
 CUT = "metrics.cut.jsonl"
-"""What was cut off when a run was resumed from before its end."""
+"""Lines that were removed because the run was resumed from an earlier step."""
 TRACKERS = "trackers.json"
-"""How far each tracker is: the newest step that it was sent, and the number of its run."""
+"""Progress of each tracker: the newest step that was sent to it, and the number of its run."""
 _RESERVED = frozenset({"step", "time"})
 
 
 class MetricsLog:
-    """Metrics of a run, step by step.
+    """Writes the metrics of a run, one line per step.
 
         log = MetricsLog(folder, ["tensorboard"], "arithmetic-1", config)
         log.write(1, {"reward/mean": 0.4, "loss": 0.02})
-        log.truncate(0)     # resumed from the checkpoint after step 0: what came later is put aside
+        log.truncate(0)     # resumed from the checkpoint after step 0: moves later lines to `metrics.cut.jsonl`
         log.close()
 
-    A line holds `step`, `time` (seconds since 1970) and the values by name; a value that is no number (nan, infinite)
+    A line holds `step`, `time` (seconds since 1970) and the values by name; a value that is not finite
     is null.
     """
 
@@ -60,18 +60,18 @@ class MetricsLog:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open, or go on with, the metrics in `folder`.
+        """Open the metrics in `folder`, or continue them.
 
         Args:
-            folder: The run's; made where it is not there.
-            report: Where the values go as well: `tensorboard`, `trackio`, `wandb`, `mlflow`.
-            run: The run's name there.
-            config: What the run was begun with, shown there beside it.
-            tracking: Project, name, group and tags of the run there.
+            folder: The run's folder; made if it does not exist.
+            report: Trackers that get the values in addition: `tensorboard`, `trackio`, `wandb`, `mlflow`.
+            run: The run's name in the trackers.
+            config: The run's configuration, shown in the trackers.
+            tracking: Project, name, group and tags of the run in the trackers.
             clock: Seconds since 1970.
 
         Raises:
-            TrainError: Kind `train_setup`: a package of `report_to` is not installed, or could not begin.
+            TrainError: Kind `train_setup`: a tracker of `report_to` is not installed or could not start.
         """
         from engine.train.sinks import open_sink
 
@@ -84,11 +84,11 @@ class MetricsLog:
         self._tracking = tracking
         self._config = dict(config or {})
         self._progress: dict[str, dict[str, int]] = {}
-        """By tracker: `sent`, the newest step that it was sent, and `run`, the number of its run."""
+        """By tracker: `sent`, the newest step that was sent to it, and `run`, the number of its run."""
         self._silent: set[str] = set()
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            self._mend()
+            self._drop_incomplete_line()
             newest = max((int(line["step"]) for _, line in _lines(self.path)), default=-1)
             known = json.loads(stored.read_text()) if (stored := folder / TRACKERS).exists() else {}
             for name in report:
@@ -104,8 +104,8 @@ class MetricsLog:
         Raises:
             ValueError: a value is named `step` or `time`.
         """
-        if taken := _RESERVED & values.keys():
-            raise ValueError(f"a metric cannot be named {sorted(taken)[0]!r}: every line has one")
+        if reserved := _RESERVED & values.keys():
+            raise ValueError(f"a metric cannot be named {sorted(reserved)[0]!r}: each line has a field of that name")
         numbers = {name: float(value) for name, value in values.items()}
         line = {"step": step, "time": self._clock()} | {
             name: value if math.isfinite(value) else None for name, value in numbers.items()
@@ -116,12 +116,12 @@ class MetricsLog:
         self._store_progress()
 
     def truncate(self, step: int) -> int:
-        """Put what came after `step` aside: the run goes on from there. Trackers get the lines that they miss.
+        """Remove the lines after `step`, from which the run continues, and send trackers the lines that they lack.
 
-        Lines that go are added to `metrics.cut.jsonl` first, so a crash between loses none (it may write some twice).
+        Removed lines are first appended to `metrics.cut.jsonl`, so a crash loses none (it may write some twice).
 
         Returns:
-            How many lines went.
+            Number of removed lines.
         """
         kept: list[str] = []
         gone: list[str] = []
@@ -136,22 +136,22 @@ class MetricsLog:
             self._replace(kept)
         lines = [json.loads(text) for text in kept]
         for name in self._sinks:
-            self._catch_up(name, step, lines)
+            self._synchronise(name, step, lines)
         self._store_progress()
         return len(gone)
 
-    def _catch_up(self, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+    def _synchronise(self, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Make a tracker show these lines and no other steps."""
         progress, sink = self._progress[name], self._sinks[name]
         if progress["sent"] > step and not sink.truncate(step):
-            from engine.train.sinks import forget_run, open_sink
+            from engine.train.sinks import discard_run_id, open_sink
 
             sink.close()
-            forget_run(name, self._folder)
+            discard_run_id(name, self._folder)
             progress["run"] += 1
             progress["sent"] = -1
             self._sinks[name] = open_sink(name, self._folder, self._name_of(name), self._config, self._tracking)
-        # What a buffer held when the process was killed is sent again: the same value of the same step.
+        # Steps that were buffered when the process was killed are sent again, with the same values.
         sent = min(progress["sent"], step) - (sink.buffers and bool(progress.get("open")))
         for line in lines:
             if line["step"] > sent:
@@ -161,50 +161,53 @@ class MetricsLog:
                 self._send(name, line["step"], values)
 
     def _send(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """Show values in a tracker. A failure is logged once."""
+        """Send values to a tracker. A failure is logged once per tracker."""
         try:
             self._sinks[name].write(step, values)
             self._progress[name]["sent"] = step
-        except Exception as error:  # noqa: BLE001  a server that is gone must not end the training
+        except Exception as error:  # noqa: BLE001  a lost tracker must not end the training
             if name not in self._silent:
                 self._silent.add(name)
                 log.warning(
-                    "metrics did not reach it; they are in the file", sink=name, file=str(self.path), reason=repr(error)
+                    "metrics could not be sent to a tracker; they are in the file",
+                    sink=name,
+                    file=str(self.path),
+                    reason=repr(error),
                 )
 
     def _name_of(self, name: str) -> str:
-        """The name of a tracker's run: that of the training, with a number from its second run on."""
+        """Name of a tracker's run: the training's name, with a number from the second run on."""
         number = self._progress[name]["run"]
         return self._run if number == 1 else f"{self._run}-{number}"
 
     def _store_progress(self, *, closed: bool = False) -> None:
         if not self._progress:
             return
-        told = {name: {**progress, "open": int(not closed)} for name, progress in self._progress.items()}
+        state = {name: {**progress, "open": int(not closed)} for name, progress in self._progress.items()}
         draft = self._folder / f".{TRACKERS}"
-        draft.write_text(json.dumps(told))
+        draft.write_text(json.dumps(state))
         draft.replace(self._folder / TRACKERS)
 
     def close(self) -> None:
-        """Close the file and everything else; once is enough."""
+        """Close the file and the trackers. Later calls do nothing."""
         sinks, self._sinks = self._sinks, {}
         if sinks:
             self._store_progress(closed=True)
         for name, sink in sinks.items():
             try:
                 sink.close()
-            except Exception as error:  # noqa: BLE001  what is written is written
-                log.warning("metrics were not closed", sink=name, reason=repr(error))
+            except Exception as error:  # noqa: BLE001  all metrics are in the file
+                log.warning("a tracker could not be closed", sink=name, reason=repr(error))
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
-    def _mend(self) -> None:
-        """Cut off a line that a crash left unfinished."""
+    def _drop_incomplete_line(self) -> None:
+        """Remove an incomplete last line, which a crash may leave."""
         data = self.path.read_bytes()
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
-            log.warning("a line of metrics was left unfinished and is dropped", file=str(self.path))
+            log.warning("an incomplete last line of metrics was removed", file=str(self.path))
             os.ftruncate(self._file, whole)
             os.fsync(self._file)
 
@@ -222,12 +225,12 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a `metrics.jsonl`, or of the one in a run's folder, in order.
+    """Read the lines of a `metrics.jsonl`, or of the one in a run's folder, in order.
 
-    A null is nan again. A last line that is broken off is left out.
+    A null becomes nan. An incomplete last line is ignored.
 
     Raises:
-        StoreError: It cannot be read, or a line before the last is no JSON object with a `step`.
+        StoreError: It cannot be read, or a line before the last is not a JSON object with a `step`.
     """
     file = path / FILE if path.is_dir() else path
     try:
@@ -239,14 +242,14 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def series(lines: Iterable[Mapping[str, float]], name: str) -> tuple[list[int], list[float]]:
-    """One metric's steps and values, where it was measured; of several values at one step the last."""
+    """Steps and values of one metric; of several values at one step, the last."""
     found = {int(line["step"]): line[name] for line in lines if name in line}
     steps = sorted(found)
     return steps, [found[step] for step in steps]
 
 
 def _lines(file: Path) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Each whole line's text and what it says."""
+    """Text and decoded object of each complete line."""
     texts = file.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, text in enumerate(texts, start=1):
         if not text:
@@ -254,11 +257,11 @@ def _lines(file: Path) -> Iterable[tuple[str, dict[str, Any]]]:
         try:
             line = json.loads(text)
             if not isinstance(line["step"], int):
-                raise TypeError("`step` is no whole number")
+                raise TypeError("`step` is not an integer")
         except (ValueError, KeyError, TypeError) as error:
-            if number == len(texts):  # what comes after the last line break was being written
+            if number == len(texts):  # incomplete: text after the last line break
                 return
-            raise StoreError(f"{file}:{number} is no line of metrics ({error!r}); remove it") from error
+            raise StoreError(f"{file}:{number} is not a line of metrics ({error!r}); remove the line") from error
         yield text, line
 
 

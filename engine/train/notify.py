@@ -52,7 +52,7 @@ class Notifier:
     """Sends events on every channel that the spec names.
 
     notifier = Notifier(spec.train.notify, "arithmetic-1", base=spec_folder)
-    await notifier.tell("diverged", step=12, reason="the loss is nan")
+    await notifier.notify("diverged", step=12, reason="the loss is nan")
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class Notifier:
         if spec.use is not None:
             self._channels["function"] = _function(spec.use, base)
 
-    async def tell(self, kind: str, **fields: Any) -> None:
+    async def notify(self, kind: str, **fields: Any) -> None:
         """Send an event and wait until it is delivered or the deadline has passed. Never raises."""
         deliveries = self._begin(kind, fields)
         if deliveries:
             await asyncio.to_thread(_wait, deliveries, self._seconds)
             self._close(deliveries)
 
-    def tell_now(self, kind: str, **fields: Any) -> None:
-        """Like `tell`, for code outside of an event loop: waits in this thread."""
+    def notify_now(self, kind: str, **fields: Any) -> None:
+        """Like `notify`, for code outside of an event loop: waits in this thread."""
         deliveries = self._begin(kind, fields)
         _wait(deliveries, self._seconds)
         self._close(deliveries)
@@ -179,7 +179,7 @@ class StallWatch:
             return self._seconds - quiet
         if not self._told:
             self._told = True
-            self._notifier.tell_now("stalled", **self._fields(quiet))
+            self._notifier.notify_now("stalled", **self._fields(quiet))
         return self._seconds
 
     def _fields(self, quiet: float) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class TaskOrder:
     >>> order[0], order[len(tasks)]                        # the task of any group, without reading the ones before
 
     Raises:
-        TrainError: there are no tasks.
+        TrainError: the list of tasks is empty.
     """
 
     def __init__(self, tasks: Sequence[Task], *, shuffle: bool, seed: int) -> None:
@@ -70,7 +70,7 @@ class TaskOrder:
                 random.Random(f"{self._seed}/{round_}").shuffle(self._order)
             self._round = round_
         task = self._tasks[self._order[place]]
-        # In a later epoch the task has another id, so the store keeps its episodes apart and their seeds differ.
+        # A later epoch gives the task another id, so that its episodes have their own store entries and seeds.
         return task.model_copy(update={"id": f"{task.id}~{round_}"}) if round_ else task
 
 
@@ -98,9 +98,9 @@ class BatchCollector:
         train: Batch size, staleness limit, dynamic sampling.
         samples: Episodes per group.
         max_live_episodes: Maximum number of episodes that run at the same time.
-        batches: Number of batches that will be collected: no group is started for later ones. None: no end is known.
+        batches: Number of batches that will be collected: no group is started for later ones. None: unlimited.
         version: Version of the weights that the backend samples with.
-        consumed: Groups that are not started (again).
+        consumed: Groups that must not be started.
         stored: Episodes of earlier launches of the training.
         progress: Called at the end of each episode. An error that it raises ends the collection.
     """
@@ -138,7 +138,7 @@ class BatchCollector:
         self._next = self._consumed.next
         """Number of the next group to start, unless it is consumed."""
         self._stale: list[int] = []
-        """Groups of an earlier launch that were too stale, since the last batch."""
+        """Groups of an earlier launch that were dropped as too stale since the last batch."""
         self._running: list[_RunningGroup] = []
         self._batch: Batch | None = None
         self._collected = 0
@@ -150,8 +150,10 @@ class BatchCollector:
 
     def _start_groups(self) -> None:
         """Start as many groups as the limits allow."""
-        ahead = self._max_staleness + 1 if self._batches is None else min(self._max_staleness + 1, self._batches)
-        most = ahead * self._groups_per_batch + (self._oversampled_groups if ahead else 0)
+        batches_in_progress = (
+            self._max_staleness + 1 if self._batches is None else min(self._max_staleness + 1, self._batches)
+        )
+        most = batches_in_progress * self._groups_per_batch + (self._oversampled_groups if batches_in_progress else 0)
         while len(self._running) + self._collected < most:
             running = sum(not each.work.done() for each in self._running)
             if running >= self._max_running_groups:
@@ -171,7 +173,7 @@ class BatchCollector:
             versions = self._stored.versions(self._order[number].id) if self._stored is not None else None
             if versions is None:
                 return number, self.version
-            # Weights newer than the current ones are lost: the steps that made them could not be repeated.
+            # A newer version than the current one is lost, because the steps that made it could not be repeated.
             if self.version - self._max_staleness <= versions[0] <= versions[1] <= self.version:
                 return number, versions[0]
             self._stale.append(number)
@@ -247,7 +249,7 @@ class BatchCollector:
                     self._collected += 1
         finally:
             self._batch = None
-        await self._cancel_stragglers(batch)
+        await self._cancel_stale_groups(batch)
         batch.used.sort(key=lambda group: group.number)
         batch.stale, self._stale = self._stale, []
         return batch
@@ -265,7 +267,7 @@ class BatchCollector:
         place = next(place for place, each in enumerate(self._running) if each.work.done())
         return self._running.pop(place).work.result()
 
-    async def _cancel_stragglers(self, batch: Batch) -> None:
+    async def _cancel_stale_groups(self, batch: Batch) -> None:
         """Cancel running groups that are too old for the next batch."""
         oldest = self.version + 1 - self._max_staleness
         late = [each for each in self._running if each.version < oldest]

@@ -21,30 +21,30 @@ from engine.errors import TrainError
 from engine.schemas.train import TrackingSpec
 
 PROJECT = "episode-engine"
-"""The project or experiment that runs belong to, where the environment names none."""
+"""Default project or experiment, used if the environment does not set one."""
 
 
 class Sink(Protocol):
-    """Something that shows metrics."""
+    """A tracker that gets metrics."""
 
     buffers: bool
     """Whether the newest values are lost if the process is killed."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Show values of a step."""
+        """Send the values of a step."""
         ...
 
     def truncate(self, step: int) -> bool:
-        """Remove what was shown after `step`. Returns False if the tracker cannot remove values."""
+        """Remove values after `step`. Returns False if the tracker cannot remove values."""
         ...
 
     def close(self) -> None:
-        """Hand over what is buffered."""
+        """Send buffered values and close the tracker."""
         ...
 
 
 class TensorBoard:
-    """Event files in the run's `tensorboard` folder. Steps that were cut are purged."""
+    """Event files in the run's `tensorboard` folder. Removed steps are purged."""
 
     buffers = False
 
@@ -69,7 +69,7 @@ class TensorBoard:
 
 
 class Trackio:
-    """A run of this name in trackio's project; the same name goes on with it."""
+    """A run of this name in trackio's project; a resumed training continues the run of the same name."""
 
     buffers = True
 
@@ -91,7 +91,7 @@ class Trackio:
 
 
 class Wandb:
-    """A run of Weights & Biases; its id is kept in the run's folder, so that a resumed run goes on with it."""
+    """A run of Weights & Biases; its id is stored in the run's folder, so that a resumed training continues it."""
 
     buffers = True
 
@@ -111,7 +111,7 @@ class Wandb:
             resume="allow",
             reinit="create_new",
         )
-        # Its own count of steps only rises; ours is the axis, and may go back when a run is resumed.
+        # Its own step count only rises. Our `step` is the axis, because it may go back when a run is resumed.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -126,11 +126,11 @@ class Wandb:
 
 
 class Mlflow:
-    """A run of MLflow; its id is kept in the run's folder, so that a resumed run goes on with it."""
+    """A run of MLflow; its id is stored in the run's folder, so that a resumed training continues it."""
 
     buffers = False
     _MAX_METRICS = 1000
-    """Metrics in one call, at most."""
+    """Maximum number of metrics in one call."""
 
     def __init__(self, folder: Path, run: str, config: Mapping[str, Any], tracking: TrackingSpec) -> None:
         from mlflow.entities import Metric, Param
@@ -156,7 +156,7 @@ class Mlflow:
         import time
 
         now = int(time.time() * 1000)
-        # Of other characters MLflow takes none: `eval/pass@4` is `eval/pass_4` there.
+        # MLflow rejects other characters: `eval/pass@4` becomes `eval/pass_4`.
         metrics = [self._metric(re.sub(r"[^\w\-. /]", "_", name), value, now, step) for name, value in values.items()]
         for start in range(0, len(metrics), self._MAX_METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + self._MAX_METRICS])
@@ -179,20 +179,22 @@ _SINKS: dict[str, Callable[[Path, str, Mapping[str, Any], TrackingSpec], Sink]] 
 def open_sink(
     name: str, folder: Path, run: str, config: Mapping[str, Any], tracking: TrackingSpec | None = None
 ) -> Sink:
-    """Begin to show a run somewhere.
+    """Open a tracker for a run.
 
     Args:
-        name: As in `train.report_to`.
-        folder: The run's.
-        run: Its name.
-        config: What it was begun with.
-        tracking: Its project, group and tags there.
+        name: A value of `train.report_to`.
+        folder: The run's folder.
+        run: The run's name.
+        config: The run's configuration.
+        tracking: Project, group and tags of the run in the tracker.
 
     Raises:
-        TrainError: Kind `train_setup`: it is not installed, or did not begin; the message says what to install.
+        TrainError: Kind `train_setup`: the tracker is not installed or could not start; the message names the package to install.
     """
     if name not in _SINKS:
-        raise TrainError(f"train.report_to: {name!r} is none of {', '.join(_SINKS)}", kind="train_setup")
+        raise TrainError(
+            f"train.report_to: unknown tracker {name!r}; write one of {', '.join(_SINKS)}", kind="train_setup"
+        )
     try:
         return _SINKS[name](folder, run, config, tracking or TrackingSpec())
     except ImportError as error:
@@ -203,17 +205,17 @@ def open_sink(
         ) from error
     except Exception as error:
         raise TrainError(
-            f"train.report_to: {name} did not begin: {type(error).__name__}: {error}", kind="train_setup"
+            f"train.report_to: {name} could not start: {type(error).__name__}: {error}", kind="train_setup"
         ) from error
 
 
-def forget_run(name: str, folder: Path) -> None:
-    """Let the next `open_sink` begin another run of this tracker."""
+def discard_run_id(name: str, folder: Path) -> None:
+    """Remove the stored run id, so that the next `open_sink` starts a new run in this tracker."""
     (folder / f"{name}_run").unlink(missing_ok=True)
 
 
 def _stored_run_id(file: Path, make: Callable[[], str]) -> str:
-    """What the file says; made and written down where there is none."""
+    """Read a run id from the file, or make one and store it."""
     if file.exists():
         return file.read_text(encoding="utf-8").strip()
     made = make()

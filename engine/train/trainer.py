@@ -1,10 +1,10 @@
 """The training loop: collect a batch, train on it, send the new weights to the backend, repeat.
 
 Invariants:
-- Whenever a training ends, by an error, a divergence, a signal or a server that is gone, the weights after the last update that
-  was made are in a checkpoint, and an error's message names it. Before the first update there is nothing to save.
-- A group is trained on at most once, and everything that was sampled is used or counted: see `batch_log.py`, `groups.py`.
-- Each finished step gets one line of `metrics.jsonl`. A resumed training writes the lines that a kill prevented.
+- Whenever a training ends, by an error, a divergence, a signal or a lost server, the weights after the last update are
+  in a checkpoint, and an error's message names it. Before the first update there is nothing to save.
+- A group is trained on at most once, and all sampled tokens are used or counted: see `batch_log.py`, `groups.py`.
+- Each finished step gets one line of `metrics.jsonl`. A resumed training writes the lines that are missing after a kill.
 - With `asynchrony.max_staleness: 0` sampling and training alternate.
 """
 
@@ -91,7 +91,7 @@ class Trainer:
     Args:
         loaded: The spec.
         folder: The folder of the training, made by `folder.begin`.
-        tell: Called after each step.
+        on_step: Called after each step.
         phase: Called at the start of each phase: `rollout`, `update`, `sync`, `eval`, `checkpoint`.
         watch: Called with the runner when it exists, for a live display.
         keep_going: Do not stop if the first episodes all fail with one cause.
@@ -104,7 +104,7 @@ class Trainer:
         folder: Path,
         *,
         process_group: ProcessGroup | None = None,
-        tell: StepCallback | None = None,
+        on_step: StepCallback | None = None,
         phase: Callable[[str], None] | None = None,
         watch: Callable[[Runner], None] | None = None,
         keep_going: bool = False,
@@ -114,7 +114,7 @@ class Trainer:
         self.train = train_spec_of(loaded)
         self.folder = folder
         self._process_group = process_group or SingleProcessGroup()
-        self._tell = tell
+        self._on_step = on_step
         self._phase = phase
         self._watch = watch
         self._keep_going = keep_going
@@ -136,7 +136,7 @@ class Trainer:
         self._order: TaskOrder
 
     async def run(self, *, stop: asyncio.Event | None = None) -> TrainResult:
-        """Train to the last step, or until `stop` is set. Then a checkpoint is written; episodes under way stay in the store.
+        """Train to the last step, or until `stop` is set. Then a checkpoint is written; running episodes stay in the store.
 
         Raises:
             TrainError: kind `train_setup`: the training cannot start; `diverged`; `no_data`: no episode can be trained on.
@@ -146,13 +146,13 @@ class Trainer:
             with self._stall:
                 result = await self._run_prepared(stop)
             if not result.interrupted:
-                await self._notifier.tell("finished", step=result.steps, **_notified_metrics(result.last))
+                await self._notifier.notify("finished", step=result.steps, **_notified_metrics(result.last))
             return result
         except asyncio.CancelledError:
             raise
         except Exception as error:
             kind = "diverged" if isinstance(error, TrainError) and error.kind == "diverged" else "failed"
-            await self._notifier.tell(kind, step=self._state.step, reason=f"{type(error).__name__}: {error}")
+            await self._notifier.notify(kind, step=self._state.step, reason=f"{type(error).__name__}: {error}")
             raise
 
     async def _run_prepared(self, stop: asyncio.Event | None) -> TrainResult:
@@ -166,7 +166,7 @@ class Trainer:
             self._sync = open_sync(self.spec, self._backend, self.folder, lora=self.train.lora is not None)
             store = folders.open_rollouts(
                 self.folder, self.loaded
-            )  # from here on no other process trains in this folder
+            )  # locks the folder: no other process can train in it
             try:
                 return await self._run_with_store(store, stop)
             finally:
@@ -203,7 +203,7 @@ class Trainer:
             self._metrics.close()
 
     async def _run_saved(self, runner: Runner, stored: StoredEpisodes, stop: asyncio.Event | None) -> TrainResult:
-        """Repeat and train. The last finite state is saved whenever this ends."""
+        """Repeat the steps after the checkpoint, then train. The last finite state is saved at the end and on errors."""
         try:
             rows = RowBuilder(self.spec, self.train, self.loaded.base)
             repeater = StepRepeater(self._batch_log, self._order, rows, stored)
@@ -212,7 +212,7 @@ class Trainer:
             self._weights_known = True
             self._metrics.truncate(self._state.step)
             if self._state.version or self.spec.backend.weights_in_servers:
-                # A server may hold any weights: send ours before the first token is sampled.
+                # A server may have other weights: send the current ones before the first token is sampled.
                 await self._push_weights()
             result = TrainResult(self._state.step, repeated_steps=repeated)
             await self._write_missing_lines(repeater.records, stop)
@@ -242,23 +242,23 @@ class Trainer:
         for step in sorted(written.keys() - {0}):
             self._evaluator.note(
                 self._state, step, written[step]
-            )  # of repeated steps: their checkpoints do not have it
+            )  # from repeated steps, whose checkpoints do not have it
         if self._state.step == 0 and 0 not in written and self.train.eval is not None:
-            told = await unless_stopped(stop, self._evaluate())
-            if told is not None:
-                self._write_line(0, told)
+            values = await unless_stopped(stop, self._evaluate())
+            if values is not None:
+                self._write_line(0, values)
         for record in records:
             if not record.step_made or record.step in written:
                 continue
-            told = {name: math.nan if value is None else value for name, value in record.metrics.items()}
+            values = {name: math.nan if value is None else value for name, value in record.metrics.items()}
             if record.step == self._state.step and self._evaluator.due(record.step):
                 found = await unless_stopped(stop, self._evaluate())
                 if found is None:
                     return
-                told |= found
+                values |= found
                 if self._evaluator.note(self._state, record.step, found):
                     await self._checkpoint()
-            self._write_line(record.step, told)
+            self._write_line(record.step, values)
 
     def _collector(self, runner: Runner, rows: RowBuilder, stored: StoredEpisodes) -> BatchCollector:
         rollout = self.spec.rollout
@@ -291,7 +291,7 @@ class Trainer:
             if batch is None:
                 result.interrupted = True
                 return
-            told = await self._step(batch, collector)
+            values = await self._step(batch, collector)
             result.interrupted = stop is not None and stop.is_set()
             if not result.interrupted:
                 with self._timed("sync"):
@@ -303,34 +303,34 @@ class Trainer:
                 if found is None:  # the next launch evaluates this step and writes its line
                     result.interrupted = True
                     return
-                told |= found
-            if self._evaluator.note(state, state.step, told) or state.step % train.checkpoints.every == 0:
+                values |= found
+            if self._evaluator.note(state, state.step, values) or state.step % train.checkpoints.every == 0:
                 await self._checkpoint()
-            told |= self._times(time.perf_counter() - began, told)
+            values |= self._times(time.perf_counter() - began, values)
             self._seconds.clear()
-            self._write_line(state.step, told)
+            self._write_line(state.step, values)
             self._stall.tick()
-            result.first, result.last = result.first or told, told
-            result.resumed.update({name: int(told[name]) for name in _RESUMED if name in told})
+            result.first, result.last = result.first or values, values
+            result.resumed.update({name: int(values[name]) for name in _RESUMED if name in values})
 
     async def _step(self, batch: Batch, collector: BatchCollector) -> dict[str, float]:
-        """Train on a batch. Returns its metrics, which are in the batch log then."""
-        told = batch.metrics()
+        """Train on a batch and write its metrics to the batch log. Returns the metrics."""
+        values = batch.metrics()
         reach = reach_of(self.spec.rewards.credit, [*batch.used, *batch.left_out], self.loaded.base)
-        told |= reach.metrics()
+        values |= reach.metrics()
         if unplaced := reach.unplaced():
             log.warning("rewards reach no token", step=self._state.step + 1, rewards=unplaced)
         if batch.used:
-            told |= await self._learn(batch, told)
+            values |= await self._learn(batch, values)
         elif not any(group.rows for group in batch.left_out):
-            self._record(batch, told, step_made=False)  # or a resumed training would use these groups again
+            self._record(batch, values, step_made=False)  # or a resumed training would use these groups again
             raise batch.no_data(collector.faults)
         else:
-            told["updates"] = 0.0
-        self._record(batch, told, updates=self._learner.updates if batch.used else 0)
-        return told
+            values["updates"] = 0.0
+        self._record(batch, values, updates=self._learner.updates if batch.used else 0)
+        return values
 
-    def _record(self, batch: Batch, told: Mapping[str, float], *, updates: int = 0, step_made: bool = True) -> None:
+    def _record(self, batch: Batch, values: Mapping[str, float], *, updates: int = 0, step_made: bool = True) -> None:
         """Count a step and write it to the batch log."""
         state = self._state
         state.step += step_made
@@ -340,7 +340,7 @@ class Trainer:
             self._order,
             step=state.step,
             version=state.version,
-            metrics=told,
+            metrics=values,
             updates=updates,
             step_made=step_made,
         )
@@ -348,7 +348,7 @@ class Trainer:
         self._batch_log.append(record)
         self._weights_known = True
 
-    async def _learn(self, batch: Batch, told: Mapping[str, float]) -> dict[str, float]:
+    async def _learn(self, batch: Batch, values: Mapping[str, float]) -> dict[str, float]:
         """Run the updates of a batch in a thread, so that rollouts can continue meanwhile."""
         self._weights_known = False
         with self._timed("update"):
@@ -364,7 +364,7 @@ class Trainer:
                 self._weights_known = updates == 0
                 if updates:  # the step counts with the updates that it made before the one that diverged
                     rate = self._learner.rate
-                    self._record(batch, {**told, "lr": rate, "updates": float(updates)}, updates=updates)
+                    self._record(batch, {**values, "lr": rate, "updates": float(updates)}, updates=updates)
                 raise
 
     async def _checkpoint(self) -> None:
@@ -382,7 +382,7 @@ class Trainer:
             if self._weights_known:
                 await self._checkpoint_if_trained()
         except EngineError as failed:
-            log.warning("the last state was not saved", reason=str(failed))
+            log.warning("the last state could not be saved", reason=str(failed))
         if self._newest_checkpoint is not None:
             words = f"The last saved state is {self._newest_checkpoint}"
         else:
@@ -405,17 +405,17 @@ class Trainer:
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
 
-    def _times(self, whole: float, told: Mapping[str, float]) -> dict[str, float]:
-        sampled = told.get("episode/tokens", 0.0) * told.get("episodes/count", 0.0)
+    def _times(self, whole: float, values: Mapping[str, float]) -> dict[str, float]:
+        sampled = values.get("episode/tokens", 0.0) * values.get("episodes/count", 0.0)
         times = {f"time/{phase}": float(seconds) for phase, seconds in self._seconds.items()}
         return times | {"step_seconds": whole, "tokens_per_second": sampled / whole}
 
-    def _write_line(self, step: int, told: Mapping[str, float]) -> None:
+    def _write_line(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of a step and report them."""
-        self._metrics.write(step, told)
-        if self._tell is not None:
-            self._tell(step, told)
+        self._metrics.write(step, values)
+        if self._on_step is not None:
+            self._on_step(step, values)
 
 
-def _notified_metrics(told: Mapping[str, float]) -> dict[str, float]:
-    return {name.replace("/", "_"): value for name, value in told.items() if name in ("reward/mean", "eval/reward")}
+def _notified_metrics(values: Mapping[str, float]) -> dict[str, float]:
+    return {name.replace("/", "_"): value for name, value in values.items() if name in ("reward/mean", "eval/reward")}

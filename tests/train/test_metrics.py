@@ -74,7 +74,7 @@ def test_a_broken_last_line_is_left_out_and_cut_off_when_the_log_goes_on(tmp_pat
 def test_a_broken_line_before_the_last_is_named(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(StoreError, match=r"metrics\.jsonl:2 is no line of metrics"):
+    with pytest.raises(StoreError, match=r"metrics\.jsonl:2 is not a line of metrics"):
         read_metrics(tmp_path)
 
 
@@ -134,7 +134,7 @@ def test_a_package_that_is_not_there_is_named_with_its_extra(tmp_path: Path, mon
 
 
 def test_an_unknown_sink_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match="'neptune' is none of tensorboard, trackio, wandb, mlflow"):
+    with pytest.raises(TrainError, match="unknown tracker 'neptune'; write one of tensorboard, trackio, wandb, mlflow"):
         MetricsLog(tmp_path, ["neptune"])
 
 

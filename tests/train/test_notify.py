@@ -65,7 +65,7 @@ def hook() -> Iterator[Hook]:
 
 async def test_a_webhook_gets_the_event_as_json(hook: Hook) -> None:
     notifier = Notifier(NotifySpec(webhook_env="HOOK"), "run-1", environ=hook.environ)
-    await notifier.tell("diverged", step=12, reason="the loss is nan", loss=float("nan"), folder=Path("x"))
+    await notifier.notify("diverged", step=12, reason="the loss is nan", loss=float("nan"), folder=Path("x"))
     event = hook.next()
     assert isinstance(event.pop("time"), float)
     assert event == {
@@ -76,8 +76,8 @@ async def test_a_webhook_gets_the_event_as_json(hook: Hook) -> None:
 
 async def test_a_kind_that_is_not_asked_for_is_not_told(hook: Hook) -> None:
     notifier = Notifier(NotifySpec(webhook_env="HOOK", on=["failed"]), "run", environ=hook.environ)
-    await notifier.tell("finished")
-    await notifier.tell("failed")
+    await notifier.notify("finished")
+    await notifier.notify("failed")
     assert hook.next()["kind"] == "failed"
     assert hook.events.empty()
 
@@ -87,8 +87,8 @@ async def test_a_server_that_refuses_is_said_aloud_once(hook: Hook) -> None:
     hook.status = 500
     notifier = Notifier(NotifySpec(webhook_env="HOOK"), "run", environ=hook.environ)
     with structlog.testing.capture_logs() as logs:
-        await notifier.tell("failed")
-        await notifier.tell("failed")
+        await notifier.notify("failed")
+        await notifier.notify("failed")
     assert [(entry["log_level"], entry["reason"]) for entry in logs] == [
         ("warning", "the URL in HOOK replied with 500: "),
         ("debug", "the URL in HOOK replied with 500: "),
@@ -99,21 +99,21 @@ async def test_a_server_that_hangs_is_left_behind_and_its_url_is_not_shown(hook:
     hook.open.clear()
     notifier = Notifier(NotifySpec(webhook_env="HOOK"), "run", environ=hook.environ, seconds=0.2)
     with structlog.testing.capture_logs() as logs:
-        await notifier.tell("failed")
+        await notifier.notify("failed")
     assert [entry["reason"] for entry in logs] == ["ReadTimeout at the URL in HOOK"]
 
 
 async def test_nobody_there_is_no_error() -> None:
     notifier = Notifier(NotifySpec(webhook_env="HOOK"), "run", environ={"HOOK": "http://127.0.0.1:9/"})
     with structlog.testing.capture_logs() as logs:
-        await notifier.tell("failed")
+        await notifier.notify("failed")
     assert [entry["reason"] for entry in logs] == ["ConnectError at the URL in HOOK"]
 
 
 async def test_a_command_reads_the_event_from_its_standard_input(tmp_path: Path) -> None:
     out = tmp_path / "event.json"
     code = f"import sys; open({str(out)!r}, 'w').write(sys.stdin.read())"
-    await Notifier(NotifySpec(command=[sys.executable, "-c", code]), "run").tell("finished", step=3)
+    await Notifier(NotifySpec(command=[sys.executable, "-c", code]), "run").notify("finished", step=3)
     event = json.loads(out.read_text())
     assert (event["kind"], event["step"], event["text"]) == ("finished", 3, "run: training finished at step 3")
 
@@ -122,7 +122,7 @@ async def test_a_command_that_fails_is_told_with_what_it_said() -> None:
     code = "import sys; sys.exit('no such room')"
     notifier = Notifier(NotifySpec(command=[sys.executable, "-c", code]), "run")
     with structlog.testing.capture_logs() as logs:
-        await notifier.tell("failed")
+        await notifier.notify("failed")
     assert [entry["reason"] for entry in logs] == [f"{sys.executable} exited with 1: no such room"]
 
 
@@ -144,7 +144,7 @@ async def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path: Pat
     command = ["sh", "-c", f"sleep 600 & echo $! > {pid}; wait"]
     notifier = Notifier(NotifySpec(command=command), "run", seconds=1.0)
     with structlog.testing.capture_logs() as logs:
-        await notifier.tell("failed")
+        await notifier.notify("failed")
     assert [entry["reason"] for entry in logs] == ["sh did not end within 1 s"]
     assert ends(int(pid.read_text()))
 
@@ -155,16 +155,16 @@ async def test_a_function_is_called_and_may_be_async_and_may_raise(tmp_path: Pat
         "async def later(event):\n    events.append(event['kind'])\n"
         "def never(event):\n    raise SystemExit('out of paper')\n"
     )
-    await Notifier(NotifySpec(use="tell_somebody:later"), "run", base=tmp_path).tell("failed")
+    await Notifier(NotifySpec(use="tell_somebody:later"), "run", base=tmp_path).notify("failed")
     assert sys.modules["tell_somebody"].events == ["failed"]
     with structlog.testing.capture_logs() as logs:
-        await Notifier(NotifySpec(use="tell_somebody:never"), "run", base=tmp_path).tell("failed")
+        await Notifier(NotifySpec(use="tell_somebody:never"), "run", base=tmp_path).notify("failed")
     assert [entry["reason"] for entry in logs] == ["out of paper"]
 
 
 async def test_one_way_that_fails_does_not_keep_the_others_from_it(hook: Hook) -> None:
     spec = NotifySpec(webhook_env="HOOK", command=[sys.executable, "-c", "raise SystemExit(1)"])
-    await Notifier(spec, "run", environ=hook.environ).tell("failed")
+    await Notifier(spec, "run", environ=hook.environ).notify("failed")
     assert hook.next()["kind"] == "failed"
 
 
