@@ -1,7 +1,7 @@
-"""Reading the final number out of a reply, for graders.
+"""Reads the final number of a reply, for graders.
 
-Invariant: only what the reply itself declares counts. An `<answer>` tag that holds several numbers, or a
-number that is spelt in no known way, is not an answer: a policy cannot win by listing candidates.
+Invariant: only an explicit answer counts. An `<answer>` tag with several numbers, or with a number in an unknown
+notation, is not an answer, so a policy earns nothing by listing candidates.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple
 Style = Literal["hashes", "tags", "sentence", "last_number"]
 
 STYLES: tuple[Style, ...] = ("hashes", "tags", "sentence")
-"""The explicit ways of giving an answer; `last_number` is none."""
+"""The explicit answer formats; `last_number` is not one of them."""
 
 MAX_DIGITS = 400
-"""Characters of the longest number that is read."""
+"""Maximum number of characters of a number."""
 
 _NUMBER = r"[-+−]?\s?[$€£]?\s?(?:\d{1,3}(?:,\d{3})++(?:\.\d+)?(?!,?\d)|\d+(?:\.\d+)?|\.\d+)(?:\s?/\s?\d+(?:\.\d+)?)?"
 _ONE = re.compile(_NUMBER, re.ASCII)
@@ -29,7 +29,7 @@ _STYLE_PATTERNS: dict[Style, re.Pattern[str]] = {
 
 
 class Answer(NamedTuple):
-    """A final number, and how the reply gave it."""
+    """A final number and the format in which the reply gave it."""
 
     value: Fraction
     style: Style
@@ -38,11 +38,11 @@ class Answer(NamedTuple):
 
 
 def final_number(reply: str, styles: Collection[Style] = STYLES) -> Answer | None:
-    """The answer that `reply` gives last in one of `styles`.
+    """The last answer of `reply` in one of `styles`; None if there is none.
 
-    `hashes` is `#### 42`, `tags` is `<answer>42</answer>`, `sentence` is `The answer is 42.`; each must hold one
-    number as `one_number` reads it. Where none does and `last_number` is among the styles, the last number of the
-    reply counts.
+    `hashes` is `#### 42`, `tags` is `<answer>42</answer>`, `sentence` is `The answer is 42.`; each must contain
+    exactly one number, as `one_number` reads it. If there is none and `last_number` is one of the styles, the last number
+    of the reply counts.
     """
     best: tuple[int, Answer] | None = None
     for style, pattern in _STYLE_PATTERNS.items():
@@ -62,7 +62,7 @@ def final_number(reply: str, styles: Collection[Style] = STYLES) -> Answer | Non
 
 
 def one_number(text: str) -> Fraction | None:
-    """The number in `text` if there is exactly one; of `3 + 4 = 7`, what follows the last `=`.
+    """The number in `text` if there is exactly one; in `3 + 4 = 7`, only the part after the last `=` is read.
 
     Thousands commas, a currency sign, a fraction (`3/4`), a percent sign and units around it are allowed:
     `$1,200`, `12 apples` and `50%` read as 1200, 12 and 50.
@@ -78,9 +78,7 @@ def _single(text: str) -> tuple[Fraction, str] | None:
 
 
 def _read(numeral: str) -> Fraction | None:
-    if (
-        len(numeral) > MAX_DIGITS
-    ):  # Python refuses to read one of more than 4,300 digits, and no task has such an answer
+    if len(numeral) > MAX_DIGITS:  # Python refuses numbers of more than 4,300 digits, and no task has such an answer
         return None
     plain = re.sub(r"[\s$€£,+]", "", numeral).replace("−", "-")
     top, _, bottom = plain.partition("/")
@@ -90,5 +88,5 @@ def _read(numeral: str) -> Fraction | None:
 
 
 def _without_joined_signs(text: str) -> str:
-    """`text` with a `-` that joins (`10-20`, `step-3`) made a space, so that it is not read as a minus sign."""
+    """`text` with each hyphen (`10-20`, `step-3`) replaced by a space, so that it is not read as a minus sign."""
     return re.sub(r"(?<=[\w)])[-−](?=[\w$(])", " ", text)

@@ -1,10 +1,10 @@
-"""Small number problems with a teacher: a world that a model of a hundred million parameters can live in.
+"""Small arithmetic problems with a teacher, easy enough for a model with 100 million parameters.
 
-`problems` makes the tasks, `Arithmetic` asks the question, `Teacher` judges the reply and helps. The model is
-meant to hand the sum to a calculator and to say `The answer is N`.
+`problems` makes the tasks, `Arithmetic` asks the question, `Teacher` judges the reply and gives hints. The
+model should use a calculator and then write `The answer is N`.
 
-Invariant: a problem's text and answer are a pure function of (count, seed), and the answer is worked out from
-the same expression that the hint shows, so the two cannot disagree.
+Invariant: a problem's text and answer are a pure function of (count, seed), and the answer is computed from
+the expression that the hint shows, so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def problems(count: int = 32, seed: int = 0, stories: float = 0.5, largest: int 
     Args:
         count: How many.
         seed: Seeds the choice of shapes and numbers.
-        stories: The part, from 0 to 1, that are told as a story instead of as a sum.
-        largest: The largest number that a problem has, from 3; the third one is 9 at most.
+        stories: The fraction of problems, from 0 to 1, that are stories instead of sums.
+        largest: The largest number in a problem, at least 3; the third number is at most 9.
     """
     rng = random.Random(f"arithmetic/{seed}")
     for index in range(count):
@@ -73,25 +73,25 @@ def problems(count: int = 32, seed: int = 0, stories: float = 0.5, largest: int 
 
 
 class Arithmetic:
-    """Asks a task's question. The answer and the expression stay with the teacher."""
+    """Asks a task's question. The model sees neither the answer nor, before a hint, the expression."""
 
     def reset(self, task: Task, seed: int) -> Reset:
         """The question, as the user's first message."""
         for field in ("question", "expression", "answer"):
             if field not in task.fields:
                 raise ValueError(
-                    f"task {task.id!r} has no field {field!r}; `engine.environments.arithmetic:problems` makes whole ones"
+                    f"task {task.id!r} has no field {field!r}; `engine.environments.arithmetic:problems` makes rows with all fields"
                 )
         return Reset(messages=[Message(role="user", content=str(task.fields["question"]))])
 
 
 class Teacher:
-    """Judges each answer, and shows the sum where it is wrong or missing.
+    """Judges each answer, and shows the expression if the answer is wrong or missing.
 
     Args:
         correct: Reward `correct` of the turn that gives the right answer.
         unreadable: Reward `format` of a turn in which no answer can be found.
-        hints: How often the expression is shown; after that a mistake is only named.
+        hints: How many times the expression is shown. Later messages only say that the answer is wrong or missing.
     """
 
     def __init__(self, correct: float = 1.0, unreadable: float = -0.1, hints: int = 8) -> None:
@@ -100,7 +100,7 @@ class Teacher:
         self._hints = hints
 
     def respond(self, view: EpisodeView) -> UserTurn:
-        """Satisfied with the right answer; help with any other. Reads the model's own words alone."""
+        """Satisfied with the right answer; otherwise a hint. Reads only the model's own text."""
         expression = str(view.task.fields["expression"])
         hint = f"What is {expression}?" if view.user_turn < self._hints else "Try again."
         answer = final_number(view.reply, STYLES)

@@ -1,10 +1,10 @@
-"""Name the colour of a square, then of the next one: the smallest world that needs eyes.
+"""Name the colour of a square, then of the next one: a minimal environment with images.
 
 `problems` makes the tasks, `ColorSquare` shows the first square, and `Viewer` judges each answer and shows the next
-square in its own turn. Every turn is paid for the square that it was asked about.
+square in its own turn. The reward of a turn is for the square of that turn.
 
-Invariant: the squares are a pure function of the task's `seed` and the turn, whoever draws them and however often,
-so all samples of a task see the same pixels. The colour is never written down: only the picture tells it.
+Invariant: the squares are a pure function of the task's `seed` and the turn, so all samples of a task see the same
+pixels. No text contains the colour: only the picture shows it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ COLORS: dict[str, tuple[int, int, int]] = {
     "purple": (145, 60, 185),
     "orange": (240, 140, 30),
 }
-"""What a square may be, and its RGB before the jitter."""
+"""The colours of squares, and their RGB values before the jitter."""
 
 _WORDS = re.compile(rf"\b(?:{'|'.join(COLORS)})\b", re.IGNORECASE)
 _SMALLEST, _LARGEST = 0.3, 0.6
-"""Of the picture's side."""
+"""Side of the square as a fraction of the picture's side."""
 
 
 class Square(NamedTuple):
-    """One square, and where it stands in its picture."""
+    """One square and its position in its picture."""
 
     color: str
     rgb: tuple[int, int, int]
     background: int
-    """Grey, 0 to 255."""
+    """Grey level, 0 to 255."""
     left: int
     top: int
     side: int
@@ -57,7 +57,7 @@ def problems(
         seed: Seeds the squares.
         turns: Squares in each episode.
         size: Side of the pictures, pixels.
-        jitter: How far each channel may be off the colour's own; see `square`.
+        jitter: Maximum deviation of each channel from the colour; see `square`.
     """
     for index in range(count):
         yield {
@@ -73,10 +73,10 @@ def square(seed: int | str, turn: int, size: int = 64, jitter: int = 24) -> Squa
     """The square of a task's turn.
 
     Args:
-        seed: The task's.
-        turn: From 0.
+        seed: The task's seed.
+        turn: Index of the turn, from 0.
         size: Side of the picture in pixels.
-        jitter: How far each channel may be off the colour's own, either way. 24 leaves the six apart.
+        jitter: Maximum deviation of each channel from the colour. With 24 the six colours stay distinct.
     """
     rng = random.Random(f"color_square/{seed}/{turn}")
     color = rng.choice(list(COLORS))
@@ -98,13 +98,13 @@ def picture(seed: int | str, turn: int, size: int = 64, jitter: int = 24) -> Ima
 
 
 def named(reply: str) -> str | None:
-    """The colour that a reply names; None where it names none, or several."""
+    """The colour that a reply names; None if it names none or several."""
     found = {word.lower() for word in _WORDS.findall(reply)}
     return found.pop() if len(found) == 1 else None
 
 
 class Scene(NamedTuple):
-    """What a task shows: read off its fields, which `problems` makes."""
+    """The squares of a task, from its fields, which `problems` makes."""
 
     seed: int | str
     turns: int
@@ -113,15 +113,15 @@ class Scene(NamedTuple):
 
     @classmethod
     def of(cls, task: Task) -> Scene:
-        """A task's. Only `seed` is needed; two turns of 64 pixels where the task says nothing else.
+        """The scene of a task. Only `seed` is required; the defaults are two turns of 64 pixels.
 
         Raises:
-            ValueError: A field is missing, or makes no sense.
+            ValueError: A field is missing or invalid.
         """
         fields = {"turns": 2, "size": 64, "jitter": 24} | dict(task.fields)
         if "seed" not in fields:
             raise ValueError(
-                f"task {task.id!r} has no field 'seed'; `engine.environments.color_square:problems` makes whole ones"
+                f"task {task.id!r} has no field 'seed'; `engine.environments.color_square:problems` makes rows with all fields"
             )
         for name, least in (("turns", 1), ("size", 8), ("jitter", 0)):
             value = fields[name]
@@ -130,11 +130,11 @@ class Scene(NamedTuple):
         return cls(fields["seed"], fields["turns"], fields["size"], fields["jitter"])
 
     def show(self, turn: int, words: str) -> list[ContentPart]:
-        """What is said in a turn: the picture, then the question."""
+        """The message of a turn: the picture, then the question."""
         return [picture(self.seed, turn, self.size, self.jitter), TextPart(text=words)]
 
     def judge(self, reply: str, turn: int, correct: float, wrong: float) -> tuple[bool, RewardEvent]:
-        """Whether a reply names the colour of the square of `turn`, and what that earns."""
+        """Whether a reply names the colour of the square of `turn`, and the reward for it."""
         said, color = named(reply), square(self.seed, turn, self.size, self.jitter).color
         if said == color:
             return True, RewardEvent(name="color", value=correct, cause=f"{color}, as it is")
@@ -146,9 +146,9 @@ class ColorSquare:
     """Shows the first square and asks for its colour.
 
     Args:
-        question: What is asked, beside the picture.
-        correct: Reward `color` of a right last answer that no user has judged (`limits.user_turns` spent, say).
-        wrong: The same, for a wrong one.
+        question: The text after the picture.
+        correct: Reward `color` of a right last answer that no user judged, for example because `limits.user_turns` was reached.
+        wrong: Reward `color` of a wrong last answer that no user judged.
     """
 
     def __init__(self, question: str = "What colour is the square?", correct: float = 1.0, wrong: float = 0.0) -> None:
@@ -157,11 +157,11 @@ class ColorSquare:
         self._wrong = wrong
 
     def reset(self, task: Task, seed: int) -> Reset:
-        """The first picture and the question. The squares are the task's, whatever the episode's seed."""
+        """The first picture and the question. The squares depend on the task, not on the episode's seed."""
         return Reset(messages=[Message(role="user", content=Scene.of(task).show(0, self._question))])
 
     def score(self, view: EpisodeView) -> list[RewardEvent]:
-        """Pay a last answer that no user has judged."""
+        """Reward a last answer that no user has judged."""
         shown = int(view.facts.get("judged", 0))
         judged = view.facts.get("judged_turn") == view.turn
         if judged or view.finish != "stop" or view.calls or view.malformed:
@@ -173,8 +173,8 @@ class Viewer:
     """A user who judges each answer and shows the next square; satisfied after the task's last one.
 
     Args:
-        question: What is asked, beside each further picture.
-        tell: Whether the model is told if it was right. It then hears more than its eyes say.
+        question: The text after each further picture.
+        tell: Whether the user says if the answer was right. This gives the model information that is not in the picture.
         correct: Reward `color` of a turn that names its square's colour.
         wrong: Reward `color` of a turn that does not.
     """
@@ -188,7 +188,7 @@ class Viewer:
         self._wrong = wrong
 
     def respond(self, view: EpisodeView) -> UserTurn:
-        """Judge the square that was asked about last. The facts `judged` and `right` count squares."""
+        """Judge the answer about the newest square. The facts `judged` and `right` count squares."""
         scene = Scene.of(view.task)
         shown = int(view.facts.get("judged", 0))
         right, reward = scene.judge(view.reply, shown, self._correct, self._wrong)

@@ -81,7 +81,7 @@ class Judged(NamedTuple):
 
 
 def judge(reply: str, numbers: list[int], target: int) -> Judged:
-    """Judge the last expression in `<answer>` tags. `= 24` behind it is ignored."""
+    """Judge the last expression in `<answer>` tags. `= 24` after it is ignored."""
     found = _ANSWER.findall(reply)
     if not found:
         return Judged(False, False, "There is no <answer>.")
@@ -106,10 +106,10 @@ def _how(used: int, given: int) -> str:
 
 
 class Countdown:
-    """Shows a problem and judges each reply until it is right or there is no try left.
+    """Shows a problem and judges each reply until one is right or the tries are used up.
 
     Args:
-        tries: Replies that are judged.
+        tries: Maximum number of judged replies.
         correct: Reward `correct` of the right expression.
         form: Reward `form` of the first reply whose expression can be read and uses each number once; paid once.
     """

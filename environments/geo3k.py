@@ -1,15 +1,15 @@
-r"""Geometry with pictures (Geometry3K), with two faces: a tool that scores answers, or a grader who asks again.
+r"""Geometry problems with pictures (Geometry3K), in two forms: a tool that scores answers, or a grader who asks again.
 
 `problems` makes the tasks, from the 301 problems that ship with the project or from a copy of the public data set.
 `Geo3k` asks, and `Grader` is a user who lets the model try again (AReaL's multi-turn workflow; the discount by turns
 is the spec's `rewards.credit`). `Geo3kTool` asks too, and offers the tool `calc_score`, which scores an answer in the
-turn that calls it and says whether it is right (slime's geo3k example); `Reminder` speaks where no tool was called.
+turn that calls it and says whether it is right (slime's geo3k example); `Reminder` is the user after a turn without a call.
 
 Source: Lu et al. 2021, "Inter-GPS: Interpretable Geometry Problem Solving with Formal Language and Symbolic
 Reasoning", arXiv:2105.04165.
 
-Invariant: only what the model wrote is graded, its reply or its call's argument, one answer a turn; the right answer
-is never shown to it.
+Invariant: only the model's reply or the argument of its call is graded, one answer per turn. The model never sees the right
+answer.
 """
 
 from __future__ import annotations
@@ -26,41 +26,43 @@ from engine.schemas.message import ContentPart, Message, TextPart, image_part
 from engine.schemas.reward import RewardEvent
 
 MARK = "<image>"
-"""Where a picture stands in a question, in the public layouts."""
+"""The mark for a picture in a question, in the public layouts."""
 EXAMPLE = "\\boxed{12}"
 
 AnswerText = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
-"""An answer, for a tool's schema a string; models write numbers as well."""
+"""An answer: a string in the tool's schema; a number is accepted too, because models write numbers."""
 
 
 def gold_answer(task: Task) -> Number:
     """The right answer of a task.
 
     Raises:
-        ValueError: The task has none that is a number.
+        ValueError: The task has no answer that is a number.
     """
     written = task.fields.get("answer")
     value = None if written is None else read_number(str(written))
     if value is None:
-        raise ValueError(f"task {task.id!r}: the answer {written!r} is no number, so nothing can be checked against it")
+        raise ValueError(
+            f"task {task.id!r}: the answer {written!r} is not a number; write one number in the field `answer`"
+        )
     return value
 
 
 def is_right(answer: Number, task: Task) -> bool:
-    """Whether an answer is the task's, within its `tolerance` (relative; 0.01 where the task has none)."""
+    """Whether an answer is right within the task's `tolerance` (relative; default 0.01)."""
     return same_number(answer, gold_answer(task), float(task.fields.get("tolerance", 0.01)))
 
 
 def ask(task: Task, instruction: str = "") -> list[ContentPart]:
-    """The question as text and picture parts: pictures where it has `<image>`, in front where it has none.
+    """The question as text and picture parts: each picture at its `<image>`, or all in front if there is no `<image>`.
 
     Raises:
-        ValueError: It has another number of marks than of pictures, or no question.
+        ValueError: The numbers of marks and pictures differ, or there is no question.
     """
     question = task.fields.get("question")
     if not isinstance(question, str) or not question.strip():
         raise ValueError(
-            f"task {task.id!r} has no field 'question'; `engine.environments.geo3k:problems` makes whole ones"
+            f"task {task.id!r} has no field 'question'; `engine.environments.geo3k:problems` makes rows with all fields"
         )
     images = list(task.fields.get("images") or [])
     pieces = question.split(MARK) if MARK in question else ["" for _ in images] + [question]
@@ -80,10 +82,10 @@ def ask(task: Task, instruction: str = "") -> list[ContentPart]:
 
 
 class Geo3k:
-    """Asks a task's question, with its picture.
+    """Asks a task's question and shows its picture.
 
     Args:
-        instruction: Added after the question, on a line of its own.
+        instruction: Text on its own line after the question.
         correct: Reward `correct` for a right last answer that no user has judged (see `score`).
     """
 
@@ -92,13 +94,13 @@ class Geo3k:
         self._correct = correct
 
     def reset(self, task: Task, seed: int) -> Reset:
-        """The picture and the question. The facts `solved` and `tries` are there from the start, for guards."""
-        gold_answer(task)  # a task that cannot be graded fails before it costs a token
+        """The picture and the question. The facts `solved` and `tries` exist from the start, for guards."""
+        gold_answer(task)  # a task that cannot be graded fails before any token is sampled
         message = Message(role="user", content=ask(task, self._instruction))
         return Reset(messages=[message], facts={"solved": False, "tries": 0})
 
     def score(self, view: EpisodeView) -> list[RewardEvent]:
-        """Grade the last answer where the machine ended without asking the user (`limits.user_turns` spent, say)."""
+        """Grade the last answer if no user judged it, for example because `limits.user_turns` was reached."""
         if view.facts.get("graded") == view.turn or view.finish != "stop" or view.calls or view.malformed:
             return []
         answer = _answer(view.reply)
@@ -110,14 +112,13 @@ class Geo3k:
 class Grader:
     """A user who says whether the answer is right, and lets the model try again.
 
-    What a wrong answer is told is the spec's `recover.wrong`, where it has one, and `recover.no_answer` where there is
-    no answer; the words here are for specs without. Fields: `answer` (as it was written), `tries` (answers so far,
+    The message after a wrong answer is the spec's `recover.wrong`, and after a reply without an answer `recover.no_answer`;
+    the texts here are used if the spec has none. Fields: `answer` (as it was written), `tries` (answers so far,
     this one included), `question`, and `image`, the first picture.
 
     Args:
         correct: Reward `correct` of the turn that gives the right answer.
-        retry: Factor on `correct` for each wrong answer that came before. Leave it at 1 where the spec's credit
-            discounts by turns.
+        retry: Factor on `correct` for each earlier wrong answer. Keep it at 1 if the spec's credit discounts by turns.
     """
 
     recover_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -130,7 +131,7 @@ class Grader:
         self._retry = retry
 
     def respond(self, view: EpisodeView) -> UserTurn:
-        """Judge the newest answer. It keeps no state: the same view is always judged alike."""
+        """Judge the newest answer. The object keeps no state, so the same view always gives the same result."""
         tries = int(view.facts.get("tries", 0))
         written = final_answer(view.reply)
         answer = None if written is None else read_number(written)
@@ -165,12 +166,12 @@ class Grader:
 class Geo3kTool(Geo3k):
     """Asks a task's question and offers `calc_score`, which scores an answer and says whether it is right.
 
-    A right answer sets the fact `solved`, so that a machine may end there: `conditions: facts.solved` on `results`.
+    A right answer sets the fact `solved`, so a machine can end the episode: `conditions: facts.solved` on `results`.
 
     Args:
-        instruction: Added after the question, on a line of its own.
-        correct: Reward `score` of a turn that hands in the right answer.
-        wrong: Reward `score` of a turn that hands in another.
+        instruction: Text on its own line after the question.
+        correct: Reward `score` of a turn that submits the right answer.
+        wrong: Reward `score` of a turn that submits a wrong answer.
     """
 
     def __init__(self, instruction: str = "", correct: float = 1.0, wrong: float = 0.0) -> None:
@@ -178,7 +179,7 @@ class Geo3kTool(Geo3k):
         self._wrong = wrong
 
     def tools(self) -> list[Callable[..., Any]]:
-        """The one tool."""
+        """The tool `calc_score`."""
         return [self.calc_score]
 
     def calc_score(self, answer: AnswerText, view: EpisodeView) -> ToolReply:
@@ -206,20 +207,20 @@ class Geo3kTool(Geo3k):
         )
 
     def score(self, view: EpisodeView) -> list[RewardEvent]:
-        """Nothing: the tool has scored every turn that handed an answer in."""
+        """No rewards: the tool has already scored every turn that submitted an answer."""
         return []
 
 
 class Reminder:
-    """A user who speaks where the model handed in no answer, and asks it to.
+    """A user who asks for an answer after a turn that submitted none.
 
-    The spec's `recover.no_answer` is said, where it has one. Fields: `tries` and `question`.
+    The message is the spec's `recover.no_answer`, if it has one. Fields: `tries` and `question`.
     """
 
     recover_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {"no_answer": ("tries", "question")}
 
     def respond(self, view: EpisodeView) -> UserTurn:
-        """The reminder; never satisfied, since only the tool knows."""
+        """The reminder. It never sets `satisfied`, because only the tool knows whether an answer is right."""
         cut = "Your reply was cut off. " if view.finish == "length" else ""
         return UserTurn(
             content=f"{cut}Call calc_score with your answer.",

@@ -1,12 +1,12 @@
-"""Rows of Geometry3K, in the layouts that it is published in, as tasks of one layout.
+"""Reads Geometry3K in its published layouts, and returns rows of one layout.
 
-Read are: the 301 problems that ship with the project; the hub's `hiyouga/geometry3k` as Parquet (`images`, a list of
-`{bytes, path}`; `problem`, with `<image>` where the picture stands; `answer`); what verl and slime make of it
+The layouts are: the 301 problems that ship with the project; the hub's `hiyouga/geometry3k` as Parquet (`images`, a list of
+`{bytes, path}`; `problem`, with `<image>` where the picture stands; `answer`); the versions of verl and slime
 (`extra_info.question`, `reward_model.ground_truth`; images as `data:` URIs); and JSON lines with `image` or `images`,
-paths beside the file.
+paths relative to the file.
 
-Invariant: every row that comes out has `id`, `question`, `images` (references: a path that is absolute, or a URI),
-`answer` and `tolerance`; one that cannot have them is named, by its file and number.
+Invariant: every returned row has `id`, `question`, `images` (references: a path that is absolute, or a URI),
+`answer` and `tolerance`. A row without them is an error that names its file and number.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def problems(path: str | None = None, split: str | None = None, tolerance: float
     """Rows with `id`, `question`, `images`, `answer` and `tolerance`.
 
     Args:
-        path: A `.parquet` or `.jsonl` file, or a folder of such (a copy of the hub's, say), relative to where the
-            engine is started. Left out, the problems that ship with the project.
-        split: Of a folder, only files whose names begin with this: `train`, `validation`, `test`.
-        tolerance: How far an answer may be off, relative, for rows that do not say: the public set rounds some of its
+        path: A `.parquet` or `.jsonl` file, or a folder of such files (for example a copy of the hub's), relative to the
+            current folder. None: the problems that ship with the project.
+        split: Read only files of the folder whose names begin with this: `train`, `validation`, `test`.
+        tolerance: Maximum relative error of an answer, for rows without their own: the public set rounds some of its
             answers to two decimals.
 
     Raises:
@@ -53,7 +53,7 @@ def _files(path: Path, split: str | None) -> list[Path]:
     found = sorted(file for file in path.rglob("*") if file.suffix in (".parquet", ".jsonl"))
     chosen = [file for file in found if split is None or file.name.startswith(split)]
     if not chosen:
-        names = ", ".join(file.name for file in found) or "nothing of the kind"
+        names = ", ".join(file.name for file in found) or "no such file"
         wanted = "" if split is None else f" whose name begins with {split!r}"
         raise FileNotFoundError(f"no .parquet or .jsonl file{wanted} in {path}; it holds {names}")
     return chosen
@@ -76,7 +76,7 @@ def _parquet(file: Path) -> Iterator[Any]:
 
 def _task(row: Any, file: Path, number: int, tolerance: float) -> dict[str, Any]:
     if not isinstance(row, Mapping):
-        raise ValueError(f"it is no mapping, but {type(row).__name__}")
+        raise ValueError(f"a row must be a mapping, not {type(row).__name__}")
     extra, judged = _mapping(row.get("extra_info")), _mapping(row.get("reward_model"))
     question = _first(row.get("question"), row.get("problem"), extra.get("question"))
     answer = _first(row.get("answer"), extra.get("answer"), judged.get("ground_truth"))

@@ -143,7 +143,7 @@ class GridWorld:
     """Walks the agent through one grid.
 
     Args:
-        show: `image` draws the grid, `text` writes it, for models without eyes.
+        show: `image` draws the grid, `text` writes it, for models that take no images.
         cell: Side of a cell in pixels.
         moves: Replies until the walk ends. A reply without a move counts too.
         goal: Reward `goal` of the step that reaches the goal.

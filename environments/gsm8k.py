@@ -1,10 +1,10 @@
 """Grade-school word problems (GSM8K) with a grader who gives feedback.
 
-Tasks have `question` and `answer`; the answer is GSM8K's: a solution with `<<48/2=24>>` marks, then `#### 72`.
+Tasks have `question` and `answer`; the answer has GSM8K's form: a solution with `<<48/2=24>>` marks, then `#### 72`.
 Source: Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems", arXiv:2110.14168.
 
-Invariant: the right answer is never shown to the model: not by the environment, and not by a hint. Grading reads
-the model's own words alone (`view.reply`), so nothing that a tool or the user said can win a reward.
+Invariant: neither the environment nor a hint shows the right answer to the model. Only the model's own text
+(`view.reply`) is graded, so no text of a tool or the user can earn a reward.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Calculation(NamedTuple):
 
 
 def gold_answer(task: Task) -> Fraction:
-    """The right answer of a task: what follows `####`, or the field `answer` itself where it is one number.
+    """The right answer of a task: the number after `####`, or the whole field `answer` if it is one number.
 
     Raises:
         ValueError: The task has no such answer.
@@ -55,7 +55,7 @@ def gold_answer(task: Task) -> Fraction:
 
 
 def calculations(task: Task) -> list[Calculation]:
-    """The marked steps of the reference solution, in order; empty where the answer is a bare number."""
+    """The marked steps of the reference solution, in order; empty if the answer is only a number."""
     found = _CALCULATION.findall(str(task.fields["answer"]))
     return [Calculation(expression.strip(), result.strip()) for expression, result in found]
 
@@ -64,7 +64,7 @@ class Gsm8k:
     """Asks a task's question.
 
     Args:
-        instruction: Added after the question, on a line of its own.
+        instruction: Text on its own line after the question.
         correct: Reward `correct` for a right last answer that no user has judged (see `score`).
         styles: How an answer may be given; see `engine.environments.answers.final_number`.
     """
@@ -75,16 +75,16 @@ class Gsm8k:
         self._styles = _known_styles(styles)
 
     def reset(self, task: Task, seed: int) -> Reset:
-        """The question; the fact `steps` is how many steps the reference solution takes."""
-        gold_answer(task)  # a task that cannot be graded fails before it costs a token
+        """The question; the fact `steps` is the number of steps of the reference solution."""
+        gold_answer(task)  # a task that cannot be graded fails before any token is sampled
         question = str(task.fields["question"]).strip()
         content = f"{question}\n{self._instruction}" if self._instruction else question
         return Reset(messages=[Message(role="user", content=content)], facts={"steps": len(calculations(task))})
 
     def score(self, view: EpisodeView) -> list[RewardEvent]:
-        """Grade the last answer where the machine ended without asking the user (`limits.user_turns` spent, say).
+        """Grade the last answer if no user judged it, for example because `limits.user_turns` was reached.
 
-        `Grader` leaves the fact `graded`, the newest turn that it has judged.
+        `Grader` sets the fact `graded` to the newest turn that it has judged.
         """
         if view.facts.get("graded") == view.turn or view.finish != "stop" or view.calls or view.malformed:
             return []
@@ -95,15 +95,15 @@ class Gsm8k:
 
 
 class Grader:
-    """A user who wants the right number, and helps towards it.
+    """A user who asks for the right number and gives hints.
 
     Args:
         correct: Reward `correct` of the turn that gives the right answer.
-        retry: Factor on `correct` for each wrong answer that came before.
+        retry: Factor on `correct` for each earlier wrong answer.
         format: Reward `format` of the first turn whose answer can be read, right or wrong. Paid once, so
             that repeating wrong answers earns nothing.
-        hint: What a wrong answer is told. `none`: that it is wrong; `direction`: that it is too high or too low;
-            `step`: the next step of the reference solution, never one that shows the right answer.
+        hint: The message after a wrong answer. `none`: that it is wrong; `direction`: also whether it is too high or too low;
+            `step`: also the next step of the reference solution, never a step that shows the right answer.
         max_hints: How many wrong answers get a hint.
         styles: How an answer may be given; see `engine.environments.answers.final_number`.
     """
@@ -120,7 +120,7 @@ class Grader:
         if hint not in get_args(Hint):
             raise ValueError(f"hint {hint!r} is not known; write one of {', '.join(get_args(Hint))}")
         if max_hints < 0:
-            raise ValueError(f"max_hints is {max_hints}; it counts from 0")
+            raise ValueError(f"max_hints is {max_hints}; write 0 or more")
         self._correct = correct
         self._retry = retry
         self._format = format
@@ -129,7 +129,7 @@ class Grader:
         self._styles = _known_styles(styles)
 
     def respond(self, view: EpisodeView) -> UserTurn:
-        """Judge the newest answer. It keeps no state: the same view is always judged alike."""
+        """Judge the newest answer. The object keeps no state, so the same view always gives the same result."""
         facts = {"graded": view.turn}
         if view.finish == "length":
             return UserTurn(content=f"Your reply was cut off. Be shorter, and end with: {self._example}", facts=facts)
@@ -153,7 +153,7 @@ class Grader:
         return _FORMATS[self._styles[0]]
 
     def _advice(self, task: Task, answer: Answer, gold: Fraction, earlier: int) -> str:
-        """What is said after `42 is not right.`; `earlier` wrong answers came before."""
+        """The text after `42 is not right.`; `earlier` is the number of earlier answers."""
         if earlier >= self._max_hints or self._hint == "none":
             return "Try again."
         if self._hint == "step":
@@ -165,14 +165,14 @@ class Grader:
 
 
 def _shows(step: Calculation, gold: Fraction) -> bool:
-    """Whether a step gives the right answer away: by a number that it names, or by what it comes to."""
+    """Whether a step shows the right answer: as one of its numbers, or as the value of its expression."""
     numbers = [one_number(numeral) for numeral in _NUMERAL.findall(f"{step.expression} {step.result}")]
     if abs(gold) in numbers:
         return True
     try:
         return evaluate(step.expression) == gold
     except ValueError:
-        return False  # not plain arithmetic: its numbers were looked at above
+        return False  # not plain arithmetic; its numbers were checked above
 
 
 def _known_styles(styles: Sequence[Style]) -> tuple[Style, ...]:

@@ -1,9 +1,9 @@
-"""Reading an answer that is a number, however it is written, and comparing it: with math-verify.
+"""Reads a number from an answer in any common notation, and compares numbers with math-verify.
 
-Invariant: an answer is one finite real number, or it is none. A list, an interval, an equation between numbers, two
-candidates side by side are no answers, so nothing is won by naming several. What is read is bounded before it is
-parsed (length, kinds of signs, powers, brackets), in time linear in its length, and parsed within a limit of CPU time in a
-process of its own (`engine.environments.math_pool`).
+Invariant: only one finite real number is an answer. A list, an interval, an equation between numbers or two candidates side by
+side are not an answer, so a policy earns nothing by naming several. A text is checked before it is parsed (length, allowed
+signs, powers, brackets; in linear time), and parsed in a process of its own with a limit of CPU time
+(`engine.environments.math_pool`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 from engine.environments.math_pool import POOL
 
 LONGEST = 120
-"""Characters of an answer beyond which it is not read."""
+"""Maximum number of characters of an answer."""
 DEEPEST = 5
-"""Brackets inside of each other."""
+"""Maximum depth of nested brackets."""
 MAX_VALUE = 1e15
-"""Of an answer, without its sign."""
+"""Maximum absolute value of an answer."""
 MAX_POWERS = 3
-"""Powers in one answer; each has a single digit, so the largest is of a few thousand digits."""
+"""Maximum number of powers in one answer. Each exponent has one digit, so a value has at most a few thousand digits."""
 
 _TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOXED = re.compile(r"\\boxed\s*\{")
@@ -47,27 +47,27 @@ _ALLOWED = re.compile(r"(?:[\d\s.+\-*/(){}\[\]^]|\\(?:[dt]?frac|sqrt|pi|cdot|tim
 
 
 class Number(NamedTuple):
-    """An answer that was read."""
+    """A number that was read from an answer."""
 
     value: float
     latex: str
-    """The same, exact, as LaTeX."""
+    """The exact value as LaTeX."""
     text: str
     """As it was written."""
 
 
 def final_answer(reply: str) -> str | None:
-    r"""What a reply gives as its answer: inside its last `\boxed{…}` or `<answer>…</answer>` that is closed."""
+    r"""The answer in a reply: the content of its last closed `\boxed{…}` or `<answer>…</answer>`; None if there is none."""
     found = [(match.start(), match[1]) for match in _TAGS.finditer(reply)]
     for match in _BOXED.finditer(reply):
         inside = _braced(reply, match.end())
         if inside is not None:
-            found.append((match.start(), inside))  # one inside of tags opens later than they do, so it is what counts
+            found.append((match.start(), inside))  # a box inside tags starts later than the tags, so the box is used
     return max(found)[1].strip() if found else None
 
 
 def _braced(text: str, at: int) -> str | None:
-    """What stands between an opening brace and the one that closes it; None where none does."""
+    """The text from `at`, just after an opening brace, to the matching brace; None if there is no matching brace."""
     depth = 1
     for index in range(at, min(len(text), at + LONGEST + 1)):
         depth += {"{": 1, "}": -1}.get(text[index], 0)
@@ -78,9 +78,9 @@ def _braced(text: str, at: int) -> str | None:
 
 @lru_cache(maxsize=8192)
 def read_number(text: str) -> Number | None:
-    r"""The number that an answer comes to: `12`, `x = 5`, `\frac{8}{15}`, `2\sqrt{221}`, `53^\circ`, `1,200 cm`.
+    r"""The value of an answer: `12`, `x = 5`, `\frac{8}{15}`, `2\sqrt{221}`, `53^\circ`, `1,200 cm`.
 
-    Of `x = 14.72 \approx 15`, what follows the last sign. Units and degree signs are left out."""
+    In `x = 14.72 \approx 15`, the part after the last sign counts. Units and degree signs are ignored."""
     latex = _tidy(text)
     if latex is None:
         return None
@@ -94,10 +94,10 @@ def same_number(answer: Number, gold: Number, tolerance: float = 0.0) -> bool:
     """Whether an answer is right.
 
     Args:
-        answer: What was said.
+        answer: The given answer.
         gold: The right answer.
-        tolerance: Relative: 0.01 accepts 1 % off, as for answers that were rounded to two decimals. 0 asks
-            math-verify, for which six decimals are exact.
+        tolerance: Maximum relative error: 0.01 accepts an error of 1 %, for answers that were rounded to two decimals. With
+            0, math-verify compares the numbers to six decimals.
     """
     off = abs(answer.value - gold.value)
     if tolerance > 0:
@@ -109,7 +109,7 @@ def same_number(answer: Number, gold: Number, tolerance: float = 0.0) -> bool:
 
 
 def _tidy(text: str) -> str | None:
-    """An answer as LaTeX that is safe to parse; None where it is too long, or holds more than a number."""
+    """An answer as LaTeX that is safe to parse; None if it is too long or contains more than one number."""
     if len(text) > LONGEST:
         return None
     for sign, latex in _PLAIN.items():
@@ -137,11 +137,11 @@ def _tidy(text: str) -> str | None:
 
 
 def _unnested(text: str) -> str | None:
-    """A text without brackets right inside of brackets of the same kind; None where they do not match, or nest too deeply.
+    """A text without double brackets of the same kind; None if brackets do not match or are nested too deeply.
 
     The parser's time doubles with each level. Linear in the text's length.
     """
-    text = "{" + text + "}"  # so that braces around the whole are inside of braces too
+    text = "{" + text + "}"  # so that braces around the whole text are double brackets too
     partner: dict[int, int] = {}
     opened: list[int] = []
     for at, sign in enumerate(text):

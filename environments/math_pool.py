@@ -1,7 +1,7 @@
-"""Processes that read and compare mathematical answers, each with a limit of CPU time for a question.
+"""A pool of processes that read and compare mathematical answers, with a limit of CPU time per request.
 
-Invariant: what an answer costs is counted in CPU time, so a loaded machine makes no honest answer wrong; an answer
-that no process survives is `None`, as one that takes too long is.
+Invariant: the limit counts CPU time, so a correct answer is not marked wrong because the machine is busy. If a request takes
+too long or ends its process, the result is `None`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 2.0
-"""CPU time that one question may take, where nothing else is said. Honest answers take some hundredths."""
+"""Default limit of CPU time per request. Ordinary answers take some hundredths of a second."""
 _SILENCE = 600.0
-"""Wall seconds after which a process that uses no CPU time and says nothing is given up."""
+"""Wall seconds after which a process that uses no CPU time and sends nothing is killed."""
 
 
 class MathPool:
-    """Processes that answer questions of `engine.environments.math_worker`; they start as they are needed.
+    """Processes that answer questions of `engine.environments.math_worker`; they start when needed.
 
     Args:
-        most: Processes at once; one for each processor when left out.
+        most: Maximum number of processes. None: one per CPU core, at least 2.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -37,18 +37,18 @@ class MathPool:
         atexit.register(self.close)
 
     def ask(self, task: str, seconds: float = SECONDS, **arguments: Any) -> dict[str, Any] | None:
-        """Ask one question; see `engine.environments.math_worker` for tasks and answers.
+        """Send one request; see `engine.environments.math_worker` for tasks and answers.
 
         Args:
             task: `compare`, `read` or `same`.
             seconds: CPU time that it may take. Waiting for a free process does not count.
-            arguments: The task's.
+            arguments: The arguments of the task.
 
         Returns:
-            The answer; None where it took too long.
+            The reply; None if it took too long.
 
         Raises:
-            RuntimeError: a process does not start, or answers nothing and uses no CPU time.
+            RuntimeError: a process does not start, or sends nothing and uses no CPU time.
         """
         question = {"task": task, "seconds": seconds, **arguments}
         with self._slots:
@@ -60,11 +60,11 @@ class MathPool:
                         self._idle.append(worker)
                     return None if told.get("late") else told
                 if worker.wait() == -signal.SIGXCPU or attempt:
-                    break  # it took too long, or has ended two processes: that is the answer's doing
+                    break  # it took too long or has ended two processes, so the answer is the cause
         return None
 
     def _take(self) -> subprocess.Popen[bytes]:
-        """A process that is ready: its imports are not counted against an answer."""
+        """A process that has finished its imports, so that they do not count as CPU time of a request."""
         while True:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
@@ -83,11 +83,11 @@ class MathPool:
         )
         if _ask(worker, {"task": "compare", "seconds": 120, "gold": "1", "reply": "1"}) is None:
             worker.wait()
-            raise RuntimeError("the process that checks answers did not start: is math-verify installed whole?")
+            raise RuntimeError("the process that checks answers did not start; reinstall math-verify")
         return worker
 
     def close(self) -> None:
-        """End the processes that wait for work."""
+        """End the idle processes."""
         with self._lock:
             idle, self._idle = self._idle, []
         for worker in idle:
@@ -96,7 +96,7 @@ class MathPool:
 
 
 def _ask(worker: subprocess.Popen[bytes], question: dict[str, Any]) -> dict[str, Any] | None:
-    """One line out, one line in; None where the process ended instead."""
+    """Send one line and read one line; None if the process ended instead."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     try:
@@ -109,7 +109,7 @@ def _ask(worker: subprocess.Popen[bytes], question: dict[str, Any]) -> dict[str,
         now = _cpu_ticks(worker.pid)
         if now == used:
             worker.kill()
-            raise RuntimeError(f"the process that checks answers has said nothing for {_SILENCE:g} s and does nothing")
+            raise RuntimeError(f"the process that checks answers sent nothing for {_SILENCE:g} s and used no CPU time")
         used = now
     line = worker.stdout.readline()
     told = json.loads(line) if line.endswith(b"\n") else None
@@ -117,7 +117,7 @@ def _ask(worker: subprocess.Popen[bytes], question: dict[str, Any]) -> dict[str,
 
 
 def _cpu_ticks(pid: int) -> int:
-    """CPU time of a process, in ticks of the kernel's clock; -1 where it is gone or the system does not say."""
+    """CPU time of a process, in ticks of the kernel's clock; -1 if it has ended or the system has no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,12 +1,11 @@
-"""Reads and compares mathematical answers in a process of its own: one JSON object a line in and out.
+"""Reads and compares mathematical answers in a process of its own; each request and reply is one line of JSON.
 
     {"task": "compare", "seconds": 2, "gold": …, "reply": …}    ->  {"answer": …, "right": …}, or {"problem": …}
     {"task": "read", "seconds": 2, "latex": …}                  ->  {"value": …}
     {"task": "same", "seconds": 2, "gold": …, "answer": …}      ->  {"right": …}
 
-Invariant: a question takes at most `seconds` of CPU time, however busy the machine is; past it the answer is
-`{"late": true}`, or the kernel ends the process (SIGXCPU) where one call of SymPy cannot be interrupted. Memory is
-limited too. `engine.environments.math_pool` starts these processes.
+Invariant: a request takes at most `seconds` of CPU time, also on a busy machine. After that the reply is
+`{"late": true}`, or the kernel ends the process (SIGXCPU) if a call of SymPy cannot be interrupted. Memory is limited too. `engine.environments.math_pool` starts these processes.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_MEMORY = 4 * 2**30
-"""Bytes of address space: what SymPy needs, many times over."""
+"""Maximum address space in bytes, many times what SymPy needs."""
 
 
 class MathTimeout(BaseException):
-    """The question has used up its CPU time. No `Exception`: the libraries catch those and go on."""
+    """The request has used up its CPU time. Not an `Exception`, because the libraries catch those and continue."""
 
 
 def compare(gold: str, reply: str) -> dict[str, Any]:
-    """Whether the answer that `reply` gives last is `gold`: read and compared by math-verify."""
+    """Whether the last answer in `reply` equals `gold`; math-verify reads and compares both."""
     from math_verify import parse, verify
 
     right = _gold(gold, parse)
     if not right:
         return {"problem": f"{gold!r} cannot be read as mathematics"}
-    # No time limits of the library's own: they count wall time, and cannot interrupt what is slow.
+    # Without the library's own time limits: they count wall time and cannot interrupt slow code in C.
     answer = parse(reply, parsing_timeout=None)
     if not answer:
         return {"answer": None, "right": False}
@@ -43,13 +42,13 @@ def compare(gold: str, reply: str) -> dict[str, Any]:
 
 
 def _gold(gold: str, parse: Any) -> list[Any]:
-    """The right answer: behind `####` where there is such a mark, as LaTeX, or as it stands."""
+    """The right answer: the text after `####` if there is one, parsed as LaTeX or else as plain text."""
     text = gold.rsplit("####", 1)[-1].strip()
     return list(parse(f"${text}$", parsing_timeout=None) or parse(text, parsing_timeout=None))
 
 
 def read(latex: str) -> dict[str, Any]:
-    """The finite real number that LaTeX comes to; `value` is None where it is none."""
+    """The value of a LaTeX expression; `value` is None if it is not a finite real number."""
     expression = _expression(latex)
     if expression is None or not getattr(expression, "is_number", False):
         return {"value": None}
@@ -69,7 +68,7 @@ def same(gold: str, answer: str) -> dict[str, Any]:
 
 
 def _expression(latex: str) -> Any:
-    """The one SymPy expression that math-verify reads; None where it reads none, or several."""
+    """The SymPy expression that math-verify reads; None if it reads none or several."""
     from math_verify import LatexExtractionConfig, parse
 
     found = parse(
@@ -93,7 +92,7 @@ def _within(seconds: float, task: Callable[..., dict[str, Any]], arguments: dict
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + 2 * seconds) + 1, hard))
     try:
-        signal.setitimer(signal.ITIMER_PROF, seconds, 0.1)  # again and again: a bare `except` may swallow the first
+        signal.setitimer(signal.ITIMER_PROF, seconds, 0.1)  # repeated, because a bare `except` may catch the first one
         try:
             return task(**arguments)
         finally:
@@ -102,14 +101,14 @@ def _within(seconds: float, task: Callable[..., dict[str, Any]], arguments: dict
         return {"late": True}
     except MemoryError:
         return {"answer": None, "value": None, "right": False, "error": "it needs too much memory"}
-    except Exception as error:  # noqa: BLE001  (whatever the libraries raise on what a model wrote)
+    except Exception as error:  # noqa: BLE001  (the libraries can raise anything on a text of a model)
         return {"answer": None, "value": None, "right": False, "error": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer requests until standard input is closed."""
     signal.signal(signal.SIGPROF, _strike)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     logging.disable()
     for line in sys.stdin:

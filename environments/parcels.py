@@ -1,9 +1,9 @@
-"""A sorting office: each turn a parcel for a town comes, and the model says through which gate it goes.
+"""A sorting office: each turn has one parcel for a town, and the model names the gate for it.
 
-`problems` makes the tasks, `ParcelEnvironment` brings the first parcel, `ParcelUser` judges each reply and brings the next one. Which gate
-a town has is said nowhere: it is learned from what each parcel earns. A parcel that is lost costs as much as one that
-is sent brings, so what one turn has won the next may spoil. That makes it a world to tell turn-level credit by: each
-turn is right or wrong for itself, and the sum of an episode says little about any of them.
+`problems` makes the tasks, `ParcelEnvironment` shows the first parcel, `ParcelUser` judges each reply and shows the next parcel. The
+model is not told the gate of a town: it learns it from rewards. A lost parcel costs as much as a sent parcel earns.
+The task tests credit per turn: each turn is right or wrong independently of the others, so the sum of an episode's
+rewards says little about one turn.
 
 Invariant: a task's parcels are a pure function of (count, seed, parcels), and a town's gate is always the same.
 """
@@ -29,7 +29,7 @@ GATES: dict[str, str] = {
     "Riga": "B",
     "Turku": "C",
 }
-"""Through which gate a town's parcels go."""
+"""The gate of each town."""
 
 _REPLY = re.compile(r"\s*(?P<town>[A-Z][a-z]+) (?P<gate>[A-D])\s*")
 
@@ -40,7 +40,7 @@ def problems(count: int = 64, seed: int = 0, parcels: int = 4) -> Iterator[dict[
     Args:
         count: How many.
         seed: Seeds the towns.
-        parcels: Towns in each row: one for each turn.
+        parcels: Number of towns in each row, one per turn.
     """
     rng = random.Random(f"parcels/{seed}")
     for index in range(count):
@@ -51,7 +51,7 @@ def towns_of(task: Task) -> list[str]:
     """The towns of a task, one for each turn.
 
     Raises:
-        ValueError: There are none, or one is not in `GATES`.
+        ValueError: The list is empty or missing, or a town is not in `GATES`.
     """
     towns = task.fields.get("towns")
     if not isinstance(towns, list) or not towns or not all(town in GATES for town in towns):
@@ -63,12 +63,12 @@ def towns_of(task: Task) -> list[str]:
 
 
 def said(town: str) -> str:
-    """What is said of a parcel."""
+    """The message about a parcel."""
     return f"Parcel for {town}."
 
 
 class ParcelEnvironment:
-    """Brings the first parcel."""
+    """Shows the first parcel."""
 
     def reset(self, task: Task, seed: int) -> Reset:
         """The first parcel, as the user's first message."""
@@ -76,7 +76,7 @@ class ParcelEnvironment:
 
 
 class ParcelUser:
-    """A user who sends or loses each parcel as the model says, and brings the next one.
+    """A user who sends each parcel whose gate is right, loses the others, and shows the next one.
 
     Args:
         sent: Reward `parcel` of a turn that names the parcel's town and its gate: `Lyon B`.
@@ -88,7 +88,7 @@ class ParcelUser:
         self._lost = lost
 
     def respond(self, view: EpisodeView) -> UserTurn:
-        """Judge the parcel that was brought last. The facts `judged` and `sent` count parcels; solved: none was lost."""
+        """Judge the parcel that was shown last. The facts `judged` and `sent` count parcels; solved: none was lost."""
         towns = towns_of(view.task)
         brought = int(view.facts.get("judged", 0))
         town = towns[brought]

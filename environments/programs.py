@@ -62,7 +62,7 @@ _QUESTIONS: tuple[tuple[str, Callable[[int, int, int], int]], ...] = (
     ("In how many ways can {n} cents be paid with coins of 1, {a} and {a} times {b} cents?", _coins),
     ("What is the sum of x * x mod {a} for all whole numbers x from 1 to {n}?", _squares),
 )
-"""Question, and what computes its answer."""
+"""Each question, and the function that computes its answer."""
 
 
 def problems(count: int = 64, seed: int = 0, most: int = 2000, held_out: bool = False) -> Iterator[dict[str, Any]]:
@@ -109,7 +109,7 @@ class Programs:
         return Reset(messages=[Message(role="user", content=words)])
 
     def step(self, view: EpisodeView) -> Step:
-        """Grade the number in tags. Only the model's own words count, not what a program printed."""
+        """Grade the number in tags. Only the model's own text counts, not the output of a program."""
         answer = final_number(view.reply, ["tags"])
         right = answer is not None and answer.value == _answer(view.task)
         rewards = [RewardEvent(name="form", value=self._form, cause="a number in tags")] if answer else []
@@ -122,7 +122,7 @@ def _answer(task: Task) -> int:
     """The right number of a task.
 
     Raises:
-        ValueError: it has none, or no question.
+        ValueError: The task has no answer or no question.
     """
     question, answer = task.fields.get("question"), task.fields.get("answer")
     if not isinstance(question, str) or type(answer) is not int:

@@ -1,7 +1,7 @@
-"""Scorers: what judges an episode when it is over. `rewards: {scorer: {use: math-verify}}`.
+"""Scorers, which grade an episode after it has ended: `rewards: {scorer: {use: math-verify}}`.
 
-Invariant: only the policy's own replies are graded. An answer that takes too much CPU time to check is a wrong
-answer, not a failure: a policy that could stop the checking would otherwise choose not to be graded.
+Invariant: only the policy's own replies are graded. An answer whose check takes too much CPU time is wrong, and
+not a failure: otherwise a policy could avoid a grade by making the check slow.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from engine.schemas.environment import EpisodeView
 from engine.schemas.reward import RewardEvent
 
 MAX_CHARACTERS = 20_000
-"""Of a reply, from its end, that are read for an answer."""
+"""Number of characters at the end of a reply that are searched for an answer."""
 _TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 def check_answer(gold: str, reply: str, seconds: float = SECONDS) -> tuple[bool, str]:
-    """Whether `reply` gives the right answer last, and in words what was found.
+    """Whether the last answer in `reply` is right, and a text that says what was found.
 
     Args:
         gold: The right answer.
-        reply: What was said.
-        seconds: CPU time that checking may take; past it, the answer is wrong.
+        reply: The reply to check.
+        seconds: Limit of CPU time of the check; after it, the answer is wrong.
 
     Raises:
-        ValueError: the right answer itself cannot be read.
+        ValueError: `gold` cannot be read.
     """
     tagged = _TAGS.findall(reply)
     told = POOL.ask("compare", seconds, gold=gold, reply=(tagged[-1] if tagged else reply)[-MAX_CHARACTERS:])
@@ -49,16 +49,16 @@ def math_verify(
     turns: Literal["last", "each"] = "last",
     seconds: float = SECONDS,
 ) -> list[RewardEvent]:
-    r"""Reward the right mathematical answer: `\frac{1}{2}`, `0.5`, `\boxed{x=3}`, sets, intervals, …
+    r"""Reward a right mathematical answer: `\frac{1}{2}`, `0.5`, `\boxed{x=3}`, sets, intervals, …
 
     Args:
         view: The episode.
-        answer: The task's field with the right answer; of a GSM8K solution, what follows `####` counts.
-        name: Of the reward.
-        value: For a right answer.
-        wrong: For anything else; nothing is written where it is 0.
-        turns: Whether the episode's last reply is graded, or each.
-        seconds: CPU time that checking one answer may take; past it, it is wrong.
+        answer: The task's field with the right answer; in a GSM8K solution, the text after `####` counts.
+        name: Name of the reward.
+        value: Reward of a right answer.
+        wrong: Reward of any other answer; if it is 0, no reward is written.
+        turns: `last` grades the episode's last reply, `each` grades every reply.
+        seconds: Limit of CPU time of the check of one answer; after it, the answer is wrong.
 
     Raises:
         ValueError: the task has no such field, or it cannot be read.

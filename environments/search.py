@@ -27,7 +27,7 @@ DATA = Path(__file__).parent / "data" / "search"
 HELD_OUT = 5
 """One question in this many is held out."""
 PASSAGE_CHARACTERS = 2000
-"""Of one passage that is shown."""
+"""Maximum number of characters shown of one passage."""
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _WORD = re.compile(r"\w+")
@@ -244,7 +244,7 @@ def _answers(task: Task) -> list[str]:
     """The right answers of a task.
 
     Raises:
-        ValueError: it has none, or no question.
+        ValueError: The task has no answers or no question.
     """
     answers, question = task.fields.get("answers"), task.fields.get("question")
     if not isinstance(answers, list) or not answers or not isinstance(question, str):

@@ -1,10 +1,10 @@
-"""Sums with a coach who says which way a wrong answer is off: two tries, of which the first is worth more.
+"""Sums with a user who says whether a wrong answer is too high or too low. The first of two tries earns more.
 
 `problems` makes the tasks, `engine.environments.arithmetic:Arithmetic` asks them, `Coach` judges each try. An answer counts only
-in the form that the coach asks for, so that a model learns the form as well as the sum.
+in `<answer>` tags, so a model learns the format as well as the sum.
 
-Invariant: a problem is a pure function of (count, seed, least, most, held_out), no sum is both held out and not, and the
-coach never says the right number.
+Invariant: a problem is a pure function of (count, seed, least, most, held_out), the held-out sums and the other sums are disjoint, and
+`Coach` never says the right number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.schemas.environment import EpisodeView, Task, UserTurn
 from engine.schemas.reward import RewardEvent
 
 HELD_OUT = 5
-"""One sum of so many is held out."""
+"""One sum in this many is held out."""
 
 
 def problems(
@@ -27,10 +27,10 @@ def problems(
     """Rows with `id`, `question`, `expression` and `answer`: the sum of two numbers, the same for the same arguments.
 
     Args:
-        count: How many. The same sum may come again.
+        count: Number of rows. A sum may occur more than once.
         seed: Seeds the numbers.
-        least: The smallest number that is added.
-        most: The largest.
+        least: The smallest number in a sum.
+        most: The largest number in a sum.
         held_out: Make rows of the sums that are kept from training, instead of the others.
     """
     pairs = [
@@ -57,14 +57,14 @@ class Coach:
 
     Args:
         first: Reward `correct` of a right answer at the first try.
-        later: The same at a later one.
+        later: Reward `correct` of a right answer at a later try.
         form: Reward `form` of the first try that has an answer in tags, right or wrong; paid once.
-        tries: How many there are.
+        tries: Maximum number of tries.
     """
 
     def __init__(self, first: float = 0.9, later: float = 0.4, form: float = 0.1, tries: int = 2) -> None:
         if tries < 1:
-            raise ValueError(f"tries is {tries}; an episode has at least one")
+            raise ValueError(f"tries is {tries}; write at least 1")
         self._first = first
         self._later = later
         self._form = form
@@ -94,11 +94,11 @@ def _answer(task: Task) -> int:
     """The right number.
 
     Raises:
-        ValueError: The task does not have it as a whole number.
+        ValueError: The task's `answer` is not a whole number.
     """
     value = task.fields.get("answer")
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(
-            f"task {task.id!r}: `answer` is {value!r}; `engine.environments.sums:problems` makes whole ones"
+            f"task {task.id!r}: `answer` is {value!r}; write a whole number, as `engine.environments.sums:problems` does"
         )
     return value

@@ -1,9 +1,9 @@
 """Text to SQL on SQLite: the model may try queries with a tool, and answers with one in `<sql>` tags.
 
-`TextToSql` shows the question and the tables, offers the tool `query`, and grades the answer: it is right if its rows are those of the
-task's own query, in the shown database and in the others to check against (the model does not see those).
+`TextToSql` shows the question and the tables, offers the tool `query`, and grades the answer: it is right if its rows equal those of the
+task's own query, in the shown database and in further databases that the model does not see.
 
-Invariants: a query reads and changes nothing (an authorizer allows reading alone); each runs on a connection of its own. The main
+Invariants: a query can only read (SQLite's authorizer refuses everything else); each query has its own connection. The main
 limit is a number of steps of SQLite's virtual machine, so whether a query is stopped does not depend on the machine's speed.
 """
 
@@ -28,14 +28,14 @@ __all__ = ["Rows", "TextToSql", "problems", "run_query", "same_rows"]
 STEPS_PER_CHECK = 1000
 """Steps of SQLite's virtual machine between two checks of the limits."""
 LONGEST_VALUE = 100_000
-"""Bytes of one text or blob, so that no single function call takes long or much memory."""
+"""Maximum bytes of one text or blob, so that one function call cannot take long or use much memory."""
 CELL_CHARACTERS = 200
-"""Of a value that is shown."""
+"""Maximum number of characters shown of one value."""
 
 _SQL = re.compile(r"<sql>(.*?)</sql>", re.DOTALL)
 _READS = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE)
 _NOT_CALLED = {"fts3_tokenizer", "load_extension", "random", "randomblob", "format", "printf"}
-"""Functions that are refused: unsafe, with another answer at each call, or (`printf`) slow in a single step."""
+"""Functions that are refused: unsafe, not deterministic, or (`printf`) slow within one step."""
 
 Open = Callable[[], sqlite3.Connection]
 
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     """There are more rows than the limit."""
 
     def shown(self) -> str:
-        """As text: a line of names, then a line for each row."""
+        """The result as text: a line of names, then a line for each row."""
         lines = [" | ".join(self.names), *(" | ".join(map(_cell, row)) for row in self.rows)]
         if not self.rows:
             lines.append("(no rows)")
@@ -69,12 +69,12 @@ def run_query(opened: Open, sql: str, *, rows: int, steps: int, seconds: float) 
     Args:
         opened: Opens the database; the connection is closed here.
         sql: One statement.
-        rows: Most rows of the result.
-        steps: Most steps of SQLite's virtual machine.
-        seconds: Most CPU time of the thread, checked every `STEPS_PER_CHECK` steps.
+        rows: Maximum number of rows of the result.
+        steps: Maximum number of steps of SQLite's virtual machine.
+        seconds: Maximum CPU time of the thread, checked every `STEPS_PER_CHECK` steps.
 
     Raises:
-        ValueError: The query is wrong, writes, or is over a limit; the message says which.
+        ValueError: The query is invalid, writes, or exceeds a limit; the message says which.
     """
     over = refused = ""
     left = steps // STEPS_PER_CHECK
@@ -133,13 +133,13 @@ class TextToSql:
     Args:
         database: Path of a SQLite file, relative to the current folder. `{name}` is replaced by the task's field: a data set
             with one database for each task is `database/{db_id}/{db_id}.sqlite`. Left out: the shop of the task's field `shop`.
-        also: Paths of other databases with the same tables, in which an answer must be right too. The shop has one of its own.
-        tries: Answers that are graded.
+        also: Paths of other databases with the same tables, in which an answer must be right too. Each shop has such a database.
+        tries: Maximum number of graded answers.
         correct: Reward `correct` of a right answer.
         runs: Reward `runs` of the first answer that is a query without error; paid once.
-        rows: Most rows that the tool shows.
-        steps: Most steps of SQLite's virtual machine of one query (10 million: under a second).
-        seconds: Most CPU time of one query.
+        rows: Maximum number of rows that the tool shows.
+        steps: Maximum steps of SQLite's virtual machine per query (10 million: under a second).
+        seconds: Maximum CPU time per query.
     """
 
     events = ("wrong", "done")
@@ -214,7 +214,7 @@ class TextToSql:
         return Step(event="wrong", messages=[again], rewards=rewards, facts=facts)
 
     def _graded(self, task: Task, sql: str) -> tuple[bool, bool, str]:
-        """Whether an answer runs, whether it is right, and what is said of it."""
+        """Whether an answer runs, whether it is right, and the message about it."""
         ordered = bool(task.fields.get("ordered", False))
         for opened in self._databases(task):
             wanted = self._right(opened, task.fields["sql"])
@@ -233,7 +233,7 @@ class TextToSql:
         return self._run(opened, sql, 100_000).rows
 
     def _databases(self, task: Task) -> list[Open]:
-        """Open the shown database, and those to check against."""
+        """Functions that open the shown database and, after it, the databases for checking."""
         if self._paths:
             return [lambda path=path: _file(_filled(path, task)) for path in self._paths]  # type: ignore[misc]
         seed = task.fields.get("shop")
@@ -258,7 +258,7 @@ def _file(path: str) -> sqlite3.Connection:
 
 
 def _filled(path: str, task: Task) -> str:
-    """`{name}` in a path replaced by the task's field, which must be one name and no path."""
+    """A path with `{name}` replaced by the task's field, which must be a single name without slashes."""
 
     def value(match: re.Match[str]) -> str:
         field = task.fields.get(match[1])

@@ -1,9 +1,9 @@
 """Guess a hidden five-letter word; each guess is answered letter by letter.
 
-`problems` makes the tasks, `WordGuess` plays. Each letter of a guess gets one of three marks: right place, wrong place, absent.
+`problems` makes the tasks, `WordGuess` runs the game. Each letter of a guess gets one of three marks: right place, wrong place, absent.
 
 Invariant: the marks are those of the usual game: a letter is marked (right or wrong place) at most as often as the hidden word has
-it, right places first. The hidden word is a field of the task; it is told only after the last guess.
+it, right places first. The hidden word is a field of the task; the model sees it only after the last guess.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def marks(guess: str, word: str) -> list[Mark]:
 
 
 class WordGuess:
-    """Plays one word.
+    """Runs the game for one word.
 
     Args:
-        tries: Replies until the word is lost. A reply without a word of the right length counts too.
+        tries: Maximum number of replies. A reply without a word of the right length counts too.
         won: Reward `won` of the guess that is the word.
-        progress: Reward `progress` for each place that a guess is the first to get right.
+        progress: Reward `progress` for each place that this guess gets right and no earlier guess did.
         unreadable: Reward `format` of a reply without a guess.
     """
 
@@ -141,7 +141,7 @@ def _word(task: Task) -> str:
     """The hidden word.
 
     Raises:
-        ValueError: The task has none.
+        ValueError: The task has no valid word.
     """
     word = task.fields.get("word")
     if not isinstance(word, str) or re.fullmatch(r"[a-z]{2,20}", word) is None:

@@ -1,1 +1,1 @@
-"""Tools that specs may name: one file a tool."""
+"""Tools that specs may name: one file per tool."""

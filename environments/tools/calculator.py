@@ -1,11 +1,10 @@
-"""A calculator for a model: exact, and unable to hang or to run code.
+"""A calculator tool: it computes exactly, always ends quickly, and never runs code.
 
-Invariant: every value is a `Fraction`, and no operation begins whose result could pass `MAX_BITS`; so an
-answer is never rounded unseen, and hostile input (`9**9**9`) is refused before it costs anything.
+Invariant: every value is a `Fraction`, and no operation begins whose result could exceed `MAX_BITS`. So a
+rounded answer is always marked as rounded, and hostile input (`9**9**9`) is refused before it costs CPU time.
 
-The text is cut into tokens and its grammar is checked here, with messages that a model can act on. Only
-then is it given to `ast`, with every number replaced by a name, and the tree is walked. Nothing is evaluated
-by Python.
+The text is split into tokens and its grammar is checked here, with messages that say how to fix it. Then `ast`
+parses it with every number replaced by a name, and this module evaluates the tree. Python's `eval` is not used.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from fractions import Fraction
 from typing import NamedTuple, NoReturn
 
 MAX_LENGTH = 400
-"""Characters of one expression."""
+"""Maximum number of characters of one expression."""
 MAX_NESTING = 40
-"""Parentheses inside each other, and signs in a row."""
+"""Maximum depth of parentheses, and maximum number of signs in a row."""
 MAX_BITS = 3300
-"""Bits of a numerator or denominator: a little under 1,000 decimal digits."""
+"""Maximum bits of a numerator or denominator: a little under 1,000 decimal digits."""
 MAX_DECIMALS = 30
 """Digits after the point up to which a decimal is shown in full."""
 
@@ -93,7 +92,7 @@ def show(value: Fraction) -> str:
         scaled = abs(value.numerator) * 10**decimals // value.denominator
         digits = str(scaled).rjust(decimals + 1, "0")
         return f"{'-' if value < 0 else ''}{digits[:-decimals]}.{digits[-decimals:]}"
-    # A private context: the result does not hang on whatever context this thread has set.
+    # A private context, so that the result does not depend on the context of this thread.
     context = Context(prec=10, Emax=999_999, Emin=-999_999)
     rounded = context.divide(Decimal(value.numerator), Decimal(value.denominator))
     exact = str(value)
@@ -101,7 +100,7 @@ def show(value: Fraction) -> str:
 
 
 def _decimals(denominator: int) -> int | None:
-    """How many digits after the point a fraction in lowest terms needs; None if no number of them is enough."""
+    """Digits after the decimal point that a fraction in lowest terms needs; None if it has no finite decimal form."""
     twos = (denominator & -denominator).bit_length() - 1
     rest = denominator >> twos
     fives = 0
@@ -135,7 +134,7 @@ def _tokens(expression: str) -> list[_Token]:
 
 
 def _mark_percents(tokens: list[_Token]) -> list[_Token]:
-    """A `%` is a remainder where an operand follows (`17 % 5`), and a percent sign elsewhere (`15% * 80`)."""
+    """Read `%` as remainder if an operand follows (`17 % 5`), and as percent sign otherwise (`15% * 80`)."""
     marked = []
     for index, token in enumerate(tokens):
         following = tokens[index + 1] if index + 1 < len(tokens) else None
@@ -164,7 +163,7 @@ def _refuse(kind: str, found: str, column: int) -> NoReturn:
 
 
 def _check_grammar(tokens: list[_Token]) -> None:
-    """Refuse whatever `ast` could not parse, or could only parse at a cost, in words that help."""
+    """Refuse expressions that `ast` cannot parse, or only at a high cost, with a message that says how to fix them."""
     wants_operand, opened, signs = True, 0, 0
     last: _Token | None = None
     for token in tokens:
@@ -221,7 +220,7 @@ def _check_grammar(tokens: list[_Token]) -> None:
 
 
 def _to_python(tokens: list[_Token]) -> tuple[str, dict[str, Fraction]]:
-    """The expression with each number as a name, and what the names hold: `ast` would round a decimal."""
+    """The expression with a name for each number, and the values of the names, because `ast` would round decimals."""
     source: list[str] = []
     values: dict[str, Fraction] = {}
     for token in tokens:

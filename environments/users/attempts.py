@@ -4,7 +4,7 @@ Sources: AReaL's multi-turn math agent, which asks again until the answer is rig
 turns; SCoRe (Kumar et al. 2024, "Training Language Models to Self-Correct via Reinforcement Learning",
 arXiv:2409.12917), in which every first attempt is followed by a second, right or wrong.
 
-Invariant: the right answer is never said. Grading reads the newest reply alone.
+Invariant: the user never says the right answer. Only the newest reply is graded.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ SECOND_LOOK = (
 
 
 class Attempts:
-    """Grades each attempt, and asks for the next.
+    """Grades each attempt, and asks for the next one.
 
     Args:
         grade: `number` reads one final number (`engine.environments.answers`), `math` asks math-verify, `exact` compares text.
         answer: The task's field with the right answer.
-        until: `right`: asks again until an answer is right. `counted`: asks for `attempts` of them, right or wrong, and
-            does not say which they are.
-        attempts: With `counted`, how many there are; with `right`, the most, where there is such a number.
-        wrong: What it says to ask for another attempt; its own words when left out.
-        value: Reward `correct` of an attempt that is right.
-        miss: Reward `correct` of one that is not; nothing is written where it is 0.
+        until: `right`: asks again until an answer is right. `counted`: asks for `attempts` attempts in every case, and does
+            not say whether they are right.
+        attempts: The number of attempts with `counted`, and the maximum with `right`. None: no maximum.
+        wrong: The message that asks for another attempt. None: a built-in text.
+        value: Reward `correct` of a right attempt.
+        miss: Reward `correct` of a wrong attempt; if it is 0, no reward is written.
     """
 
     recover_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {"wrong": ("found", "attempt"), "no_answer": ("attempt",)}
@@ -60,9 +60,9 @@ class Attempts:
         if until not in ("right", "counted"):
             raise ValueError(f"until {until!r} is not known; write right or counted")
         if attempts is not None and attempts < 1:
-            raise ValueError(f"attempts is {attempts}; an episode has at least one")
+            raise ValueError(f"attempts is {attempts}; write at least 1")
         if until == "counted" and attempts is None:
-            raise ValueError("`until: counted` needs `attempts`: how many there are")
+            raise ValueError("`until: counted` needs `attempts`, the number of attempts")
         self._grade = grade
         self._answer = answer
         self._until = until
@@ -72,7 +72,7 @@ class Attempts:
         self._miss = miss
 
     def respond(self, view: EpisodeView) -> UserTurn:
-        """Grade the newest attempt; satisfied when it is right or the last. It keeps nothing between answers."""
+        """Grade the newest attempt; satisfied if it is right or the last one. The object keeps no state between calls."""
         attempt = view.user_turn + 1
         right, found = (False, "cut off") if view.finish == "length" else self._check(view)
         value = self._value if right else self._miss
@@ -90,7 +90,7 @@ class Attempts:
         return turn.model_copy(update=asked)
 
     def _check(self, view: EpisodeView) -> tuple[bool, str | None]:
-        """Whether the newest reply is right, and what was found in it; None where no answer was."""
+        """Whether the newest reply is right, and the answer found in it; None if there is no answer."""
         if self._answer not in view.task.fields:
             raise ValueError(f"task {view.task.id!r} has no field {self._answer!r}; name another with `answer`")
         gold = str(view.task.fields[self._answer])

@@ -1,4 +1,4 @@
-"""A user who says what is written down: for tests, for fixed curricula, for tasks that bring their own dialogue."""
+"""A user with fixed messages, for tests, fixed curricula, and tasks that contain their own dialogue."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from engine.schemas.environment import EpisodeView, UserTurn
 
 
 class Scripted:
-    """Says its lines in order, whatever the policy says.
+    """Sends its lines in order, independent of the policy's replies.
 
-    It keeps no place of its own: which line comes next is how many answers the episode has had, so a resume needs
-    nothing of it.
+    The object keeps no state: the number of user turns so far selects the next line, so a resume does not call it again.
 
     Args:
-        lines: What it says: texts, or whole turns (`{content: …, rewards: […], satisfied: true}`).
-        field: The task's field that holds the lines, where they differ by task.
-        after: What it does when they are used up: `satisfied` with nothing more to say, `repeat` the last one, or begin
-            again (`cycle`).
+        lines: The messages: texts, or whole turns (`{content: …, rewards: […], satisfied: true}`).
+        field: The task's field that contains the lines, if they differ by task.
+        after: After the last line: `satisfied` (an empty turn that ends the conversation), `repeat` (the last line again) or
+            `cycle` (from the first line).
     """
 
     def __init__(

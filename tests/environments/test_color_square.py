@@ -178,7 +178,7 @@ def test_score_pays_a_last_answer_that_nobody_judged(view: View) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "task 't' has no field 'seed'; `engine.environments.color_square:problems` makes whole ones"),
+        ({}, "task 't' has no field 'seed'; `engine.environments.color_square:problems` makes rows with all fields"),
         ({"seed": 1, "turns": 0}, "task 't': turns is 0; write a whole number from 1"),
         ({"seed": 1, "size": 4}, "task 't': size is 4; write a whole number from 8"),
         ({"seed": 1, "jitter": "x"}, "task 't': jitter is 'x'; write a whole number from 0"),

@@ -153,7 +153,7 @@ def test_json_lines_name_pictures_beside_them(tmp_path: Path) -> None:
             {"question": "q", "answer": "1", "images": [3]},
             "a picture is int; it must be bytes, a path, or a `data:` URI",
         ),
-        ([], "it is no mapping, but list"),
+        ([], "a row must be a mapping, not list"),
     ],
 )
 def test_a_row_that_cannot_be_a_task_is_named(row: Any, problem: str, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_reset_asks_and_lays_out_the_facts() -> None:
 
 def test_a_task_that_cannot_be_graded_fails_at_reset() -> None:
     with pytest.raises(
-        ValueError, match="task 't': the answer 'none' is no number, so nothing can be checked against it"
+        ValueError, match="task 't': the answer 'none' is not a number; write one number in the field `answer`"
     ):
         Geo3k().reset(Task(id="t", index=0, fields={"question": "q", "images": [], "answer": "none"}), seed=0)
 

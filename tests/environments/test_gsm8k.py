@@ -147,7 +147,7 @@ def test_a_reply_that_was_cut_off_is_asked_to_be_shorter(view: View) -> None:
     ("settings", "message"),
     [
         ({"hint": "steps"}, "hint 'steps' is not known; write one of none, direction, step"),
-        ({"max_hints": -1}, "max_hints is -1; it counts from 0"),
+        ({"max_hints": -1}, "max_hints is -1; write 0 or more"),
         ({"styles": ["xml"]}, r"styles \['xml'\] must be some of hashes, tags, sentence, last_number"),
         ({"styles": []}, r"styles \[\] must be some of"),
     ],

@@ -113,5 +113,5 @@ def test_it_is_a_user_with_at_least_one_try() -> None:
 
 @pytest.mark.parametrize("answer", [None, "15", True, 15.0])
 def test_a_task_must_have_a_whole_number(view: View, answer: object) -> None:
-    with pytest.raises(ValueError, match="problems` makes whole ones"):
+    with pytest.raises(ValueError, match=r"write a whole number, as `engine.environments.sums:problems` does"):
         Coach().respond(view(Task(id="t", index=0, fields={"answer": answer}), "15"))

@@ -105,7 +105,7 @@ def test_a_reply_that_was_cut_off_is_not_right(view: View) -> None:
         ({"grade": "taste"}, "number, math, exact"),
         ({"until": "never"}, "right or counted"),
         ({"until": "counted"}, "needs `attempts`"),
-        ({"attempts": 0}, "at least one"),
+        ({"attempts": 0}, "at least 1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(arguments: dict[str, Any], words: str) -> None:
