@@ -64,13 +64,13 @@ class Call:
         "blame",
         "blocked",
         "context",
+        "delivered",
         "episode",
         "function",
         "loop",
         "lost",
         "own",
         "result",
-        "settled",
         "task",
         "thread",
         "what",
@@ -99,7 +99,7 @@ class Call:
         """Seconds for which its loop had been blocked before it began."""
         self.own = 0.0
         """Seconds for which it blocked its loop itself."""
-        self.settled = False
+        self.delivered = False
         """Whether its result has reached the main loop."""
         self.lost = False
         """Whether its loop was replaced, so that it will have no result."""
@@ -118,19 +118,19 @@ class Call:
         """Whether it has finished or was abandoned."""
         return not self._untaken
 
-    def left(self, seconds: float) -> float:
+    def remaining(self, seconds: float) -> float:
         """Return the rest of a deadline that began with the call; all of it while the call waits for a thread."""
         return seconds if self.began is None else self.began + seconds - time.monotonic()
 
     async def wait(self) -> None:
         """Wait until the call has a result or is lost."""
-        if not self.settled and not self.lost:
+        if not self.delivered and not self.lost:
             self._waiter = self.loop.create_future()
             await self._waiter
 
-    def settle(self, *, lost: bool = False) -> None:
+    def deliver(self, *, lost: bool = False) -> None:
         """Give the result to the waiting caller. Runs in the main loop's thread."""
-        self.settled, self.lost = not lost, lost
+        self.delivered, self.lost = not lost, lost
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -140,20 +140,20 @@ class LoopReplacedError(WorldError):
 
     Args:
         what: The call that was lost.
-        culprit: The call that blocked the loop; None if it is not known.
-        blame: The blame if the culprit is not known.
+        blocker: The call that blocked the loop; None if it is not known.
+        blame: The blame if the blocker is not known.
         repeatable: Whether the episode can be resumed from its journal.
     """
 
-    def __init__(self, what: str, culprit: Call | None, blame: Blame, *, repeatable: bool) -> None:
+    def __init__(self, what: str, blocker: Call | None, blame: Blame, *, repeatable: bool) -> None:
         who = (
-            f"{culprit.what} of episode {culprit.episode or '?'}" if culprit is not None else "code of an unknown call"
+            f"{blocker.what} of episode {blocker.episode or '?'}" if blocker is not None else "code of an unknown call"
         )
         super().__init__(
             f"{who} blocked the event loop that {what} uses, and the loop was replaced; make the code that blocks wait "
             "with `await`, or make it a plain function",
-            blame=culprit.blame if culprit is not None else blame,
+            blame=blocker.blame if blocker is not None else blame,
             kind="loop_replaced",
         )
-        self.culprit = culprit
+        self.blocker = blocker
         self.repeatable = repeatable

@@ -1,10 +1,10 @@
-"""The actions that ship: their classes, events, deadlines and what they do to the conversation.
+"""The built-in actions: their classes, events, deadlines and effects on the conversation.
 
-The action classes, the static checks, the worst case, scenario coverage, the JSON Schema and docs/spec.md read this table and
-repeat nothing of it. The table is here and not on the classes because `engine validate` reads it, and importing the
+The action classes, the static checks, the worst case, scenario coverage, the JSON Schema and docs/spec.md read this table
+and do not repeat it. The table is here and not on the classes because `engine validate` reads it, and importing the
 classes (backends, worker processes) would double its start-up time.
 
-To add an action: its file in this folder and its entry in `ACTIONS`. Limits are in `engine.limits`.
+To add an action, add its file in this folder and its entry in `ACTIONS`. Limits are in `engine.limits`.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ if TYPE_CHECKING:
     from engine.schemas.machine import StateSpec
 
 Seconds = Callable[["EpisodeSpec", "StateSpec"], float]
-"""The maximum time of one visit of a state; infinite if nothing bounds it."""
+"""Maximum seconds of one visit of a state; infinite if there is no limit."""
 
 LIMIT = "limit"
-"""The event of a state whose action was not begun, because a limit was reached."""
+"""The event of a state whose action did not start because a limit was reached."""
 FAILED = "failed"
 """The event of a state whose action failed."""
 ALWAYS: tuple[str, ...] = (LIMIT, FAILED)
-"""Events that every state may meet, except final ones."""
+"""Events that may occur in every state except final ones."""
 
 OWN_ACTION_SECONDS = 60.0
-"""Deadline of an action of the spec's own whose state sets none."""
+"""Deadline of a custom action whose state sets none."""
 
 SCORERS = {"math-verify": "engine.environments.scorers:math_verify"}
-"""Scorers that have a short name, and their entry points."""
+"""Scorers with a short name, and their entry points."""
 
 NO_CALLS, MAYBE_CALLS, SURE_CALLS = 0, 1, 2
-"""What an event says about the tool calls of the newest reply: none, perhaps some, at least one."""
+"""What an event says about the tool calls of the newest reply: none, possibly some, at least one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionFacts:
-    """One action that ships with the engine."""
+    """One built-in action."""
 
     use: str
     """`module:class` of its implementation."""
     does: str
-    """What it does, in one sentence, for the docs."""
+    """Its description in one sentence, for the docs."""
     events: tuple[str, ...] | None
-    """Events that it may end with, other than `ALWAYS`; None: the spec's environment declares them."""
+    """Its possible events besides `ALWAYS`; None: the spec's environment declares them."""
     seconds: Seconds
     speaks: Literal["assistant", "user", "tool"] | None = None
-    """The role of the message that it adds to the conversation; None: it adds none, or of several roles."""
+    """Role of the message that it adds to the conversation; None if it adds no message or several roles."""
     calls: Mapping[str, int] | None = None
-    """For an action that samples a reply: what its events say about tool calls; `MAYBE_CALLS` for those not listed."""
+    """For an action that samples a reply: what its events say about tool calls; `MAYBE_CALLS` for events not listed."""
     answers_calls: bool = False
-    """Whether it carries out the tool calls of the newest reply, so that without any it takes no time."""
+    """Whether it runs the tool calls of the newest reply, and so takes no time without calls."""
 
 
 def _environment(spec: EpisodeSpec, state: StateSpec) -> float:
@@ -115,11 +115,11 @@ ACTIONS: Mapping[str, ActionFacts] = {
     ),
     "step": ActionFacts("engine.actions.custom:EnvironmentStep", "Ask the environment for a step.", None, _environment),
 }
-"""The actions that a state may name besides the spec's own (`package.module:name`)."""
+"""Actions that a state may name besides custom ones (`package.module:name`)."""
 
 
 def seconds_of(spec: EpisodeSpec, state: StateSpec) -> float:
-    """The maximum time of a state's action; infinite if it has no deadline, 0 if the state has no action."""
+    """Maximum seconds of a state's action; infinite if it has no deadline, 0 if the state has no action."""
     if state.action is None:
         return 0.0
     facts = ACTIONS.get(state.action)
@@ -127,5 +127,5 @@ def seconds_of(spec: EpisodeSpec, state: StateSpec) -> float:
 
 
 def may_be_limited(action: str | None, spec: EpisodeSpec) -> bool:
-    """Whether some limit may stop an action."""
+    """Whether a limit may stop an action."""
     return any(limit.may_stop(spec) for limit in limits_of(action))

@@ -1,12 +1,12 @@
-"""An event loop in a thread of its own, for `async` code of others; and the watchdog that sees when it is blocked.
+"""An event loop in its own thread for `async` user code, and the watchdog that detects when it is blocked.
 
-The main loop hands over the calls of one of its rounds together, and gets the results of one of this loop's rounds
-together: a burst of calls costs one wake-up each way.
+The main loop passes all calls of one iteration at once, and gets all results of one iteration of this loop at
+once: a burst of calls costs one wake-up in each direction.
 
-Every `TICK` the watchdog asks the loop for a sign. A loop that gives none is blocked. The stack of its thread holds the
-`Handle` that runs, whose context names the call: this works for the tasks and callbacks that a call has started, too.
-The time for which a loop is blocked does not count for the deadlines of other calls on it. A loop that is blocked by a
-call which was given up or has ended is replaced.
+Every `TICK` the watchdog schedules a callback on the loop. A loop that does not run it is blocked. The stack of its thread
+holds the running `Handle`, whose context names the call: this also works for tasks and callbacks that a call has started.
+The time for which a loop is blocked does not count for the deadlines of other calls on it. A loop that is blocked by an
+abandoned or ended call is replaced.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ from engine.actions.interrupt import CodeThread, Interrupter
 log = structlog.get_logger(__name__)
 
 TICK = 0.1
-"""Seconds between two looks at the loop: the resolution of what is known about blocking."""
+"""Seconds between two checks of the loop: the resolution of blocking times."""
 WARN_SECONDS = 1.0
-"""A loop that is blocked for so long is reported."""
+"""Seconds of blocking after which the log reports the loop."""
 UNKNOWN_SECONDS = 5.0
-"""A loop that is blocked for so long by code of an unknown call is replaced."""
+"""Seconds of blocking by an unknown call after which the loop is replaced."""
 MAX_THREADS = 1024
-"""Most threads of `asyncio.to_thread` in code of others. asyncio's own bound, a few more than there are cores, would make
-healthy calls wait behind hung ones."""
+"""Maximum number of threads of `asyncio.to_thread` in user code. asyncio's own maximum, a few more than the number of cores,
+would make healthy calls wait for hung ones."""
 END_SECONDS = 0.5
-"""How long a loop that ends waits for its tasks, and its owner for the loop."""
+"""Seconds that an ending loop waits for its tasks, and its owner for the loop."""
 _RUN = Handle._run.__code__
 
 
 class GuestLoop:
-    """One event loop in a thread of its own, for the calls of one main loop.
+    """One event loop in its own thread, for the calls of one main loop.
 
     Args:
-        on_stuck: Called on the main loop when this loop is blocked for good, with the loop.
-        interrupter: Ends busy code on this loop once it is blocked for good.
+        on_blocked: Called on the main loop, with this loop, when this loop is blocked permanently.
+        interrupter: Ends busy code on this loop once it is blocked permanently.
     """
 
-    def __init__(self, on_stuck: Callable[[GuestLoop], None], interrupter: Interrupter) -> None:
+    def __init__(self, on_blocked: Callable[[GuestLoop], None], interrupter: Interrupter) -> None:
         self._interrupter = interrupter
         self._code_thread: CodeThread | None = None
         self.blocked = 0.0
-        """Seconds for which it has been blocked so far."""
-        self.culprit: Call | None = None
-        """What blocked it for good, where that is known."""
+        """Total seconds for which it has been blocked."""
+        self.blocker: Call | None = None
+        """The call that blocked it permanently, if known."""
         self.retired = False
-        """It takes no more calls."""
-        self._on_stuck = on_stuck
+        """Whether it no longer takes calls."""
+        self._on_blocked = on_blocked
         self._main = asyncio.get_running_loop()
-        self._fresh: list[Call] = []
+        self._new: list[Call] = []
         self._calls: dict[Call, None] = {}
-        """Calls that are not settled; of the main loop's thread."""
-        self._left = False
-        """A call was given up since the loop was last asked for a sign: it may block the loop."""
+        """Calls without a delivered result; used only in the main loop's thread."""
+        self._abandoned = False
+        """Whether a call was abandoned since the last probe: it may block the loop."""
         self._finished: list[Call] = []
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_report)
@@ -75,11 +75,11 @@ class GuestLoop:
         self._loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS, "guest-executor"))
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._asked = self._counted = 0.0
-        """When the loop was asked for a sign, and up to when its silence is counted."""
+        self._probed = self._counted = 0.0
+        """Time of the last probe, and time up to which blocking is counted."""
         self._answered = True
         self._since = 0.0
-        self._told = False
+        self._warned = False
         self._handle: Handle | None = None
         self._suspect: Call | None = None
         self._thread = threading.Thread(target=self._work, name="guest-loop", daemon=True)
@@ -94,35 +94,35 @@ class GuestLoop:
     # --- the main loop's thread ---
 
     def start(self, call: Call) -> None:
-        """Run a call."""
+        """Start a call."""
         self._calls[call] = None
-        if not self._fresh:
+        if not self._new:
             self._main.call_soon(self._hand_over)
-        self._fresh.append(call)
+        self._new.append(call)
 
-    def leave(self, call: Call) -> bool:
-        """Give a call up and cancel it; False where it has finished already, and its result is on its way."""
+    def abandon(self, call: Call) -> bool:
+        """Abandon a call and cancel it; False if it has already finished and its result is about to arrive."""
         if not call.take():
             return False
         self._calls.pop(call, None)
         if not self.retired:
-            self._left = True
+            self._abandoned = True
             self._loop.call_soon_threadsafe(_cancel, call)
         return True
 
-    def left(self, call: Call, seconds: float) -> float:
-        """What remains of a call's deadline: the time for which others blocked the loop does not count."""
+    def remaining(self, call: Call, seconds: float) -> float:
+        """Remaining seconds of a call's deadline. The time for which other calls blocked the loop does not count."""
         if call.began is None:
             return seconds
         with self._lock:
             silent = 0.0 if self._answered else time.monotonic() - self._counted
             own = call.own + (silent if self._suspect is call else 0.0)
-            return call.left(seconds) + self.blocked + silent - call.blocked - own
+            return call.remaining(seconds) + self.blocked + silent - call.blocked - own
 
     @property
     def blocks(self) -> bool:
-        """Whether it has been blocked for a while, and still is."""
-        return self._told and not self._answered
+        """Whether it has been blocked for `WARN_SECONDS` and still is."""
+        return self._warned and not self._answered
 
     def close(self) -> None:
         """Take no more calls, cancel the tasks, and let the thread end."""
@@ -131,26 +131,26 @@ class GuestLoop:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def join(self) -> None:
-        """After `close`: wait a moment for the thread, if it is not blocked."""
+        """After `close`: wait up to `END_SECONDS` for the thread, if it is not blocked."""
         if self._answered or self._handle is None:
             self._thread.join(END_SECONDS)
 
     def drop(self) -> int:
-        """After `close`: settle the calls that have finished, and wake those that will not as lost; how many are lost."""
+        """After `close`: deliver finished calls and mark the others as lost; return the number of lost calls."""
         calls, self._calls = self._calls, {}
         for call in calls:
-            call.settle(lost=call.take())
+            call.deliver(lost=call.take())
         return sum(call.lost for call in calls)
 
     def _hand_over(self) -> None:
-        fresh, self._fresh = self._fresh, []
+        new, self._new = self._new, []
         if not self.retired:
-            self._loop.call_soon_threadsafe(self._begin, fresh)
+            self._loop.call_soon_threadsafe(self._begin, new)
 
-    def _settle(self, calls: list[Call]) -> None:
+    def _deliver(self, calls: list[Call]) -> None:
         for call in calls:
             self._calls.pop(call, None)
-            call.settle()
+            call.deliver()
 
     # --- the loop's own thread ---
 
@@ -166,9 +166,9 @@ class GuestLoop:
         while not self.retired:
             try:
                 self._loop.run_forever()
-            except BaseException as error:  # noqa: BLE001  (a callback called `sys.exit()`: the others go on)
-                log.warning("a callback of a world raised", error=repr(error))
-        with suppress(BaseException):  # whatever they do now, nobody waits for it
+            except BaseException as error:  # noqa: BLE001  (a callback called `sys.exit()`: the others continue)
+                log.warning("a callback of user code raised", error=repr(error))
+        with suppress(BaseException):  # nothing waits for their results now
             tasks = asyncio.all_tasks(self._loop)
             for task in tasks:
                 task.cancel()
@@ -186,7 +186,7 @@ class GuestLoop:
         call.blocked = self.blocked
         try:
             call.result = (await call.function(*call.args), None)
-        except BaseException as error:  # noqa: BLE001  (any exception is handed to the caller)
+        except BaseException as error:  # noqa: BLE001  (any exception is passed to the caller)
             call.result = (None, error)
         call.task = None
         if not call.take():
@@ -198,14 +198,14 @@ class GuestLoop:
     def _post(self) -> None:
         finished, self._finished = self._finished, []
         try:
-            self._main.call_soon_threadsafe(self._settle, finished)
-        except RuntimeError:  # the main loop is closed: nobody waits any more
+            self._main.call_soon_threadsafe(self._deliver, finished)
+        except RuntimeError:  # the main loop is closed: nothing waits for results
             self.close()
 
     def _answer(self) -> None:
         with self._lock:
             now = time.monotonic()
-            if now - self._asked > TICK:
+            if now - self._probed > TICK:
                 self._count(now)
             self._answered = True
 
@@ -217,23 +217,23 @@ class GuestLoop:
                 self.close()
                 return
             if not self._answered:
-                if self._look():
+                if self._check():
                     return
-            elif self._calls or self._left:
-                self._left = False
-                self._ask()
+            elif self._calls or self._abandoned:
+                self._abandoned = False
+                self._probe()
 
-    def _ask(self) -> None:
+    def _probe(self) -> None:
         with self._lock:
             self._answered = False
-            self._asked = self._counted = time.monotonic()
+            self._probed = self._counted = time.monotonic()
             self._handle = self._suspect = None
         self._since = 0.0
-        self._told = False
+        self._warned = False
         self._loop.call_soon_threadsafe(self._answer)
 
-    def _look(self) -> bool:
-        """Look at what blocks the loop; True once the loop is given up."""
+    def _check(self) -> bool:
+        """Check what blocks the loop; True once the loop is to be replaced."""
         handle, stack = self._running()
         with self._lock:
             if self._answered:
@@ -246,31 +246,31 @@ class GuestLoop:
             suspect, stuck = self._suspect, now - self._since
         given_up = suspect is not None and suspect.over and stuck > 0
         if given_up or (suspect is None and handle is not None and stuck > UNKNOWN_SECONDS):
-            self._tell("its loop is replaced", suspect, now - self._asked, stack)
-            self._told = True
-            self.culprit = suspect
+            self._warn("the loop is replaced", suspect, now - self._probed, stack)
+            self._warned = True
+            self.blocker = suspect
             if self._code_thread is not None:
                 self._interrupter.add(self._code_thread, suspect)
             self._over.set()
             try:
-                self._main.call_soon_threadsafe(self._on_stuck, self)
+                self._main.call_soon_threadsafe(self._on_blocked, self)
             except RuntimeError:  # the main loop is closed
                 self.close()
             return True
-        if not self._told and now - self._asked > WARN_SECONDS:
-            self._told = True
-            self._tell("other calls on its loop wait", suspect, now - self._asked, stack)
+        if not self._warned and now - self._probed > WARN_SECONDS:
+            self._warned = True
+            self._warn("other calls on this loop wait", suspect, now - self._probed, stack)
         return False
 
     def _count(self, now: float) -> None:
-        """Count the loop's silence up to now; the lock is held."""
+        """Count the blocked time up to now; the caller holds the lock."""
         self.blocked += now - self._counted
         if self._suspect is not None:
             self._suspect.own += now - self._counted
         self._counted = now
 
     def _running(self) -> tuple[Handle | None, list[str]]:
-        """What the loop's thread runs now, and its stack from the loop inwards."""
+        """What the loop's thread runs now, and its stack, innermost frame last."""
         frame: FrameType | None = sys._current_frames().get(self._thread.ident or 0)
         inner = frame
         while frame is not None and frame.f_code is not _RUN:
@@ -281,7 +281,7 @@ class GuestLoop:
         stack = traceback.format_list(traceback.extract_stack(inner))
         return (handle if isinstance(handle, Handle) else None), stack
 
-    def _tell(self, then: str, call: Call | None, seconds: float, stack: list[str]) -> None:
+    def _warn(self, then: str, call: Call | None, seconds: float, stack: list[str]) -> None:
         log.warning(
             f"async code blocks its event loop; {then}",
             function=call.what if call is not None else "unknown",
@@ -292,16 +292,16 @@ class GuestLoop:
 
 
 _SHOWN = 6
-"""Innermost frames of a blocked thread that are logged."""
+"""Number of innermost frames of a blocked thread that are logged."""
 
 
 _tasks: set[asyncio.Task[Any]] = set()
-"""Tasks on guest loops that have not ended. A coroutine that is collected is closed, and runs code of others in whichever
-thread collects it: so each is kept until it has ended."""
+"""Tasks on guest loops that have not ended. Garbage collection closes a coroutine, which runs user code in the collecting
+thread: so each task is kept until it has ended."""
 
 
-def hung_tasks() -> bool:
-    """Whether some `async` code of others has not ended: the interpreter must not collect it, which may never end."""
+def has_unfinished_tasks() -> bool:
+    """Whether some `async` user code has not ended. The interpreter must not collect it, because that may never end."""
     return bool(_tasks)
 
 
@@ -318,5 +318,5 @@ def _cancel(call: Call) -> None:
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """asyncio's complaints about code of others: one line in the log."""
-    log.warning("async code of a world", said=context.get("message"), error=repr(context.get("exception")))
+    """Log asyncio's error reports about user code, one line each."""
+    log.warning("error in async user code", said=context.get("message"), error=repr(context.get("exception")))

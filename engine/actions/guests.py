@@ -1,7 +1,7 @@
-"""The guest loops of a run: one, and more once code of others has blocked one.
+"""The guest loops of a run: one at first, and more after user code has blocked one.
 
-Each time a loop is blocked the number of loops grows, up to `MAX_LOOPS`, and an episode that lost its loop moves to
-another: so code that blocks meets fewer and fewer calls of others, although nothing is known of it beforehand.
+Each time a loop is blocked, the number of loops grows, up to `MAX_LOOPS`, and an episode that lost its loop moves to
+another. So blocking code delays fewer and fewer other calls, without knowing in advance which code blocks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from engine.actions.interrupt import Interrupter
 log = structlog.get_logger(__name__)
 
 MAX_LOOPS = 64
-"""Most guest loops at once, beside blocked ones that were replaced."""
+"""Maximum number of guest loops, not counting blocked ones that were replaced."""
 _GROWTH = 4
 
 
 class GuestLoops:
-    """Gives each asynchronous call its loop. Of the main loop's thread alone."""
+    """Chooses a loop for each asynchronous call. Used only in the main loop's thread."""
 
     def __init__(self, interrupter: Interrupter) -> None:
         self._interrupter = interrupter
@@ -31,11 +31,11 @@ class GuestLoops:
         self._most = 1
 
     def choose(self, scope: EpisodeScope | None, tries: int = 0) -> GuestLoop:
-        """A loop for a call that is not bound to one: not a blocked one, where another can be had.
+        """Choose a loop for a call that is not bound to one; not a blocked one, if another is available.
 
         Args:
-            scope: The episode's.
-            tries: How often this very call has lost its loop.
+            scope: Scope of the episode.
+            tries: How often this call has lost its loop.
         """
         found = self._loops.get(0)
         if self._most == 1 and found is not None and not found.blocks and found.main is asyncio.get_running_loop():
@@ -54,7 +54,9 @@ class GuestLoops:
 
     def _at(self, place: int) -> GuestLoop:
         guest = self._loops.get(place)
-        if guest is not None and guest.main is not asyncio.get_running_loop():  # of another run, which has ended
+        if (
+            guest is not None and guest.main is not asyncio.get_running_loop()
+        ):  # it belongs to another run, which has ended
             guest.close()
             guest = None
         if guest is None:
@@ -72,7 +74,7 @@ class GuestLoops:
         log.warning("a blocked event loop was replaced", lost_calls=lost, loops=self._most)
 
     def close(self) -> None:
-        """Let the loops end. Blocked ones go with the process."""
+        """End the loops. Blocked ones end with the process."""
         for guest in self._loops.values():
             guest.close()
         for guest in self._loops.values():

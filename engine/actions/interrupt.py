@@ -1,15 +1,15 @@
-"""Ends code of others that goes on computing after its call was given up.
+"""Interrupts user code that keeps computing after its call was abandoned.
 
-Such code takes its share of Python's lock (the GIL) and makes every other call slower. A watcher raises `Interrupted` inside
-of it. Rules, so that nothing else is hit:
+Such code holds Python's lock (the GIL) part of the time and slows down every other call. A watcher raises `Interrupted`
+inside of it. Rules, so that no other code is interrupted:
 
-- Only threads whose call was given up are interrupted. Their results are not used, and they end after their call.
-- Only threads that have computed for `BUSY_SECONDS` since then. Code that waits costs nothing and is left alone.
-- Only while the innermost Python frame is the world's own code. An exception that comes up inside the standard library could
+- Only threads whose call was abandoned are interrupted. Their results are not used, and they end after their call.
+- Only threads that have computed for `BUSY_SECONDS` since then. Waiting code costs nothing and is not interrupted.
+- Only while the innermost Python frame is the world's own code. An exception inside the standard library could
   leave a lock held, for example the lock of `logging`, and block the whole process.
-- Never after the thread has left the code of others: `Interrupter.release` and the watcher exclude each other by a lock.
+- Never after the thread has left the user code: `Interrupter.release` and the watcher exclude each other by a lock.
 
-Code that catches `BaseException` and goes on is interrupted again. Code in C that does not return cannot be interrupted.
+Code that catches `BaseException` and continues is interrupted again. Code in C that does not return cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 TICK = 0.1
-"""Seconds between two looks at the threads."""
+"""Seconds between two checks of the threads."""
 BUSY_SECONDS = 0.05
-"""CPU time after its call was given up from which code counts as busy."""
-STUBBORN_SECONDS = 5.0
-"""Busy code that interruptions have not ended after so many seconds is reported."""
+"""Seconds of CPU time after the call was abandoned from which code counts as busy."""
+UNINTERRUPTIBLE_SECONDS = 5.0
+"""Seconds after which busy code that interruptions have not ended is reported."""
 _SHOWN = 6
-"""Innermost frames of such code that are logged."""
+"""Number of innermost frames of such code that are logged."""
 
 
 class Interrupted(BaseException):
-    """Raised inside code whose call was given up. Not an `Exception`, so that retry loops of a world do not catch it."""
+    """Raised inside code whose call was abandoned. Not an `Exception`, so that retry loops of a world do not catch it."""
 
 
 class CodeThread:
-    """The running thread, which is about to run code of others."""
+    """The current thread, which is about to run user code."""
 
     __slots__ = ("clock", "ident", "released")
 
@@ -53,64 +53,66 @@ class CodeThread:
         self.ident = threading.get_ident()
         find = getattr(time, "pthread_getcpuclockid", None)
         self.clock: int | None = find(self.ident) if find is not None else None
-        """Id of its CPU clock; None where the system has none: then it is never taken for busy."""
+        """Id of its CPU clock; None if the system has none, in which case it never counts as busy."""
         self.released = False
-        """It has left the code of others for good."""
+        """Whether it has finished running user code."""
 
     def cpu(self) -> float:
-        """Seconds that it has computed so far; 0 where that is not known."""
+        """CPU seconds used so far; 0 if unknown."""
         try:
             return 0.0 if self.clock is None else time.clock_gettime(self.clock)
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             return 0.0
 
 
 @dataclass
 class _Busy:
-    """A thread whose call was given up."""
+    """A thread whose call was abandoned."""
 
     call: Call | None
     cpu: float
-    """Its CPU time when the call was given up."""
+    """Its CPU time when the call was abandoned."""
     since: float | None = None
-    """When it was first seen busy."""
+    """Time at which it was first seen busy."""
     interruptions: int = 0
-    stubborn: bool = False
+    uninterruptible: bool = False
 
 
 class Interrupter:
-    """Watches threads whose calls were given up and interrupts the busy ones."""
+    """Watches threads whose calls were abandoned and interrupts the busy ones."""
 
     def __init__(self) -> None:
         self.ended = 0
-        """Threads that left the code of others after an interruption."""
+        """Number of threads that left the user code after an interruption."""
         self._lock = threading.Lock()
         self._threads: dict[CodeThread, _Busy] = {}
         self._watches = False
 
     @property
-    def stubborn(self) -> int:
-        """Threads that still run code which interruptions do not end."""
+    def uninterruptible(self) -> int:
+        """Number of threads whose code interruptions do not end."""
         with self._lock:
-            return sum(busy.stubborn for busy in self._threads.values())
+            return sum(busy.uninterruptible for busy in self._threads.values())
 
     @property
     def summary(self) -> str:
-        """What became of busy calls past their deadlines, in one sentence; empty where there were none."""
-        stubborn = self.stubborn
-        if not self.ended and not stubborn:
+        """Summary of busy calls past their deadlines in one sentence; empty if there were none."""
+        uninterruptible = self.uninterruptible
+        if not self.ended and not uninterruptible:
             return ""
-        text = f"{self.ended + stubborn} calls went on computing past their deadline: {self.ended} were interrupted"
-        if stubborn:
-            text += f", {stubborn} cannot be and slow down all others; run that code with `isolation: process`"
+        text = (
+            f"{self.ended + uninterruptible} calls kept computing after their deadline: {self.ended} were interrupted"
+        )
+        if uninterruptible:
+            text += f", {uninterruptible} cannot be interrupted and slow down all other calls; run that code with `isolation: process`"
         return text
 
     def add(self, thread: CodeThread, call: Call | None) -> None:
-        """Watch a thread whose call was given up.
+        """Watch a thread whose call was abandoned.
 
         Args:
             thread: The thread.
-            call: For messages; None where it is not known.
+            call: The call, for messages; None if unknown.
         """
         with self._lock:
             if thread.released:
@@ -121,9 +123,9 @@ class Interrupter:
                 threading.Thread(target=self._watch, name="interrupter", daemon=True).start()
 
     def release(self, thread: CodeThread) -> None:
-        """Never interrupt the running thread again: it has left the code of others for good.
+        """Stop interrupting the current thread, because it has finished running user code.
 
-        One exception may be pending from before. None is added while code of the engine is on top.
+        One exception may still be pending. No exception is added while the innermost frame is the engine's.
         """
         try:
             self._release(thread)
@@ -160,12 +162,12 @@ class Interrupter:
             if frame is not None and is_worlds_own(frame):
                 _raise_in(thread.ident, Interrupted)
                 busy.interruptions += 1
-            if busy.stubborn or now - busy.since < STUBBORN_SECONDS:
+            if busy.uninterruptible or now - busy.since < UNINTERRUPTIBLE_SECONDS:
                 return
-            busy.stubborn = True
+            busy.uninterruptible = True
             stack = traceback.format_list(traceback.extract_stack(frame))
         log.warning(
-            "code goes on computing after its deadline, cannot be interrupted and slows down all calls; "
+            "code keeps computing after its deadline, cannot be interrupted and slows down all calls; "
             "run it with `isolation: process`",
             function=busy.call.what if busy.call is not None else "unknown",
             episode=busy.call.episode if busy.call is not None else "unknown",
@@ -183,5 +185,5 @@ def is_worlds_own(frame: FrameType) -> bool:
 
 
 def _raise_in(ident: int, error: type[BaseException] | None) -> None:
-    """Have a thread raise an exception at its next bytecode; None takes a pending one back. It holds the GIL throughout."""
+    """Make a thread raise an exception at its next bytecode; None withdraws a pending one. The GIL is held throughout."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(error) if error else None)

@@ -53,7 +53,7 @@ class Judge:
         said = ""
         for attempt in range(self._spec.tries):
             seed = derive_seed(view.seed, model.name, turn, attempt)
-            reply = await model.say(prompt, episode_id=view.episode_id, turn=turn, seed=seed, intended=intended)
+            reply = await model.reply(prompt, episode_id=view.episode_id, turn=turn, seed=seed, intended=intended)
             said = reply.text
             number = self.read(said)
             if number is not None:

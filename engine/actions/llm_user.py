@@ -1,10 +1,10 @@
 """A simulated user that a model plays.
 
-Each answer is asked for anew, with a prompt made of what the policy and the user said aloud: no system prompt and no
-worked examples of the policy's, no tool calls and results, nobody's reasoning. A grader, where the spec has one, judges
-by rule first; then the model only finds the words.
+Each answer is a new request whose prompt has the visible text of the policy and the user: without the policy's system
+prompt and few-shot examples, tool calls, tool results and any reasoning. If the spec has a grader, the grader decides by
+rule first, and the model only writes the text.
 
-Invariant: it keeps nothing between answers, so what was journaled is all that a resume or a replay needs.
+Invariant: it keeps no state between answers, so a resume or a replay needs only the journal.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from engine.schemas.role import Mark, UserSpec
 
 USER_FIELDS = ("task", "reply", "dialogue", "verdict", "turn")
-"""What a user's prompt may name: the task's fields, the policy's newest reply, the dialogue as text, the grader's
-words, and how many answers the user gave before, from 0."""
+"""Fields of a user's prompt: the task's fields, the policy's newest reply, the dialogue as text, the grader's text, and the
+number of the user's earlier answers."""
 SILENCE = "(says nothing)"
-"""What stands for a reply without words."""
+"""Replaces a reply without text."""
 
 
 class ModelUser:
@@ -38,9 +38,9 @@ class ModelUser:
 
     Args:
         spec: Its prompt, marks and limits.
-        model: Gives the model; called for each answer, so that a replay needs none.
-        grader: A user that judges by rule first; None where the spec has none.
-        workers: For the grader.
+        model: Returns the model; called for each answer, so that a replay needs no model.
+        grader: A user that decides by rule first; None if the spec has none.
+        workers: Run the grader.
     """
 
     def __init__(self, spec: UserSpec, model: Callable[[], RoleModel], grader: Any, workers: Workers) -> None:
@@ -51,10 +51,10 @@ class ModelUser:
 
     @on_main_loop
     async def respond(self, view: EpisodeView) -> UserTurn:
-        """Judge by rule, ask the model, and read its marks.
+        """Ask the grader, then the model, and read the marks of its reply.
 
         Raises:
-            WorldError: the model or the grader failed; blamed on the user.
+            WorldError: the model or the grader failed; the blame is the user's.
         """
         verdict = await self._verdict(view)
         if verdict.satisfied:
@@ -62,7 +62,7 @@ class ModelUser:
         model = self._model()
         words = verdict.content if isinstance(verdict.content, str) else ""
         fields = self._fields(view, words)
-        said = await model.say(
+        said = await model.reply(
             self.prompt(view, words),
             intended=[own_spans(item.content, fields) for item in self._spec.prompt],
             episode_id=view.episode_id,
@@ -83,7 +83,7 @@ class ModelUser:
         )
 
     async def _verdict(self, view: EpisodeView) -> UserTurn:
-        """The grader's turn; an empty one where there is no grader."""
+        """The grader's turn; an empty turn if there is no grader."""
         if self._grader is None:
             return UserTurn()
         assert self._spec.grader is not None
@@ -104,7 +104,7 @@ class ModelUser:
         return turn
 
     def prompt(self, view: EpisodeView, verdict: str = "") -> list[Message]:
-        """What the model is shown: the spec's prompt and, where that names neither, the dialogue with roles changed over."""
+        """The model's prompt: the spec's prompt and, if that names neither dialogue nor reply, the dialogue with swapped roles."""
         dialogue = dialogue_of(view)
         fields = self._fields(view, verdict)
         told = [Message(role=item.role, content=fill(item.content, fields)) for item in self._spec.prompt]
@@ -128,13 +128,13 @@ _WHO = {"user": "User", "assistant": "Assistant"}
 
 
 def dialogue_of(view: EpisodeView) -> list[tuple[str, str]]:
-    """(role, text) of what was said aloud in the episode, from the last thing said before its first turn.
+    """(role, text) of the visible messages of the episode, from the last message before its first turn.
 
-    Messages in a row of one role are put together; an assistant's silence is written out where the user is to answer it.
+    Consecutive messages of one role are joined; an empty assistant message gets a placeholder where the user is to answer it.
     """
     messages = list(view.messages)
-    spoken = [index for index, message in enumerate(messages) if message.role == "assistant"]
-    first = spoken[len(spoken) - (view.turn + 1)] if view.turn >= 0 and len(spoken) > view.turn else len(messages)
+    replies = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    first = replies[len(replies) - (view.turn + 1)] if view.turn >= 0 and len(replies) > view.turn else len(messages)
     start = first
     while start > 0 and messages[start - 1].role == "user":
         start -= 1
@@ -153,7 +153,7 @@ def dialogue_of(view: EpisodeView) -> list[tuple[str, str]]:
 
 
 def _changed_over(dialogue: Sequence[tuple[str, str]], opener: str) -> list[Message]:
-    """The dialogue as the user's model lived it: the policy speaks in the role `user`, and spoke first."""
+    """The dialogue from the view of the user's model: the policy has the role `user` and speaks first."""
     turned = [Message(role="user" if role == "assistant" else "assistant", content=text) for role, text in dialogue]
     if turned and turned[0].role == "assistant":
         turned.insert(0, Message(role="user", content=opener))
@@ -161,10 +161,10 @@ def _changed_over(dialogue: Sequence[tuple[str, str]], opener: str) -> list[Mess
 
 
 def read_marks(text: str, marks: Sequence[Mark]) -> UserTurn:
-    """What a reply says to the policy, and what its marks say to the engine.
+    """Separate the text of a reply, which the policy sees, from its marks, which the engine reads.
 
     Raises:
-        WorldError: a mark's number is none.
+        WorldError: the number of a mark is invalid.
     """
     satisfied = solved = False
     rewards: list[RewardEvent] = []
@@ -192,6 +192,6 @@ def _number(text: str | None) -> float:
         value = float("nan")
     if value != value or value in (float("inf"), float("-inf")):
         raise WorldError(
-            f"the user's model gave {text!r} where a mark wants a number", blame="user", kind="user_bad_reply"
+            f"the user's model gave {text!r} in a mark; it must give a number", blame="user", kind="user_bad_reply"
         )
     return value

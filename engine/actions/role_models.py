@@ -4,8 +4,8 @@ A role's model is reached through the same `Backend` protocol as the policy, wit
 policy's weights and declares no backend, its requests go to the policy's backend; roles with the same weights and the same
 backend share one.
 
-Invariant: no reply of a role's model is written to the tape. Its reasoning goes no further than this file, its tokens are
-counted and dropped, and whatever goes wrong with it is blamed on the part that it plays, never on the policy.
+Invariant: no reply of a role's model is written to the tape. Its reasoning does not leave this file, its tokens are
+counted and dropped, and its errors are blamed on its role, never on the policy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 RoleBackends = Literal["any", "scripted", "none"]
-"""Backends that may serve roles: any one; scripted ones, of the role's own; or none, as in a replay."""
+"""Backends that may serve roles: any backend, only the role's own scripted ones, or none, as in a replay."""
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 
@@ -49,11 +49,11 @@ class RoleReply:
     """One reply of a role's model."""
 
     text: str
-    """Without reasoning and without surrounding blanks."""
+    """The text without reasoning and surrounding whitespace."""
     tokens: int
-    """How many were sampled, the reasoning's too; 0 where the backend answers in text alone."""
+    """Number of sampled tokens, including reasoning; 0 if the backend answers only in text."""
     cut: bool
-    """It ran out of tokens."""
+    """Whether it reached the token limit."""
 
 
 @dataclass(slots=True)
@@ -62,21 +62,21 @@ class RoleBackend:
 
     backend: Backend
     slots: asyncio.Semaphore
-    """One for each generation that may be in flight."""
+    """One slot for each generation that may be in flight."""
     borrowed: bool
-    """It is the policy's: opened and closed by whoever runs the policy."""
+    """Whether it is the policy's backend, which the policy's owner opens and closes."""
 
 
 class RoleModel:
-    """The model that plays one role. Shared by all episodes.
+    """The model of one role. All episodes share it.
 
     Args:
-        name: Of the part, such as `user` or `judge`: names its requests in a backend that it shares.
+        name: Name of the role, such as `user` or `judge`: marks its requests in a shared backend.
         spec: Model, sampling and limits.
-        format: Its own chat format.
+        format: Chat format of this model.
         served: The backend that serves it.
-        blame: Who is to blame where it fails; also the beginning of every kind of failure.
-        base_model: Its requests are for the base model, also while the policy is an adapter in the backend.
+        blame: The blame of its failures; also the prefix of their kinds.
+        base_model: Requests use the base model, even while the policy is an adapter in the backend.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class RoleModel:
         self._kind = _kind(blame)
 
     def request_episode(self, episode_id: str) -> str:
-        """The episode's id in the role's requests: a different one than the policy's, where they share a backend."""
+        """The episode's id in the role's requests; it differs from the policy's id if they share a backend."""
         return f"{self.name}@{episode_id}" if self._served.borrowed else episode_id
 
-    async def say(
+    async def reply(
         self,
         messages: Sequence[Message],
         *,
@@ -111,24 +111,24 @@ class RoleModel:
         seed: int,
         intended: Sequence[IntendedTokens] = (),
     ) -> RoleReply:
-        """One reply. It holds a slot of its backend while it is asked for, and the deadline begins with the slot.
+        """Sample one reply. The request holds a slot of the backend, and its deadline begins with the slot.
 
         Args:
             messages: The whole prompt.
-            episode_id: The episode's own id.
-            turn: Which of the part's answers this is, from 0.
-            seed: For sampling.
+            episode_id: Id of the episode.
+            turn: Index of this answer among the role's answers, from 0.
+            seed: Sampling seed.
             intended: For each of the first messages, where special tokens are intended as tokens; see `MessageViews.of`.
 
         Raises:
-            WorldError: no reply, blamed on the part; kind `<part>_<what the backend says>`.
+            WorldError: no reply; the blame is the role's and the kind `<role>_<kind of the backend's error>`.
         """
         try:
             request = self._request(messages, episode_id, turn, seed, intended)
             async with self._served.slots, self._timeout():
                 generation = await self._served.backend.generate(request)
             if generation.finish.type == "abort":
-                raise self._fault("its backend gave the reply up", "aborted")
+                raise self._fault("its backend abandoned the reply", "aborted")
             if generation.text is not None:
                 parsed = self._format.replies.parse_text(generation.text, turn=turn)
             else:
@@ -142,7 +142,7 @@ class RoleModel:
                 raise
             raise self._fault(str(error), error.kind) from error
         tokens = len(generation.output_ids)
-        return RoleReply(spoken(parsed.content), tokens, cut=generation.finish.type == "length")
+        return RoleReply(without_reasoning(parsed.content), tokens, cut=generation.finish.type == "length")
 
     def _request(
         self,
@@ -169,7 +169,7 @@ class RoleModel:
         )
 
     def _timeout(self) -> AbstractAsyncContextManager[Any]:
-        """The deadline of one answer. Time in which its servers cannot be reached does not count."""
+        """The deadline of one answer. Time in which no server is reachable does not count."""
         outage = self._served.backend.outage
         return asyncio.timeout(self._spec.seconds) if outage is None else outage.clocks.timeout(self._spec.seconds)
 
@@ -178,7 +178,7 @@ class RoleModel:
         context = min((value for value in contexts if value), default=None)
         room = self._spec.turn_tokens if context is None else min(self._spec.turn_tokens, context - len(prompt))
         if room < 1:
-            raise ContextOverflow(f"its prompt has {len(prompt)} tokens; the model attends to {context}")
+            raise ContextOverflow(f"its prompt has {len(prompt)} tokens; the model's context has {context}")
         return room
 
     def _fault(self, words: str, kind: str) -> WorldError:
@@ -186,17 +186,17 @@ class RoleModel:
         return WorldError(f"{part}: {words}", blame=self._blame, kind=f"{self._kind}_{kind}")
 
     def release(self, episode_id: str) -> None:
-        """The episode is over: what the backend keeps for this part of it may go."""
+        """Release what the backend keeps for this role of an episode that has ended."""
         self._served.backend.release(self.request_episode(episode_id))
 
 
 def _kind(blame: Blame) -> str:
-    """How the kinds of a part's failures begin."""
+    """Prefix of the kinds of this role's failures."""
     return "user" if blame == "user" else "judge"
 
 
-def spoken(text: str) -> str:
-    """A reply without the reasoning in it, whether or not its template knows of reasoning; blanks around it are cut off."""
+def without_reasoning(text: str) -> str:
+    """Remove reasoning and surrounding whitespace from a reply, whether or not its chat template handles reasoning."""
     said = text.rpartition(_THINK_CLOSE)[2]
     return said.partition(_THINK_OPEN)[0].strip()
 
@@ -208,7 +208,7 @@ class RoleModels:
         loaded: The spec.
         format: The policy's chat format.
         backend: The policy's backend, started by its owner.
-        slots: The policy's generation slots.
+        slots: Generation slots of the policy.
         allowed: Which backends may serve roles.
         training: The weights of the policy change while episodes run.
     """
@@ -233,10 +233,10 @@ class RoleModels:
         self._declared = roles_of(loaded.spec)
 
     async def start(self) -> None:
-        """Load the formats and start the backends; what was started is closed again where one fails.
+        """Load the formats and start the backends. If one fails, the started ones are closed.
 
         Raises:
-            EngineError: a model cannot be had, or a backend cannot serve it.
+            EngineError: a model cannot be loaded, or a backend cannot serve it.
             TrainError: kind `train_setup`: a role with `weights: frozen` would have the weights that are trained.
         """
         async with AsyncExitStack() as undo:
@@ -256,7 +256,7 @@ class RoleModels:
             undo.pop_all()
 
     async def _open(self, path: DataPath, form: ChatFormat, *, copied: bool) -> RoleBackend:
-        """A backend for a part: one that was opened for the same weights, or another."""
+        """Return a backend for a role: one that is open for the same weights, or a new one."""
         section = section_of(self._loaded, path)
         if copied:  # the policy's settings, and the weights of `model.path`
             section = replace(section, spec=section.spec.model_copy(update={"backend": self._loaded.spec.backend}))
@@ -266,28 +266,28 @@ class RoleModels:
         if key not in self._backends:
             backend = open_backend(section, form)
             served = RoleBackend(backend, asyncio.Semaphore(self._loaded.spec.rollout.concurrency), borrowed=False)
-            self._backends[key] = served  # before it starts, so that it is closed where that fails
+            self._backends[key] = served  # before it starts, so that it is closed if the start fails
             await backend.start()
         return self._backends[key]
 
     def model(self, *path: str) -> RoleModel:
-        """Who plays the part declared at `path`.
+        """The model of the role declared at `path`.
 
         Raises:
-            WorldError: no model does: `start` was not called, or its backend may not be opened.
+            WorldError: the role has no model: `start` was not called, or its backend may not be opened.
         """
         try:
             return self._models[path]
         except KeyError:
             name, _, blame = self._declared[path]
             raise WorldError(
-                f"no model plays `{name}` here: write down its answers, or give it a scripted backend",
+                f"no model plays `{name}` here: script its answers, or give it a scripted backend",
                 blame=blame,
                 kind=f"{_kind(blame)}_not_played",
             ) from None
 
     def release(self, episode_id: str) -> None:
-        """An episode is over."""
+        """Release an episode that has ended in every role's backend."""
         for model in self._models.values():
             model.release(episode_id)
 
@@ -299,11 +299,11 @@ class RoleModels:
 
     @property
     def outages(self) -> list[Outage]:
-        """Those of the backends that were opened here."""
+        """Outages of the backends that were opened here."""
         return [served.backend.outage for served in self._backends.values() if served.backend.outage is not None]
 
     def stats(self) -> dict[str, Any]:
-        """Counts of each backend that was opened here, by the kind of the first part that speaks through it."""
+        """Counts of each backend that was opened here, by the kind of its first role."""
         return {
             f"{index}:{served.backend.declared.kind_name()}": served.backend.stats()
             for index, served in enumerate(self._backends.values())
@@ -311,7 +311,7 @@ class RoleModels:
 
 
 def roles_of(spec: EpisodeSpec) -> dict[DataPath, tuple[str, RoleSpec, Blame]]:
-    """Every part that a model plays: where it is declared -> (its name, its spec, who is to blame for it)."""
+    """Every role that a model plays: path of its declaration -> (name, spec, blame)."""
     found: dict[DataPath, tuple[str, RoleSpec, Blame]] = {}
     for name, user in spec.users_by_name.items():
         if user.model_played:
@@ -324,7 +324,7 @@ def roles_of(spec: EpisodeSpec) -> dict[DataPath, tuple[str, RoleSpec, Blame]]:
 
 
 def section_of(loaded: LoadedSpec, path: DataPath) -> LoadedSpec:
-    """A spec as the part at `path` sees it: its model, backend and sampling stand where the policy's stood."""
+    """A spec for the role at `path`: the role's model, backend and sampling replace the policy's."""
     part = roles_of(loaded.spec)[path][1]
     spec = loaded.spec.model_copy(
         update={

@@ -115,5 +115,5 @@ class ScoreAction(BuiltInAction):
 
 def graded(view: EpisodeView) -> EpisodeView:
     """Return the view of a grader, whose messages are only the episode's assistant turns."""
-    spoken = [message for message in view.messages if message.role == "assistant"]
-    return replace(view, messages=spoken[len(spoken) - (view.turn + 1) :])
+    replies = [message for message in view.messages if message.role == "assistant"]
+    return replace(view, messages=replies[len(replies) - (view.turn + 1) :])

@@ -67,11 +67,11 @@ class Threads:
         else:
             self._count += 1
 
-    def left(self, call: Call, seconds: float) -> float:
+    def remaining(self, call: Call, seconds: float) -> float:
         """Return the rest of a call's deadline."""
-        return call.left(seconds)
+        return call.remaining(seconds)
 
-    def leave(self, call: Call) -> bool:
+    def abandon(self, call: Call) -> bool:
         """Abandon a call; False if it has finished already and its result will arrive."""
         if not call.take():
             return False
@@ -111,13 +111,13 @@ class Threads:
             if not self._waking:
                 self._waking = True
                 try:
-                    call.loop.call_soon_threadsafe(self._settle)
+                    call.loop.call_soon_threadsafe(self._deliver)
                 except RuntimeError:  # the loop is closed: nobody waits any more
                     self._waking = False
 
-    def _settle(self) -> None:
+    def _deliver(self) -> None:
         self._waking = False  # before the queue is emptied, or what comes then would wait for the next call
         while self._finished:
             call = self._finished.popleft()
             self._open -= 1
-            call.settle()
+            call.deliver()

@@ -162,7 +162,7 @@ async def call_world(
         if bound and scope is not None:
             guest = scope.guest = scope.guest or workers.guests.choose(scope)
             if guest.retired:
-                raise LoopReplacedError(what, guest.culprit, blame, repeatable=again)
+                raise LoopReplacedError(what, guest.blocker, blame, repeatable=again)
         else:
             guest = workers.guests.choose(scope, tries)
         call = Call(function, args, what, blame)
@@ -171,8 +171,8 @@ async def call_world(
         if not call.lost:
             return _result(call)
         if bound or effects == "external":
-            raise LoopReplacedError(what, guest.culprit, blame, repeatable=again)
-    raise LoopReplacedError(what, guest.culprit, blame, repeatable=False)
+            raise LoopReplacedError(what, guest.blocker, blame, repeatable=again)
+    raise LoopReplacedError(what, guest.blocker, blame, repeatable=False)
 
 
 async def _here(
@@ -210,16 +210,16 @@ async def _wait(workers: Workers, place: Threads | GuestLoop, call: Call, second
                     await call.wait()
                 return
             except asyncio.CancelledError:
-                place.leave(call)
+                place.abandon(call)
                 raise
             except TimeoutError:
                 assert seconds is not None  # or there is no deadline
-            left = place.left(call, seconds)
+            left = place.remaining(call, seconds)
             if left <= 0 and not extended and workers.lag.since(before) > STARVED_SHARE * seconds:
                 left, extended = seconds, True
-            if not call.settled and left > 0:  # it waited for a thread or a blocked loop, or its deadline is extended
+            if not call.delivered and left > 0:  # it waited for a thread or a blocked loop, or its deadline is extended
                 deadline = Deadlines(left).begin()
-            elif call.settled or not place.leave(call):  # it has finished, and its result will arrive
+            elif call.delivered or not place.abandon(call):  # it has finished, and its result will arrive
                 deadline = nullcontext()
             else:
                 raise _late(call.what, call.blame, seconds) from None

@@ -113,7 +113,7 @@ def leave_hung_code_behind(status: int) -> None:
     pause = threading.Event()
     threading.Thread(target=watch, name="exit", daemon=True).start()
     guest = sys.modules.get("engine.actions.guest")
-    if guest is not None and guest.hung_tasks():
+    if guest is not None and guest.has_unfinished_tasks():
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stderr.flush()

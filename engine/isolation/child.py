@@ -1,8 +1,8 @@
-"""What a worker process does: imports entry points, builds objects, calls them, and answers in JSON.
+"""Code of a worker process: imports entry points, builds objects, calls them, and answers in JSON.
 
-Requests are pickled tuples of the engine's, which a worker may trust; nothing pickled goes back. While a worker waits for
-a request its event loop runs, so that background tasks of `async` objects go on. A plain method is called outside of the
-loop, so it may run one of its own.
+Requests are pickled tuples from the engine, which a worker may trust; answers are never pickled. While a worker waits for
+a request its event loop runs, so that background tasks of `async` objects continue. A plain method is called outside of
+the loop, so it may run its own loop.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ from engine.storable import refusal
 METHODS = ("reset", "step", "score", "tools", "respond", "close", "__call__")
 _CONTRACTS: dict[str, type[BaseModel]] = {"reset": Reset, "step": Step, "user": UserTurn}
 MAX_CHILDREN = 16
-"""Child processes that a worker may have and still serve another episode: modules keep helpers warm."""
-_MAX_WORDS = 16_384
+"""Maximum number of child processes with which a worker may serve another episode: modules may keep helper processes."""
+_MAX_TEXT = 16_384
 
 VALUE, RAISED, WRONG, INVALID, UNFIT = b"V", b"R", b"W", b"A", b"U"
-"""What an answer begins with: a value, an exception, a value of another type, arguments that do not fit, a value that JSON
-cannot hold."""
+"""First byte of an answer: a value, an exception, a value of a wrong type, invalid arguments, a value that JSON cannot hold."""
 
 
 class Served:
@@ -54,7 +53,7 @@ class Served:
         self.tools: dict[tuple[int, str], tuple[Callable[..., Any], ToolShape]] = {}
 
     def describe(self, use: str, base: str, name: str | None) -> dict[str, Any]:
-        """What can be known of an entry point without building it."""
+        """Describe an entry point without building it."""
         target = load_entry(use, Path(base))
         events = getattr(target, "events", None)
         found: dict[str, Any] = {
@@ -66,13 +65,13 @@ class Served:
         }
         if not found["is_class"] and callable(target):
             try:
-                found["tool"] = _told(shape_of(target, name))
+                found["tool"] = _shape_fields(shape_of(target, name))
             except (TypeError, NameError, AttributeError, ValueError) as error:
                 found["problem"] = str(error)
         return found
 
     def build(self, id: int, use: str, base: str, with_: dict[str, Any], role: str, name: str | None) -> dict[str, Any]:
-        """Import an entry point, and build the object where it is a class."""
+        """Import an entry point, and build the object if it is a class."""
         target = load_entry(use, Path(base))
         if role in ("environment", "user") or (role == "tool" and inspect.isclass(target)):
             thing = self._loop.run_until_complete(_made(target, with_)) if waits(target) else target(**with_)
@@ -89,28 +88,28 @@ class Served:
     def _tool(self, id: int, where: str, function: Callable[..., Any], name: str | None) -> dict[str, Any]:
         shape = shape_of(function, name)
         self.tools[id, shape.name] = (function, shape)
-        return _told(shape)
+        return _shape_fields(shape)
 
     def drop(self, id: int) -> None:
-        """Let go of an object."""
+        """Delete the references to an object."""
         self.objects.pop(id, None)
         for key in [key for key in self.tools if key[0] == id]:
             del self.tools[key]
 
 
-def _told(shape: ToolShape) -> dict[str, Any]:
+def _shape_fields(shape: ToolShape) -> dict[str, Any]:
     return {"name": shape.name, "schema": shape.schema, "view": shape.view}
 
 
 class _Answered(Exception):
     """An answer that is not a value."""
 
-    def __init__(self, kind: bytes, words: str) -> None:
-        self.kind, self.words = kind, words
+    def __init__(self, kind: bytes, text: str) -> None:
+        self.kind, self.text = kind, text
 
 
 def _encoded(value: Any, expects: str) -> bytes:
-    """A value as the JSON of what is expected."""
+    """Encode a value as JSON of the expected type."""
     if expects == "none":
         return b"null"
     if expects == "rewards":
@@ -129,7 +128,7 @@ def _encoded(value: Any, expects: str) -> bytes:
 
 
 def _json(value: BaseModel) -> bytes:
-    """A value as JSON, refused by the predicate that the engine uses, because JSON would silently turn bytes, sets and keys into others."""
+    """Encode a value as JSON after the engine's check, because JSON would silently convert bytes, sets and keys."""
     if problem := refusal(getattr(value, "facts", {})):
         raise _Answered(UNFIT, f"facts: {problem}")
     try:
@@ -139,38 +138,38 @@ def _json(value: BaseModel) -> bytes:
 
 
 def _converted(value: Any) -> Any:
-    """NumPy's scalars and arrays as plain values, which are stored so where code runs in threads, too."""
+    """Convert NumPy scalars and arrays to plain values, as for code in threads."""
     if callable(convert := getattr(value, "tolist", None)):
         return convert()
-    raise TypeError(f"a {type(value).__name__} is nothing that JSON can hold")
+    raise TypeError(f"JSON cannot hold a {type(value).__name__}")
 
 
-def _words(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()[:_MAX_WORDS]
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()[:_MAX_TEXT]
 
 
-def _raised(error: BaseException) -> bytes:
+def _error_answer(error: BaseException) -> bytes:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    told = {
+    fields = {
         "type": type(error).__name__,
-        "message": _words(_text(error)),
-        "trace": _words("".join(traceback.format_exception(type(error), error, trace))[-_MAX_WORDS:]),
+        "message": _encodable(_text(error)),
+        "trace": _encodable("".join(traceback.format_exception(type(error), error, trace))[-_MAX_TEXT:]),
         "kind": error.kind if isinstance(error, EngineError) else None,
     }
-    return RAISED + json.dumps(told).encode()
+    return RAISED + json.dumps(fields).encode()
 
 
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001  (a `__str__` of the user's own)
-        return "<its text cannot be read>"
+    except Exception:  # noqa: BLE001  (user code defines `__str__`)
+        return "<its message cannot be read>"
 
 
 class Server:
-    """One worker: requests in, answers out, one after the other."""
+    """One worker: reads a request, writes its answer, then reads the next."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -179,7 +178,7 @@ class Server:
         self._served = Served(self._loop)
 
     def run(self) -> None:
-        """Until the engine closes the channel."""
+        """Serve until the engine closes the channel."""
         while True:
             request = self._loop.run_until_complete(self._receive())
             if request is None:
@@ -187,9 +186,9 @@ class Server:
             try:
                 answer = self._answer(pickle.loads(request))
             except _Answered as other:
-                answer = other.kind + json.dumps(_words(other.words)).encode()
-            except BaseException as error:  # noqa: BLE001  (told to the engine, whatever it is)
-                answer = _raised(error)
+                answer = other.kind + json.dumps(_encodable(other.text)).encode()
+            except BaseException as error:  # noqa: BLE001  (every exception is reported to the engine)
+                answer = _error_answer(error)
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
@@ -247,13 +246,13 @@ class Server:
         return _encoded(self._finished(function, **checked), "tool")
 
     def _finished(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """What a call returns; waited for, where it is `async`."""
+        """Return the result of a call; an `async` one is awaited."""
         value = function(*arguments, **named)
         return self._loop.run_until_complete(_waited(value)) if inspect.isawaitable(value) else value
 
 
 async def _made(target: Callable[..., Any], with_: dict[str, Any]) -> Any:
-    """An object that is built inside of the loop, so that it may open sessions there."""
+    """Build an object inside of the loop, so that it may open sessions there."""
     return target(**with_)
 
 
@@ -262,7 +261,7 @@ async def _waited(value: Any) -> Any:
 
 
 def _allow(cpu: float | None) -> None:
-    """Let this call use so many seconds of CPU time; past them the kernel ends the process with SIGXCPU."""
+    """Limit the CPU time of this call; the kernel ends the process with SIGXCPU after it."""
     if cpu is None:
         return
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -272,7 +271,7 @@ def _allow(cpu: float | None) -> None:
 
 
 def _clean() -> int:
-    """1 where the worker may serve another episode: no thread and few processes of an object's run on."""
+    """1 if the worker may serve another episode: no thread and few processes of an object still run."""
     threads = threading.enumerate()
     if not all(thread is threading.main_thread() or thread.name.startswith("asyncio_") for thread in threads):
         return 0

@@ -1,15 +1,15 @@
 """Limits, uids and capabilities of one worker process; applied in the child after the fork.
 
-What is limited how:
-- memory: `RLIMIT_DATA` (private memory of the process), or `RLIMIT_AS` where the kernel does not enforce the first. `probe`
-  tries it before the first worker starts, so a limit that does not bind is refused.
-- processes: `RLIMIT_NPROC`. The kernel counts all processes and threads of a uid and exempts root, so it is a limit of one
-  worker only where each worker has a uid of its own, which needs an engine that runs as root.
-- uid: where the engine runs as root, a free uid of the range that systemd keeps for such use (61184 to 65519).
+The limits and their mechanisms:
+- memory: `RLIMIT_DATA` (private memory of the process), or `RLIMIT_AS` where the kernel does not enforce the first. `plan`
+  tests it before the first worker starts, so a limit that has no effect is refused.
+- processes: `RLIMIT_NPROC`. The kernel counts all processes and threads of a uid and exempts root, so it limits one
+  worker only if each worker has its own uid, which needs an engine that runs as root.
+- uid: where the engine runs as root, a free uid of the range that systemd reserves for this use (61184 to 65519).
 - files: such a uid may be unable to read the interpreter, installed packages or the spec's folder, where these lie below
-  a private folder such as /root. The worker then keeps one capability, CAP_DAC_READ_SEARCH: it reads what root can read,
-  as code in the engine's process does, and still writes and signals nothing of root's. Where root itself does not have
-  that capability, the limit is refused with the paths.
+  a private folder such as /root. The worker then keeps one capability, CAP_DAC_READ_SEARCH: it can read what root can read,
+  like code in the engine's process, but cannot write root's files or signal its processes. If root itself does not have
+  that capability, the limit is refused with a list of the paths.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ LEAST_MEMORY = 128 * 10**6
 
 
 class Refused(Exception):
-    """A limit that cannot bind here; the message says what to change."""
+    """A limit that cannot take effect here; the message says what to change."""
 
 
 @dataclass(frozen=True)
 class Confinement:
-    """What one worker may use."""
+    """Limits of one worker."""
 
     memory: int
     """Bytes."""
     processes: int | None
     """Processes and threads; None for no limit."""
     uid: int | None
-    """None is the engine's own user."""
+    """Uid of the worker; None for the engine's own user."""
     gid: int
     reads: bool
     """Whether it keeps CAP_DAC_READ_SEARCH."""
@@ -69,7 +69,7 @@ def apply(confinement: Confinement) -> None:
     if confinement.uid is not None:
         _become(libc, confinement)
     if sys.platform == "linux":
-        libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # after the change of uid, which clears it
+        libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # after the change of uid, which clears this setting
 
 
 def _become(libc: ctypes.CDLL, confinement: Confinement) -> None:
@@ -84,7 +84,7 @@ def _become(libc: ctypes.CDLL, confinement: Confinement) -> None:
 
 
 def _keep_reading(libc: ctypes.CDLL) -> bool:
-    """Keep CAP_DAC_READ_SEARCH and nothing else, for programs that the worker starts as well."""
+    """Keep only CAP_DAC_READ_SEARCH, also for programs that the worker starts."""
 
     class Header(ctypes.Structure):
         _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
@@ -100,7 +100,7 @@ def _keep_reading(libc: ctypes.CDLL) -> bool:
 
 
 def free_uid(taken: set[int]) -> int:
-    """A uid of the range that no process runs under and that is not in `taken`."""
+    """Return a uid of the range that no process uses and that is not in `taken`."""
     used = set(taken)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -109,7 +109,7 @@ def free_uid(taken: set[int]) -> int:
             except OSError:
                 continue
     count = LAST_UID - FIRST_UID + 1
-    start = os.getpid() * 61 % count  # engines on one machine begin at different places
+    start = os.getpid() * 61 % count  # engines on one machine start at different uids
     for step in range(count):
         uid = FIRST_UID + (start + step) % count
         if uid not in used:
@@ -124,21 +124,23 @@ def user_of(name: str) -> tuple[int, int]:
     except KeyError:
         if name.isdigit():
             return int(name), int(name)
-        raise Refused(f"isolation.user: there is no user `{name}` on this machine; `id -un` shows yours") from None
+        raise Refused(
+            f"isolation.user: unknown user `{name}` on this machine; `id -un` shows the current one"
+        ) from None
     return found.pw_uid, found.pw_gid
 
 
 def plan(memory: int, processes: int | None, user: str | None, folders: Sequence[str]) -> Confinement:
-    """What workers with these limits will be given; tried out in child processes.
+    """Choose the confinement of workers with these limits, and test it in child processes.
 
     Raises:
-        Refused: a limit cannot bind here.
+        Refused: a limit cannot take effect here.
     """
     root = os.getuid() == 0
     own_uid = root and user is None
     if processes is not None and not own_uid:
         raise Refused(
-            "isolation.processes cannot bind: the kernel counts processes of a uid, and workers have uids of their own only "
+            "isolation.processes cannot take effect: the kernel counts processes of a uid, and workers have their own uids only "
             "where the engine runs as root and isolation.user is not set. Remove `processes`, or run the engine as root"
         )
     if user is not None and user != "engine" and not root:
@@ -156,14 +158,16 @@ def plan(memory: int, processes: int | None, user: str | None, folders: Sequence
     if not _binds(found, _memory_binds):
         found = replace(found, as_limit=True)
         if not _binds(found, _memory_binds):
-            raise Refused("isolation.memory cannot bind: this system enforces neither RLIMIT_DATA nor RLIMIT_AS")
+            raise Refused("isolation.memory cannot take effect: this system enforces neither RLIMIT_DATA nor RLIMIT_AS")
     if found.processes is not None and not _binds(replace(found, processes=1), _processes_bind):
-        raise Refused("isolation.processes cannot bind: this system does not enforce RLIMIT_NPROC for the workers' uid")
+        raise Refused(
+            "isolation.processes cannot take effect: this system does not enforce RLIMIT_NPROC for the workers' uid"
+        )
     return found
 
 
 def _readable(found: Confinement, folders: Sequence[str]) -> Confinement:
-    """The same, with the capability to read where a folder needs it."""
+    """The same confinement, with the capability to read if a folder needs it."""
     wanted = [Path(folder) for folder in folders if Path(folder).exists()]
 
     def all_readable() -> bool:
@@ -215,14 +219,14 @@ def _processes_bind() -> bool:
 
 
 def _binds(confinement: Confinement, holds: Callable[[], bool]) -> bool:
-    """Whether `holds` in a child process that is confined so."""
+    """Whether `holds` is true in a child process with this confinement."""
     pid = os.fork()
     if pid == 0:
         status = 2
         try:
             apply(confinement)
             status = 0 if holds() else 1
-        except BaseException:  # noqa: BLE001  (told by the status)
+        except BaseException:  # noqa: BLE001  (the exit status reports it)
             status = 2
         finally:
             os._exit(status)

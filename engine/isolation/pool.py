@@ -1,8 +1,8 @@
-"""Who gets which worker: a pool for each entry point of a spec.
+"""Pools of workers, one for each entry point of a spec.
 
-An object holds its worker for as long as it lives; a function takes one for each call. Workers are used again by later
-episodes. Waiting for a worker is no part of a call's deadline. An episode takes the workers of its objects in one order
-(environment, user, tools) and calls of functions wait for nothing while they hold one, so waiting cannot deadlock.
+An object holds its worker for as long as it lives; a function takes one for each call. Later episodes reuse
+workers. Waiting for a worker does not count for a call's deadline. An episode takes the workers of its objects in one order
+(environment, user, tools) and calls of functions do not wait while they hold one, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from engine.isolation.remote import (
     RemoteCallable,
     RemoteObject,
     RemoteTool,
-    read_told,
+    read_error,
     shape_from,
 )
-from engine.isolation.server import IsolationError, Limits, Server, in_a_loop_of_its_own
+from engine.isolation.server import IsolationError, Limits, Server, run_in_new_loop
 from engine.isolation.worker import Worker, WorkerLost
 from engine.spec.entry import EntryError
 from engine.spec.signature import ToolShape
@@ -44,20 +44,20 @@ _EFFECTS: Mapping[str, Effects] = {"pure": "pure", "replayable": "replayable", "
 MEMORY = 4 * 10**9
 OUTPUT = 16 * 10**6
 FUNCTION_WORKERS = 64
-"""Most workers of one function where `isolation.workers` gives none."""
+"""Maximum number of workers of one function if `isolation.workers` is not set."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """What can be known of an entry point without building it."""
+    """Description of an entry point that has not been built."""
 
     is_class: bool
     events: tuple[str, ...] | None
     effects: Effects
     shape: ToolShape | None
-    """A function's, as a tool."""
+    """Shape of a function as a tool."""
     problem: str | None
-    """Why a function is no tool."""
+    """Reason why a function is not a tool."""
 
 
 class Pool:
@@ -70,7 +70,7 @@ class Pool:
         self._idle: list[tuple[Cell, RemoteObject | None]] = []
 
     async def take(self) -> tuple[Cell, RemoteObject | None]:
-        """A place for a worker, and the function that lives there already; waits where there are too many."""
+        """Take a cell for a worker, with the function that it holds already; waits for a cell if all are in use."""
         if self._most is not None:
             await self._most.acquire()
         while self._idle:
@@ -81,12 +81,12 @@ class Pool:
         return Cell(self._server, self._limits), None
 
     async def hold(self, origin: Origin, *, pure: bool, blame: Blame) -> HeldObject:
-        """An object that is not yet built, with a place that it holds until it is released."""
+        """Return an unbuilt object with a cell that it holds until its release."""
         cell, _ = await self.take()
         return HeldObject(origin, cell, self, pure=pure, blame=blame)
 
     def give(self, cell: Cell, function: RemoteObject | None = None) -> None:
-        """Give a place back."""
+        """Return a cell to the pool."""
         if self._most is not None:
             self._most.release()
         if cell.reusable:
@@ -103,9 +103,9 @@ class HeldObject(RemoteObject):
         self._pool = pool
 
     async def release(self, seconds: float) -> None:
-        """Close it and give its worker back. Raises a WorldError where its `close` failed."""
+        """Close it and return its worker. Raises a WorldError if its `close` failed."""
         try:
-            await self.let_go(seconds)
+            await self.discard(seconds)
         except BaseException:
             self._cell.kill()
             raise
@@ -116,7 +116,7 @@ class HeldObject(RemoteObject):
 
 
 class RemoteFunction(RemoteCallable):
-    """A function in workers: a scorer, or an action of the spec's own."""
+    """A function in workers: a scorer, or a custom action."""
 
     def __init__(self, origin: Origin, pool: Pool, expects: str) -> None:
         self._origin = origin
@@ -125,7 +125,7 @@ class RemoteFunction(RemoteCallable):
 
     @asynccontextmanager
     async def leased(self, blame: Blame) -> AsyncIterator[RemoteObject]:
-        """The function in a worker that nobody else uses meanwhile."""
+        """The function in a worker that is reserved for the block."""
         cell, function = await self._pool.take()
         function = function or RemoteObject(self._origin, cell, pure=True, blame=blame)
         try:
@@ -142,7 +142,7 @@ class RemoteFunction(RemoteCallable):
 
 
 class FunctionTool(RemoteTool):
-    """A plain function as a tool: it keeps nothing, so a dead worker costs one call."""
+    """A plain function as a tool. It has no state, so the end of a worker loses only one call."""
 
     def __init__(self, function: RemoteFunction, name: str) -> None:
         self._function = function
@@ -150,16 +150,16 @@ class FunctionTool(RemoteTool):
 
     @property
     def lost(self) -> bool:
-        """Never: there is nothing to lose."""
+        """Always False, because it has no state."""
         return False
 
     async def check(self, arguments: Mapping[str, Any], *, seconds: float, what: str) -> None:
-        """Raise `InvalidArguments` where they do not fit."""
+        """Raise `InvalidArguments` if they do not match the signature."""
         async with self._function.leased("tool") as function:
             await function.ask_tool(self._name, arguments, None, False, seconds=seconds, what=what)
 
     async def call(self, arguments: Mapping[str, Any], view: EpisodeView | None, *, seconds: float, what: str) -> Any:
-        """Check the arguments and call it: a ToolReply."""
+        """Check the arguments, call it and return its ToolReply."""
         async with self._function.leased("tool") as function:
             return await function.ask_tool(self._name, arguments, view, True, seconds=seconds, what=what)
 
@@ -169,25 +169,25 @@ class Isolation:
 
     def __init__(self) -> None:
         self._server = Server()
-        self._told = False
+        self._warned = False
 
     def limits_of(self, spec: IsolationSpec) -> Limits:
-        """A spec's limits, with what it leaves out."""
+        """A spec's limits, with defaults for omitted ones."""
         return Limits(spec.memory or MEMORY, spec.cpu, spec.output or OUTPUT, spec.processes, spec.user)
 
     def describe(self, use: str, base: Path, spec: IsolationSpec, name: str | None = None) -> Described:
-        """Import an entry point in a worker and say what it is. Blocks; for the start of a run.
+        """Import an entry point in a worker and describe it. Blocks; for use at the start of a run.
 
         Raises:
             EntryError: it cannot be imported, or importing it ends the process or takes too long.
-            IsolationError: a limit cannot bind here.
+            IsolationError: a limit cannot take effect here.
         """
         self._server.folders.update((str(base.resolve()), str(Path().resolve())))
-        found: Described = in_a_loop_of_its_own(lambda: self._describe(use, base, self.limits_of(spec), name))
-        if self._server.reads_as_root and not self._told:
-            self._told = True
+        found: Described = run_in_new_loop(lambda: self._describe(use, base, self.limits_of(spec), name))
+        if self._server.reads_as_root and not self._warned:
+            self._warned = True
             log.warning(
-                "workers may read every file that root can read: the engine's files are readable to root alone",
+                "workers may read every file that root can read, because only root can read the engine's files",
                 fix="chmod o+rx the folders above the interpreter and the spec",
             )
         return found
@@ -205,7 +205,7 @@ class Isolation:
             worker.kill("described")
             self._server.detach()
         if data[:1] == RAISED:
-            raised = read_told(data[1:])
+            raised = read_error(data[1:])
             raise EntryError(
                 raised["message"] if raised["kind"] == EntryError.kind else f"`{use}`: {raised['message']}"
             )
@@ -223,14 +223,14 @@ class Isolation:
             raise IsolationError(f"the worker that imported `{use}` described it wrongly: {error}") from error
 
     def pool(self, spec: IsolationSpec, *, functions: bool) -> Pool:
-        """The workers of one entry point."""
+        """Return the pool of one entry point."""
         return Pool(self._server, self.limits_of(spec), spec.workers or (FUNCTION_WORKERS if functions else None))
 
     def cell(self, spec: IsolationSpec, base: Path) -> Cell:
-        """A place for one worker that belongs to no pool: all objects of an episode that runs alone live in it."""
+        """Return a cell outside of the pools, which holds all objects of an episode that runs alone."""
         self._server.folders.update((str(base.resolve()), str(Path().resolve())))
         return Cell(self._server, self.limits_of(spec))
 
     def close(self) -> None:
-        """Kill every worker. Doing it twice is harmless."""
+        """Kill every worker. A second call has no effect."""
         self._server.close()

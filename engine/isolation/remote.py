@@ -1,7 +1,7 @@
 """Objects and functions that live in worker processes, and the calls that reach them.
 
-A `Cell` is a place for one worker: a dead worker is replaced by a fresh one at the next call. An object whose worker died
-is built again there if it keeps nothing between calls (`effects: pure`); any other has lost its state and stays lost.
+A `Cell` holds one worker. The next call replaces a dead worker by a new one. An object whose worker died is built again
+there if it has no state between calls (`effects: pure`); any other object has lost its state and stays lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Blame
 
 START_SECONDS = 120.0
-"""Deadline for importing a function's module in a fresh worker; it is no part of the call's own deadline."""
+"""Deadline for importing a function's module in a new worker; it does not count for the call's own deadline."""
 
 _ANSWERS: Mapping[str, tuple[TypeAdapter[Any], str]] = {
     "reset": (TypeAdapter(Reset), "a Reset"),
@@ -41,22 +41,22 @@ _ANSWERS: Mapping[str, tuple[TypeAdapter[Any], str]] = {
     "none": (TypeAdapter(Any), "anything"),
 }
 EXPECTS = {"reset": "reset", "step": "step", "score": "rewards", "respond": "user"}
-"""What the methods of environments and users answer."""
+"""Return types of the methods of environments and users."""
 _KIND = re.compile(r"[a-z_]{1,40}")
 _ids = count(1)
 
 
 class InvalidArguments(Exception):
-    """Arguments that a tool's signature does not take; the message is for the model."""
+    """Arguments that do not match a tool's signature; the message is for the model."""
 
 
 class RemoteError(Exception):
-    """What code in a worker raised, by its message."""
+    """An exception of code in a worker, with its message."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What an object is made of: an entry point, its arguments, and what it is to be."""
+    """The origin of an object: entry point, arguments and role."""
 
     use: str
     base: Path
@@ -64,24 +64,24 @@ class Origin:
     role: str
     """`environment`, `user`, `tool` or `function`."""
     name: str | None = None
-    """A tool's name, where the spec gives one."""
+    """A tool's name, if the spec gives one."""
 
 
 class Cell:
-    """A place for one worker at a time."""
+    """Holds one worker at a time."""
 
     def __init__(self, server: Server, limits: Limits) -> None:
         self._server = server
         self._limits = limits
         self.memory = limits.memory
         self.cause: WorldError | None = None
-        """What its worker died of last."""
+        """Why its last worker died."""
         self.worker: Worker | None = None
         self.lock = asyncio.Lock()
-        """Held during a call: a worker serves one at a time, and the clock of a call starts when it is its turn."""
+        """Held during a call: a worker serves one call at a time, and a call's deadline starts when it holds the lock."""
 
     async def live(self) -> Worker:
-        """The worker, or a fresh one where it died."""
+        """Return the worker, or a new one if it died."""
         if self.worker is None or not self.worker.alive:
             self.worker = None
             self.worker = await Worker(self._server, self._limits).start()
@@ -89,7 +89,7 @@ class Cell:
 
     @property
     def reusable(self) -> bool:
-        """Whether another episode may have it."""
+        """Whether another episode may use it."""
         worker = self.worker
         return worker is None or not worker.alive or (worker.clean and worker.loop is asyncio.get_running_loop())
 
@@ -100,7 +100,7 @@ class Cell:
 
 
 class RemoteObject:
-    """One object in a worker. Its methods are attributes, as they would be of the object itself."""
+    """One object in a worker. Its methods are attributes, like those of the object itself."""
 
     def __init__(self, origin: Origin, cell: Cell, *, pure: bool, blame: Blame) -> None:
         self._origin = origin
@@ -111,7 +111,7 @@ class RemoteObject:
         self._worker: Worker | None = None
         self._has: frozenset[str] = frozenset()
         self.shapes: list[ToolShape] = []
-        """Of the tool that it is, or of the tools that it offers."""
+        """Shapes of the tool that it is, or of the tools that it offers."""
         self.opened = False
 
     @property
@@ -121,19 +121,19 @@ class RemoteObject:
 
     @property
     def lost(self) -> bool:
-        """Whether it kept state in a worker that is gone."""
+        """Whether it had state in a worker that has ended."""
         return not self._pure and self.opened and (self._worker is None or not self._worker.alive)
 
     def __getattr__(self, name: str) -> RemoteMethod:
         if name.startswith("_") or name not in self._has:
-            raise AttributeError(f"`{self._origin.use}` has no `{name}`")
+            raise AttributeError(f"`{self._origin.use}` has no method `{name}`")
         return RemoteMethod(self, name, EXPECTS.get(name, "none"))
 
     async def open(self, seconds: float | None) -> Self:
         """Build it.
 
         Raises:
-            WorldError: its constructor raised, hung or killed its process.
+            WorldError: its constructor raised, timed out or killed its process.
             EntryError: it cannot be imported.
         """
         async with self._cell.lock:
@@ -159,7 +159,7 @@ class RemoteObject:
             raise self._failure(lost, what, self._blame) from None
         kind, text = data[:1], data[1:]
         if kind == RAISED:
-            told = read_told(text)
+            told = read_error(text)
             if told["kind"] == EntryError.kind:
                 raise EntryError(told["message"])
             error = WorldError(
@@ -170,7 +170,7 @@ class RemoteObject:
             )
             raise error from RemoteError(told["message"])
         if kind != VALUE:
-            raise self._bad("building it", "answered outside of the protocol", self._blame)
+            raise self._bad("building it", "answered in a form that breaks the protocol", self._blame)
         try:
             found = json.loads(text)
             self._has = frozenset(str(name) for name in found["has"])
@@ -180,7 +180,7 @@ class RemoteObject:
         self._worker, self.opened = worker, True
 
     async def _ready(self, what: str, blame: Blame) -> Worker:
-        """The worker that holds the object; a pure one is built again where it died."""
+        """Return the worker that holds the object; a pure object is built again if its worker died."""
         worker = self._worker
         if worker is not None and worker.alive and worker is self._cell.worker:
             return worker
@@ -188,7 +188,7 @@ class RemoteObject:
             cause = self._cell.cause
             guilty = blame if cause is None else cause.blame
             raise WorldError(
-                f"{what} cannot answer: the process that held its state is gone{f': {cause}' if cause else ''}",
+                f"{what} cannot answer: the process that held its state has ended{f': {cause}' if cause else ''}",
                 blame=guilty,
                 kind=f"{guilty}_crashed" if cause is None else cause.kind,
             )
@@ -202,8 +202,8 @@ class RemoteObject:
         """Call a method and validate its answer.
 
         Raises:
-            WorldError: see `engine.actions.workers.call_world`; and kinds `<blame>_crashed`, `_cpu` and `_output` where the
-                worker died or broke a limit.
+            WorldError: see `engine.actions.workers.call_world`; and kinds `<blame>_crashed`, `_cpu` and `_output` if the
+                worker died or exceeded a limit.
         """
         sent = [_plain(argument) for argument in arguments]
         async with self._cell.lock:
@@ -224,7 +224,7 @@ class RemoteObject:
         seconds: float,
         what: str,
     ) -> Any:
-        """Check a tool's arguments and, where `calls`, call it. Raises as `ask`, and `InvalidArguments`."""
+        """Check a tool's arguments and, if `calls`, call it. Raises as `ask`, and `InvalidArguments`."""
         async with self._cell.lock:
             worker = await self._ready(what, "tool")
             try:
@@ -242,7 +242,7 @@ class RemoteObject:
             try:
                 return adapter.validate_json(text)
             except ValidationError as error:
-                raise self._bad(what, f"returned what is not {wanted}: {error}", blame) from None
+                raise self._bad(what, f"returned an invalid {wanted}: {error}", blame) from None
         if kind == RAISED:
             raise self._raised(text, what, blame)
         try:
@@ -254,8 +254,8 @@ class RemoteObject:
         if kind == WRONG:
             raise self._bad(what, f"returned {words}; it must return {wanted}", blame)
         if kind == UNFIT:
-            raise self._bad(what, f"returned what JSON cannot hold: {words}", blame)
-        raise self._bad(what, "answered outside of the protocol", blame)
+            raise self._bad(what, f"returned a value that JSON cannot hold: {words}", blame)
+        raise self._bad(what, "answered in a form that breaks the protocol", blame)
 
     def _bad(self, what: str, words: str, blame: Blame) -> WorldError:
         return WorldError(
@@ -263,7 +263,7 @@ class RemoteObject:
         )
 
     def _raised(self, text: bytes, what: str, blame: Blame) -> WorldError:
-        told = read_told(text)
+        told = read_error(text)
         kind = f"{blame}_error"
         memory = f" (isolation.memory is {self._cell.memory} bytes)" if told["type"] == "MemoryError" else ""
         message = f"{what} raised {told['type']}: {told['message']}{memory}"
@@ -282,8 +282,8 @@ class RemoteObject:
             self._cell.cause = error
         return error
 
-    async def let_go(self, seconds: float) -> None:
-        """Close it, where it has a `close`, and drop it from its worker.
+    async def discard(self, seconds: float) -> None:
+        """Call its `close`, if it has one, and delete it in its worker.
 
         Raises:
             WorldError: its `close` failed; the worker is then killed.
@@ -303,14 +303,14 @@ class RemoteObject:
 
 
 class RemoteCallable:
-    """Something in a worker that `call_world` calls: it keeps its deadline itself, from when a worker is free."""
+    """A callable in a worker, for `call_world`. It applies its deadline itself, from the time when a worker is free."""
 
     async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
         """See `RemoteObject.ask`."""
         raise NotImplementedError
 
     async def __call__(self, *arguments: Any) -> Any:
-        """The call without a deadline."""
+        """Call it without a deadline."""
         return await self.call(arguments, seconds=None, blame="environment", what="a call")
 
 
@@ -328,7 +328,7 @@ class RemoteMethod(RemoteCallable):
 
 
 def function_in(cell: Cell, origin: Origin, expects: str) -> RemoteMethod:
-    """A function that lives in a given place."""
+    """Return a function that a given cell holds."""
     return RemoteMethod(RemoteObject(origin, cell, pure=True, blame="environment"), "__call__", expects)
 
 
@@ -341,7 +341,7 @@ class RemoteTool:
 
     @property
     def lost(self) -> bool:
-        """Whether it kept state in a worker that is gone."""
+        """Whether it had state in a worker that has ended."""
         return self._owner.lost
 
     async def check(self, arguments: Mapping[str, Any], *, seconds: float, what: str) -> None:
@@ -354,10 +354,10 @@ class RemoteTool:
 
 
 def shape_from(told: Any) -> ToolShape:
-    """A tool's shape as a worker told it.
+    """Read a tool's shape from a worker's answer.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a valid shape.
     """
     name, schema, view = told["name"], told["schema"], told["view"]
     function = schema["function"]
@@ -366,17 +366,17 @@ def shape_from(told: Any) -> ToolShape:
     return ToolShape(name, schema, None, view if isinstance(view, str) else None)
 
 
-def read_told(text: bytes) -> dict[str, Any]:
-    """What a worker says that its code raised."""
+def read_error(text: bytes) -> dict[str, Any]:
+    """Read a worker's report of an exception of its code."""
     try:
         told = json.loads(text)
         return {key: None if told[key] is None else str(told[key]) for key in ("type", "message", "trace", "kind")}
     except (ValueError, KeyError, TypeError):
-        return {"type": "?", "message": "what it raised cannot be read", "trace": None, "kind": None}
+        return {"type": "?", "message": "its exception cannot be read", "trace": None, "kind": None}
 
 
 def _plain(argument: Any) -> Any:
-    """An argument as plain contracts: a view's messages are the engine's own list until here."""
+    """Convert an argument to plain contracts: until here, a view's messages are the engine's own list."""
     if isinstance(argument, EpisodeView):
         return replace(
             argument,

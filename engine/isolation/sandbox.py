@@ -3,14 +3,14 @@
     tools:
       - {use: "engine.isolation.sandbox:Python", name: python, with: {seconds: 5, memory: 512MB}}
 
-What a program has: the system's programs and this interpreter's standard library, read-only; an empty folder /work of its own,
-in memory; no network; no other process; no variable of the engine's environment; no privileges. Each call starts anew.
+A program gets: the system's programs and this interpreter's standard library, read-only; its own empty folder /work, in
+memory; no network; no other process; no variable of the engine's environment; no privileges. Each call starts a new sandbox.
 
 Limits, and what enforces them: `seconds` (the program is killed; also RLIMIT_CPU), `memory` of each process (RLIMIT_AS), `processes`
-(RLIMIT_NPROC in a user namespace of its own), `disk` (the size of the folder), `output` (the program is killed).
+(RLIMIT_NPROC in its own user namespace), `disk` (the size of the folder), `output` (the program is killed).
 
-Invariant: a program never runs with less protection than this, unless `allow_unprotected` is set. Whether the sandbox works on this
-machine is tried out, once for each process, before the first program runs.
+Invariant: a program never runs with less protection than this, unless `allow_unprotected` is set. The sandbox is tested on
+this machine once for each process, before the first program runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from engine.schemas.base import Bytes, Seconds
 log = structlog.get_logger(__name__)
 
 LONGEST_CODE = 200_000
-"""Characters of one program."""
+"""Maximum length of one program, in characters."""
 _PROBE_SECONDS = 30.0
 _BOOT = """
 import os, resource, sys
@@ -51,29 +51,29 @@ for name, value in zip(names.split(","), values.split(",")):
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (int(value), int(value)))
 os.execv(command[0], command)
 """
-"""Runs inside of the sandbox: becomes an unprivileged user where it is root, sets the limits, then becomes the program."""
+"""Runs inside of the sandbox: changes from root to an unprivileged user, sets the limits, then executes the program."""
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one program may use."""
+    """Limits of one program."""
 
     seconds: float
     memory: int
     """Bytes of address space of each process."""
     processes: int
-    """Processes and threads at once."""
+    """Maximum number of processes and threads."""
     disk: int
     """Bytes of its folder."""
     output: int
-    """Bytes that are read of what it prints."""
+    """Maximum bytes of its output that are read."""
 
 
-class Ran(NamedTuple):
+class ProgramResult(NamedTuple):
     """How a program ended."""
 
     output: str
-    """What it printed, to stdout and stderr in one; at most `limits.output` bytes."""
+    """Its output, stdout and stderr together; at most `limits.output` bytes."""
     status: int
     """Its exit status; negative: the signal that killed it."""
     stopped: str
@@ -90,19 +90,19 @@ class Ran(NamedTuple):
 
 
 _ROOT_NEEDS = ("CAP_CHOWN", "CAP_SETUID", "CAP_SETGID")
-"""To become an unprivileged user, with which they are lost."""
+"""Capabilities for the change to an unprivileged user, which drops them."""
 _uids: set[int] = set()
 _uids_lock = threading.Lock()
 
 
-def run_sandboxed(program: Sequence[str], code: str, limits: SandboxLimits, *, protected: bool = True) -> Ran:
+def run_sandboxed(program: Sequence[str], code: str, limits: SandboxLimits, *, protected: bool = True) -> ProgramResult:
     """Run a program to its end or to a limit. `{code}` in `program` is the path of a file with `code`.
 
     Args:
         program: Path of an interpreter, and its arguments.
         code: The text of the program.
-        limits: What it may use.
-        protected: In bubblewrap; otherwise in a temporary folder with limits of time, memory and output alone.
+        limits: Its limits.
+        protected: Run it in bubblewrap; otherwise in a temporary folder with limits of only time, memory and output.
 
     Raises:
         OSError: it could not be started.
@@ -117,15 +117,13 @@ def run_sandboxed(program: Sequence[str], code: str, limits: SandboxLimits, *, p
         return _finish([sys.executable, "-I", "-S", "-c", _BOOT, "", names, values, *command], limits, cwd=folder)
 
 
-def _in_bubblewrap(program: Sequence[str], code: str, limits: SandboxLimits) -> Ran:
+def _in_bubblewrap(program: Sequence[str], code: str, limits: SandboxLimits) -> ProgramResult:
     data = os.memfd_create("code")
     uid: int | None = None
     try:
         os.write(data, code.encode("utf-8", "surrogatepass"))
         os.lseek(data, 0, os.SEEK_SET)
-        if (
-            os.getuid() == 0
-        ):  # the kernel exempts the machine's root from RLIMIT_NPROC: the program has a uid of its own
+        if os.getuid() == 0:  # the kernel exempts the machine's root from RLIMIT_NPROC, so the program has its own uid
             with _uids_lock:
                 uid = free_uid(_uids)
                 _uids.add(uid)
@@ -141,7 +139,7 @@ def _in_bubblewrap(program: Sequence[str], code: str, limits: SandboxLimits) -> 
 
 
 def _python() -> str:
-    """The interpreter itself, behind any virtual environment."""
+    """The path of the interpreter itself, outside of any virtual environment."""
     return os.path.realpath(sys.executable)
 
 
@@ -182,7 +180,7 @@ def _bubblewrap(limits: SandboxLimits, code: int, root: bool) -> list[str]:
         elif path.is_dir():
             command += ["--ro-bind", folder, folder]
     prefix = os.path.realpath(sys.base_prefix)
-    for parent in reversed(Path(prefix).parents[:-1]):  # bubblewrap would make them for its own user alone
+    for parent in reversed(Path(prefix).parents[:-1]):  # bubblewrap would create them for its own user only
         command += ["--perms", "0755", "--dir", str(parent)]
     command += ["--perms", "0755", "--dir", "/etc"]
     for folder in ("/usr", *([] if Path(prefix).is_relative_to("/usr") else [prefix])):
@@ -200,7 +198,7 @@ def _bubblewrap(limits: SandboxLimits, code: int, root: bool) -> list[str]:
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
 
 
-def _finish(command: list[str], limits: SandboxLimits, *, cwd: str = "/", code: int | None = None) -> Ran:
+def _finish(command: list[str], limits: SandboxLimits, *, cwd: str = "/", code: int | None = None) -> ProgramResult:
     """Start a command with an empty environment, read what it prints, and kill it at a limit."""
     deadline = time.monotonic() + limits.seconds
     process = subprocess.Popen(
@@ -233,7 +231,7 @@ def _finish(command: list[str], limits: SandboxLimits, *, cwd: str = "/", code: 
         if not stopped:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:  # it closed its output and runs on
+            except subprocess.TimeoutExpired:  # it closed its output and still runs
                 stopped = "time"
     finally:
         if process.poll() is None:
@@ -241,7 +239,7 @@ def _finish(command: list[str], limits: SandboxLimits, *, cwd: str = "/", code: 
         status = process.wait()
         process.stdout.close()
     text = bytes(printed[: limits.output]).decode("utf-8", "replace")
-    return Ran(text, status, stopped)
+    return ProgramResult(text, status, stopped)
 
 
 _probed: dict[int, str] = {}
@@ -249,7 +247,7 @@ _probe_lock = threading.Lock()
 
 
 def refusal() -> str:
-    """Why the sandbox does not work on this machine; empty if it does. Tried out once for each user of the engine."""
+    """Why the sandbox does not work on this machine; empty if it does. Tested once for each user of the engine."""
     with _probe_lock:
         if os.getuid() not in _probed:
             _probed[os.getuid()] = _probe()
@@ -263,11 +261,11 @@ def _probe() -> str:
         return "bubblewrap is not installed: `apt install bubblewrap`"
     limits = SandboxLimits(_PROBE_SECONDS, 10**9, 16, 10**6, 4096)
     try:
-        ran = run_sandboxed([_python(), "-I", "{code}"], "print('works')", limits)
+        result = run_sandboxed([_python(), "-I", "{code}"], "print('works')", limits)
     except (OSError, Refused, subprocess.SubprocessError) as problem:
         return f"bubblewrap cannot be started: {problem}"
-    if ran.output.strip() != "works":
-        return f"bubblewrap does not work here (user namespaces may be forbidden): {ran.output.strip()[:300] or ran.status}"
+    if result.output.strip() != "works":
+        return f"bubblewrap does not work here (user namespaces may be forbidden): {result.output.strip()[:300] or result.status}"
     return ""
 
 
@@ -275,11 +273,11 @@ class _Sandbox:
     """The settings of both tools.
 
     Args:
-        seconds: Most time of one program; keep it below the tool's `timeout`.
-        memory: Most address space of each of its processes.
-        processes: Most processes and threads at once; together they may use `processes` times `memory`.
-        disk: Most bytes in its folder.
-        output: Most bytes that it may print.
+        seconds: Maximum time of one program; keep it below the tool's `timeout`.
+        memory: Maximum address space of each of its processes.
+        processes: Maximum number of processes and threads; together they may use `processes` times `memory`.
+        disk: Maximum bytes in its folder.
+        output: Maximum bytes of output.
         allow_unprotected: Where bubblewrap is missing or not permitted, run programs without it: they can then read, change and
             send everything that the engine's user can. The log warns.
     """
@@ -296,7 +294,7 @@ class _Sandbox:
         allow_unprotected: bool = False,
     ) -> None:
         if processes < 1:
-            raise ValueError(f"processes is {processes}; write at least 1")
+            raise ValueError(f"`processes` is {processes}; write at least 1")
         self._limits = SandboxLimits(
             TypeAdapter(Seconds).validate_python(seconds),
             TypeAdapter(Bytes).validate_python(memory),
@@ -307,12 +305,12 @@ class _Sandbox:
         problem = refusal()
         if problem and not allow_unprotected:
             raise RuntimeError(
-                f"no sandbox for programs of the model: {problem}. Or write `allow_unprotected: true` under `with`: programs "
+                f"no sandbox for the model's programs: {problem}. Or write `allow_unprotected: true` under `with`: programs "
                 "then run without protection, as the engine's user"
             )
         self._protected = not problem
         if problem:
-            log.warning("programs of the model run without a sandbox", why=problem)
+            log.warning("the model's programs run without a sandbox", why=problem)
 
     def _run(self, code: str) -> str:
         if len(code) > LONGEST_CODE:
@@ -326,7 +324,7 @@ class Python(_Sandbox):
     _program = (_python(), "-I", "-B", "{code}")
 
     def __call__(self, code: str) -> str:
-        """Run a Python program and show what it prints. Nothing is kept between calls.
+        """Run a Python program and show what it prints. No state is kept between calls.
 
         Args:
             code: The program. Use print to see results.

@@ -1,4 +1,4 @@
-"""The engine's side of the zygote: starts it, asks it for workers, and hears how they end.
+"""The engine's side of the zygote: starts it, asks it for workers, and receives their exit statuses.
 
 One zygote serves one engine, for any number of event loops, one after the other.
 """
@@ -21,13 +21,13 @@ from engine.errors import EngineError
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(2)); from engine.isolation.zygote import main; main()"
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""A worker computes on one thread: there are many of them, and a process with threads cannot be forked safely."""
+"""Workers compute on one thread, because there are many workers and a process with threads cannot be forked safely."""
 END_SECONDS = 10.0
-"""How long the zygote may take to kill its workers when the engine lets go of it."""
+"""Seconds that the zygote may take to kill its workers when the engine closes."""
 
 
 class IsolationError(EngineError):
-    """Worker processes cannot be had, or a limit cannot bind; the message says what to change."""
+    """Worker processes cannot be started, or a limit cannot take effect; the message says what to change."""
 
     kind = "isolation"
     blame = "spec"
@@ -35,7 +35,7 @@ class IsolationError(EngineError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one worker may use. Workers of equal limits are alike."""
+    """Limits of one worker. Workers with equal limits are interchangeable."""
 
     memory: int
     cpu: float | None
@@ -45,7 +45,7 @@ class Limits:
 
     @property
     def key(self) -> str:
-        """Names the plan of the zygote for such workers."""
+        """Key of the zygote's plan for such workers."""
         return json.dumps([self.memory, self.processes, self.user])
 
 
@@ -54,7 +54,7 @@ class Server:
 
     def __init__(self) -> None:
         self.folders: set[str] = set()
-        """Folders that workers must be able to read, beside the import path."""
+        """Folders that workers must be able to read, besides the import path."""
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -64,11 +64,11 @@ class Server:
         self._ended: dict[int, Callable[[int], None]] = {}
         self._planned: set[tuple[str, int]] = set()
         self.reads_as_root = False
-        """Whether workers keep the capability to read every file: some files are readable to root alone."""
+        """Whether workers keep the capability to read every file, because some files are readable only by root."""
 
     @property
     def pid(self) -> int | None:
-        """The zygote's; None before the first worker."""
+        """Process id of the zygote; None before the first worker."""
         return self._process.pid if self._process else None
 
     def _start(self) -> None:
@@ -88,7 +88,7 @@ class Server:
         self._planned.clear()
 
     def _attach(self) -> socket.socket:
-        """The control socket, read by the running loop."""
+        """Return the control socket, which the running loop reads from now on."""
         loop = asyncio.get_running_loop()
         if self._control is None:
             self._loop = None
@@ -101,7 +101,7 @@ class Server:
         return self._control
 
     def detach(self) -> None:
-        """Stop listening in the loop that listens now."""
+        """Stop reading the control socket in the current loop."""
         if self._loop is not None and self._control is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._control)
         self._loop = None
@@ -115,7 +115,7 @@ class Server:
         except OSError:
             data = b""
         if not data:
-            self._gone()
+            self._on_end()
             return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
@@ -129,8 +129,8 @@ class Server:
                 if asked is not None and not asked.done():
                     asked.set_result(message)
 
-    def _gone(self) -> None:
-        """The zygote died, and all workers with it."""
+    def _on_end(self) -> None:
+        """Handle the end of the zygote, which ends all workers."""
         self.detach()
         if self._control is not None:
             self._control.close()
@@ -156,7 +156,7 @@ class Server:
     @staticmethod
     def _send(control: socket.socket, message: dict[str, Any], fds: list[int] | None = None) -> None:
         data = json.dumps(message).encode() + b"\n"
-        control.setblocking(True)  # some hundred bytes, to a process that does nothing but read them
+        control.setblocking(True)  # a few hundred bytes, to a process that only reads them
         try:
             socket.send_fds(control, [data], fds or [])
         finally:
@@ -166,16 +166,16 @@ class Server:
         """Start a worker.
 
         Args:
-            limits: What it may use.
-            channel: Its end of the socket that requests come by.
-            output: Its end of the pipe that takes what it prints.
-            ended: Called with its exit status, once: negative for the signal that killed it.
+            limits: Its limits.
+            channel: Its end of the socket for requests.
+            output: Its end of the pipe for its output.
+            ended: Called once with its exit status; negative for the signal that killed it.
 
         Returns:
             (the worker's id, its pid)
 
         Raises:
-            IsolationError: a limit cannot bind here, or no process can be started.
+            IsolationError: a limit cannot take effect here, or no process can be started.
         """
         self._attach()
         plan = (limits.key, len(self.folders))
@@ -204,15 +204,15 @@ class Server:
         return id, answer["pid"]
 
     def kill(self, id: int) -> None:
-        """Kill a worker with every process that it started; `ended` is called once it is gone."""
+        """Kill a worker with every process that it started; `ended` is called after its end."""
         if self._control is not None:
             try:
                 self._send(self._control, {"do": "kill", "id": id})
             except OSError:
-                self._gone()
+                self._on_end()
 
     def close(self) -> None:
-        """Kill every worker and end the zygote. Doing it twice is harmless."""
+        """Kill every worker and end the zygote. A second call has no effect."""
         self.detach()
         if self._control is not None:
             self._control.close()
@@ -226,7 +226,7 @@ class Server:
             self._process = None
 
 
-def in_a_loop_of_its_own(make: Callable[[], Any]) -> Any:
+def run_in_new_loop(make: Callable[[], Any]) -> Any:
     """Run a coroutine to its end from code that is not `async`, whether or not a loop runs in this thread."""
     found: list[Any] = []
 

@@ -1,7 +1,7 @@
-"""The engine's side of one worker process: one call at a time, its deadline, and what its death means.
+"""The engine's side of one worker process: one call at a time, its deadline, and the failure when the process ends.
 
-Invariant: what a worker sends is bytes until it has been validated as the contract that was asked for; an answer that is
-too long, or that breaks the protocol, kills the worker.
+Invariant: a worker's answer is treated as bytes until it is validated against the expected contract. The worker is killed for
+an answer that is too long or breaks the protocol.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 from engine.isolation.server import Limits, Server
 
 TAIL = 4096
-"""Characters of what a worker printed that are shown when it dies."""
+"""Number of characters of a worker's output that are shown when it dies."""
 _DEATH_SECONDS = 10.0
-"""How long the kernel may take to say how a process ended whose socket is closed."""
+"""Seconds to wait for the exit status of a process whose socket is closed."""
 
 
 class WorkerLost(Exception):
-    """A worker died in a call, or was killed for it.
+    """A worker died in a call, or was killed because of it.
 
     Attributes:
         why: `timeout`, `cpu`, `output` or `crashed`: the failure's kind, after the blame.
-        words: What happened, to follow the name of what was called.
-        printed: The end of what it printed.
-        later: It had been killed before this call.
+        words: What happened; a message puts it after the name of the called function.
+        printed: The end of its output.
+        later: Whether it was killed before this call.
     """
 
     def __init__(self, why: str, words: str, printed: str, *, later: bool = False) -> None:
@@ -49,22 +49,22 @@ class Worker:
         self._buffer = bytearray()
         self._unsent = bytearray()
         self._printed = bytearray()
-        self._heard = 0
-        """Bytes that it printed in this call."""
+        self._output_bytes = 0
+        """Bytes of output in this call."""
         self._answer: asyncio.Future[bytes] | None = None
-        self._gone: asyncio.Future[int] = self.loop.create_future()
+        self._exited: asyncio.Future[int] = self.loop.create_future()
         self._reason: str | None = None
-        """Why it was killed, where the engine killed it."""
+        """Why the engine killed it; None if it did not."""
         self.clean = True
-        """Whether it may serve another episode: no thread of an earlier one runs on."""
+        """Whether it may serve another episode: no thread of an earlier one still runs."""
         self._socket: socket.socket | None = None
         self._output: int | None = None
 
     async def start(self) -> Worker:
-        """Fork it.
+        """Fork the process.
 
         Raises:
-            IsolationError: a limit cannot bind here, or no process can be started.
+            IsolationError: a limit cannot take effect here, or no process can be started.
         """
         ours, theirs = socket.socketpair()
         output, printed = os.pipe()
@@ -81,13 +81,13 @@ class Worker:
         os.set_blocking(output, False)
         self._socket, self._output = ours, output
         self.loop.add_reader(ours, self._readable)
-        self.loop.add_reader(output, self._hear)
+        self.loop.add_reader(output, self._read_output)
         return self
 
     @property
     def alive(self) -> bool:
         """Whether it can take a call."""
-        return self._reason is None and not self._gone.done() and self._socket is not None
+        return self._reason is None and not self._exited.done() and self._socket is not None
 
     async def request(self, *request: Any, seconds: float | None) -> bytes:
         """Send one request and wait for its answer.
@@ -96,13 +96,13 @@ class Worker:
             The answer's kind (one byte) and its JSON.
 
         Raises:
-            WorkerLost: it died, or was killed at its deadline or for what it printed or answered.
+            WorkerLost: it died, or was killed at its deadline or because of its output or answer.
         """
         if not self.alive or self._socket is None:
             raise self._lost()
         what, *rest = request
         data = pickle.dumps((what, self.limits.cpu, *rest), pickle.HIGHEST_PROTOCOL)
-        self._heard = 0
+        self._output_bytes = 0
         self._answer = self.loop.create_future()
         try:
             async with asyncio.timeout(seconds):
@@ -116,7 +116,7 @@ class Worker:
             self.kill("cancelled")
             raise
         except EOFError:
-            await asyncio.wait([self._gone], timeout=_DEATH_SECONDS)
+            await asyncio.wait([self._exited], timeout=_DEATH_SECONDS)
             raise self._lost() from None
         finally:
             self._answer = None
@@ -132,42 +132,42 @@ class Worker:
 
     @property
     def printed(self) -> str:
-        """The end of what it printed."""
+        """The end of its output."""
         return self._printed.decode("utf-8", "replace")
 
     def _lost(self) -> WorkerLost:
-        self._hear()
+        self._read_output()
         limits = self.limits
         if self._reason == "output":
             return WorkerLost(
                 "output", f"wrote more than isolation.output ({limits.output} bytes) in one call", self.printed
             )
         if self._reason == "protocol":
-            return WorkerLost("crashed", "wrote into the engine's connection to its worker", self.printed)
+            return WorkerLost("crashed", "wrote to the engine's connection to its worker", self.printed)
         if self._reason is not None:
-            return WorkerLost("crashed", f"was ended before ({self._reason})", self.printed, later=True)
-        if not self._gone.done():
+            return WorkerLost("crashed", f"had been killed before ({self._reason})", self.printed, later=True)
+        if not self._exited.done():
             self.kill("protocol")
             return WorkerLost("crashed", "closed its connection to the engine", self.printed)
-        status = self._gone.result()
+        status = self._exited.result()
         if status == -signal.SIGXCPU:
             return WorkerLost("cpu", f"used more CPU time than isolation.cpu ({limits.cpu:g} s)", self.printed)
         if status < 0:
             name = signal.Signals(-status).name if -status in signal.valid_signals() else f"signal {-status}"
-            hint = ", perhaps for want of memory" if status == -signal.SIGKILL else ""
+            hint = ", perhaps because memory ran out" if status == -signal.SIGKILL else ""
             return WorkerLost("crashed", f"ended its process by {name}{hint}", self.printed)
         return WorkerLost("crashed", f"ended its process with exit code {status}", self.printed)
 
     def _ended(self, status: int) -> None:
-        """The zygote's word that the process is gone."""
-        if not self._gone.done():
-            self._gone.set_result(status)
+        """Handle the zygote's report that the process has ended."""
+        if not self._exited.done():
+            self._exited.set_result(status)
         self._readable()
         self._close()
 
     def _close(self) -> None:
         if self._socket is not None:
-            self._hear()
+            self._read_output()
             if not self.loop.is_closed():
                 self.loop.remove_reader(self._socket)
                 self.loop.remove_writer(self._socket)
@@ -182,7 +182,7 @@ class Worker:
             self._answer.set_exception(EOFError())
 
     def _write(self) -> None:
-        """Send what is left of a request, as far as the socket takes it now."""
+        """Send as much of the rest of a request as the socket accepts now."""
         if self._socket is None:
             return
         try:
@@ -192,11 +192,11 @@ class Worker:
             self.loop.add_writer(self._socket, self._write)
             return
         except OSError:
-            self._unsent.clear()  # it is gone; how it ended is told by the zygote
+            self._unsent.clear()  # it has ended; the zygote reports its status
         self.loop.remove_writer(self._socket)
 
     def _readable(self) -> None:
-        """Bytes of an answer."""
+        """Read bytes of an answer."""
         while self._socket is not None:
             try:
                 data = self._socket.recv(1 << 18)
@@ -211,7 +211,7 @@ class Worker:
                 return
             self._buffer += data
             if self._answer is None or self._answer.done():
-                self.kill("protocol")  # it spoke without being asked
+                self.kill("protocol")  # it sent bytes without a request
                 return
             if len(self._buffer) < 4:
                 continue
@@ -228,8 +228,8 @@ class Worker:
                 self.kill("protocol")
                 return
 
-    def _hear(self) -> None:
-        """What it printed: its end is kept, and a call that prints too much is ended."""
+    def _read_output(self) -> None:
+        """Read its output: keep the end of it, and kill the worker if a call prints too much."""
         while self._output is not None:
             try:
                 data = os.read(self._output, 1 << 16)
@@ -245,7 +245,7 @@ class Worker:
                 return
             self._printed += data
             del self._printed[:-TAIL]
-            self._heard += len(data)
-            if self._heard > self.limits.output and self._reason is None:
+            self._output_bytes += len(data)
+            if self._output_bytes > self.limits.output and self._reason is None:
                 self.kill("output")
                 return

@@ -1,11 +1,11 @@
-"""The process that forks workers: it has imported what every worker needs, and runs no code of a spec.
+"""The process that forks workers: it has imported the modules that every worker needs, and runs no code of a spec.
 
-A fork costs milliseconds, where a new interpreter costs a third of a second, and workers share the memory of what was
-imported here. It is single-threaded, so that a fork of it is safe.
+A fork takes milliseconds, a new interpreter a third of a second, and workers share the memory of the modules
+imported here. It is single-threaded, so that forking it is safe.
 
-Protocol: lines of JSON over a socket. `plan`, `fork` (with two file descriptors: the worker's socket and the pipe that takes
-what it prints) and `kill` come in; `planned`, `refused`, `forked` and `ended` go out. Where the socket closes, the engine is
-gone: every worker is killed, and this process ends.
+Protocol: lines of JSON over a socket. `plan`, `fork` (with two file descriptors: the worker's socket and the pipe for its
+output) and `kill` are requests; `planned`, `refused`, `forked` and `ended` are answers. When the socket closes, the engine
+has ended: every worker is killed, and this process ends.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _SWEEPS = 8
 class _Worker:
     id: int
     uid: int | None
-    """Its own, that no other process runs under."""
+    """Its own uid, which no other process uses."""
     folder: str | None
-    """Its scratch folder."""
+    """Its temporary folder."""
 
 
 class Zygote:
@@ -55,7 +55,7 @@ class Zygote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> None:
-        """Until the engine is gone."""
+        """Serve until the engine ends."""
         buffer = b""
         try:
             while True:
@@ -68,7 +68,7 @@ class Zygote:
                     try:
                         data, fds, _, _ = socket.recv_fds(self._control, 65_536, 64)
                     except ConnectionError:
-                        return  # the engine ended with something of ours unread
+                        return  # the engine ended with unread messages from this process
                     if not data:
                         return
                     self._fds += fds
@@ -93,7 +93,7 @@ class Zygote:
                 for pid, worker in list(self._workers.items()):
                     if worker.id == message["id"]:
                         with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)  # the rest of it goes when it is reaped
+                            os.kill(pid, signal.SIGKILL)  # `_reap` removes the rest
 
     def _plan(
         self, id: int, key: str, memory: int, processes: int | None, user: str | None, folders: list[str]
@@ -134,7 +134,7 @@ class Zygote:
         self._say(told="forked", id=id, pid=pid)
 
     def _become(self, planned: Confinement, channel: int, output: int, folder: str | None) -> None:
-        """The child's side of a fork: never returns."""
+        """Run the child's side of a fork. Never returns."""
         status = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -157,9 +157,9 @@ class Zygote:
 
             child.serve(socket.socket(fileno=keep))
             status = 0
-        except BaseException as error:  # noqa: BLE001  (the last word of a process that ends)
+        except BaseException as error:  # noqa: BLE001  (reported before the process ends)
             with contextlib.suppress(OSError):
-                os.write(2, f"the worker could not go on: {type(error).__name__}: {error}\n".encode())
+                os.write(2, f"the worker failed: {type(error).__name__}: {error}\n".encode())
         finally:
             os._exit(status)
 
@@ -185,12 +185,12 @@ class Zygote:
         self._sweep(pid, worker)
 
     def _sweep(self, pid: int, worker: _Worker) -> None:
-        """Kill every process that a dead worker left behind, and remove its scratch folder."""
+        """Kill every remaining process of a dead worker, and remove its temporary folder."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         if worker.uid is not None:
             _kill_all_of(worker.uid)
-        # What left its group was handed to the nearest subreaper, which is this process.
+        # The kernel gives processes that left its group to the nearest subreaper, which is this process.
         for _ in range(_SWEEPS):
             orphans = [child for child in _children() if child not in self._workers]
             for orphan in orphans:
@@ -218,7 +218,7 @@ def _kill_all_of(uid: int) -> None:
 
 
 def _children() -> list[int]:
-    """Children of this process; none where the kernel does not list them."""
+    """Children of this process; empty if the kernel does not list them."""
     try:
         return [int(word) for word in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     except OSError:

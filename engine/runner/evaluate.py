@@ -1,10 +1,10 @@
 """Statistics of an evaluation: success by turn, pass@k, rewards by name, each with a 95 % interval.
 
-Pure functions of finished episodes. Episodes that failed through no fault of the policy's are left out and counted.
+Pure functions of finished episodes. Episodes whose failure was not caused by the policy are left out and counted.
 
 Invariant: a value is the mean over tasks of each task's mean over its episodes (`task_means`), in `evaluate` and in `compare`, so
-both give the same value for the same run. A mean over all episodes would weight a task by how many of its episodes did not fail
-through a fault of something else, and could not be paired with another run. Intervals are over tasks: see `intervals.py`.
+both give the same value for the same run. A mean over all episodes would weight a task by the number of its episodes that
+are not left out, and could not be paired with another run. Intervals are over tasks: see `intervals.py`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from engine.schemas.trajectory import Trajectory
 
 
 class Sample(NamedTuple):
-    """What an evaluation needs of one episode."""
+    """The values of one episode that an evaluation needs."""
 
     task_id: str
     solved_turn: int | None
-    """The assistant turn by which it was solved, from 0; None where it was not."""
+    """The assistant turn that solved it, from 0; None if it was not solved."""
     turns: int
     tokens: int
     reward: float
@@ -41,7 +41,7 @@ class Sample(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A mean over tasks with its 95 % interval. The ends are NaN where no interval can be computed."""
+    """A mean over tasks with its 95 % interval. The ends are NaN if no interval can be computed."""
 
     value: float
     low: float
@@ -50,31 +50,31 @@ class Estimate(NamedTuple):
     """Number of tasks that have this measure."""
 
     def plain(self) -> dict[str, float | int | None]:
-        """For JSON, where nothing to estimate from is null."""
+        """Return the fields for JSON, with null in place of NaN."""
         return {name: None if value != value else value for name, value in self._asdict().items()}
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """What a run shows of its policy."""
+    """Measures of a run's policy."""
 
     tasks: int
     episodes: int
-    """That are measured."""
+    """Number of episodes that are measured."""
     masked: Counter[str]
-    """Episodes that are left out, by how they failed."""
+    """Number of episodes that are left out, by kind of failure."""
     estimates: dict[str, Estimate] = field(default_factory=dict)
     """By name: `success`, `reward`, `turns`, `tokens`, `success@turn:<k>` (solved by turn k), `pass@<k>`,
     `reward:<name>`."""
 
     @property
     def warning(self) -> str | None:
-        """What the number of tasks does to the intervals; None if there are enough tasks."""
+        """A warning if there are too few tasks for the intervals; else None."""
         return few_tasks(self.tasks)
 
 
 def collect(trajectories: Iterable[Trajectory]) -> tuple[list[Sample], Counter[str]]:
-    """The episodes that say something about the policy, and how the others failed."""
+    """Collect the episodes that measure the policy, and count the others by kind of failure."""
     samples: list[Sample] = []
     masked: Counter[str] = Counter()
     for trajectory in trajectories:
@@ -98,7 +98,7 @@ def collect(trajectories: Iterable[Trajectory]) -> tuple[list[Sample], Counter[s
 
 
 def pass_at_k(episodes: int, solved: int, k: int) -> float:
-    """The chance that at least one of k episodes is solved: 1 - C(n - c, k) / C(n, k).
+    """The probability that at least one of k episodes is solved: 1 - C(n - c, k) / C(n, k).
 
     Unbiased for episodes that are independent (Chen et al., arXiv 2107.03374, equation 1), as a product that does not
     overflow. NaN for k > n.
@@ -113,12 +113,12 @@ def pass_at_k(episodes: int, solved: int, k: int) -> float:
 
 
 def powers(most: int) -> list[int]:
-    """1, 2, 4, … and `most` itself."""
+    """The powers of two below `most`, and `most` itself."""
     return sorted({*(2**power for power in range(most.bit_length())), most} - {0})
 
 
 def by_task(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """A task's episodes, in order."""
+    """Group episodes by task, in order."""
     found: dict[str, list[Sample]] = {}
     for sample in samples:
         found.setdefault(sample.task_id, []).append(sample)
@@ -126,24 +126,26 @@ def by_task(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
 
 
 class _Measure(NamedTuple):
-    """A value of each task."""
+    """A measure with one value for each task."""
 
     name: str
     of_task: Callable[[Sequence[Sample]], float]
     """Mean over the task's episodes."""
     of_episode: Callable[[Sample], float] | None
     """The value of one episode; None for a measure of a whole group."""
-    share: bool
+    proportion: bool
     """Whether every episode's value is 0 or 1."""
     least: int = 1
     """Smallest number of episodes that a task needs."""
 
 
-def _mean(name: str, of: Callable[[Sample], float], samples: Iterable[Sample] = (), *, share: bool = False) -> _Measure:
-    """The mean of a value; it is a share if `share`, or if all `samples` have 0 or 1."""
+def _mean(
+    name: str, of: Callable[[Sample], float], samples: Iterable[Sample] = (), *, proportion: bool = False
+) -> _Measure:
+    """The measure of a mean; it counts as a proportion if `proportion`, or if all `samples` have 0 or 1."""
     seen = {of(sample) for sample in samples}
-    share = share or (bool(seen) and seen <= {0.0, 1.0})
-    return _Measure(name, lambda group: math.fsum(map(of, group)) / len(group), of, share)
+    proportion = proportion or (bool(seen) and seen <= {0.0, 1.0})
+    return _Measure(name, lambda group: math.fsum(map(of, group)) / len(group), of, proportion)
 
 
 def _solved_by(turn: int) -> Callable[[Sample], float]:
@@ -162,33 +164,33 @@ def _pass(k: int) -> _Measure:
 
 
 def _measures(samples: Sequence[Sample], ks: Iterable[int]) -> list[_Measure]:
-    """The measures of these episodes; rewards that are 0 or 1 in all of them are shares."""
+    """The measures of these episodes; rewards that are 0 or 1 in all of them are proportions."""
     names = {name for sample in samples for name in sample.rewards}
     last = max((sample.solved_turn for sample in samples if sample.solved_turn is not None), default=-1)
     return [
-        _mean("success", lambda sample: float(sample.solved_turn is not None), share=True),
+        _mean("success", lambda sample: float(sample.solved_turn is not None), proportion=True),
         _mean("reward", lambda sample: sample.reward, samples),
         *(_mean(f"reward:{name}", _reward_of(name), samples) for name in sorted(names)),
         _mean("turns", lambda sample: float(sample.turns)),
         _mean("tokens", lambda sample: float(sample.tokens)),
-        *(_mean(f"success@turn:{turn}", _solved_by(turn), share=True) for turn in range(last + 1)),
+        *(_mean(f"success@turn:{turn}", _solved_by(turn), proportion=True) for turn in range(last + 1)),
         *map(_pass, ks),
     ]
 
 
 def task_means(groups: Iterable[Sequence[Sample]], of_task: Callable[[Sequence[Sample]], float]) -> Floats:
-    """A measure's value of each task, [tasks]. The mean of these is the value that `evaluate` and `compare` give."""
+    """A measure's value of each task, [tasks]. Their mean is the value that `evaluate` and `compare` return."""
     return np.array([of_task(group) for group in groups], np.float64)
 
 
 def few_tasks(tasks: int) -> str | None:
-    """A warning where the number of tasks is too small for intervals that can be relied on; else None."""
+    """A warning if the number of tasks is too small for reliable intervals; else None."""
     if tasks == 1:
         return "1 task: intervals are over its episodes and say nothing about other tasks"
     if tasks < FEW_TASKS:
         return (
             f"only {tasks} tasks: intervals are wide, and those of measures that are not 0 or 1 in each episode assume "
-            f"task means that are about normal; use {FEW_TASKS} tasks or more"
+            f"task means that are approximately normal; use {FEW_TASKS} tasks or more"
         )
     return None
 
@@ -217,11 +219,11 @@ def _interval(measure: _Measure, groups: Sequence[Sequence[Sample]], means: Floa
     """The interval of one measure: over tasks, or over the episodes of the only task."""
     if len(groups) > 1:
         count = sum(len(group) // measure.least for group in groups)
-        return proportion_interval(means, count) if measure.share else mean_interval(means)
+        return proportion_interval(means, count) if measure.proportion else mean_interval(means)
     if measure.of_episode is None:
         return math.nan, math.nan
     values = np.array([measure.of_episode(sample) for sample in groups[0]], np.float64)
-    return proportion_interval(values, len(values)) if measure.share else mean_interval(values)
+    return proportion_interval(values, len(values)) if measure.proportion else mean_interval(values)
 
 
 class Difference(NamedTuple):
@@ -230,32 +232,32 @@ class Difference(NamedTuple):
     first: float
     second: float
     difference: float
-    """The mean over tasks of the second's mean less the first's."""
+    """Mean over tasks of the second run's task mean minus the first run's."""
     low: float
     high: float
 
     def plain(self) -> dict[str, float | None]:
-        """For JSON, where nothing to estimate from is null."""
+        """Return the fields for JSON, with null in place of NaN."""
         return {name: None if value != value else value for name, value in self._asdict().items()}
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Two runs, task by task."""
+    """Two runs, compared task by task."""
 
     tasks: int
-    """That both have, and that are the same in both."""
+    """Number of tasks that both runs have with the same content."""
     only_first: int
     only_second: int
     changed: int
-    """Tasks of one name that are not the same: left out."""
+    """Number of tasks with the same name but different content, which are left out."""
     masked: tuple[int, int]
-    """Episodes whose failure was not the policy's: left out."""
+    """Number of episodes of each run that are left out, because the policy did not cause their failure."""
     differences: dict[str, Difference] = field(default_factory=dict)
 
     @property
     def warning(self) -> str | None:
-        """What the number of tasks does to the intervals; None if there are enough tasks."""
+        """A warning if there are too few tasks for the intervals; else None."""
         return "1 task: a difference has no interval" if self.tasks == 1 else few_tasks(self.tasks)
 
 
@@ -264,15 +266,15 @@ def compare(
     second: Iterable[Trajectory],
     same: Callable[[str], bool] = lambda task_id: True,
 ) -> Comparison:
-    """The second run against the first, paired by task: what a task is like falls out of the difference.
+    """Compare the second run with the first, paired by task, so that a task's difficulty cancels out of the difference.
 
     The measures and their values are those of `evaluate` over the tasks that both runs have; pass@k up to the fewest episodes
     that a task has in either run.
 
     Args:
         first: Finished episodes of one run.
-        second: Of the other.
-        same: Whether a task that both have is the same in both.
+        second: Finished episodes of the other run.
+        same: Whether a task that both runs have has the same content in both.
     """
     (ones, masked_one), (others, masked_other) = collect(first), collect(second)
     left, right = by_task(ones), by_task(others)
@@ -293,6 +295,6 @@ def compare(
     for measure in _measures(samples, powers(fewest)):
         one, other = (task_means(groups, measure.of_task) for groups in sides)
         apart = other - one
-        ends = share_difference_interval(apart) if measure.share else mean_interval(apart)
+        ends = share_difference_interval(apart) if measure.proportion else mean_interval(apart)
         found.differences[measure.name] = Difference(float(one.mean()), float(other.mean()), float(apart.mean()), *ends)
     return found

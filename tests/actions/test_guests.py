@@ -110,8 +110,8 @@ async def test_what_is_not_repeated_fails_with_the_blame_on_the_call_that_blocke
         await call
     error = caught.value
     assert (error.kind, error.blame, error.repeatable) == ("loop_replaced", "tool", repeatable)
-    assert error.culprit is not None
-    assert (error.culprit.what, error.culprit.episode) == ("`bad/0`.call", "bad/0")
+    assert error.blocker is not None
+    assert (error.blocker.what, error.blocker.episode) == ("`bad/0`.call", "bad/0")
     assert str(error).startswith("`bad/0`.call of episode bad/0 blocked the event loop that `good/0`.call uses")
     assert len(neighbour.loops) == 1, "it is made once"
 
@@ -134,7 +134,7 @@ async def test_an_object_whose_loop_is_gone_is_not_called_on_another(
         await asyncio.sleep(0.01)
     with pytest.raises(LoopReplacedError) as caught:
         await call_world(workers, neighbour.ask, **options)
-    assert caught.value.culprit is guest.culprit is not None
+    assert caught.value.blocker is guest.blocker is not None
     assert caught.value.repeatable
     assert len(neighbour.loops) == 2
 
@@ -160,8 +160,8 @@ async def test_what_a_call_left_behind_is_attributed_to_it(
     await task(workers, leaves_behind, "bad/0", blame="environment")
     with pytest.raises(LoopReplacedError) as caught:
         await call
-    assert caught.value.culprit is not None
-    assert (caught.value.culprit.episode, caught.value.blame) == ("bad/0", "environment")
+    assert caught.value.blocker is not None
+    assert (caught.value.blocker.episode, caught.value.blame) == ("bad/0", "environment")
 
 
 async def test_what_no_call_is_known_for_is_blamed_on_nobody_else(
@@ -174,7 +174,7 @@ async def test_what_no_call_is_known_for_is_blamed_on_nobody_else(
     neighbour.loops[0].call_soon_threadsafe(release.wait, context=contextvars.Context())
     with pytest.raises(LoopReplacedError, match="code of an unknown call blocked") as caught:
         await call
-    assert (caught.value.culprit, caught.value.blame) == (None, "user")
+    assert (caught.value.blocker, caught.value.blame) == (None, "user")
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ async def test_the_time_for_which_a_call_blocks_its_loop_itself_counts() -> None
     own, other = (Call(asyncio.sleep, (0,), "c", "tool") for _ in range(2))
     own.began = other.began = 0.0
     guest.blocked, own.own = 5.0, 5.0
-    assert guest.left(other, 1.0) - guest.left(own, 1.0) == pytest.approx(5.0, abs=0.1)
+    assert guest.remaining(other, 1.0) - guest.remaining(own, 1.0) == pytest.approx(5.0, abs=0.1)
     guest.close()
 
 
@@ -220,8 +220,8 @@ async def test_a_call_that_has_finished_is_not_lost_with_its_loop() -> None:
     assert finished.take()
     guest.close()
     assert guest.drop() == 1
-    assert (finished.settled, finished.lost) == (True, False)
-    assert (running.settled, running.lost) == (False, True)
+    assert (finished.delivered, finished.lost) == (True, False)
+    assert (running.delivered, running.lost) == (False, True)
 
 
 async def test_the_number_of_loops_grows_with_each_replacement() -> None:

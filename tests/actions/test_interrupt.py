@@ -68,8 +68,8 @@ async def test_a_busy_loop_past_its_deadline_is_ended(workers: Workers, function
     await give_up(workers, function)
     await until(lambda: workers.interrupter.ended == 1)
     await until(lambda: not [t for t in set(threading.enumerate()) - before if t.name == "episode-worker"])
-    assert workers.interrupter.summary == "1 calls went on computing past their deadline: 1 were interrupted"
-    assert workers.interrupter.stubborn == 0
+    assert workers.interrupter.summary == "1 calls kept computing after their deadline: 1 were interrupted"
+    assert workers.interrupter.uninterruptible == 0
     assert await call_world(workers, lambda: 1, seconds=60, blame="tool", what="tool `t`") == 1
 
 
@@ -189,7 +189,7 @@ async def test_calls_that_end_while_they_are_interrupted_end_in_order(
 async def test_what_cannot_be_ended_is_counted_and_reported_once(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interrupt, "STUBBORN_SECONDS", 0.0)
+    monkeypatch.setattr(interrupt, "UNINTERRUPTIBLE_SECONDS", 0.0)
     stop: list[int] = []
 
     def stubborn() -> None:
@@ -203,12 +203,12 @@ async def test_what_cannot_be_ended_is_counted_and_reported_once(
     SCOPE.set(EpisodeScope("t3/0"))
     with capture_logs() as logs:
         await give_up(workers, stubborn)
-        await until(lambda: workers.interrupter.stubborn == 1)
+        await until(lambda: workers.interrupter.uninterruptible == 1)
         (busy,) = workers.interrupter._threads.values()
         seen = busy.interruptions
         await until(lambda: busy.interruptions > seen)  # it goes on being interrupted
     assert workers.interrupter.summary == (
-        "1 calls went on computing past their deadline: 0 were interrupted, 1 cannot be and slow down all others; "
+        "1 calls kept computing after their deadline: 0 were interrupted, 1 cannot be interrupted and slow down all other calls; "
         "run that code with `isolation: process`"
     )
     (line,) = [line for line in logs if "cannot be interrupted" in line["event"]]
@@ -216,7 +216,7 @@ async def test_what_cannot_be_ended_is_counted_and_reported_once(
     assert "in stubborn" in line["stack"]
     stop.append(1)
     await until(lambda: workers.interrupter.ended == 1)
-    assert workers.interrupter.stubborn == 0
+    assert workers.interrupter.uninterruptible == 0
 
 
 async def test_without_a_clock_of_its_own_a_thread_is_never_taken_for_busy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ async def test_it_is_given_once_and_from_a_share_of_the_deadline_on(
             super().__init__(seconds)
 
     monkeypatch.setattr(module, "Deadlines", Counted)
-    monkeypatch.setattr(workers.threads, "left", lambda call, seconds: -1.0)  # whenever its thread began
+    monkeypatch.setattr(workers.threads, "remaining", lambda call, seconds: -1.0)  # whenever its thread began
     monkeypatch.setattr(workers.lag, "since", lambda before: share * STARVED_SHARE * seconds)
     with pytest.raises(WorldError, match=r"did not answer within 0\.02 s"):
         await call_world(workers, release.wait, seconds=seconds, blame="user", what="user")

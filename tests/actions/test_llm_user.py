@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.actions.llm_user import SILENCE, ModelUser, dialogue_of, read_marks
-from engine.actions.role_models import spoken
+from engine.actions.role_models import without_reasoning
 from engine.actions.workers import Workers
 from engine.errors import WorldError
 from engine.schemas.environment import EpisodeView, Task
@@ -112,7 +112,7 @@ def test_messages_in_a_row_are_put_together() -> None:
     ],
 )
 def test_reasoning_is_cut_off_whatever_the_template_knows(text: str, said: str) -> None:
-    assert spoken(text) == said
+    assert without_reasoning(text) == said
 
 
 def test_marks_are_read_and_taken_out() -> None:

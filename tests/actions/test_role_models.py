@@ -71,7 +71,7 @@ async def roles_of_spec(spec: LoadedSpec, **kwargs: Any) -> tuple[RoleModels, Sc
 async def test_in_a_shared_backend_a_part_has_an_id_of_its_own(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     roles, backend = await roles_of_spec(loaded(tmp_path, tiny_tokenizer_dir, {}))
     model = roles.model("user")
-    said = await model.say([Message(role="user", content="hi")], episode_id="a/0", turn=0, seed=1)
+    said = await model.reply([Message(role="user", content="hi")], episode_id="a/0", turn=0, seed=1)
     assert (said.text, said.cut) == ("policy", False)
     assert model.request_episode("a/0") == "user@a/0"
     assert roles.stats() == {}

@@ -58,4 +58,4 @@ def test_busy_threads_past_their_deadline_fail_no_healthy_episode(
         if message.role == "tool"
     )
     assert results == {("bad", "`probe` did not answer within 1 s."): 10, ("healthy", "looked up"): 790}
-    assert "10 calls went on computing past their deadline: 10 were interrupted" in out
+    assert "10 calls kept computing after their deadline: 10 were interrupted" in out

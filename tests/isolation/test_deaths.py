@@ -189,8 +189,8 @@ async def test_a_module_that_ends_its_process_at_import_is_named(
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        ({"processes": 4, "user": "engine"}, "isolation.processes cannot bind"),
-        ({"user": "nobody_of_this_name"}, "there is no user `nobody_of_this_name`"),
+        ({"processes": 4, "user": "engine"}, "isolation.processes cannot take effect"),
+        ({"user": "nobody_of_this_name"}, "unknown user `nobody_of_this_name`"),
         ({"memory": "1MB"}, "a worker needs at least"),
     ],
 )
