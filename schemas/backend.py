@@ -89,7 +89,7 @@ class BackendBase(Contract):
 
     @property
     def reply_seconds(self) -> float:
-        """Longest time that one reply may take, in seconds; infinity: no own limit."""
+        """Longest time that one reply may take, in seconds; infinity if the backend has no limit."""
         return inf
 
     @property

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _STEP = "step-"
 FORMAT = 2
-"""Of `state.json`. Format 1 had `next_group` alone instead of `groups`, and no list of parts."""
+"""Format version of `state.json`. Format 1 had `next_group` alone instead of `groups`, and no list of parts."""
 
 
 @dataclass(slots=True)

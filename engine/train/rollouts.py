@@ -14,7 +14,7 @@ Invariants:
 - With oversampling, a batch takes the groups that finish first. The other groups are cancelled.
 - Running groups that would be too old for the next batch are cancelled. They exist if `max_sampling_rounds` ends a batch early.
 - With `max_staleness` 0 nothing is sampled between the last episode of a batch and the weight update.
-- A group that is consumed (see `groups.py`) is never started again. A group of an earlier launch that is not consumed is: its
+- A group that is consumed (see `groups.py`) is never started again. A group of an earlier launch that is not consumed is started again: its
   finished episodes are read from the store and the others continue from their journals, unless its oldest token is older than
   `max_staleness` allows.
 """

@@ -323,7 +323,7 @@ class Trainer:
         if batch.used:
             values |= await self._learn(batch, values)
         elif not any(group.rows for group in batch.left_out):
-            self._record(batch, values, step_made=False)  # or a resumed training would use these groups again
+            self._record(batch, values, step_made=False)  # marks the groups as consumed
             raise batch.no_data(collector.faults)
         else:
             values["updates"] = 0.0

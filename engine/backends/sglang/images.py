@@ -1,4 +1,4 @@
-"""Checks that a server's model gets the same pixels as the exported rows hold.
+"""Checks that a server's model gets the same pixels as are in the exported rows.
 
 A server decodes, scales and normalises images with its own processor (torchvision, or Pillow with
 `--image-processor-backend=pil`), and scales differently from the processor of the rows. Images are therefore sent at the
