@@ -45,7 +45,7 @@ class TaskTable(Sequence[Task]):
     Args:
         loaded: The spec.
         rows: The rows of its source.
-        positions: Which of them are tasks, by position in the source, in order; None: the first `count`.
+        positions: Positions in the source of the rows that are tasks, in order, [count]; None for the first `count` rows.
         count: How many tasks there are.
     """
 
