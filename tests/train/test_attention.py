@@ -117,13 +117,13 @@ def test_random_tries(
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
-    from engine.train.policy import Policy
+    from engine.train.policy import enable_gradient_checkpointing
 
     folder = build("Qwen2", tmp_path)
     net, reference = open_both(folder)
     widen_norms(net.model)
     widen_norms(reference)
-    Policy(net, None, None)._enable_gradient_checkpointing()
+    enable_gradient_checkpointing(net.model)
     again: list[int] = []
     layer = net.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: again.append(1))
     same_as_alone(net, reference, [make_row(ids) for ids in TREE])

@@ -34,16 +34,16 @@ def spec_with_user(train_spec: Any, train: dict[str, Any], **changes: Any) -> Pa
 async def probes(spec: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> dict[bytes, int]:
     """Train; beside each answer of the user, its model is asked one fixed question. Counts the different log-probs."""
     found: dict[bytes, int] = {}
-    say = RoleModel.say
+    original = RoleModel.reply
 
     async def probed(self: RoleModel, *args: Any, **kwargs: Any) -> RoleReply:
         request = self._request(PROBE, "probe", 0, 1, ())
         reply = await self._served.backend.generate(request)
         key = np.asarray(reply.output_ids).tobytes() + np.asarray(reply.logprobs).tobytes()
         found[key] = found.get(key, 0) + 1
-        return await say(self, *args, **kwargs)
+        return await original(self, *args, **kwargs)
 
-    monkeypatch.setattr(RoleModel, "say", probed)
+    monkeypatch.setattr(RoleModel, "reply", probed)
     loaded = load_spec(spec)
     await Trainer(loaded, folders.begin(out, RunHeader.of(loaded))).run()
     return found

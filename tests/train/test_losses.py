@@ -290,7 +290,7 @@ def random_step(seed: int, lengths: Sequence[int]) -> Tokens:
 
 def part_of(tokens: Tokens, kept: torch.Tensor) -> Tokens:
     found = {each.name: getattr(tokens, each.name) for each in fields(tokens)}
-    return Tokens(**{name: value[kept] for name, value in found.items()})
+    return Tokens(**{name: None if value is None else value[kept] for name, value in found.items()})
 
 
 @given(

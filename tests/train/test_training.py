@@ -103,7 +103,7 @@ async def test_stopped_in_the_middle_it_keeps_what_is_done(train_spec: Any, tmp_
         if step == 3:
             stop.set()
 
-    trainer._tell = told
+    trainer._on_step = told
     result = await trainer.run(stop=stop)
     assert result.interrupted
     assert result.steps >= 3
