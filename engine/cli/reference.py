@@ -223,5 +223,6 @@ def _rules() -> str:
 
     lines = ["## What is checked", "", "In addition to the form, which `yaml.*` and `spec.*` check:", ""]
     lines += ["| rule | severity | finds |", "|---|---|---|"]
-    lines += [f"| `{item.id}` | {item.severity} | {item.about} |" for item in all_rules()]
+    rules = sorted(all_rules(), key=lambda rule: rule.id)  # the registry's order is that in which modules were imported
+    lines += [f"| `{item.id}` | {item.severity} | {item.about} |" for item in rules]
     return "\n".join(lines) + "\n"
