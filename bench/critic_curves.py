@@ -6,7 +6,7 @@
     python bench/critic_curves.py --out runs/curves             keep the trainings; those that are there are not trained again
 
 Eight turns per episode, each right (+1/8) or wrong (-1/8) by itself. Every setting trains on the same number of episodes: 24 steps of
-64. `turn_return` with `gamma: 0` is told that a turn decides about its own reward only; no other setting is.
+64. `turn_return` with `gamma: 0` uses the fact that a turn decides about its own reward only; no other setting does.
 """
 
 from __future__ import annotations

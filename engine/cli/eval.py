@@ -111,7 +111,7 @@ def _other_model(console: Console, spec: Path, changes: list[str], model: str) -
     """Return the value of `model.path`: the complete model that a path names; a hub id or a name unchanged.
 
     Raises:
-        TrainError: There is no model at the path.
+        TrainError: The path holds no model.
         BackendError: The spec's servers sample with another model, or cannot be reached.
     """
     given = Path(model).expanduser()

@@ -62,7 +62,7 @@ def task_file(loaded: LoadedSpec) -> Path:
         if path.is_file() or path.is_dir():
             return path
         if path.exists():
-            raise fault(loaded, "tasks.no-file", f"`{short(named)}` is no file of rows", f"looked at {path}", at)
+            raise fault(loaded, "tasks.no-file", f"`{short(named)}` is not a file of rows", f"looked at {path}", at)
         if loaded.access.is_dir(path.parent):
             near = nearest_name(path.name, (item.name for item in path.parent.iterdir()))
     except OSError as error:

@@ -93,7 +93,7 @@ class DescribedTool:
 
     Args:
         name: The tool's name for the model.
-        description: What the model is told of it.
+        description: The tool's description for the model.
         parameters: JSON schema of its arguments: an object. Checked are names, required ones and the types at the top level.
         call: Called with the arguments by name; may be async.
         takes_view: `call` has a parameter `view`, which the engine fills in.

@@ -306,7 +306,7 @@ class _Connection:
                     self.ready.set_result(opening.result())
                 if opening.done():
                     await _first(pump, self._stop.wait())
-        except Exception as error:  # noqa: BLE001  (told to whoever waits for it)
+        except Exception as error:  # noqa: BLE001  (the waiting caller gets it)
             if not self.ready.done():
                 self.ready.set_exception(error)
             else:
@@ -400,7 +400,7 @@ async def _cancelled(task: asyncio.Future[Any]) -> None:
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():
-        task.exception()  # it is known to whoever waits for `ready`
+        task.exception()  # already reported through `ready`; read here so that asyncio logs no warning
 
 
 async def _first(*waits: Any) -> None:
