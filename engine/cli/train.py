@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.runner.run import Runner
     from engine.spec.load import LoadedSpec
     from engine.train.distributed import ProcessGroup
-    from engine.train.trainer import TrainResult
+    from engine.train.loop import TrainResult
 
 
 _RESUMED = {

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from engine.train.batch_log import BatchLog, BatchRecord, check_tasks, to_repeat
-from engine.train.batches import RowBuilder
+from engine.train.batch_log import BatchLog, BatchRecord, to_repeat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.store.export import Row
+    from engine.train.batches import RowBuilder
     from engine.train.checkpoint import State
     from engine.train.learner import Learner
-    from engine.train.rollouts import TaskOrder
     from engine.train.stored import StoredEpisodes
 
 log = structlog.get_logger(__name__)
@@ -34,18 +33,14 @@ class StepRepeater:
 
     Args:
         batch_log: The batch log of the training.
-        order: The task of each group.
-        rows: Builds the training rows of a group.
-        stored: The episodes of earlier launches.
+        rows_of: Returns the training rows of a step; None if one of them is gone.
     """
 
-    def __init__(self, batch_log: BatchLog, order: TaskOrder, rows: RowBuilder, stored: StoredEpisodes) -> None:
+    def __init__(self, batch_log: BatchLog, rows_of: Callable[[BatchRecord], list[Row] | None]) -> None:
         self._log = batch_log
-        self._rows = rows
-        self._stored = stored
+        self._rows_of = rows_of
         self.records = batch_log.read()
         """The records of all steps that the training has, after `repeat`."""
-        check_tasks(self.records, order)
 
     def repeat(self, state: State, learner: Learner, done: Callable[[], None]) -> int:
         """Repeat the steps after `state.step`. Call it in a thread.
@@ -84,16 +79,25 @@ class StepRepeater:
             state.groups.add(record.numbers)
         return state.step - began
 
-    def _rows_of(self, record: BatchRecord) -> list[Row] | None:
-        """The training rows of a step; None if an episode of it is missing."""
+
+def stored_rows(builder: RowBuilder, stored: StoredEpisodes) -> Callable[[BatchRecord], list[Row] | None]:
+    """Make the function that builds the training rows of a step from the run store.
+
+    Args:
+        builder: Builds the training rows of a group.
+        stored: The episodes of earlier launches.
+    """
+
+    def rows_of(record: BatchRecord) -> list[Row] | None:
         rows: list[Row] = []
         for number in record.used:
-            trajectories = self._stored.finished_group(record.tasks[str(number)])
-            of_group = self._rows.rows(trajectories)
+            of_group = builder.rows(stored.finished_group(record.tasks[str(number)]))
             if not of_group:
                 return None
             rows += of_group
         return rows if len(rows) == record.rows else None
+
+    return rows_of
 
 
 def _compare(record: BatchRecord, loss: float) -> None:
