@@ -171,6 +171,39 @@ async def test_one_request_that_is_always_refused_fails_alone(chat_format: ChatF
 
 
 @pytest.mark.parametrize("kind", KINDS)
+async def test_a_reply_after_the_first_refusal_leaves_the_outage_to_all_requests(
+    chat_format: ChatFormat, kind: str
+) -> None:
+    """A slow reply arrives while a first request is refused already, and from then on nobody is served: this is an outage,
+    and no request fails alone."""
+    async with one(kind, chat_format, wait=0.3) as it:
+        handle = it.server.handle
+        refused = asyncio.Event()
+        replies: list[str] = []
+
+        async def slow_then_refusing(connection: Any, path: str, body: bytes) -> None:
+            if path not in ("/generate", "/v1/chat/completions"):
+                await handle(connection, path, body)
+            elif not replies:
+                replies.append(path)
+                await refused.wait()
+                await asyncio.sleep(0.05)  # the refusal arrives before this reply
+                await handle(connection, path, body)
+            else:
+                connection.write(b"HTTP/1.1 429 X\r\nretry-after: 86400\r\ncontent-length: 0\r\n\r\n")
+                refused.set()
+
+        it.server.handle = slow_then_refusing  # type: ignore[method-assign]
+        slow = asyncio.create_task(it.ask("slow"))
+        while not replies:  # noqa: ASYNC110  (until the server has the request)
+            await asyncio.sleep(0.01)
+        early = asyncio.create_task(it.ask("early"))
+        await slow
+        outcomes = await asyncio.gather(early, it.ask("late"), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [OutageError] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_request_that_gets_no_reply_is_sent_again_within_its_time(chat_format: ChatFormat, kind: str) -> None:
     async with one(kind, chat_format, timeout=60, try_timeout=0.3) as it:
         right = await it.ask()

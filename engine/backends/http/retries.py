@@ -25,8 +25,9 @@ def growing_pause(failures: int) -> float:
 class Tries:
     """Counts the failed attempts at one reply.
 
-    An attempt that no server worked on (`BackendError.refused`) does not count as a try. It may be repeated as long as the
-    outage lasts; if other requests are served meanwhile, for `backend.wait` seconds.
+    An attempt that no server worked on (`BackendError.refused`) does not count as a try. It may be repeated until other
+    requests were served for `backend.wait` seconds while this one was refused. The time of an outage is not part of these
+    seconds: nobody is served in it, and the outage itself ends the run after `backend.wait`.
 
     Args:
         retries: Maximum number of tries after the first.
@@ -51,8 +52,8 @@ class Tries:
             return True
         now = time.monotonic()
         self._refused = self._refused or now
-        others = self._outage.since is None or self._outage.since > self._refused
-        return not others or now - self._refused <= self._outage.limit
+        others_served_until = now if self._outage.since is None else self._outage.since
+        return others_served_until - self._refused <= self._outage.limit
 
     @property
     def pause(self) -> float:
