@@ -1,4 +1,4 @@
-"""What one call of a world's code costs: a plain function in a thread, an `async` one on the guest loop.
+"""The cost of one call of a spec's code: a plain function in a thread, an `async` one on the guest loop.
 
     python bench/hop.py            # 64 episodes at once, µs a call
     python bench/hop.py --at-once 1
@@ -42,7 +42,7 @@ async def measure(function: Any, at_once: int, count: int) -> tuple[float, float
 
     async def episode() -> None:
         for _ in range(count // at_once):
-            await calls.call_world(workers, function, seconds=60.0, blame="tool", what="tool")
+            await calls.call_spec_code(workers, function, seconds=60.0, blame="tool", what="tool")
 
     await asyncio.gather(*(episode() for _ in range(at_once)))  # warms up
     began, spent = time.perf_counter(), time.process_time()

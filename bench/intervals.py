@@ -3,8 +3,8 @@
     python bench/intervals.py                  # the tables of docs/credit.md, about a minute
     python bench/intervals.py --draws 500
 
-Tasks are drawn at random from worlds whose true value is known, and episodes are drawn from each task. A figure is the smallest
-coverage over the worlds, and in parentheses the mean width in the first world. The last column is the percentile bootstrap over
+Tasks are drawn at random from distributions whose true value is known, and episodes are drawn from each task. A figure is the smallest
+coverage over the distributions, and in parentheses the mean width for the first. The last column is the percentile bootstrap over
 tasks, for comparison.
 """
 
@@ -51,7 +51,7 @@ def coverage(draws: int, true: float, ends: Callable[[], tuple[float, float]]) -
 
 
 def shares(draws: int, random: np.random.Generator, tasks: int, episodes: int) -> list[tuple[float, ...]]:
-    """Coverage and width of `proportion_interval`, and coverage of the bootstrap, for each world."""
+    """Coverage and width of `proportion_interval`, and coverage of the bootstrap, for each distribution."""
     found = []
     for rates, true in SOLVE_RATES.values():
 
@@ -84,9 +84,9 @@ def differences(draws: int, random: np.random.Generator, tasks: int, episodes: i
     return found
 
 
-def rewards(draws: int, random: np.random.Generator, tasks: int, world: str) -> list[tuple[float, ...]]:
+def rewards(draws: int, random: np.random.Generator, tasks: int, shape: str) -> list[tuple[float, ...]]:
     """The same for `mean_interval`."""
-    drawn, true = REWARDS[world]
+    drawn, true = REWARDS[shape]
     ours = coverage(draws, true, lambda: mean_interval(drawn(random, tasks)))
     return [(*ours, coverage(draws // 4, true, lambda: bootstrap(drawn(random, tasks), random))[0])]
 
@@ -112,8 +112,8 @@ def main() -> None:
         row(f"0/1, {episodes} per task", lambda tasks, m=episodes: shares(given.draws, random, tasks, m))
     for episodes in EPISODES:
         row(f"difference, {episodes} per task", lambda tasks, m=episodes: differences(given.draws, random, tasks, m))
-    for world in REWARDS:
-        row(f"rewards, {world}", lambda tasks, world=world: rewards(given.draws, random, tasks, world))
+    for shape in REWARDS:
+        row(f"rewards, {shape}", lambda tasks, shape=shape: rewards(given.draws, random, tasks, shape))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
-from engine.actions.workers import Workers, call_world
+from engine.actions.workers import Workers, call_spec_code
 from engine.environments.tools.calculator import calculate
 from engine.isolation.pool import FunctionTool, Isolation, RemoteFunction
 from engine.isolation.remote import Origin
@@ -49,7 +49,7 @@ async def main(isolation: Isolation, calls: int) -> None:
     """Measure and print."""
     workers = Workers()
     plain = partial(calculate, **ARGUMENTS)
-    thread = await timed(lambda: call_world(workers, plain, seconds=30, blame="tool", what="calculate"), calls)
+    thread = await timed(lambda: call_spec_code(workers, plain, seconds=30, blame="tool", what="calculate"), calls)
     pool = isolation.pool(PROCESS, functions=True)
     tool = FunctionTool(RemoteFunction(Origin(USE, Path(), {}, "tool"), pool, "tool"), "calculate")
     process = await timed(lambda: tool.call(ARGUMENTS, None, seconds=30, what="calculate"), calls)

@@ -208,7 +208,7 @@ class EpisodeDeadline:
 
         deadline = EpisodeDeadline(60.0, spent=0.0)
         with deadline:
-            await action.perform(episode, world)    # TimeoutError, and `over` is set, if the time ends here
+            await action.perform(episode, objects)  # TimeoutError, and `over` is set, if the time ends here
         deadline.stop()
 
     Args:

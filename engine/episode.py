@@ -189,7 +189,7 @@ class Episode:
         return int.from_bytes(seeds.digest(), "big") >> 1
 
     def view(self) -> EpisodeView:
-        """The view that a world gets now."""
+        """The view that the spec's code gets now."""
         return EpisodeView(
             episode_id=self.id,
             task=self.task,

@@ -11,7 +11,7 @@
     │   ├── ContextOverflow  the prompt and the reply exceed the model's context: a limit, not an error
     │   └── OutageError      no server is reachable: the run stops, and no episode fails because of it
     ├── DeviceError          the spec names a device that torch does not have
-    ├── WorldError           an environment, a tool or a user raised an error, did not answer in time, or gave an invalid answer
+    ├── SpecCodeError        code that the spec names raised an error, did not answer in time, or gave an invalid answer
     ├── StoreError           a run cannot be read or written
     ├── ReplayError          replaying a journal gives other transitions than it records
     ├── FailingError         the first episodes of a run all failed in the same way: the run stops
@@ -157,8 +157,8 @@ class FailingError(EngineError):
         super().__init__(message)
 
 
-class WorldError(EngineError):
-    """A world raised an error, did not answer in time, or gave an invalid answer."""
+class SpecCodeError(EngineError):
+    """Code that the spec names (an environment, a tool, a user, …) raised, did not answer in time, or gave an invalid answer."""
 
     def __init__(self, message: str, *, blame: Blame, kind: str, trace: str | None = None) -> None:
         self.blame = blame

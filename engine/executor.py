@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import structlog
 
-from engine.actions.base import Action, World
+from engine.actions.base import Action, EpisodeObjects
 from engine.actions.calls import LoopReplacedError
 from engine.actions.facts import FAILED, LIMIT
 from engine.deadline import EpisodeDeadline
 from engine.episode import Episode
-from engine.errors import ContextOverflow, EngineError, ReplayError, WorldError
+from engine.errors import ContextOverflow, EngineError, ReplayError, SpecCodeError
 from engine.limits import CONTEXT, EPISODE_SECONDS, MAX_STEPS
 from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
 from engine.schemas.trajectory import Blame, Failure
@@ -99,7 +99,7 @@ class Executor:
         self._clocks = clocks
         self._cut = cut
 
-    async def run(self, episode: Episode, world: World) -> Ending | None:
+    async def run(self, episode: Episode, objects: EpisodeObjects) -> Ending | None:
         """Drive the episode to its end. An error is stored in its `failure`.
 
         Returns:
@@ -110,33 +110,33 @@ class Executor:
                 resumed from its journal, with new objects.
         """
         if self._seconds is None:
-            return await self._steps(episode, world, None)
+            return await self._steps(episode, objects, None)
         clock = EpisodeDeadline(self._seconds, time.time() - episode.started)
         clocks = self._clocks
         if clocks is not None:
             clocks.add(clock)
         try:
-            return await self._steps(episode, world, clock)
+            return await self._steps(episode, objects, clock)
         finally:
             if clocks is not None:
                 clocks.remove(clock)
             clock.stop()
 
-    async def _steps(self, episode: Episode, world: World, clock: EpisodeDeadline | None) -> Ending | None:
+    async def _steps(self, episode: Episode, objects: EpisodeObjects, clock: EpisodeDeadline | None) -> Ending | None:
         written: asyncio.Future[None] | None = None
         """Awaitable of the newest entry, until something has waited for it."""
         while True:
             stage = self._stages[episode.state]
             if stage.action is None and stage.final:
                 return None
-            if written is not None and (stage.action is None or not stage.action.pipelined(episode, world)):
+            if written is not None and (stage.action is None or not stage.action.pipelined(episode, objects)):
                 await written
                 written = None
             at = time.time()
             began = time.perf_counter()
             stood = 0.0 if clock is None else clock.stood
             try:
-                record = await self._perform(episode, stage, world, clock, began)
+                record = await self._perform(episode, stage, objects, clock, began)
             except LoopReplacedError:  # a resume reads the journal
                 if written is not None:
                     await written
@@ -156,14 +156,14 @@ class Executor:
                 await appended
                 written = None
 
-    async def run_failed(self, episode: Episode, world: World, error: EngineError) -> Ending | None:
+    async def run_failed(self, episode: Episode, objects: EpisodeObjects, error: EngineError) -> Ending | None:
         """Run an episode whose objects could not be built: its current state fails, and the episode continues. See `run`."""
         record = FailureRecord(failure=failure_of(error, episode), built=False)
         entry = self._fed(episode, record, time.time(), 0.0)
         if self.is_end(entry.entry.dest):
             return entry
         await self._append(episode.id, *entry)
-        return await self.run(episode, world)
+        return await self.run(episode, objects)
 
     def is_end(self, dest: str) -> bool:
         """Whether an entry that leads to `dest` ends its episode, because no action remains there."""
@@ -186,19 +186,19 @@ class Executor:
         return Ending(entry, columns)
 
     async def _perform(
-        self, episode: Episode, stage: _StateWork, world: World, clock: EpisodeDeadline | None, now: float
+        self, episode: Episode, stage: _StateWork, objects: EpisodeObjects, clock: EpisodeDeadline | None, now: float
     ) -> Record:
         """The record of this state: the action's result, or the limit or failure that prevented it."""
         action = stage.action
         try:
             if action is None:
-                raise WorldError(
+                raise SpecCodeError(
                     f"state `{episode.state}` has no action and is not final; give it one",
                     blame="spec",
                     kind="no_action",
                 )
             if episode.seq >= MAX_STEPS:
-                raise WorldError(
+                raise SpecCodeError(
                     f"{MAX_STEPS} steps without reaching a final state: bound the machine's cycles with a limit",
                     blame="spec",
                     kind="unbounded",
@@ -213,7 +213,7 @@ class Executor:
                 return LimitRecord(limit=reached[0], value=float(reached[1]))
             try:
                 with timed or _UNTIMED:
-                    record = await action.perform(episode, world)
+                    record = await action.perform(episode, objects)
                     if self._cut is not None:
                         record = self._cut(record)
                     if self._store_images is None or isinstance(
@@ -297,7 +297,7 @@ class Executor:
         return bool(journal) and self.is_end(journal[-1].dest)
 
     async def restore(
-        self, episode: Episode, world: World, journal: Sequence[JournalEntry], *, call: bool = True
+        self, episode: Episode, objects: EpisodeObjects, journal: Sequence[JournalEntry], *, call: bool = True
     ) -> None:
         """Bring an episode to the end of its journal; repeat only the calls that must be repeated.
 
@@ -310,7 +310,7 @@ class Executor:
         ended = self.has_ended(journal)
         for entry in journal:
             if call and not ended:
-                await self._call_again(episode, world, entry)
+                await self._call_again(episode, objects, entry)
             action = self._actions.get(episode.state) if isinstance(entry.record, GenerationRecord) else None
             if action is not None and (preparing := action.prepare(episode)) is not None:
                 await preparing
@@ -318,20 +318,20 @@ class Executor:
         if ended or not journal or not call:
             return
         action = self._actions.get(episode.state)
-        if action is not None and action.effects(episode, world) == "external":
+        if action is not None and action.effects(episode, objects) == "external":
             raise RestartNeededError(
                 f"{episode.id}: it stopped in {episode.state}, whose call may have been made and cannot be repeated"
             )
         # The clock is paused between a crash and the resume, and while no server is reachable.
         episode.started = time.time() - sum(entry.seconds for entry in journal)
 
-    async def _call_again(self, episode: Episode, world: World, entry: JournalEntry) -> None:
-        """Repeat the call of an entry, where that is needed to restore the world's state."""
+    async def _call_again(self, episode: Episode, objects: EpisodeObjects, entry: JournalEntry) -> None:
+        """Repeat the call of an entry, where that is needed to restore the state of the spec's objects."""
         record, action = entry.record, self._actions.get(episode.state)
         called = record.began if isinstance(record, LimitRecord) else getattr(record, "built", True)
         if action is None or not called:
             return
-        effects = action.effects(episode, world)
+        effects = action.effects(episode, objects)
         if effects == "pure":
             return
         if effects == "external":
@@ -339,7 +339,7 @@ class Executor:
         if isinstance(record, LimitRecord):
             raise RestartNeededError(f"{episode.id}: episode_seconds interrupted the call in {entry.state}")
         now = time.perf_counter()
-        again = _written(await self._perform(episode, self._stages[episode.state], world, None, now), episode)
+        again = _written(await self._perform(episode, self._stages[episode.state], objects, None, now), episode)
         if _comparable(again.record) != _comparable(record):
             raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) gives a different answer now")
 
@@ -376,7 +376,7 @@ def never_built(journal: Sequence[JournalEntry]) -> bool:
 
 
 def _written(record: Record, episode: Episode) -> Written:
-    """A record in columns; the record of a failure instead, where a world's answer cannot be stored."""
+    """A record in columns; the record of a failure instead, where an answer of the spec's code cannot be stored."""
     try:
         return write_record(record)
     except EngineError as error:
@@ -393,7 +393,7 @@ def _comparable(record: Record) -> Any:
 
 
 def failure_of(error: EngineError, episode: Episode) -> Failure:
-    """The failure of a typed exception. A world may raise one too, so its fields are not trusted."""
+    """The failure of a typed exception. The spec's code may raise one too, so its fields are not trusted."""
     trace = getattr(error, "trace", None)
     return Failure(
         kind=valid_text(str(error.kind), 100),

@@ -1,10 +1,10 @@
-"""Builds the parts of one spec's episodes: services, machine, worlds, actions, executors and the episodes themselves.
+"""Builds the parts of one spec's episodes: services, machine, objects, actions, executors and the episodes themselves.
 
     factory = EpisodeFactory(loaded, format, backend, Workers())
     executor = factory.executor(append=store.post)
-    world = await factory.worlds.open(task)
-    episode = factory.episode(task, sample, world)
-    ending = await executor.run(episode, world)
+    objects = await factory.object_builder.open(task)
+    episode = factory.episode(task, sample, objects)
+    ending = await executor.run(episode, objects)
 
 The runner, replay and scenarios build episodes only here; the trainer does so through the runner. Their differences
 are arguments, so an option of the spec has the same effect in all of them.
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from engine.actions.base import Action, Services
 from engine.actions.cut_texts import TextCutter
+from engine.actions.objects import ObjectBuilder
 from engine.actions.registry import build_actions
 from engine.actions.role_models import RoleModels
-from engine.actions.world import WorldBuilder
 from engine.episode import Episode, limit_variables
 from engine.executor import Executor
 from engine.machine.compile import EpisodeMachine
@@ -29,7 +29,7 @@ from engine.rewards.rules import compile_rules
 from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
-    from engine.actions.base import World
+    from engine.actions.base import EpisodeObjects
     from engine.actions.images import ImageStorer
     from engine.actions.role_models import RoleBackends
     from engine.actions.workers import Workers
@@ -77,7 +77,7 @@ class EpisodeFactory:
         self._services = Services(spec, format, backend, workers, generations, self.roles)
         resolved = resolve_machine(spec.machine)
         self.machine = EpisodeMachine(resolved)
-        self.worlds = WorldBuilder(self._services, loaded.base)
+        self.object_builder = ObjectBuilder(self._services, loaded.base)
         self.actions = build_actions(resolved.states, self._services, loaded.base)
         """Actions by state; states without an action are left out."""
         self._rules = compile_rules(spec.rewards.reassign)
@@ -114,16 +114,16 @@ class EpisodeFactory:
             cut=self._cut,
         )
 
-    def episode(self, task: Task, sample: int, world: World) -> Episode:
+    def episode(self, task: Task, sample: int, objects: EpisodeObjects) -> Episode:
         """Build a new episode in the machine's first state.
 
         Args:
             task: Its task.
             sample: Its index in the task's group, from 0.
-            world: Its objects; the prompt lists their tools.
+            objects: Its objects; the prompt lists their tools.
         """
         rollout = self.spec.rollout
-        schemas = world.toolbox.schemas if world.toolbox else []
+        schemas = objects.toolbox.schemas if objects.toolbox else []
         conversation = Conversation(self._format, schemas, self.spec.model.history)
         episode = Episode(
             task, sample, rollout.seed, conversation, self.machine.initial, self._limits, salt=rollout.salt

@@ -4,7 +4,7 @@
     refusal({"tree": [[float("nan")]]})     # "`tree[0][0]` is nan; JSON has finite numbers only"
 
 It is applied where a value enters: to the arguments of a tool call (a refused call is malformed, an error of the policy), to
-answers of environments, tools, users, scorers and judges (a refused answer is a failure of the world), and to task rows.
+answers of environments, tools, users, scorers and judges (a refused answer is a failure of the code that gave it), and to task rows.
 
 A storable value is made of None, booleans, numbers, strings, lists and dicts. The limits and their reasons:
 

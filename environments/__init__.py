@@ -1,1 +1,1 @@
-"""Worlds that ship with the engine: one file an environment, tool or simulated user."""
+"""Environments, tools and simulated users that ship with the engine, one per file."""

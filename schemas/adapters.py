@@ -2,7 +2,7 @@
 
     environment: {adapter: gymnasium, use: FrozenLake-v1, with: {kwargs: {is_slippery: false}}}
 
-The classes that run are in `engine/integrations/worlds/`, one file each; a class is imported when a run needs it, and its
+The classes that run are in `engine/integrations/environments/`, one file each; a class is imported when a run needs it, and its
 library when an episode begins. To add an adapter: its file there, and its entry in `ADAPTERS`.
 """
 
@@ -79,7 +79,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
     for facts in (
         AdapterFacts(
             name="slime",
-            runs="engine.integrations.worlds.slime:SlimeWorld",
+            runs="engine.integrations.environments.slime:SlimeEnvironment",
             use="an `env_*.py` file of slime's form and its function: `path/env.py:build_env`",
             names="code",
             rewards="turn",
@@ -88,7 +88,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
         ),
         AdapterFacts(
             name="skyrl_gym",
-            runs="engine.integrations.worlds.skyrl_gym:SkyRLWorld",
+            runs="engine.integrations.environments.skyrl_gym:SkyRLEnvironment",
             use="an id that is registered with SkyRL-gym, or a class: `package.module:Name`, `path/file.py:Name`",
             names="name or code",
             rewards="turn",
@@ -98,7 +98,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
         ),
         AdapterFacts(
             name="gymnasium",
-            runs="engine.integrations.worlds.gymnasium:GymnasiumWorld",
+            runs="engine.integrations.environments.gymnasium:GymnasiumEnvironment",
             use="an id that is registered with Gymnasium: `FrozenLake-v1`, or `module:Id` to import the module first",
             names="name",
             rewards="turn",
@@ -109,7 +109,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
         ),
         AdapterFacts(
             name="verifiers",
-            runs="engine.integrations.worlds.verifiers:VerifiersWorld",
+            runs="engine.integrations.environments.verifiers:VerifiersEnvironment",
             use="the function that returns the environment: `package.module:load_environment`, `path/file.py:load_environment`",
             names="code",
             rewards="turn and end",
@@ -120,7 +120,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
         ),
         AdapterFacts(
             name="reasoning_gym",
-            runs="engine.integrations.worlds.reasoning_gym:ReasoningGymWorld",
+            runs="engine.integrations.environments.reasoning_gym:ReasoningGymEnvironment",
             use="the name of a data set of reasoning-gym; `rows`: each row names its own",
             names="name",
             rewards="turn",
@@ -138,7 +138,7 @@ TOOL_ADAPTERS: dict[str, ToolAdapterFacts] = {
     for facts in (
         ToolAdapterFacts(
             name="mcp",
-            runs="engine.integrations.worlds.mcp:McpServer",
+            runs="engine.integrations.environments.mcp:McpServer",
             use="the command line of an MCP server, or its http address",
             packages=("mcp",),
             extra="mcp",

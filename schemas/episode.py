@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from engine.schemas.backend import BackendSpec, LocalBackendSpec
 from engine.schemas.base import Contract
 from engine.schemas.entry import IsolationSpec
+from engine.schemas.environment_spec import EnvironmentSpec, ToolSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.machine import MachineSpec
@@ -18,7 +19,6 @@ from engine.schemas.reward_spec import RewardsSpec
 from engine.schemas.role import UserSpec
 from engine.schemas.tasks import TasksSpec
 from engine.schemas.train import TrainSpec
-from engine.schemas.world import EnvironmentSpec, ToolSpec
 
 
 class RolloutSpec(Contract):

@@ -34,11 +34,11 @@ ENTRY = """
         budget="environment_steps",
     ),
 """
-WORLD = """
+SPEC_CODE = """
 from engine.schemas.environment import Reset, Step
 
 
-class World:
+class Board:
     events = ("again",)
 
     def reset(self, task, seed):
@@ -53,7 +53,7 @@ name: steps
 model: {path: smollm2-135m-instruct}
 tasks: {source: inline, rows: [{q: a}, {q: b}]}
 prompt: [{role: user, content: "{{q}}"}]
-environment: {use: "world:World", timeout: 5s}
+environment: {use: "game:Board", timeout: 5s}
 backend: {kind: scripted, replies: ["x"]}
 machine:
   initial: PENDING
@@ -128,7 +128,7 @@ def test_a_limit_that_is_added_is_known_everywhere(tmp_path: Path) -> None:
     add(tree / "engine/limits.py", "LIMITS: tuple", '    Limit("turn_tokens"', ENTRY)
     folder = tmp_path / "project"
     folder.mkdir()
-    (folder / "world.py").write_text(WORLD)
+    (folder / "game.py").write_text(SPEC_CODE)
     (folder / "spec.yaml").write_text(SPEC)
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=folder, env=environment, capture_output=True, text=True)

@@ -23,14 +23,14 @@ BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "engine", "schemas", "en
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 
-WORLD = """
+SPEC_CODE = """
 from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
 from engine.schemas.message import Message
 
 from schemas.question import QUESTION
 
 
-class World:
+class Board:
     def reset(self, task: Task, seed: int) -> Reset:
         return Reset(messages=[Message(role="user", content=QUESTION)])
 
@@ -45,9 +45,9 @@ name: project
 model: {{path: {tokenizer}, tool_calls: plain, tool_role: user}}
 backend: {{kind: scripted, replies: ["<call>calculate(6 * 7)</call>", "It is 42."]}}
 tasks: {{source: inline, rows: [{{}}]}}
-environment: {{use: "environments.world:World"}}
+environment: {{use: "environments.game:Board"}}
 tools: [{{use: "engine.environments.tools.calculator:calculate"}}]
-user: {{use: "environments.world:User"}}
+user: {{use: "environments.game:User"}}
 """
 SCENARIOS = """
 scenarios:
@@ -140,7 +140,7 @@ def installed(
         "schemas/__init__.py": "",
         "schemas/question.py": 'QUESTION = "What is 6 * 7?"\n',
         "environments/__init__.py": "",
-        "environments/world.py": WORLD,
+        "environments/game.py": SPEC_CODE,
         "environments/tools/__init__.py": "",
         "environments/tools/calculator.py": CALCULATOR_OF_THE_PROJECT,
         "project.yaml": SPEC.format(tokenizer=tiny_tokenizer_dir),

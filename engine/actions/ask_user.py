@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.actions.base import BuiltInAction, Services, World, bounds_of, post_rewards
-from engine.actions.workers import call_world
+from engine.actions.base import BuiltInAction, EpisodeObjects, Services, bounds_of, post_rewards
+from engine.actions.workers import call_spec_code
 from engine.episode import Episode
-from engine.errors import WorldError
+from engine.errors import SpecCodeError
 from engine.limits import Limit
 from engine.schemas.environment import UserTurn
 from engine.schemas.journal import UserRecord
@@ -32,21 +32,21 @@ class AskUserAction(BuiltInAction):
         """Return the spec's limits, then those of the episode's user."""
         return self._bounds_with.get(episode.task.user or "", self._bounds)
 
-    async def perform(self, episode: Episode, world: World) -> UserRecord:
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> UserRecord:
         """Return the user's answer, or the engine's own answer to a reply that cannot be parsed.
 
         Raises:
-            WorldError: the spec has no user, or the user failed or returned an invalid answer.
+            SpecCodeError: the spec has no user, or the user failed or returned an invalid answer.
         """
         if episode.malformed:
             return UserRecord(turn=UserTurn(content=self._malformed(episode)), canned=True)
-        user = self._people.get(world.user_name)
+        user = self._people.get(objects.user_name)
         if user is None:
-            raise WorldError("the user is asked, but the spec has none", blame="spec", kind="no_user")
+            raise SpecCodeError("the user is asked, but the spec has none", blame="spec", kind="no_user")
         who = f"`{user.use}`.respond" if user.use else "the model that plays the user"
-        turn = await call_world(
+        turn = await call_spec_code(
             self._services.workers,
-            world.user.respond,
+            objects.user.respond,
             episode.view(),
             seconds=None if user.model_played else user.seconds,  # the deadline of a model begins with its request
             blame="user",
@@ -54,19 +54,19 @@ class AskUserAction(BuiltInAction):
             effects=user.effects,
         )
         if not isinstance(turn, UserTurn):
-            raise WorldError(
+            raise SpecCodeError(
                 f"{who} returned {type(turn).__name__}; it must return a UserTurn",
                 blame="user",
                 kind="user_bad_reply",
             )
         if not isinstance(turn.content, str | list):  # built without validation
-            raise WorldError(
+            raise SpecCodeError(
                 f"{who} returned content of type {type(turn.content).__name__}; it must be a string or a list of parts",
                 blame="user",
                 kind="user_bad_reply",
             )
         if not turn.satisfied and not turn.content:
-            raise WorldError(
+            raise SpecCodeError(
                 f"{who} returned neither content nor `satisfied`; the policy would be shown nothing",
                 blame="user",
                 kind="user_bad_reply",
@@ -108,11 +108,11 @@ class AskUserAction(BuiltInAction):
         post_rewards(episode, turn.rewards, "user")
         return "satisfied" if turn.satisfied else "feedback"
 
-    def pipelined(self, episode: Episode, world: World) -> bool:
+    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
         """Return False, because the call has an effect outside the engine."""
         return False
 
-    def effects(self, episode: Episode, world: World) -> str:
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the user's effects; `pure` if the reply cannot be parsed, because the user is not called."""
-        user = self._people.get(world.user_name)
+        user = self._people.get(objects.user_name)
         return "pure" if episode.malformed or user is None else user.effects

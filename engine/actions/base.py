@@ -50,7 +50,7 @@ class Services:
 
 
 @dataclass(slots=True)
-class World:
+class EpisodeObjects:
     """The objects of one episode: environment, tools and user."""
 
     environment: Any = None
@@ -78,7 +78,7 @@ class Action(Protocol):
         """Return work that `limit` needs first and that would block the event loop; None if there is none."""
         return None
 
-    async def perform(self, episode: Episode, world: World) -> Record:
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> Record:
         """Do the I/O of the action. Raises an `EngineError` if it fails."""
         ...
 
@@ -86,11 +86,11 @@ class Action(Protocol):
         """Apply the record to the episode, and return the event."""
         ...
 
-    def pipelined(self, episode: Episode, world: World) -> bool:
+    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
         """Return whether it may start before the previous record is durable, because it has no effect outside the engine."""
         ...
 
-    def effects(self, episode: Episode, world: World) -> str:
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the effects of the code that it would call now: `pure`, `replayable` or `external`."""
         ...
 

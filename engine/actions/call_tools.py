@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.actions.base import BuiltInAction, Services, World, post_rewards
+from engine.actions.base import BuiltInAction, EpisodeObjects, Services, post_rewards
 from engine.episode import Episode
-from engine.errors import WorldError
+from engine.errors import SpecCodeError
 from engine.schemas.journal import ToolsRecord
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
@@ -24,16 +24,16 @@ class CallToolsAction(BuiltInAction):
         super().__init__(services)
         self._most = services.spec.limits.tool_calls
 
-    async def perform(self, episode: Episode, world: World) -> ToolsRecord:
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> ToolsRecord:
         """Return one result per attempted call.
 
         Raises:
-            WorldError: the spec has no tools.
+            SpecCodeError: the spec has no tools.
         """
-        if world.toolbox is None:
-            raise WorldError("tools are called, but the spec has none", blame="spec", kind="no_tools")
+        if objects.toolbox is None:
+            raise SpecCodeError("tools are called, but the spec has none", blame="spec", kind="no_tools")
         left = self._most - episode.tool_calls if self._most is not None else len(episode.attempts)
-        results = await world.toolbox.call_all(episode.attempts, episode.turn, episode.view, budget=left)
+        results = await objects.toolbox.call_all(episode.attempts, episode.turn, episode.view, budget=left)
         return ToolsRecord(results=results)
 
     def apply(self, episode: Episode, record: ToolsRecord) -> str:
@@ -54,14 +54,14 @@ class CallToolsAction(BuiltInAction):
         )
         return "results"
 
-    def pipelined(self, episode: Episode, world: World) -> bool:
+    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
         """Return whether every called tool is pure: such calls can be repeated without any effect."""
-        toolbox = world.toolbox
+        toolbox = objects.toolbox
         return toolbox is None or all(toolbox.effects(call.name) == "pure" for call in episode.calls)
 
-    def effects(self, episode: Episode, world: World) -> str:
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the strongest effects of the called tools."""
-        called = {world.toolbox.effects(call.name) for call in episode.calls} if world.toolbox else set()
+        called = {objects.toolbox.effects(call.name) for call in episode.calls} if objects.toolbox else set()
         return next((level for level in ("external", "replayable") if level in called), "pure")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import WorldError
+from engine.errors import SpecCodeError
 
 if TYPE_CHECKING:
     from engine.actions.guest import GuestLoop
@@ -135,7 +135,7 @@ class Call:
             self._waiter.set_result(None)
 
 
-class LoopReplacedError(WorldError):
+class LoopReplacedError(SpecCodeError):
     """The event loop that a call ran on, or that its object is bound to, was blocked by another call and replaced.
 
     Args:

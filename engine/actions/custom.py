@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.base import LimitedAction, Services, World, post_rewards
+from engine.actions.base import EpisodeObjects, LimitedAction, Services, post_rewards
 from engine.actions.facts import OWN_ACTION_SECONDS
-from engine.actions.workers import call_world
+from engine.actions.workers import call_spec_code
 from engine.episode import Episode
-from engine.errors import WorldError
+from engine.errors import SpecCodeError
 from engine.isolation.pool import RemoteFunction
 from engine.isolation.remote import Origin, function_in
 from engine.schemas.environment import Step
@@ -36,18 +36,18 @@ class StepAction(LimitedAction):
         super().__init__(services, action)
         self.events = events
 
-    def _target(self, world: World) -> Callable[..., Any]:
+    def _target(self, objects: EpisodeObjects) -> Callable[..., Any]:
         raise NotImplementedError
 
-    async def perform(self, episode: Episode, world: World) -> StepRecord:
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> StepRecord:
         """Return the answer, after checking that its event is declared and that it has no message of role assistant.
 
         Raises:
-            WorldError: it failed, or returned no `Step`, an undeclared event, or a message of role assistant.
+            SpecCodeError: it failed, or returned no `Step`, an undeclared event, or a message of role assistant.
         """
-        step = await call_world(
+        step = await call_spec_code(
             self._services.workers,
-            self._target(world),
+            self._target(objects),
             episode.view(),
             seconds=self._seconds,
             blame=self._blame,
@@ -55,19 +55,19 @@ class StepAction(LimitedAction):
             effects=self._effects,
         )
         if not isinstance(step, Step):
-            raise WorldError(
+            raise SpecCodeError(
                 f"{self._what} returned {type(step).__name__}; it must return a Step",
                 blame=self._blame,
                 kind=f"{self._blame}_bad_reply",
             )
         if step.event not in self.events:
-            raise WorldError(
+            raise SpecCodeError(
                 f"{self._what} returned the event `{step.event}`; it declares {', '.join(self.events)}",
                 blame=self._blame,
                 kind=f"{self._blame}_bad_reply",
             )
         if any(message.role == "assistant" for message in step.messages):
-            raise WorldError(
+            raise SpecCodeError(
                 f"{self._what} returned a message of role assistant; only the model's replies have this role",
                 blame=self._blame,
                 kind=f"{self._blame}_bad_reply",
@@ -83,11 +83,11 @@ class StepAction(LimitedAction):
         episode.solved = episode.solved or bool(episode.facts.get("solved"))
         return record.step.event
 
-    def pipelined(self, episode: Episode, world: World) -> bool:
-        """False: a world would see the call."""
+    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
+        """False: the call reaches the spec's code."""
         return False
 
-    def effects(self, episode: Episode, world: World) -> str:
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the declared effects."""
         return self._effects
 
@@ -99,11 +99,11 @@ class EnvironmentStep(StepAction):
         """Read the environment's events.
 
         Raises:
-            WorldError: the spec has no environment.
+            SpecCodeError: the spec has no environment.
         """
         spec = services.spec.environment
         if spec is None:
-            raise WorldError(
+            raise SpecCodeError(
                 "a state's action is `step`, but the spec has no environment", blame="spec", kind="no_environment"
             )
         isolation = services.spec.environment_isolation
@@ -118,8 +118,8 @@ class EnvironmentStep(StepAction):
         self._seconds = spec.timeout
         self._effects = spec.effects
 
-    def _target(self, world: World) -> Callable[..., Any]:
-        target: Callable[..., Any] = world.environment.step
+    def _target(self, objects: EpisodeObjects) -> Callable[..., Any]:
+        target: Callable[..., Any] = objects.environment.step
         return target
 
 
@@ -130,7 +130,7 @@ class OwnAction(StepAction):
         """Load the function and read its events.
 
         Raises:
-            WorldError: the function declares no events.
+            SpecCodeError: the function declares no events.
         """
         assert state.action is not None
         isolation = services.spec.isolation_of(None)
@@ -145,7 +145,7 @@ class OwnAction(StepAction):
             events, effects = getattr(function, "events", None), getattr(function, "effects", "pure")
             function = partial(function, **state.with_) if state.with_ else function
         if not events:
-            raise WorldError(
+            raise SpecCodeError(
                 f'`{state.action}` declares no events; decorate it with `@action("done", …)` from engine.schemas.environment',
                 blame="spec",
                 kind="bad_action",
@@ -157,5 +157,5 @@ class OwnAction(StepAction):
         self._seconds = state.timeout or OWN_ACTION_SECONDS
         self._effects = effects
 
-    def _target(self, world: World) -> Callable[..., Any]:
-        return self._function if world.cell is None else function_in(world.cell, self._origin, "step")
+    def _target(self, objects: EpisodeObjects) -> Callable[..., Any]:
+        return self._function if objects.cell is None else function_in(objects.cell, self._origin, "step")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from pathlib import Path
 
-from engine.actions.base import BuiltInAction, Services, World
+from engine.actions.base import BuiltInAction, EpisodeObjects, Services
 from engine.episode import Episode
 from engine.errors import BackendError
 from engine.limits import CONTEXT, Limit, limits_of
@@ -69,7 +69,7 @@ class GenerateAction(BuiltInAction):
     def _room(self, length: int) -> int:
         return int(min(self._most, self._longest_prompt - length))
 
-    async def perform(self, episode: Episode, world: World) -> GenerationRecord:
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> GenerationRecord:
         """Sample one reply. A generation slot is held only while the reply is requested."""
         prompt = episode.conversation.prompt()
         images, spans = episode.conversation.shown()
@@ -86,7 +86,7 @@ class GenerateAction(BuiltInAction):
             image_spans=spans,
             adapter=self._adapter,
             messages=list(episode.conversation.messages) if self._sends_messages else None,
-            tools=world.toolbox.schemas if self._sends_messages and world.toolbox else None,
+            tools=objects.toolbox.schemas if self._sends_messages and objects.toolbox else None,
         )
         async with self._services.slots:
             generation = await self._services.backend.generate(request)
@@ -148,10 +148,10 @@ class GenerateAction(BuiltInAction):
             return "malformed"
         return "tool_calls" if episode.attempts else "answered"
 
-    def pipelined(self, episode: Episode, world: World) -> bool:
+    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
         """Return True: a reply that is lost has no effect outside, and is sampled again."""
         return True
 
-    def effects(self, episode: Episode, world: World) -> str:
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return `pure`: a stored reply is never requested again."""
         return "pure"

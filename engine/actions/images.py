@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from engine.errors import ImageError, RenderError, WorldError
+from engine.errors import ImageError, RenderError, SpecCodeError
 from engine.schemas.journal import Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
 from engine.schemas.message import ContentPart, ImagePart, Message, TextPart
 from engine.store.images import measure
@@ -156,7 +156,7 @@ class ImageStorer:
                 self._vision.check_text(content, blame)
             return None
         if not isinstance(content, list) or not all(isinstance(part, TextPart | ImagePart) for part in content):
-            raise WorldError("content must be a string or a list of parts", blame=blame, kind="not_json")
+            raise SpecCodeError("content must be a string or a list of parts", blame=blame, kind="not_json")
         if self._vision is not None and self._allow_special:
             for part in content:
                 if not isinstance(part, ImagePart):

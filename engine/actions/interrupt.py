@@ -5,7 +5,7 @@ inside of it. Rules, so that no other code is interrupted:
 
 - Only threads whose call was abandoned are interrupted. Their results are not used, and they end after their call.
 - Only threads that have computed for `BUSY_SECONDS` since then. Waiting code costs nothing and is not interrupted.
-- Only while the innermost Python frame is the world's own code. An exception inside the standard library could
+- Only while the innermost Python frame is code of the spec. An exception inside the standard library could
   leave a lock held, for example the lock of `logging`, and block the whole process.
 - Never after the thread has left the user code: `Interrupter.release` and the watcher exclude each other by a lock.
 
@@ -41,7 +41,7 @@ _SHOWN = 6
 
 
 class Interrupted(BaseException):
-    """Raised inside code whose call was abandoned. Not an `Exception`, so that retry loops of a world do not catch it."""
+    """Raised inside code whose call was abandoned. Not an `Exception`, so that retry loops in a spec's code do not catch it."""
 
 
 class CodeThread:
@@ -159,7 +159,7 @@ class Interrupter:
             if thread.released:
                 return
             frame = sys._current_frames().get(thread.ident)
-            if frame is not None and is_worlds_own(frame):
+            if frame is not None and is_spec_code(frame):
                 _raise_in(thread.ident, Interrupted)
                 busy.interruptions += 1
             if busy.uninterruptible or now - busy.since < UNINTERRUPTIBLE_SECONDS:
@@ -175,7 +175,7 @@ class Interrupter:
         )
 
 
-def is_worlds_own(frame: FrameType) -> bool:
+def is_spec_code(frame: FrameType) -> bool:
     """Whether a frame runs neither the standard library nor the engine."""
     name = str(frame.f_globals.get("__name__", ""))
     top = name.partition(".")[0]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.episode import derive_seed
-from engine.errors import WorldError
+from engine.errors import SpecCodeError
 from engine.schemas.environment import EpisodeView
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
@@ -38,7 +38,7 @@ class Judge:
         """Judge the last reply, or each reply.
 
         Raises:
-            WorldError: the judge's model failed, or none of its replies holds a number on the scale.
+            SpecCodeError: the judge's model failed, or none of its replies holds a number on the scale.
         """
         turns = range(view.turn + 1) if self._spec.turns == "each" else [view.turn]
         replies = view.replies
@@ -62,7 +62,7 @@ class Judge:
                 return RewardEvent(
                     turn=turn, name=self._spec.name, value=(number - low) / (high - low), cause=cause, source="judge"
                 )
-        raise WorldError(
+        raise SpecCodeError(
             f"the judge gave no number on its scale in {self._spec.tries} replies; the last one was {said[:200]!r}: "
             "say in its `prompt` how to answer, and read that with its `pattern`",
             blame="environment",

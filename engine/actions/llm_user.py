@@ -13,9 +13,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.workers import call_world, on_main_loop
+from engine.actions.workers import call_spec_code, on_main_loop
 from engine.episode import derive_seed
-from engine.errors import WorldError
+from engine.errors import SpecCodeError
 from engine.schemas.environment import EpisodeView, UserTurn
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
@@ -54,7 +54,7 @@ class ModelUser:
         """Ask the grader, then the model, and read the marks of its reply.
 
         Raises:
-            WorldError: the model or the grader failed; the blame is the user's.
+            SpecCodeError: the model or the grader failed; the blame is the user's.
         """
         verdict = await self._verdict(view)
         if verdict.satisfied:
@@ -88,7 +88,7 @@ class ModelUser:
             return UserTurn()
         assert self._spec.grader is not None
         what = f"`{self._spec.grader.use}`.respond"
-        turn = await call_world(
+        turn = await call_spec_code(
             self._workers,
             self._grader.respond,
             view,
@@ -98,7 +98,7 @@ class ModelUser:
             effects=self._spec.effects,
         )
         if not isinstance(turn, UserTurn):
-            raise WorldError(
+            raise SpecCodeError(
                 f"{what} returned {type(turn).__name__}; it must return a UserTurn", blame="user", kind="user_bad_reply"
             )
         return turn
@@ -164,7 +164,7 @@ def read_marks(text: str, marks: Sequence[Mark]) -> UserTurn:
     """Separate the text of a reply, which the policy sees, from its marks, which the engine reads.
 
     Raises:
-        WorldError: the number of a mark is invalid.
+        SpecCodeError: the number of a mark is invalid.
     """
     satisfied = solved = False
     rewards: list[RewardEvent] = []
@@ -191,7 +191,7 @@ def _number(text: str | None) -> float:
     except ValueError:
         value = float("nan")
     if value != value or value in (float("inf"), float("-inf")):
-        raise WorldError(
+        raise SpecCodeError(
             f"the user's model gave {text!r} in a mark; it must give a number", blame="user", kind="user_bad_reply"
         )
     return value

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from engine.actions.base import BuiltInAction, Services, World
-from engine.actions.workers import call_world
+from engine.actions.base import BuiltInAction, EpisodeObjects, Services
+from engine.actions.workers import call_spec_code
 from engine.episode import Episode
-from engine.errors import WorldError
+from engine.errors import SpecCodeError
 from engine.schemas.environment import Reset
 from engine.schemas.journal import ResetRecord
 from engine.schemas.message import ContentPart, Message, TextPart
@@ -29,20 +29,20 @@ class ResetAction(BuiltInAction):
         self._folders = image_folders(services.spec.tasks.file or None, base)
         self._pictured = any(not isinstance(message.content, str) for message in services.spec.messages)
 
-    async def perform(self, episode: Episode, world: World) -> ResetRecord:
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> ResetRecord:
         """Return the environment's `Reset`; an empty one if the spec has no environment.
 
         Raises:
-            WorldError: the environment failed, or returned no `Reset`.
+            SpecCodeError: the environment failed, or returned no `Reset`.
         """
         prompt = self._prompt(episode) if self._pictured or self._own is not None else None
         if prompt is not None and not self._pictured and all(isinstance(message.content, str) for message in prompt):
             prompt = None  # spec and task alone determine it
         if self._environment is None:
             return ResetRecord(reset=Reset(), prompt=prompt)
-        reset = await call_world(
+        reset = await call_spec_code(
             self._services.workers,
-            world.environment.reset,
+            objects.environment.reset,
             episode.task,
             episode.seed,
             seconds=self._environment.timeout,
@@ -51,7 +51,7 @@ class ResetAction(BuiltInAction):
             effects=self._environment.effects,
         )
         if not isinstance(reset, Reset):
-            raise WorldError(
+            raise SpecCodeError(
                 f"`{self._environment.use}`.reset returned {type(reset).__name__}; it must return a Reset",
                 blame="environment",
                 kind="environment_bad_reply",
@@ -93,10 +93,10 @@ class ResetAction(BuiltInAction):
         episode.conversation.open([*prompt, *record.reset.messages], intended)
         return "ready"
 
-    def pipelined(self, episode: Episode, world: World) -> bool:
-        """False: a world would see the call."""
+    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
+        """False: the call reaches the environment."""
         return False
 
-    def effects(self, episode: Episode, world: World) -> str:
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the environment's effects."""
         return self._environment.effects if self._environment else "pure"

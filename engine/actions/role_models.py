@@ -20,7 +20,7 @@ import numpy as np
 
 from engine.actions.role_weights import frozen_refusal, role_weights, shares_policy
 from engine.backends.registry import open_backend
-from engine.errors import ContextOverflow, EngineError, TrainError, WorldError
+from engine.errors import ContextOverflow, EngineError, SpecCodeError, TrainError
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest
@@ -121,7 +121,7 @@ class RoleModel:
             intended: For each of the first messages, where special tokens are intended as tokens; see `MessageViews.of`.
 
         Raises:
-            WorldError: no reply; the blame is the role's and the kind `<role>_<kind of the backend's error>`.
+            SpecCodeError: no reply; the blame is the role's and the kind `<role>_<kind of the backend's error>`.
         """
         try:
             request = self._request(messages, episode_id, turn, seed, intended)
@@ -135,7 +135,7 @@ class RoleModel:
                 parsed = self._format.replies.parse(generation.output_ids, before=request.input_ids, turn=turn)
         except TimeoutError:
             raise self._fault(f"no answer within {self._spec.seconds:g} s; set its `timeout`", "timeout") from None
-        except WorldError:
+        except SpecCodeError:
             raise
         except EngineError as error:
             if error.stops_run:
@@ -181,9 +181,9 @@ class RoleModel:
             raise ContextOverflow(f"its prompt has {len(prompt)} tokens; the model's context has {context}")
         return room
 
-    def _fault(self, words: str, kind: str) -> WorldError:
+    def _fault(self, words: str, kind: str) -> SpecCodeError:
         part = "the user's model" if self._blame == "user" else f"the model of `{self.name}`"
-        return WorldError(f"{part}: {words}", blame=self._blame, kind=f"{self._kind}_{kind}")
+        return SpecCodeError(f"{part}: {words}", blame=self._blame, kind=f"{self._kind}_{kind}")
 
     def release(self, episode_id: str) -> None:
         """Release what the backend keeps for this role of an episode that has ended."""
@@ -274,13 +274,13 @@ class RoleModels:
         """The model of the role declared at `path`.
 
         Raises:
-            WorldError: the role has no model: `start` was not called, or its backend may not be opened.
+            SpecCodeError: the role has no model: `start` was not called, or its backend may not be opened.
         """
         try:
             return self._models[path]
         except KeyError:
             name, _, blame = self._declared[path]
-            raise WorldError(
+            raise SpecCodeError(
                 f"no model plays `{name}` here: script its answers, or give it a scripted backend",
                 blame=blame,
                 kind=f"{_kind(blame)}_not_played",

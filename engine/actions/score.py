@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.base import BuiltInAction, Services, World, post_rewards
+from engine.actions.base import BuiltInAction, EpisodeObjects, Services, post_rewards
 from engine.actions.facts import SCORERS
 from engine.actions.judge import Judge
-from engine.actions.workers import call_world
+from engine.actions.workers import call_spec_code
 from engine.episode import Episode
-from engine.errors import WorldError
+from engine.errors import SpecCodeError
 from engine.isolation.pool import RemoteFunction
 from engine.isolation.remote import Origin, function_in
 from engine.schemas.environment import EpisodeView
@@ -49,12 +49,12 @@ class ScoreAction(BuiltInAction):
             else:
                 self._scorer = partial(load_entry(use, base), **scorer.with_)
 
-    async def perform(self, episode: Episode, world: World) -> ScoreRecord:
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
         """Return their rewards, in that order."""
         rewards: list[RewardEvent] = []
         if episode.turn < 0:
             return ScoreRecord(rewards=rewards)  # no turn to reward
-        score = getattr(world.environment, "score", None)
+        score = getattr(objects.environment, "score", None)
         if callable(score):
             assert self._environment is not None
             what = f"`{self._environment.use}`.score"
@@ -63,7 +63,7 @@ class ScoreAction(BuiltInAction):
         if self._scorer is not None:
             assert self._spec is not None
             assert self._origin is not None
-            scorer = self._scorer if world.cell is None else function_in(world.cell, self._origin, "rewards")
+            scorer = self._scorer if objects.cell is None else function_in(objects.cell, self._origin, "rewards")
             rewards += await self._ask(
                 scorer, graded(episode.view()), f"`{self._spec.use}`", "score", self._spec.seconds
             )
@@ -81,7 +81,7 @@ class ScoreAction(BuiltInAction):
         seconds: float,
         effects: Effects = "pure",
     ) -> list[RewardEvent]:
-        answer = await call_world(
+        answer = await call_spec_code(
             self._services.workers,
             function,
             view,
@@ -91,7 +91,7 @@ class ScoreAction(BuiltInAction):
             effects=effects,
         )
         if not isinstance(answer, list) or not all(isinstance(item, RewardEvent) for item in answer):
-            raise WorldError(
+            raise SpecCodeError(
                 f"{what} must return a list of RewardEvent, not {type(answer).__name__}",
                 blame="environment",
                 kind="environment_bad_reply",
@@ -103,13 +103,13 @@ class ScoreAction(BuiltInAction):
         post_rewards(episode, record.rewards, "score")
         return ""
 
-    def pipelined(self, episode: Episode, world: World) -> bool:
-        """False: a world would see the call."""
+    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
+        """False: the call reaches the spec's code."""
         return False
 
-    def effects(self, episode: Episode, world: World) -> str:
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the environment's effects, if it has a `score`."""
-        asked = episode.turn >= 0 and callable(getattr(world.environment, "score", None))
+        asked = episode.turn >= 0 and callable(getattr(objects.environment, "score", None))
         return self._environment.effects if self._environment is not None and asked else "pure"
 
 

@@ -16,7 +16,7 @@ import structlog
 
 from engine.actions.calls import Call
 from engine.actions.interrupt import CodeThread, Interrupted, Interrupter
-from engine.errors import WorldError
+from engine.errors import SpecCodeError
 
 log = structlog.get_logger(__name__)
 
@@ -43,13 +43,13 @@ class Threads:
         """Run a call when a thread is free.
 
         Raises:
-            WorldError: the system cannot start a thread.
+            SpecCodeError: the system cannot start a thread.
         """
         self._open += 1
         self._grow()
         if self._count == 0:
             self._open -= 1
-            raise WorldError(
+            raise SpecCodeError(
                 "the system refuses to start a thread; raise its limit of processes and threads",
                 blame="engine",
                 kind="no_thread",

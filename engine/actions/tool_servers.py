@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.actions.toolbox import BoundTool, bind_tool
-from engine.errors import EngineError, WorldError
+from engine.errors import EngineError, SpecCodeError
 from engine.spec.entry import load_entry
 
 if TYPE_CHECKING:
     from engine.actions.base import Services
-    from engine.schemas.world import ToolSpec
+    from engine.schemas.environment_spec import ToolSpec
 
 
 class ToolServers:
@@ -40,7 +40,7 @@ class ToolServers:
         """All tools of all servers; the same list for each episode.
 
         Raises:
-            WorldError: a server could not be opened. It is not tried again in this run.
+            SpecCodeError: a server could not be opened. It is not tried again in this run.
         """
         if not self._specs:
             return []
@@ -58,7 +58,7 @@ class ToolServers:
             self._services.workers.at_close.append(server.close)
             found = await server.open()
         except (EngineError, TypeError, ValueError) as error:
-            raise WorldError(f"{where}: {error}", blame="tool", kind="tool_server") from error
+            raise SpecCodeError(f"{where}: {error}", blame="tool", kind="tool_server") from error
         seconds = spec.timeout or self._services.spec.limits.tool_seconds
         return [self._bound(tool, spec, seconds, where) for tool in found]
 

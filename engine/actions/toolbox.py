@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from engine.actions.calls import LoopReplacedError
-from engine.actions.workers import Workers, call_world
-from engine.errors import EngineError, WorldError
+from engine.actions.workers import Workers, call_spec_code
+from engine.errors import EngineError, SpecCodeError
 from engine.isolation.remote import InvalidArguments, RemoteTool
 from engine.schemas.message import MalformedCall, ToolCall, ToolResult
 from engine.spec.signature import ToolShape, checked_arguments, explain, reply_of, shape_of
@@ -136,7 +136,7 @@ class Toolbox:
                 arguments = tool.checked(call.arguments)
                 if tool.shape.view:
                     arguments[tool.shape.view] = view()
-                value = await call_world(
+                value = await call_spec_code(
                     self._workers,
                     partial(tool.function, **arguments),
                     seconds=tool.seconds,
@@ -150,7 +150,7 @@ class Toolbox:
             )
         except LoopReplacedError:  # not caused by the tool, so the policy does not see it
             raise
-        except WorldError as error:
+        except SpecCodeError as error:
             if isinstance(tool.function, RemoteTool) and tool.function.lost:
                 raise  # the tool's state is lost, so the episode cannot continue
             if error.kind == "tool_bad_result":
@@ -183,14 +183,14 @@ def _result(call: ToolCall, value: Any, seconds: float) -> ToolResult:
         shown = {"content": reply.content, "rewards": reply.rewards, "facts": reply.facts}
         return ToolResult.read({"call_id": call.id, "name": call.name, "seconds": seconds} | shown)
     except TypeError as error:
-        raise WorldError(
+        raise SpecCodeError(
             f"tool `{call.name}` returned {type(value).__name__}, which JSON cannot hold; "
             "return a string, JSON values, or a ToolReply",
             blame="tool",
             kind="tool_bad_result",
         ) from error
     except ValidationError as error:
-        raise WorldError(
+        raise SpecCodeError(
             f"tool `{call.name}` returned a reply that cannot be shown: {error}", blame="tool", kind="tool_bad_result"
         ) from error
 

@@ -30,7 +30,7 @@ from engine.actions.interrupt import Interrupter
 from engine.actions.lag import Lag
 from engine.actions.threads import Threads
 from engine.deadline import Deadlines
-from engine.errors import EngineError, WorldError
+from engine.errors import EngineError, SpecCodeError
 from engine.isolation.pool import Isolation
 from engine.isolation.remote import RemoteCallable
 from engine.schemas.trajectory import Blame
@@ -50,7 +50,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def on_main_loop(function: F) -> F:
-    """Mark an `async` function of the engine that `call_world` awaits on the main loop. It must never block."""
+    """Mark an `async` function of the engine that `call_spec_code` awaits on the main loop. It must never block."""
     function.on_main_loop = True  # type: ignore[attr-defined]
     return function
 
@@ -115,7 +115,7 @@ def _is_ours(function: Callable[..., Any]) -> bool:
     return getattr(called, "on_main_loop", False) is True
 
 
-async def call_world(
+async def call_spec_code(
     workers: Workers,
     function: Callable[..., Any],
     *args: Any,
@@ -141,7 +141,7 @@ async def call_world(
             methods and objects do, functions do not.
 
     Raises:
-        WorldError: kind `<blame>_timeout` past the deadline, `<blame>_error` for what it raised.
+        SpecCodeError: kind `<blame>_timeout` past the deadline, `<blame>_error` for what it raised.
         LoopReplacedError: another call blocked its loop, and it cannot be repeated by itself.
     """
     if isinstance(function, RemoteCallable):
@@ -236,9 +236,9 @@ def _result(call: Call) -> Any:
     return value
 
 
-def _late(what: str, blame: Blame, seconds: float) -> WorldError:
+def _late(what: str, blame: Blame, seconds: float) -> SpecCodeError:
     """Return the failure of a call that took too long."""
-    return WorldError(
+    return SpecCodeError(
         f"{what} did not answer within {seconds:g} s; give it a longer deadline or make it faster",
         blame=blame,
         kind=f"{blame}_timeout",
@@ -250,6 +250,6 @@ def _fail(what: str, blame: Blame, error: BaseException) -> NoReturn:
     if isinstance(error, EngineError):
         raise error
     if isinstance(error, asyncio.CancelledError):
-        raise WorldError(f"{what} cancelled itself", blame=blame, kind=f"{blame}_error") from None
+        raise SpecCodeError(f"{what} cancelled itself", blame=blame, kind=f"{blame}_error") from None
     trace = "".join(traceback.format_exception(error))
-    raise WorldError(f"{what} raised {words_of(error)}", blame=blame, kind=f"{blame}_error", trace=trace) from error
+    raise SpecCodeError(f"{what} raised {words_of(error)}", blame=blame, kind=f"{blame}_error", trace=trace) from error

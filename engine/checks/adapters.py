@@ -14,7 +14,7 @@ from engine.spec.entry import EntryError
 from engine.spec.source import read_entry
 
 
-@rule("world.adapter", "error", "an adapter's file or entry point is not there")
+@rule("code.adapter", "error", "an adapter's file or entry point is not there")
 def adapter_target(ctx: CheckContext) -> Iterator[Finding]:
     """`environment.use` of an adapter, which names a file, code in a file, or an entry point."""
     environment = ctx.spec.environment
@@ -42,7 +42,7 @@ def adapter_target(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(message, path, fix or None)
 
 
-@rule("world.no-package", "info", "a package that an adapter of the environment or of a tool needs is not installed")
+@rule("code.no-package", "info", "a package that an adapter of the environment or of a tool needs is not installed")
 def adapter_package(ctx: CheckContext) -> Iterator[Finding]:
     """The packages of `environment.adapter` and of the `adapter` of tools."""
     environment = ctx.spec.environment

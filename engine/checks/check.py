@@ -38,13 +38,13 @@ def all_rules() -> list[Rule]:
         people,
         prompts,
         rewards,
+        spec_code,
         tasks,
         tools,
         train,
         train_critic,
         train_eval,
         transitions,
-        worlds,
     )
 
     return list(RULES.values())

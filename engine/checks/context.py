@@ -141,7 +141,7 @@ class CheckContext:
         """Entry points that run only in worker processes."""
         spec = self.spec
         whole = spec.isolation_of(None).mode == "process"
-        modes = [(item.entry.use, self._mode(item) == "process") for item in self.worlds]
+        modes = [(item.entry.use, self._mode(item) == "process") for item in self.spec_code]
         modes += [(str(state.action), whole) for state in spec.machine.states.values() if state.action]
         here = {use for use, apart in modes if not apart} | {spec.tasks.use or ""}
         return frozenset(use for use, apart in modes if apart) - here
@@ -299,7 +299,7 @@ class CheckContext:
         return path in self.loaded.origins
 
     @cached_property
-    def worlds(self) -> list[NamedEntry]:
+    def spec_code(self) -> list[NamedEntry]:
         """The entry points of environment, tools, users and scorer."""
         spec = self.spec
         found = [

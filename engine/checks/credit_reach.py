@@ -43,7 +43,7 @@ def turns_in_sum(ctx: CheckContext) -> Iterator[Finding]:
     credit = ctx.spec.rewards.credit
     if credit.uses_turn_rewards or not ctx.written("rewards", "credit") or not _several_turns(ctx):
         return
-    for item in ctx.worlds:
+    for item in ctx.spec_code:
         if item.role == "scorer":
             continue
         if {"rewards", "RewardEvent"} & (mentioned_texts(ctx, item.entry.use) or set()):

@@ -120,14 +120,14 @@ def unpayable(ctx: CheckContext) -> Iterator[Finding]:
         if certain and turns and all(_same_turn(item, count) for count in turns):
             fix = "name two turns"
             yield Finding(f"a transfer from `{item.from_}` to `{item.to}` is from a turn to itself", path, fix)
-        elif not _worlds_reward(ctx) and not _written(ctx, item.name):
+        elif not _code_may_reward(ctx) and not _written(ctx, item.name):
             what = "a reward" if item.name is None else f"`{item.name}`"
             where = (*path, "name") if item.name is not None else path
             message = f"nothing writes {what}: the spec has no environment, user, tool or scorer, and no rule adds it"
             yield Finding(message, where, "add an environment, user, tool or scorer that writes it, or remove the rule")
 
 
-def _worlds_reward(ctx: CheckContext) -> bool:
+def _code_may_reward(ctx: CheckContext) -> bool:
     """Whether anything other than reward rules may write rewards."""
     return bool(
         ctx.spec.environment or ctx.spec.users_by_name or ctx.spec.tools or ctx.spec.rewards.scorer or ctx.own_actions
@@ -154,7 +154,7 @@ def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
             (("rewards", "credit", key, *((index,) if isinstance(value, list) else ())), name)
             for index, name in enumerate(listed)
         ]
-    texts = _mentioned(ctx) if named and _worlds_reward(ctx) else set()
+    texts = _mentioned(ctx) if named and _code_may_reward(ctx) else set()
     for path, name in named:
         if texts is None or name in texts or name == REWARD or _written(ctx, name):
             continue
@@ -176,7 +176,7 @@ def _mentioned(ctx: CheckContext) -> set[str] | None:
     for _, user in ctx.users:
         found |= {mark.reward for mark in user.marks if mark.reward is not None}
         found |= {event.name for mark in user.marks for event in mark.rewards if event.name is not None}
-    uses = [item.entry for item in ctx.worlds]
+    uses = [item.entry for item in ctx.spec_code]
     named = [item.use for item in uses] + [str(state.action) for _, state in ctx.own_actions]
     for item in uses:
         found |= set(_texts_in(item.with_))

@@ -37,10 +37,10 @@ def _shapes(ctx: CheckContext) -> Iterator[tuple[DataPath, Any]]:
         try:
             yield ("tools", index), shape_of(target, name)
         except (TypeError, NameError, AttributeError, ValueError, PydanticUserError, PydanticSchemaGenerationError):
-            continue  # `world.protocol` says it
+            continue  # `code.protocol` says it
 
 
-@rule("world.tool-name", "error", "two tools share a name, or a tool's name is not allowed")
+@rule("tools.name", "error", "two tools share a name, or a tool's name is not allowed")
 def tool_name(ctx: CheckContext) -> Iterator[Finding]:
     """Letters, digits, `_` and `-`, at most 64 of them, not a digit first."""
     seen: dict[str, DataPath] = {}
@@ -56,7 +56,7 @@ def tool_name(ctx: CheckContext) -> Iterator[Finding]:
         seen.setdefault(shape.name, path)
 
 
-@rule("world.tool-schema", "info", "a tool's schema tells the model too little")
+@rule("tools.schema", "info", "a tool's schema tells the model too little")
 def tool_schema(ctx: CheckContext) -> Iterator[Finding]:
     """No description of the tool, or a parameter of any type at all."""
     for path, shape in _shapes(ctx):

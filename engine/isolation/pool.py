@@ -103,7 +103,7 @@ class HeldObject(RemoteObject):
         self._pool = pool
 
     async def release(self, seconds: float) -> None:
-        """Close it and return its worker. Raises a WorldError if its `close` failed."""
+        """Close it and return its worker. Raises a SpecCodeError if its `close` failed."""
         try:
             await self.discard(seconds)
         except BaseException:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from engine.errors import WorldError
+from engine.errors import SpecCodeError
 from engine.isolation.child import INVALID, RAISED, UNFIT, VALUE, WRONG
 from engine.isolation.server import Limits, Server
 from engine.isolation.worker import Worker, WorkerLost
@@ -74,7 +74,7 @@ class Cell:
         self._server = server
         self._limits = limits
         self.memory = limits.memory
-        self.cause: WorldError | None = None
+        self.cause: SpecCodeError | None = None
         """Why its last worker died."""
         self.worker: Worker | None = None
         self.lock = asyncio.Lock()
@@ -133,7 +133,7 @@ class RemoteObject:
         """Build it.
 
         Raises:
-            WorldError: its constructor raised, timed out or killed its process.
+            SpecCodeError: its constructor raised, timed out or killed its process.
             EntryError: it cannot be imported.
         """
         async with self._cell.lock:
@@ -162,7 +162,7 @@ class RemoteObject:
             told = read_error(text)
             if told["kind"] == EntryError.kind:
                 raise EntryError(told["message"])
-            error = WorldError(
+            error = SpecCodeError(
                 f"`{origin.use}` could not be built: {told['type']}: {told['message']}",
                 blame=self._blame,
                 kind=f"{self._blame}_error",
@@ -187,7 +187,7 @@ class RemoteObject:
         if self.opened and not self._pure:
             cause = self._cell.cause
             guilty = blame if cause is None else cause.blame
-            raise WorldError(
+            raise SpecCodeError(
                 f"{what} cannot answer: the process that held its state has ended{f': {cause}' if cause else ''}",
                 blame=guilty,
                 kind=f"{guilty}_crashed" if cause is None else cause.kind,
@@ -202,7 +202,7 @@ class RemoteObject:
         """Call a method and validate its answer.
 
         Raises:
-            WorldError: see `engine.actions.workers.call_world`; and kinds `<blame>_crashed`, `_cpu` and `_output` if the
+            SpecCodeError: see `engine.actions.workers.call_spec_code`; and kinds `<blame>_crashed`, `_cpu` and `_output` if the
                 worker died or exceeded a limit.
         """
         sent = [_plain(argument) for argument in arguments]
@@ -257,26 +257,26 @@ class RemoteObject:
             raise self._bad(what, f"returned a value that JSON cannot hold: {words}", blame)
         raise self._bad(what, "answered in a form that breaks the protocol", blame)
 
-    def _bad(self, what: str, words: str, blame: Blame) -> WorldError:
-        return WorldError(
+    def _bad(self, what: str, words: str, blame: Blame) -> SpecCodeError:
+        return SpecCodeError(
             f"{what} {words}", blame=blame, kind=f"{blame}_bad_result" if blame == "tool" else f"{blame}_bad_reply"
         )
 
-    def _raised(self, text: bytes, what: str, blame: Blame) -> WorldError:
+    def _raised(self, text: bytes, what: str, blame: Blame) -> SpecCodeError:
         told = read_error(text)
         kind = f"{blame}_error"
         memory = f" (isolation.memory is {self._cell.memory} bytes)" if told["type"] == "MemoryError" else ""
         message = f"{what} raised {told['type']}: {told['message']}{memory}"
         if told["kind"] is not None and _KIND.fullmatch(told["kind"]):
             kind, message = told["kind"], told["message"]
-        error = WorldError(message, blame=blame, kind=kind, trace=told["trace"])
+        error = SpecCodeError(message, blame=blame, kind=kind, trace=told["trace"])
         error.__cause__ = RemoteError(f"{told['message'] or told['type']}{memory}")
         return error
 
-    def _failure(self, lost: WorkerLost, what: str, blame: Blame) -> WorldError:
+    def _failure(self, lost: WorkerLost, what: str, blame: Blame) -> SpecCodeError:
         hint = "; give it a longer deadline or make it faster" if lost.why == "timeout" else ""
         printed = f"printed last:\n{lost.printed}" if lost.printed else None
-        error = WorldError(f"{what} {lost.words}{hint}", blame=blame, kind=f"{blame}_{lost.why}", trace=printed)
+        error = SpecCodeError(f"{what} {lost.words}{hint}", blame=blame, kind=f"{blame}_{lost.why}", trace=printed)
         error.__cause__ = RemoteError(f"it {lost.words}")
         if not lost.later:
             self._cell.cause = error
@@ -286,7 +286,7 @@ class RemoteObject:
         """Call its `close`, if it has one, and delete it in its worker.
 
         Raises:
-            WorldError: its `close` failed; the worker is then killed.
+            SpecCodeError: its `close` failed; the worker is then killed.
         """
         worker = self._worker
         if worker is None or not worker.alive or worker is not self._cell.worker:
@@ -303,7 +303,7 @@ class RemoteObject:
 
 
 class RemoteCallable:
-    """A callable in a worker, for `call_world`. It applies its deadline itself, from the time when a worker is free."""
+    """A callable in a worker, for `call_spec_code`. It applies its deadline itself, from the time when a worker is free."""
 
     async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
         """See `RemoteObject.ask`."""

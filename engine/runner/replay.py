@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.actions.base import World
+from engine.actions.base import EpisodeObjects
 from engine.actions.workers import Workers
 from engine.backends.replay import ReplayBackend
 from engine.errors import EngineError, ReplayError, StoreError
@@ -60,8 +60,8 @@ class Replayer:
         self._workers = Workers(4)
         backend = ReplayBackend.open(spec.backend, format, loaded)
         self._factory = EpisodeFactory(loaded, format, backend, self._workers, role_backends="none")
-        self._worlds = self._factory.worlds
-        self._offers_tools = self._worlds.shared_toolbox is None
+        self._object_builder = self._factory.object_builder
+        self._offers_tools = self._object_builder.shared_toolbox is None
         self._executor = self._factory.executor(_no_append)
 
     async def rebuild(self, task: Task, sample: int, journal: list[JournalEntry], upto: int | None = None) -> Episode:
@@ -78,18 +78,18 @@ class Replayer:
         """
         # The tools that an environment offers are part of the prompt, so its object is needed.
         if never_built(journal):
-            world = World()
+            objects = EpisodeObjects()
         elif self._offers_tools:
-            world = await self._worlds.open(task)
+            objects = await self._object_builder.open(task)
         else:
-            world = World(toolbox=self._worlds.shared_toolbox)
+            objects = EpisodeObjects(toolbox=self._object_builder.shared_toolbox)
         try:
-            episode = self._factory.episode(task, sample, world)
+            episode = self._factory.episode(task, sample, objects)
             for entry in until_end(journal)[:upto]:
                 self._executor.follow(episode, entry)
             return episode
         finally:
-            await self._worlds.close(world)
+            await self._object_builder.close(objects)
 
     async def rescore(self, stored: Trajectory, task: Task) -> EpisodeScore:
         """Apply a finished episode's journal with this spec's reward rules, and return the score.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.actions.base import World
+from engine.actions.base import EpisodeObjects
 from engine.actions.calls import SCOPE, EpisodeScope, LoopReplacedError
 from engine.actions.images import ImageStorer
 from engine.actions.workers import Workers
@@ -109,7 +109,7 @@ class Runner:
         self._factory = EpisodeFactory(
             loaded, format, backend, self._workers, slots=spec.rollout.concurrency, training=training
         )
-        self._worlds = self._factory.worlds
+        self._object_builder = self._factory.object_builder
         self._roles = self._factory.roles
         self._executor = self._factory.executor(
             store.post,
@@ -195,10 +195,10 @@ class Runner:
         """
         journal = until_end(journal)
         ended = self._executor.has_ended(journal)
-        world, broken = World(), given_up
+        objects, broken = EpisodeObjects(), given_up
         if broken is None and not never_built(journal):
             try:
-                world = await self._worlds.open(task, alone=alone and not ended)
+                objects = await self._object_builder.open(task, alone=alone and not ended)
             except EngineError as error:
                 if isinstance(error, LoopReplacedError) and error.repeatable:
                     raise
@@ -209,21 +209,21 @@ class Runner:
                         f"its environment, tools or user can no longer be built: {error}"
                     ) from error
                 broken = error
-        episode = self._factory.episode(task, sample, world)
+        episode = self._factory.episode(task, sample, objects)
         self.live.enter(episode.state)
         try:
             if broken is not None:
-                ending = await self._executor.run_failed(episode, world, broken)
+                ending = await self._executor.run_failed(episode, objects, broken)
             elif lost is not None:
-                await self._executor.restore(episode, world, journal, call=False)
-                ending = await self._executor.run_failed(episode, world, lost)
+                await self._executor.restore(episode, objects, journal, call=False)
+                ending = await self._executor.run_failed(episode, objects, lost)
             else:
-                await self._executor.restore(episode, world, journal)
-                ending = None if ended else await self._executor.run(episode, world)
+                await self._executor.restore(episode, objects, journal)
+                ending = None if ended else await self._executor.run(episode, objects)
             return await self._finish(episode, ending)
         finally:
             self.live.leave(episode.state)
-            await self._worlds.close(world)
+            await self._object_builder.close(objects)
             self._backend.release(episode.id)
             self._roles.release(episode.id)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.actions.base import World
+from engine.actions.base import EpisodeObjects
 from engine.actions.images import ImageStorer, MemoryImages
 from engine.backends.scripted import ScriptedBackend
 from engine.errors import EngineError
@@ -16,7 +16,7 @@ from engine.factory import EpisodeFactory
 from engine.machine.presets import resolve_machine
 from engine.scenarios.coverage import Edge, Watcher
 from engine.scenarios.load import ScenarioSet, ScenarioSpecs, check_scenario, check_tools
-from engine.scenarios.worlds import script_actions, script_world
+from engine.scenarios.scripted import script_actions, script_objects
 from engine.schemas.journal import JournalEntry, LimitRecord
 from engine.schemas.script import Script
 from engine.spec.conversation import conversation_of
@@ -103,23 +103,23 @@ class _ScenarioEpisode:
         """Run the episode to its end."""
         broken: EngineError | None = None
         try:
-            world = await self._factory.worlds.open(task)
+            objects = await self._factory.object_builder.open(task)
         except EngineError as error:
-            world, broken = World(), error
+            objects, broken = EpisodeObjects(), error
         try:
             if broken is None:
-                check_tools(list(world.toolbox.tools) if world.toolbox else [], scenarios, index)
-                script_world(world, self._scenario, self._workers)
-            episode = self._factory.episode(task, self._scenario.sample, world)
+                check_tools(list(objects.toolbox.tools) if objects.toolbox else [], scenarios, index)
+                script_objects(objects, self._scenario, self._workers)
+            episode = self._factory.episode(task, self._scenario.sample, objects)
             if broken is None:
-                ending = await self._executor.run(episode, world)
+                ending = await self._executor.run(episode, objects)
             else:
-                ending = await self._executor.run_failed(episode, world, broken)
+                ending = await self._executor.run_failed(episode, objects, broken)
             if ending is not None:
                 await self._append(episode.id, *ending)
             trajectory = episode.trajectory("scenario", exact=True)
         finally:
-            await self._factory.worlds.close(world)
+            await self._factory.object_builder.close(objects)
         limits = [entry.record.limit for entry in self._journal if isinstance(entry.record, LimitRecord)]
         states = [self._factory.machine.initial, *(dest for _, _, dest in trajectory.path)]
         return Played(trajectory, limits, states, self._watcher.taken, self._opening(task))

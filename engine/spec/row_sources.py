@@ -203,7 +203,7 @@ def _python(loaded: LoadedSpec, limit: int | None) -> Rows:
     try:
         source = load_entry(use, loaded.base)
     except EntryError as error:
-        raise fault(loaded, "world.import", str(error), None, at) from error
+        raise fault(loaded, "code.import", str(error), None, at) from error
     rows: list[Any] = []
     try:
         made = source(**spec.with_)

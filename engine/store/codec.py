@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
-from engine.errors import StoreError, WorldError
+from engine.errors import SpecCodeError, StoreError
 from engine.schemas.generation import Generation
 from engine.schemas.journal import JournalEntry, Record
 from engine.schemas.reward import Posting
@@ -58,7 +58,7 @@ def json_of(value: Any) -> str:
     """Return a plain value, a contract or a struct as JSON; NaN and infinities are kept.
 
     Raises:
-        WorldError: it holds something that JSON cannot say. Only code outside the engine can put that there.
+        SpecCodeError: it holds something that JSON cannot say. Only code outside the engine can put that there.
     """
     try:
         return to_json(value, inf_nan_mode="constants", fallback=_plain).decode()
@@ -66,8 +66,8 @@ def json_of(value: Any) -> str:
         raise _unsayable(valid_text(str(error), 1000)) from error
 
 
-def _unsayable(problem: str) -> WorldError:
-    return WorldError(
+def _unsayable(problem: str) -> SpecCodeError:
+    return SpecCodeError(
         f"the answer cannot be stored: {problem}. Facts, results and task fields must be JSON: "
         "null, booleans, finite numbers, strings, lists and dicts of these",
         blame="environment",
@@ -103,7 +103,7 @@ def write_record(record: Record) -> Written:
     """Convert a journal record to columns.
 
     Raises:
-        WorldError: it holds a value that `engine.storable` refuses; the blame is on the part that returned it.
+        SpecCodeError: it holds a value that `engine.storable` refuses; the blame is on the part that returned it.
     """
     try:
         if record.kind == "generation":
@@ -119,7 +119,7 @@ def write_record(record: Record) -> Written:
         if len(text) > 4 * MAX_SIZE:
             raise _unsayable(f"it has {len(text):,} characters as JSON; {4 * MAX_SIZE:,} are allowed")
         return Written(record.kind, text, None, record if answers is None else type(record).read_json(text))
-    except WorldError as error:
+    except SpecCodeError as error:
         error.blame = record.blame
         raise
     except (

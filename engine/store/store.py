@@ -226,7 +226,7 @@ class RunStore(RunReader):
         Raises:
             StoreError: the entry is not the episode's next, the episode has not begun, or the write failed. After a
                 failed write the episode accepts no more entries.
-            WorldError: it holds a value that JSON cannot represent.
+            SpecCodeError: it holds a value that JSON cannot represent.
         """
         await self.post(episode_id, entry, written or codec.write_record(entry.record))
 
@@ -296,7 +296,7 @@ class RunStore(RunReader):
 
         Raises:
             StoreError: the episode has not begun, part of its journal is missing, or the write failed.
-            WorldError: it holds a value that JSON cannot represent.
+            SpecCodeError: it holds a value that JSON cannot represent.
         """
         track = self._track(trajectory.episode_id)
         written = codec.write_trajectory(trajectory)

@@ -15,8 +15,8 @@ from engine.actions.calls import SCOPE, Call, EpisodeScope, LoopReplacedError
 from engine.actions.guest import GuestLoop
 from engine.actions.guests import MAX_LOOPS, GuestLoops
 from engine.actions.interrupt import Interrupter
-from engine.actions.workers import Workers, call_world
-from engine.errors import WorldError
+from engine.actions.workers import Workers, call_spec_code
+from engine.errors import SpecCodeError
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def task(workers: Workers, function: Any, episode: str, *, last: bool = False, *
     async def run() -> Any:
         SCOPE.set(EpisodeScope(episode, last=last))
         given: dict[str, Any] = {"seconds": 600.0, "blame": "user", "what": f"`{episode}`.call"} | options
-        return await call_world(workers, function, **given)
+        return await call_spec_code(workers, function, **given)
 
     return asyncio.create_task(run())
 
@@ -72,7 +72,7 @@ async def block(workers: Workers, release: threading.Event, begun: threading.Eve
         release.wait()
 
     assert await asyncio.to_thread(begun.wait, 60)
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SpecCodeError) as caught:
         await task(workers, blocks, "bad/0", seconds=0.02, blame="tool")
     assert (caught.value.kind, caught.value.blame) == ("tool_timeout", "tool"), "its own episode: by its deadline"
 
@@ -124,7 +124,7 @@ async def test_an_object_whose_loop_is_gone_is_not_called_on_another(
     neighbour = Neighbour()
     neighbour.loops.append(asyncio.get_running_loop())  # so that its calls end
     options: dict[str, Any] = {"seconds": 600.0, "blame": "user", "what": "user"}
-    assert await call_world(workers, neighbour.ask, **options) == 2
+    assert await call_spec_code(workers, neighbour.ask, **options) == 2
     guest = scope.guest
     assert guest is not None
     begun = threading.Event()
@@ -133,7 +133,7 @@ async def test_an_object_whose_loop_is_gone_is_not_called_on_another(
     while not guest.retired:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     with pytest.raises(LoopReplacedError) as caught:
-        await call_world(workers, neighbour.ask, **options)
+        await call_spec_code(workers, neighbour.ask, **options)
     assert caught.value.blocker is guest.blocker is not None
     assert caught.value.repeatable
     assert len(neighbour.loops) == 2

@@ -1,4 +1,4 @@
-"""Busy code past its deadline is ended; code that waits, and everything that is not a world's own, is left alone."""
+"""Busy code past its deadline is ended; code that waits, and everything that is not a spec's code, is left alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from structlog.testing import capture_logs
 
 from engine.actions import interrupt
 from engine.actions.calls import SCOPE, EpisodeScope
-from engine.actions.interrupt import CodeThread, Interrupted, Interrupter, is_worlds_own
-from engine.actions.workers import Workers, call_world
+from engine.actions.interrupt import CodeThread, Interrupted, Interrupter, is_spec_code
+from engine.actions.workers import Workers, call_spec_code
 from engine.environments import tools as shipped
-from engine.errors import WorldError
+from engine.errors import SpecCodeError
 
 DEADLINE = 0.02
 
@@ -32,8 +32,8 @@ async def workers() -> AsyncIterator[Workers]:
 
 
 async def give_up(workers: Workers, function: Callable[..., Any], *args: Any) -> None:
-    with pytest.raises(WorldError, match="did not answer"):
-        await call_world(workers, function, *args, seconds=DEADLINE, blame="tool", what="tool `t`")
+    with pytest.raises(SpecCodeError, match="did not answer"):
+        await call_spec_code(workers, function, *args, seconds=DEADLINE, blame="tool", what="tool `t`")
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -54,7 +54,7 @@ def spin_and_retry() -> None:
     while True:
         try:
             spin()
-        except Exception:  # noqa: BLE001  (as worlds do)
+        except Exception:  # noqa: BLE001  (as a spec's code may)
             continue
 
 
@@ -70,7 +70,7 @@ async def test_a_busy_loop_past_its_deadline_is_ended(workers: Workers, function
     await until(lambda: not [t for t in set(threading.enumerate()) - before if t.name == "episode-worker"])
     assert workers.interrupter.summary == "1 calls kept computing after their deadline: 1 were interrupted"
     assert workers.interrupter.uninterruptible == 0
-    assert await call_world(workers, lambda: 1, seconds=60, blame="tool", what="tool `t`") == 1
+    assert await call_spec_code(workers, lambda: 1, seconds=60, blame="tool", what="tool `t`") == 1
 
 
 async def test_code_that_catches_the_interruption_is_interrupted_again(workers: Workers) -> None:
@@ -137,7 +137,7 @@ def frame_of(module: str) -> FrameType:
 @pytest.mark.parametrize(
     ("module", "own"),
     [
-        ("worlds", True),
+        ("my_code", True),
         ("sympy.core.basic", True),
         ("__main__", True),
         (shipped.__name__, True),
@@ -148,8 +148,8 @@ def frame_of(module: str) -> FrameType:
         (logging.__name__, False),
     ],
 )
-def test_what_is_a_worlds_own(module: str, own: bool) -> None:
-    assert is_worlds_own(frame_of(module)) is own
+def test_what_is_code_of_a_spec(module: str, own: bool) -> None:
+    assert is_spec_code(frame_of(module)) is own
 
 
 def test_a_thread_that_has_left_the_code_of_others_is_not_watched() -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from engine.actions import workers as module
 from engine.actions.lag import TICK, Lag
-from engine.actions.workers import STARVED_SHARE, Workers, call_world
+from engine.actions.workers import STARVED_SHARE, Workers, call_spec_code
 from engine.deadline import Deadlines
-from engine.errors import WorldError
+from engine.errors import SpecCodeError
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ async def test_a_call_that_starved_gets_its_time_once_more(workers: Workers) -> 
     release = threading.Event()
     asyncio.get_running_loop().call_later(0.05, time.sleep, 0.5)  # the loop is late for more than the whole deadline
     asyncio.get_running_loop().call_later(0.06, release.set)  # after that
-    assert await call_world(workers, release.wait, 60, seconds=0.4, blame="user", what="user")
+    assert await call_spec_code(workers, release.wait, 60, seconds=0.4, blame="user", what="user")
 
 
 @pytest.mark.parametrize(("share", "times"), [(0.99, 1), (1.01, 2), (1e9, 2)])
@@ -96,7 +96,7 @@ async def test_it_is_given_once_and_from_a_share_of_the_deadline_on(
     monkeypatch.setattr(module, "Deadlines", Counted)
     monkeypatch.setattr(workers.threads, "remaining", lambda call, seconds: -1.0)  # whenever its thread began
     monkeypatch.setattr(workers.lag, "since", lambda before: share * STARVED_SHARE * seconds)
-    with pytest.raises(WorldError, match=r"did not answer within 0\.02 s"):
-        await call_world(workers, release.wait, seconds=seconds, blame="user", what="user")
+    with pytest.raises(SpecCodeError, match=r"did not answer within 0\.02 s"):
+        await call_spec_code(workers, release.wait, seconds=seconds, blame="user", what="user")
     assert deadlines == [seconds] * times
     release.set()

@@ -9,7 +9,7 @@ import pytest
 from engine.actions.llm_user import SILENCE, ModelUser, dialogue_of, read_marks
 from engine.actions.role_models import without_reasoning
 from engine.actions.workers import Workers
-from engine.errors import WorldError
+from engine.errors import SpecCodeError
 from engine.schemas.environment import EpisodeView, Task
 from engine.schemas.message import Message, ToolCall
 from engine.schemas.reward import RewardEvent
@@ -134,6 +134,6 @@ def test_marks_are_read_and_taken_out() -> None:
 
 @pytest.mark.parametrize("number", ["1.2.3", ".", "9e999"])
 def test_a_number_that_is_none_is_the_users_fault(number: str) -> None:
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SpecCodeError) as caught:
         read_marks(f"S={number} x", [Mark(pattern=r"S=(\S+)", reward="s")])
     assert (caught.value.blame, caught.value.kind) == ("user", "user_bad_reply")

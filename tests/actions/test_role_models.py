@@ -12,7 +12,7 @@ import yaml
 from engine.actions.role_models import RoleModels, roles_of, section_of
 from engine.actions.role_weights import shares_policy
 from engine.backends.scripted import ScriptedBackend
-from engine.errors import WorldError
+from engine.errors import SpecCodeError
 from engine.schemas.message import Message
 from engine.schemas.script import Script
 from engine.spec.load import LoadedSpec, load_spec
@@ -90,7 +90,7 @@ async def test_parts_with_the_same_weights_and_backend_share_one(tmp_path: Path,
 
 async def test_a_scenario_opens_no_model(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     roles, _ = await roles_of_spec(loaded(tmp_path, tiny_tokenizer_dir, {}), allowed="scripted")
-    with pytest.raises(WorldError, match="no model plays `user` here") as caught:
+    with pytest.raises(SpecCodeError, match="no model plays `user` here") as caught:
         roles.model("user")
     assert (caught.value.blame, caught.value.kind) == ("user", "user_not_played")
     await roles.close()

@@ -10,7 +10,7 @@ import pytest
 
 from engine.actions.toolbox import Toolbox, bind_tool
 from engine.actions.workers import Workers
-from engine.errors import EngineError, WorldError
+from engine.errors import EngineError, SpecCodeError
 from engine.schemas.environment import EpisodeView, Task, ToolReply
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.schemas.reward import RewardEvent
@@ -215,7 +215,7 @@ async def test_what_cannot_be_shown_is_the_tools_fault() -> None:
 
     workers = Workers(1)
     box = Toolbox([bind_tool(bad, name=None, seconds=1, effects="pure", where="tools")], workers)
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SpecCodeError) as caught:
         await box.call_all([call("bad")], VIEW.turn, lambda: VIEW, budget=1)
     assert (caught.value.blame, caught.value.kind) == ("tool", "tool_bad_result")
     workers.close()

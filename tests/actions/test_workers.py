@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
-from engine.actions.workers import Workers, call_world, on_main_loop
-from engine.errors import WorldError
+from engine.actions.workers import Workers, call_spec_code, on_main_loop
+from engine.errors import SpecCodeError
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ async def workers() -> AsyncIterator[Workers]:
 
 
 async def ask(workers: Workers, function, *args, seconds=5.0):
-    return await call_world(workers, function, *args, seconds=seconds, blame="tool", what="tool `t`")
+    return await call_spec_code(workers, function, *args, seconds=seconds, blame="tool", what="tool `t`")
 
 
 async def test_plain_functions_run_in_another_thread(workers: Workers) -> None:
@@ -65,10 +65,10 @@ async def test_a_function_of_the_engine_has_a_deadline_and_its_own_timeouts_are_
     async def raises() -> None:
         raise TimeoutError("its own")
 
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SpecCodeError) as caught:
         await ask(workers, waits, seconds=0.01)
     assert caught.value.kind == "tool_timeout"
-    with pytest.raises(WorldError, match="its own") as caught:
+    with pytest.raises(SpecCodeError, match="its own") as caught:
         await ask(workers, raises)
     assert caught.value.kind == "tool_error"
 
@@ -92,7 +92,7 @@ async def test_keyword_arguments_reach_the_function(workers: Workers) -> None:
 async def test_hung_threads_are_replaced_and_hold_no_slot(workers: Workers) -> None:
     release = threading.Event()
     for _ in range(5):  # more than the pool's two threads
-        with pytest.raises(WorldError) as caught:
+        with pytest.raises(SpecCodeError) as caught:
             await ask(workers, release.wait, seconds=0.02)
         assert (caught.value.kind, caught.value.blame) == ("tool_timeout", "tool")
     assert await ask(workers, lambda: "still alive") == "still alive"
@@ -109,7 +109,7 @@ async def test_a_coroutine_that_swallows_cancellation_is_left_behind(workers: Wo
             except asyncio.CancelledError:
                 continue
 
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SpecCodeError) as caught:
         await ask(workers, stubborn, seconds=0.05)
     assert caught.value.kind == "tool_timeout"
     over.set()
@@ -120,7 +120,7 @@ async def test_what_is_raised_becomes_a_typed_error(workers: Workers, error: Bas
     def raises() -> None:
         raise error
 
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SpecCodeError) as caught:
         await ask(workers, raises)
     assert (caught.value.kind, caught.value.blame) == ("tool_error", "tool")
     assert "tool `t` raised" in str(caught.value)
@@ -131,7 +131,7 @@ async def test_sys_exit_in_a_coroutine_ends_nothing_else(workers: Workers) -> No
     async def leave() -> None:
         sys.exit(3)
 
-    with pytest.raises(WorldError):
+    with pytest.raises(SpecCodeError):
         await ask(workers, leave)
     assert await ask(workers, lambda: 1) == 1
 
@@ -192,7 +192,7 @@ async def test_a_call_that_waits_is_run_by_the_thread_that_replaces_a_hung_one()
     block = threading.Event()
     first = asyncio.create_task(ask(pool, block.wait, seconds=0.05))
     second = asyncio.create_task(ask(pool, lambda: "begun", seconds=60))
-    with pytest.raises(WorldError):
+    with pytest.raises(SpecCodeError):
         await first
     assert await second == "begun"
     block.set()
@@ -236,18 +236,18 @@ async def test_a_call_that_cancels_its_task_fails_alone(workers: Workers) -> Non
         task.cancel()
         await asyncio.sleep(0)
 
-    with pytest.raises(WorldError, match="cancelled itself"):
+    with pytest.raises(SpecCodeError, match="cancelled itself"):
         await ask(workers, cancels)
     assert await ask(workers, lambda: 1) == 1
 
 
 async def test_a_failure_that_a_call_raises_is_raised_as_it_is(workers: Workers) -> None:
-    failure = WorldError("no", blame="user", kind="mine")
+    failure = SpecCodeError("no", blame="user", kind="mine")
 
     async def fails() -> None:
         raise failure
 
-    with pytest.raises(WorldError) as caught:
+    with pytest.raises(SpecCodeError) as caught:
         await ask(workers, fails)
     assert caught.value is failure
     assert caught.value.__cause__ is None

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from blocking_worlds import MISBEHAVIOURS
+from blocking_code import MISBEHAVIOURS
 
 from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore, list_runs
@@ -36,10 +36,10 @@ def write_spec(folder: Path, tokenizer: Path, tasks: list[dict[str, Any]], form:
         "model": {"path": str(tokenizer), "tool_calls": "hermes"},
         "backend": {"kind": "scripted", "replies": [call, "It is 42."]},
         "tasks": {"source": "inline", "rows": tasks, "id": "id"},
-        "environment": {"use": f"blocking_worlds:{kind}World", "timeout": SECONDS},
-        "tools": [{"use": f"blocking_worlds:probe{form}", "timeout": SECONDS}],
-        "user": {"use": f"blocking_worlds:{kind}User", "timeout": SECONDS},
-        "rewards": {"scorer": {"use": f"blocking_worlds:score{form}", "timeout": SECONDS}},
+        "environment": {"use": f"blocking_code:{kind}Board", "timeout": SECONDS},
+        "tools": [{"use": f"blocking_code:probe{form}", "timeout": SECONDS}],
+        "user": {"use": f"blocking_code:{kind}User", "timeout": SECONDS},
+        "rewards": {"scorer": {"use": f"blocking_code:score{form}", "timeout": SECONDS}},
         "rollout": {"concurrency": 64},
     } | changes
     spec = {key: value for key, value in spec.items() if value is not None}
@@ -129,7 +129,7 @@ def stepping(effects: str) -> dict[str, Any]:
     ]
     return {
         "backend": {"kind": "scripted", "replies": ["Go."] * 6},
-        "environment": {"use": "blocking_worlds:AsyncWorld", "timeout": SECONDS, "effects": effects},
+        "environment": {"use": "blocking_code:AsyncBoard", "timeout": SECONDS, "effects": effects},
         "machine": {"initial": "PENDING", "states": states, "transitions": transitions},
         "tools": [],
         "user": None,
@@ -162,7 +162,7 @@ def test_episodes_whose_loop_was_blocked_go_on_from_their_journal_where_their_ef
         else:
             lost += 1
             assert episode.outcome.failure.kind == "loop_replaced"
-            assert "`blocking_worlds:AsyncWorld`.step of episode bad/0" in episode.outcome.failure.message
+            assert "`blocking_code:AsyncBoard`.step of episode bad/0" in episode.outcome.failure.message
     assert (lost > 0) == (effects == "external")
 
 
@@ -182,7 +182,7 @@ def test_what_a_tool_leaves_behind_does_not_keep_the_process(
         tiny_tokenizer_dir,
         [{"id": "a"}],
         backend={"kind": "scripted", "replies": [{"tool_calls": [{"name": tool, "arguments": {}}]}, "It is 42."]},
-        tools=[{"use": f"blocking_worlds:{tool}", "timeout": 0.2}],
+        tools=[{"use": f"blocking_code:{tool}", "timeout": 0.2}],
     )
     code, out, err = finish(start("run", spec, cwd=tmp_path))
     assert code == 0, out + err
@@ -210,7 +210,7 @@ def test_signals_end_a_run_that_hangs_and_it_resumes(
         [*healthy_tasks(), *bad],
         "_async",
         backend={"kind": "scripted", "replies": [both, "It is 42."]},
-        tools=[{"use": f"blocking_worlds:{name}", "timeout": 600} for name in ("probe", "probe_async")],
+        tools=[{"use": f"blocking_code:{name}", "timeout": 600} for name in ("probe", "probe_async")],
         rollout={"concurrency": 64, "live_episodes": 4},
     )
     process = start("run", spec, cwd=tmp_path)

@@ -13,7 +13,7 @@ LOAD = {"concurrency": 256, "live_episodes": 256}
 
 
 def slow(seconds: float, timeout: float) -> dict[str, Any]:
-    return {"use": "blocking_worlds:SlowUser", "timeout": timeout, "with": {"seconds": seconds}}
+    return {"use": "blocking_code:SlowUser", "timeout": timeout, "with": {"seconds": seconds}}
 
 
 @pytest.mark.slow

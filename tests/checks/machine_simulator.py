@@ -30,7 +30,7 @@ FREE = "facts.x == 1"
 """What nobody can know beforehand."""
 SECONDS = {"reset": 0.0, "generate": 0.5, "call_tools": 2.0, "ask_user": 3.0}
 """What each action may take: no environment, a scripted model, tools and a user with deadlines."""
-WORLD = """\
+SPEC_CODE = """\
 backend: {kind: scripted, replies: [], latency: 0.5}
 user: {use: "json:x", timeout: 3s}
 tools: [{use: "textwrap:indent"}]

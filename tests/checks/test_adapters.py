@@ -12,7 +12,7 @@ from engine.checks import check_spec
 from engine.errors import SpecError
 from engine.schemas.adapters import ADAPTERS
 from engine.schemas.entry import IsolationSpec
-from engine.schemas.world import EnvironmentSpec
+from engine.schemas.environment_spec import EnvironmentSpec
 from engine.spec.access import Access
 from engine.spec.entry import load_entry
 from engine.spec.load import LoadedSpec, load_spec
@@ -38,7 +38,7 @@ def load(folder: Path, environment: dict[str, Any], **changes: Any) -> LoadedSpe
 
 
 def errors(loaded: LoadedSpec) -> list[str]:
-    return [f"{item.rule}: {item.message}" for item in check_spec(loaded) if item.rule.startswith("world.")]
+    return [f"{item.rule}: {item.message}" for item in check_spec(loaded) if item.rule.startswith("code.")]
 
 
 def test_a_spec_with_an_adapter_is_valid(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_an_unknown_adapter_is_refused_and_the_names_are_listed(tmp_path: Path) 
 )
 def test_what_use_names_must_be_there(tmp_path: Path, use: str, message: str) -> None:
     (found,) = errors(load(tmp_path, {"use": use}))
-    assert found.startswith("world.adapter: ")
+    assert found.startswith("code.adapter: ")
     assert message in found
 
 

@@ -176,7 +176,7 @@ def test_a_reward_rule_at_a_state_that_is_not_there() -> None:
 @pytest.mark.parametrize("preset", ["single_turn", "tools", "tools_and_user", "retry_with_feedback"])
 def test_every_preset_is_whole(preset: str) -> None:
     problems = check_spec(load(f"machine: {preset}\n"))
-    assert {item.rule for item in problems if item.severity != "info"} <= {"world.no-user", "world.no-tools"}
+    assert {item.rule for item in problems if item.severity != "info"} <= {"user.missing", "tools.missing"}
 
 
 # ---- reachability, against a walk that tries every event

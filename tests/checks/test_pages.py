@@ -35,7 +35,7 @@ ELSEWHERE = {
     "model.calls-not-read",
     "tasks.not-read",
     "train.no-package",
-    "world.no-package",
+    "code.no-package",
     STOPPED,
     FAILED,
 }
@@ -64,12 +64,12 @@ def write(example: Example, folder: Path, *, whole: bool) -> Path:
 
 @pytest.fixture(autouse=True)
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each example imports its own `worlds`."""
+    """Each example imports its own `my_code`."""
     monkeypatch.chdir(tmp_path)
     path = list(sys.path)
-    sys.modules.pop("worlds", None)
+    sys.modules.pop("my_code", None)
     yield
-    sys.modules.pop("worlds", None)
+    sys.modules.pop("my_code", None)
     sys.path[:] = path
 
 

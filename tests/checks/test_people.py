@@ -96,7 +96,7 @@ def test_a_user_who_is_never_satisfied_is_warned_of(tmp_path: Path) -> None:
 
 def test_graders_are_checked_as_users(tmp_path: Path) -> None:
     user = {**USER, "grader": {"use": "engine.environments.users.scripted:Scripted", "with": {"linse": ["a"]}}}
-    problems = [item for item in check_spec(load_spec(spec_with(tmp_path, user=user))) if item.rule == "world.protocol"]
+    problems = [item for item in check_spec(load_spec(spec_with(tmp_path, user=user))) if item.rule == "code.protocol"]
     assert [(item.message, item.path) for item in problems] == [
         ("`engine.environments.users.scripted:Scripted` takes no argument `linse`", ("user", "grader", "with", "linse"))
     ]

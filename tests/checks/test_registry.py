@@ -18,6 +18,11 @@ from engine.spec.load import read_spec
 def test_ids_are_stable() -> None:
     assert sorted((item.id, item.severity) for item in all_rules()) == [
         ("backend.unsupported-sampling", "error"),
+        ("code.action", "error"),
+        ("code.adapter", "error"),
+        ("code.import", "error"),
+        ("code.no-package", "info"),
+        ("code.protocol", "error"),
         ("guard.constant", "warning"),
         ("guard.not-boolean", "error"),
         ("guard.parse", "error"),
@@ -85,6 +90,9 @@ def test_ids_are_stable() -> None:
         ("tasks.row", "error"),
         ("tasks.unreadable", "error"),
         ("tasks.video", "warning"),
+        ("tools.missing", "warning"),
+        ("tools.name", "error"),
+        ("tools.schema", "info"),
         ("train.adapter", "error"),
         ("train.backend", "error"),
         ("train.critic", "error"),
@@ -107,15 +115,7 @@ def test_ids_are_stable() -> None:
         ("train.shifted-sampling", "error"),
         ("train.weight-sync", "error"),
         ("train.weight-sync-method", "warning"),
-        ("world.action", "error"),
-        ("world.adapter", "error"),
-        ("world.import", "error"),
-        ("world.no-package", "info"),
-        ("world.no-tools", "warning"),
-        ("world.no-user", "error"),
-        ("world.protocol", "error"),
-        ("world.tool-name", "error"),
-        ("world.tool-schema", "info"),
+        ("user.missing", "error"),
     ]
 
 
@@ -133,7 +133,7 @@ def test_findings_come_in_the_order_of_the_document(tmp_path: Path, monkeypatch:
     ] == [
         (1, "rules.unknown-state"),
         (1, "guard.not-boolean"),
-        (5, "world.import"),
+        (5, "code.import"),
         (7, "tasks.unreadable"),
     ]
 

@@ -33,7 +33,7 @@ def found(lines: str) -> list[str]:
     Path("s.yaml").write_text(HEAD + lines)
     told = [str(item).removeprefix("s.yaml:") for item in check_spec(load_spec("s.yaml"))]
     told = [line for line in told if "[train.eval-on-training-tasks]" not in line]  # has a test of its own
-    return [line.partition("; ")[0] for line in told if "[train." in line or "[world." in line]
+    return [line.partition("; ")[0] for line in told if "[train." in line or "[code." in line]
 
 
 @pytest.mark.parametrize(
@@ -264,10 +264,10 @@ def test_bonuses_and_notices_import_and_can_be_called() -> None:
         "  notify: {use: 'train_entries:tell'}\n"
     )
     assert found(lines) == [
-        "11:45: error[world.protocol] `train_entries:curious` takes no argument `scal`",
-        "12:13: error[world.import] `train_entries` has no `curios`",
-        "13:13: error[world.protocol] `train_entries:Bonus` is a class, and a function is called here",
-        "14:17: error[world.protocol] `train_entries:tell` cannot be called: too many positional arguments",
+        "11:45: error[code.protocol] `train_entries:curious` takes no argument `scal`",
+        "12:13: error[code.import] `train_entries` has no `curios`",
+        "13:13: error[code.protocol] `train_entries:Bonus` is a class, and a function is called here",
+        "14:17: error[code.protocol] `train_entries:tell` cannot be called: too many positional arguments",
     ]
 
 

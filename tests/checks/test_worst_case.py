@@ -10,7 +10,7 @@ import pytest
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from machine_simulator import TOKENS, WORLD, Simulator, Stand, endless, machines, most_count, most_seconds, on_cycle
+from machine_simulator import SPEC_CODE, TOKENS, Simulator, Stand, endless, machines, most_count, most_seconds, on_cycle
 
 from engine.checks import check_spec
 from engine.checks.context import CheckContext
@@ -57,7 +57,7 @@ def test_it_agrees_with_every_episode_that_there_can_be(machine: str) -> None:
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(machines(), st.integers(1, 3))
 def test_every_number_of_the_worst_case_is_met_and_never_exceeded(machine: str, samples: int) -> None:
-    ctx = load(machine + WORLD + f"rollout: {{samples_per_task: {samples}, live_episodes: 2}}\n")
+    ctx = load(machine + SPEC_CODE + f"rollout: {{samples_per_task: {samples}, live_episodes: 2}}\n")
     simulator = Simulator(ctx)
     found = simulator.everything()
     worst = worst_case(ctx)
@@ -81,7 +81,7 @@ def test_every_number_of_the_worst_case_is_met_and_never_exceeded(machine: str, 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(machines())
 def test_dead_ends_and_endless_ways_are_those_that_there_are(machine: str) -> None:
-    ctx = load(machine + WORLD)
+    ctx = load(machine + SPEC_CODE)
     found = Simulator(ctx).everything()
     told = check_spec(ctx.loaded)
     back = endless(found)

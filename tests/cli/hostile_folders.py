@@ -20,7 +20,7 @@ import os
 open(os.environ["CANARY"], "a").write(__name__)
 os._exit(0)
 
-class World:
+class Board:
     def reset(self, task, seed): ...
     def respond(self, view): ...
     def __call__(self, x: int) -> int: ...
@@ -76,12 +76,12 @@ CODE: dict[str, Case] = {
         f"train: {{eval: {{tasks: {{{TOUCH}}}}}}}\n"
     ),
     "rows beside": tasks("source: python, use: 'beside:function'", files={"beside.py": BESIDE}),
-    "environment": uses("environment: {use: 'beside:World'}\n"),
-    "tool": uses("tools: [{use: 'beside:World'}, {use: 'os:system'}]\n"),
-    "user": uses("user: {use: 'beside:World'}\n"),
+    "environment": uses("environment: {use: 'beside:Board'}\n"),
+    "tool": uses("tools: [{use: 'beside:Board'}, {use: 'os:system'}]\n"),
+    "user": uses("user: {use: 'beside:Board'}\n"),
     "users and grader": Case(
         WHOLE.replace("tasks: {source: inline, rows: [{q: a}]}", "tasks: {source: inline, user: q, rows: [{q: b}]}")
-        + "users:\n  a: {use: 'beside:World'}\n"
+        + "users:\n  a: {use: 'beside:Board'}\n"
         "  b: {model: {path: m}, backend: {kind: openai, url: 'http://127.0.0.1:{port}/v1', model: m},\n"
         "      prompt: [{role: user, content: hi}], grader: {use: 'beside:function'}}\n",
         (),
@@ -89,7 +89,7 @@ CODE: dict[str, Case] = {
     ),
     "scorer": uses("rewards: {scorer: {use: 'beside:function'}}\n"),
     "parser of calls": Case(
-        (HEAD + "model: {path: m, tool_calls: 'beside:World'}\n" + TASKS + PROMPT + MACHINE), (), {"beside.py": BESIDE}
+        (HEAD + "model: {path: m, tool_calls: 'beside:Board'}\n" + TASKS + PROMPT + MACHINE), (), {"beside.py": BESIDE}
     ),
     "action": Case(
         HEAD + MODEL + TASKS + PROMPT + "machine:\n  preset: single_turn\n  states: {X: {action: 'beside:function'}}\n"
@@ -103,21 +103,21 @@ CODE: dict[str, Case] = {
         "train: {advantage_bonuses: [{use: 'beside:function'}], notify: {use: 'beside:function'}}\n"
     ),
     "package": Case(
-        WHOLE + "environment: {use: 'pack.inner:World'}\n", (), {"pack/__init__.py": BESIDE, "pack/inner.py": BESIDE}
+        WHOLE + "environment: {use: 'pack.inner:Board'}\n", (), {"pack/__init__.py": BESIDE, "pack/inner.py": BESIDE}
     ),
-    "namespace": Case(WHOLE + "environment: {use: 'space.inner:World'}\n", (), {"space/inner.py": BESIDE}),
+    "namespace": Case(WHOLE + "environment: {use: 'space.inner:Board'}\n", (), {"space/inner.py": BESIDE}),
     "shadows a module of Python": Case(
         WHOLE + "tools: [{use: 'textwrap:dedent'}]\n", (), {"textwrap.py": BESIDE, "jinja2.py": BESIDE}
     ),
-    "name that is not there": uses("environment: {use: 'beside:Wurld'}\n", ("world.import",)),
-    "module that is not there": uses("environment: {use: 'besides:World'}\n", ("world.import",)),
-    "module of Python without the name": uses("environment: {use: 'antigravity:World'}\n", ("world.import",)),
-    "no Python": Case(WHOLE + "environment: {use: 'bad:World'}\n", ("world.import",), {"bad.py": "def (:\n"}),
-    "link to a module": Case(WHOLE + "environment: {use: 'linked:World'}\n", (), {}, link("linked.py", "secret.txt")),
-    "FIFO for a module": Case(WHOLE + "environment: {use: 'piped:World'}\n", ("world.import",), {}, fifo("piped.py")),
+    "name that is not there": uses("environment: {use: 'beside:Boord'}\n", ("code.import",)),
+    "module that is not there": uses("environment: {use: 'besides:Board'}\n", ("code.import",)),
+    "module of Python without the name": uses("environment: {use: 'antigravity:Board'}\n", ("code.import",)),
+    "no Python": Case(WHOLE + "environment: {use: 'bad:Board'}\n", ("code.import",), {"bad.py": "def (:\n"}),
+    "link to a module": Case(WHOLE + "environment: {use: 'linked:Board'}\n", (), {}, link("linked.py", "secret.txt")),
+    "FIFO for a module": Case(WHOLE + "environment: {use: 'piped:Board'}\n", ("code.import",), {}, fifo("piped.py")),
     "deep module": Case(
-        WHOLE + "environment: {use: 'deep:World'}\n",
-        ("world.import",),
+        WHOLE + "environment: {use: 'deep:Board'}\n",
+        ("code.import",),
         {"deep.py": "x = " + "(" * 5000 + ")" * 5000 + "\n"},
     ),
     "servers": uses(
@@ -187,8 +187,8 @@ FILES: dict[str, Case] = {
 VARIABLE: dict[str, Case] = {
     "a number": Case(WHOLE + "limits: {user_turns: '${CI_SECRET}'}\n", ("spec.wrong-type",)),
     "within a text": Case(WHOLE + "limits: {user_turns: 'x${CI_SECRET}y'}\n", ("spec.wrong-type",)),
-    "an entry point": Case(WHOLE + "environment: {use: '${CI_SECRET}'}\n", ("world.import",)),
-    "a module": Case(WHOLE + "environment: {use: 'm_${CI_WORDS}.x:World'}\n", ("world.import",)),
+    "an entry point": Case(WHOLE + "environment: {use: '${CI_SECRET}'}\n", ("code.import",)),
+    "a module": Case(WHOLE + "environment: {use: 'm_${CI_WORDS}.x:Board'}\n", ("code.import",)),
     "extends": Case("extends: '${CI_SECRET}.yaml'\n", ("spec.extends",)),
     "rows": tasks("source: jsonl, path: '${CI_SECRET}'", "tasks.unreadable"),
     "a folder of rows": tasks("source: jsonl, path: 'a/../${CI_SECRET}/b'", "tasks.unreadable"),
@@ -225,7 +225,7 @@ FORGERIES: dict[str, Case] = {
     "key": Case(WHOLE + f'"{FORGED}": 1\n', ("spec.unknown-key",)),
     "key of a limit": Case(WHOLE + f'limits: {{"{FORGED}": 1}}\n', ("spec.unknown-key",)),
     "value": Case(WHOLE + f'limits: {{user_turns: "{FORGED}"}}\n', ("spec.wrong-type",)),
-    "entry point": Case(WHOLE + f'environment: {{use: "{FORGED}"}}\n', ("world.import",)),
+    "entry point": Case(WHOLE + f'environment: {{use: "{FORGED}"}}\n', ("code.import",)),
     "extends": Case(f'extends: "{FORGED}"\n', ("spec.extends",)),
     "rows": tasks(f'source: jsonl, path: "{FORGED}"', "tasks.unreadable"),
     "state": Case(

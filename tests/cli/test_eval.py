@@ -19,13 +19,13 @@ from engine.cli.rescore import rescore
 from engine.cli.show import show
 from engine.store import RunStore, list_runs
 
-WORLDS = Path(__file__).parent.parent / "runner"
+SPEC_CODE = Path(__file__).parent.parent / "runner"
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(WORLDS))
+    monkeypatch.syspath_prepend(str(SPEC_CODE))
     monkeypatch.setenv("COLUMNS", "200")
     assert os.environ["COLUMNS"] == "200"
 
@@ -40,7 +40,7 @@ def spec(tmp_path: Path, tiny_tokenizer_dir: Path) -> Path:
         "backend": {"kind": "scripted", "replies": ["It is 41.", "It is 42."]},
         "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(3)], "id": "id"},
         "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
-        "user": {"use": "worlds_for_tests:Critic"},
+        "user": {"use": "code_for_tests:Critic"},
         "rollout": {"samples_per_task": 2},
     }
     path = tmp_path / "demo.yaml"

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from engine.cli.main import app
 from engine.store import RunStore, list_runs
 
-WORLDS = '''
+SPEC_CODE = '''
 from pathlib import Path
 
 from engine.schemas.environment import UserTurn
@@ -33,7 +33,7 @@ class User:
         return UserTurn(satisfied=True, solved=True)
 
 
-class World:
+class Board:
     def __init__(self, folder):
         if (Path(folder) / "broken").exists():
             raise OSError("no licence")
@@ -54,7 +54,7 @@ def add(a: int, b: int) -> int:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "failing_worlds.py").write_text(WORLDS)
+    (tmp_path / "failing_code.py").write_text(SPEC_CODE)
     (tmp_path / "broken").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -69,7 +69,7 @@ def write_spec(folder: Path, tokenizer: Path, *, tasks: int = 40, every: int = 1
         "backend": {"kind": "scripted", "replies": ["It is 42."]},
         "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(tasks)], "id": "id"},
         "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
-        "user": {"use": "failing_worlds:User", "with": {"folder": str(folder), "every": every}},
+        "user": {"use": "failing_code:User", "with": {"folder": str(folder), "every": every}},
         "limits": {"assistant_turns": 2, "turn_tokens": 64},
         "rollout": {"concurrency": 4, "live_episodes": 4},
         **more,
@@ -95,7 +95,7 @@ def test_a_run_whose_every_episode_fails_in_one_way_stops_and_says_why(folder: P
     spec = write_spec(folder, tiny_tokenizer_dir, tasks=400)
     found = engine("run", spec, "-q")
     assert found.exit_code == 3, found.output
-    place = f"{spec}:{line_of(spec, 'failing_worlds:User')}:"
+    place = f"{spec}:{line_of(spec, 'failing_code:User')}:"
     assert (
         f"Stopped: the first 16 finished episodes failed with one cause, user_error (user) at {place}" in found.stderr
     )
@@ -120,9 +120,9 @@ def test_a_small_run_fails_as_a_whole_when_all_of_it_does(folder: Path, tiny_tok
 @pytest.mark.parametrize(
     ("changes", "cause", "entry"),
     [
-        ({"user": None, "environment": {"use": "failing_worlds:World"}}, "environment_error (environment)", "World"),
+        ({"user": None, "environment": {"use": "failing_code:Board"}}, "environment_error (environment)", "Board"),
         (
-            {"user": None, "machine": "single_turn", "rewards": {"scorer": {"use": "failing_worlds:scorer"}}},
+            {"user": None, "machine": "single_turn", "rewards": {"scorer": {"use": "failing_code:scorer"}}},
             "environment_error (environment)",
             "scorer",
         ),
@@ -138,7 +138,7 @@ def test_the_cause_names_the_entry_that_failed(
     spec = write_spec(folder, tiny_tokenizer_dir, **changes)
     found = engine("run", spec, "-q")
     assert found.exit_code == 3, found.output
-    assert f"{cause} at {spec}:{line_of(spec, f'failing_worlds:{entry}')}:" in found.stderr
+    assert f"{cause} at {spec}:{line_of(spec, f'failing_code:{entry}')}:" in found.stderr
 
 
 def test_keep_going_runs_on(folder: Path, tiny_tokenizer_dir: Path) -> None:

@@ -19,7 +19,7 @@ from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore, list_runs
 
 BACKENDS = Path(__file__).parent.parent / "backends"
-WORLDS = Path(__file__).parent.parent / "runner"
+SPEC_CODE = Path(__file__).parent.parent / "runner"
 
 
 class Servers:
@@ -71,7 +71,7 @@ def write_spec(folder: Path, tokenizer: Path, backend: dict[str, Any], *, tasks:
         "backend": backend,
         "tasks": {"source": "inline", "rows": [{"id": f"t{n}", "n": str(n)} for n in range(tasks)], "id": "id"},
         "prompt": [{"role": "user", "content": "What is 17 plus {{n}}?"}],
-        "user": {"use": "worlds_for_tests:Critic"},
+        "user": {"use": "code_for_tests:Critic"},
         "limits": {"assistant_turns": 4, "turn_tokens": 64},
         "rollout": {"concurrency": 8},
         **more,
@@ -82,7 +82,7 @@ def write_spec(folder: Path, tokenizer: Path, backend: dict[str, Any], *, tasks:
 
 
 def engine(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(WORLDS), str(Path.cwd())]), "COLUMNS": "250"}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(SPEC_CODE), str(Path.cwd())]), "COLUMNS": "250"}
     return subprocess.Popen(
         [sys.executable, "-m", "engine.cli.main", *map(str, arguments)],
         cwd=cwd,

@@ -18,7 +18,7 @@ from command_line import engine_here
 from engine.store import RunStore, list_runs
 
 ROOT = Path(__file__).parents[2]
-WORLDS = ROOT / "tests" / "runner"
+SPEC_CODE = ROOT / "tests" / "runner"
 ADD = {"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
 
 
@@ -30,8 +30,8 @@ def write_spec(folder: Path, tokenizer: Path, *, tasks: int, delay: float = 0.0,
         "backend": {"kind": "scripted", "replies": [ADD, "It is 41.", "It is 42."], "latency": delay},
         "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(tasks)], "id": "id"},
         "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
-        "tools": [{"use": "worlds_for_tests:add"}],
-        "user": {"use": "worlds_for_tests:Critic", "with": {"log": str(log)} if log else {}},
+        "tools": [{"use": "code_for_tests:add"}],
+        "user": {"use": "code_for_tests:Critic", "with": {"log": str(log)} if log else {}},
         "rollout": {"live_episodes": 4},
     }
     path = folder / "spec.yaml"
@@ -40,7 +40,7 @@ def write_spec(folder: Path, tokenizer: Path, *, tasks: int, delay: float = 0.0,
 
 
 def engine(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
-    env = os.environ | {"PYTHONPATH": f"{WORLDS}{os.pathsep}{ROOT}", "COLUMNS": "200"}
+    env = os.environ | {"PYTHONPATH": f"{SPEC_CODE}{os.pathsep}{ROOT}", "COLUMNS": "200"}
     return subprocess.Popen(
         [sys.executable, "-m", "engine.cli.main", *map(str, arguments)],
         cwd=cwd,

@@ -40,14 +40,14 @@ def spec(tmp_path: Path, tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPat
         "description": "In ${PLACE}.",
         "model": {"path": str(tiny_tokenizer_dir), "tool_calls": "hermes"},
         "backend": {"kind": "scripted", "replies": [call, "done"]},
-        "tasks": {"source": "python", "use": "leaky_worlds:rows", "with": {"key": "${CANARY}"}, "id": "id"},
+        "tasks": {"source": "python", "use": "leaky_code:rows", "with": {"key": "${CANARY}"}, "id": "id"},
         "prompt": [{"role": "user", "content": "Go."}],
         "environment": {
-            "use": "leaky_worlds:World",
+            "use": "leaky_code:Board",
             "with": {"key": "${CANARY}", "number": "${NUMBER}"},
         },
-        "tools": [{"use": "leaky_worlds:Look", "name": "look", "with": {"key": "${CANARY}"}}],
-        "user": {"use": "leaky_worlds:Reader", "with": {"headers": {"authorization": "Bearer ${CANARY}"}}},
+        "tools": [{"use": "leaky_code:Look", "name": "look", "with": {"key": "${CANARY}"}}],
+        "user": {"use": "leaky_code:Reader", "with": {"headers": {"authorization": "Bearer ${CANARY}"}}},
     }
     path = tmp_path / "spec.yaml"
     path.write_text(yaml.safe_dump(document).replace("'${NUMBER}'", "${NUMBER}"))
@@ -126,7 +126,7 @@ def test_a_resume_with_another_value_is_refused_by_name(
 
 def test_a_default_is_what_a_variable_that_is_not_set_holds(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec.write_text(spec.read_text().replace("${CANARY}", "${UNSET:" + "canary-3f9a" + "}"))
-    monkeypatch.setattr("leaky_worlds.check", lambda key: None)
+    monkeypatch.setattr("leaky_code.check", lambda key: None)
     assert call("run", spec, "--quiet").exit_code == 0
     assert call("run", "--resume", "latest", "--quiet").exit_code == 0
     monkeypatch.setenv("UNSET", "something")

@@ -23,7 +23,7 @@ from engine.train.metrics import read_metrics
 
 HERE = Path(__file__).parent
 
-WORLD = """
+SPEC_CODE = """
 import time
 from pathlib import Path
 from engine.schemas.environment import UserTurn
@@ -44,7 +44,7 @@ class Listener:
 def spec(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A training of a tiny model, one turn an episode."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "resumed_world.py").write_text(WORLD)
+    (tmp_path / "resumed_code.py").write_text(SPEC_CODE)
     document: dict[str, Any] = {
         "spec": "episode/v1",
         "name": "vowels",
@@ -52,7 +52,7 @@ def spec(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) 
         "backend": {"kind": "local", "dtype": "float32", "max_batch": 16},
         "tasks": {"source": "inline", "rows": [{"id": f"t{number}", "say": str(number)} for number in range(4)], "id": "id"},
         "prompt": [{"role": "user", "content": "Say {{say}}."}],
-        "user": {"use": "resumed_world:Listener"},
+        "user": {"use": "resumed_code:Listener"},
         "machine": {"preset": "retry_with_feedback", "transitions": [
             {"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}]},
         "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64},
@@ -147,9 +147,9 @@ def test_an_error_prints_where_the_last_state_is(spec: Path) -> None:
     document = yaml.safe_load(spec.read_text())
     document["train"] |= {"steps": 9, "tasks_per_step": 4}
     spec.write_text(yaml.safe_dump(document))
-    world = Path("resumed_world.py")
-    world.write_text(
-        WORLD.replace(
+    code = Path("resumed_code.py")
+    code.write_text(
+        SPEC_CODE.replace(
             "hold = Path",
             "assert len(list(Path('.').glob('runs/*/metrics.jsonl'))) == 0 or "
             "Path(next(Path('.').glob('runs/*/metrics.jsonl'))).read_text() == ''\n        hold = Path",

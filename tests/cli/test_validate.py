@@ -82,7 +82,7 @@ def test_a_warning_does_not_make_a_spec_invalid() -> None:
     status, output = run("s.yaml")
     assert status == 0
     assert output.splitlines() == [
-        "s.yaml:4:1: warning[world.no-tools] `AWAITING_TOOL` calls tools, and the spec has none",
+        "s.yaml:4:1: warning[tools.missing] `AWAITING_TOOL` calls tools, and the spec has none",
         "     4 | machine: tools",
         "       | ^^^^^^^",
         "        fix: add `tools: [{use: …}]`, or use a machine without them (`machine: retry_with_feedback` or `single_turn`)",
@@ -202,7 +202,7 @@ def test_it_imports_no_torch_and_no_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.splitlines() == [
-        "['s.yaml:7:15: error[world.protocol] tool `d`: give parameter `text` a type; the model is shown it']",
+        "['s.yaml:7:15: error[code.protocol] tool `d`: give parameter `text` a type; the model is shown it']",
         "[]",
     ]
 

@@ -274,21 +274,21 @@ HANGS = {
 
 
 def beside(text: str) -> Case:
-    return Case(WHOLE + "environment: {use: 'beside:World'}\n", (), {"beside.py": text})
+    return Case(WHOLE + "environment: {use: 'beside:Board'}\n", (), {"beside.py": text})
 
 
 @pytest.mark.slow
 def test_imported_code_cannot_look_like_success(place: Place) -> None:
     cases = {name: beside(text) for name, text in ENDINGS.items()}
-    fine = "class World:\n    def reset(self, task, seed): ...\n"
+    fine = "class Board:\n    def reset(self, task, seed): ...\n"
     cases["fine"] = beside("print('::error::x', '##[error]x')\n" + fine)
-    cases["unfit"] = beside("class World: ...\n")
+    cases["unfit"] = beside("class Board: ...\n")
     found = outcome(place, cases, "--import")
     assert found.done.returncode == 1
     for name in ENDINGS:
-        assert {"check.import-failed", "world.import"} & errors(found.specs[name]), name
+        assert {"check.import-failed", "code.import"} & errors(found.specs[name]), name
     assert errors(found.specs["fine"]) == set()
-    assert errors(found.specs["unfit"]) == {"world.protocol"}
+    assert errors(found.specs["unfit"]) == {"code.protocol"}
     assert_no_command(found.done.stderr)
     assert all(line.startswith("imported code: ") for line in found.done.stderr.splitlines())
 
@@ -307,7 +307,7 @@ def test_what_is_found_without_code_stays_found_whatever_the_code_does(place: Pl
         "import engine.checks.check as check, engine.cli.validate_examine as examine\n"
         "check.check_rules = examine.check_rules = lambda *anything: ([], [])\n"
     )
-    spec = WHOLE.replace("single_turn", "tools_and_user") + "environment: {use: 'beside:World'}\n"
-    cases = {"tampers": Case(spec, (), {"beside.py": text + "class World:\n    def reset(self, task, seed): ...\n"})}
+    spec = WHOLE.replace("single_turn", "tools_and_user") + "environment: {use: 'beside:Board'}\n"
+    cases = {"tampers": Case(spec, (), {"beside.py": text + "class Board:\n    def reset(self, task, seed): ...\n"})}
     found = outcome(place, cases, "--import")
-    assert "world.no-user" in errors(found.specs["tampers"])
+    assert "user.missing" in errors(found.specs["tampers"])

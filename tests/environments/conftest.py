@@ -1,4 +1,4 @@
-"""What the worlds' tests share: a view of an episode, made by hand."""
+"""Helpers of the tests of environments: a view of an episode, made by hand."""
 
 from __future__ import annotations
 

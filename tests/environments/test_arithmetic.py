@@ -1,4 +1,4 @@
-"""The arithmetic world: problems are a pure function of their seed, and the teacher reads only the model."""
+"""The arithmetic environment: problems are a pure function of their seed, and the teacher reads only the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The smoke world: squares follow from the task alone, each turn is paid for its own, and only eyes help."""
+"""The color squares: squares follow from the task alone, each turn is paid for its own, and only eyes help."""
 
 from __future__ import annotations
 
@@ -162,17 +162,17 @@ def test_every_colour_at_once_earns_nothing(view: View) -> None:
 def test_score_pays_a_last_answer_that_nobody_judged(view: View) -> None:
     first, second = colors("0/0", 2)
     judged = {"judged": 1, "judged_turn": 0, "right": 1}
-    world = ColorSquare(correct=0.5, wrong=-0.5)
-    assert world.score(view(task(), first, second, facts=judged)) == [
+    env = ColorSquare(correct=0.5, wrong=-0.5)
+    assert env.score(view(task(), first, second, facts=judged)) == [
         RewardEvent(name="color", value=0.5, cause=f"{second}, as it is")
     ]
-    assert world.score(view(task(), other(first))) == [
+    assert env.score(view(task(), other(first))) == [
         RewardEvent(name="color", value=-0.5, cause=f"{other(first)}, but it is {first}")
     ]
-    assert world.score(view(task(), first, facts=judged)) == []
-    assert world.score(view(task(), first, finish="length")) == []
+    assert env.score(view(task(), first, facts=judged)) == []
+    assert env.score(view(task(), first, finish="length")) == []
     call = ToolCall(id="call_0_0", name="look", arguments={})
-    assert world.score(view(task(), first, calls=[call])) == []
+    assert env.score(view(task(), first, calls=[call])) == []
 
 
 @pytest.mark.parametrize(

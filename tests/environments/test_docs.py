@@ -1,4 +1,4 @@
-"""The guide's code is real: its worlds are run as they are printed."""
+"""The guide's code is real: its examples are run as they are printed."""
 
 from __future__ import annotations
 

@@ -276,13 +276,13 @@ def test_no_word_to_the_model_gives_the_answer_away(view: View) -> None:
 
 
 def test_score_grades_a_last_answer_that_nobody_judged(view: View) -> None:
-    world = Geo3k(correct=1.0)
-    assert world.score(view(TASK, "\\boxed{8/15}")) == RIGHT
-    assert world.score(view(TASK, "?", "\\boxed{8/15}", facts={"graded": 0})) == RIGHT
-    assert world.score(view(TASK, "\\boxed{8/15}", facts={"graded": 0})) == []
-    assert world.score(view(TASK, "\\boxed{8/15}", finish="length")) == []
-    assert world.score(view(TASK, "\\boxed{8/15}", malformed=[MalformedCall(raw="<", problem="open")])) == []
-    assert world.score(view(TASK, "\\boxed{8}")) == []
+    env = Geo3k(correct=1.0)
+    assert env.score(view(TASK, "\\boxed{8/15}")) == RIGHT
+    assert env.score(view(TASK, "?", "\\boxed{8/15}", facts={"graded": 0})) == RIGHT
+    assert env.score(view(TASK, "\\boxed{8/15}", facts={"graded": 0})) == []
+    assert env.score(view(TASK, "\\boxed{8/15}", finish="length")) == []
+    assert env.score(view(TASK, "\\boxed{8/15}", malformed=[MalformedCall(raw="<", problem="open")])) == []
+    assert env.score(view(TASK, "\\boxed{8}")) == []
 
 
 # --- the tool -----------------------------------------------------------------------------------------------

@@ -67,11 +67,11 @@ def test_the_picture_shows_each_cell() -> None:
 
 
 def test_a_step_moves_the_agent_and_shows_the_grid(view: View) -> None:
-    world = GridWorld()
-    assert isinstance(world, Environment)
-    reset = world.reset(TASK, 0)
+    env = GridWorld()
+    assert isinstance(env, Environment)
+    reset = env.reset(TASK, 0)
     assert reset.facts == {"cell": "0,0", "moves": 0, "solved": False}
-    step = world.step(view(TASK, "<move>Right</move>", facts=reset.facts))
+    step = env.step(view(TASK, "<move>Right</move>", facts=reset.facts))
     shown = [picture(Grid.read(ROWS), (1, 0), 16), TextPart(text="You moved.")]
     assert step == Step(
         event="moved",
@@ -91,8 +91,8 @@ def test_a_step_moves_the_agent_and_shows_the_grid(view: View) -> None:
     ],
 )
 def test_what_a_reply_does(view: View, reply: str, names: list[str], words: str) -> None:
-    world = GridWorld(show="text")
-    step = world.step(view(TASK, reply, facts=world.reset(TASK, 0).facts))
+    env = GridWorld(show="text")
+    step = env.step(view(TASK, reply, facts=env.reset(TASK, 0).facts))
     assert [reward.name for reward in step.rewards] == names
     assert step.messages[0].text == words
 

@@ -1,4 +1,4 @@
-"""The GSM8K world: graded by the model's words alone, and the right answer is never given away."""
+"""The GSM8K environment: graded by the model's words alone, and the right answer is never given away."""
 
 from __future__ import annotations
 

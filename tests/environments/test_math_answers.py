@@ -186,7 +186,7 @@ def test_threads_may_read_at_once() -> None:
     assert found == pytest.approx([index / 7 + index for index in range(64)])
 
 
-def test_importing_the_worlds_imports_no_math() -> None:
+def test_importing_the_environments_imports_no_math() -> None:
     code = (
         "import sys, engine.environments.geo3k, engine.environments.color_square\n"
         "print(sorted({'math_verify', 'sympy', 'PIL', 'pyarrow', 'torch'} & set(sys.modules)))"

@@ -50,9 +50,9 @@ def test_answers_are_those_of_the_stated_numbers(beginning: str, solve: Callable
     ],
 )
 def test_the_number_in_tags_is_graded(view: View, reply: str, rewards: list[str], solved: bool) -> None:
-    world = Programs()
-    assert isinstance(world, Environment)
-    step = world.step(view(TASK, reply))
+    env = Programs()
+    assert isinstance(env, Environment)
+    step = env.step(view(TASK, reply))
     assert ([reward.name for reward in step.rewards], step.facts) == (rewards, {"solved": solved})
 
 

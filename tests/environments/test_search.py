@@ -34,14 +34,14 @@ def test_every_answer_is_in_the_corpus() -> None:
 
 
 def test_passages_are_ranked_by_their_words() -> None:
-    world = Search()
-    assert isinstance(world, Environment)
-    found = world.search("Who is the architect of the Long Bridge?", 2)
+    env = Search()
+    assert isinstance(env, Environment)
+    found = env.search("Who is the architect of the Long Bridge?", 2)
     assert [part.split("\n")[0] for part in found.split("\n\n")] == ["[1] Edda Varnok", "[2] The Long Bridge"]
-    assert world.search("Who is the architect of the Long Bridge?", 2) == found
-    assert world.search("xyzzy", 2) == "No passage has these words."
+    assert env.search("Who is the architect of the Long Bridge?", 2) == found
+    assert env.search("xyzzy", 2) == "No passage has these words."
     with pytest.raises(ValueError, match="results is 0; write 1 to 5"):
-        world.search("bridge", 0)
+        env.search("bridge", 0)
 
 
 def test_a_file_of_ones_own_is_searched(tmp_path: Path) -> None:

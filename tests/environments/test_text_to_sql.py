@@ -132,13 +132,13 @@ def test_results_are_compared_by_rows(one: list[Any], other: list[Any], ordered:
 def test_an_answer_must_be_right_in_the_hidden_database_too(view: View) -> None:
     (shown,), (hidden,) = (run_query(lambda seed=seed: opened(seed), LEEDS, rows=9, steps=10**5, seconds=60).rows for seed in (1, -2))  # type: ignore[misc]  # fmt: skip
     assert shown != hidden
-    world = TextToSql()
-    assert isinstance(world, Environment)
-    facts = world.reset(TASK, 0).facts
-    step = world.step(view(TASK, f"<sql>SELECT {shown[0]}</sql>", facts=facts))
+    env = TextToSql()
+    assert isinstance(env, Environment)
+    facts = env.reset(TASK, 0).facts
+    step = env.step(view(TASK, f"<sql>SELECT {shown[0]}</sql>", facts=facts))
     assert step.event == "wrong"
     assert step.rewards == [RewardEvent(name="runs", value=0.1, cause="a query without error")]
-    assert world.step(view(TASK, "x", f"<sql>{LEEDS};</sql>", facts=step.facts)) == Step(
+    assert env.step(view(TASK, "x", f"<sql>{LEEDS};</sql>", facts=step.facts)) == Step(
         event="done",
         rewards=[RewardEvent(name="correct", value=1.0, cause="right at try 2")],
         facts={"tries": 2, "runs": True, "solved": True},
@@ -151,17 +151,17 @@ def test_a_file_is_opened_for_reading_by_a_field_of_the_task(tmp_path: Path, vie
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript("CREATE TABLE birds (name TEXT); INSERT INTO birds VALUES ('owl');")
     before = path.read_bytes()
-    world = TextToSql(database=str(tmp_path / "{db_id}" / "{db_id}.sqlite"))
+    env = TextToSql(database=str(tmp_path / "{db_id}" / "{db_id}.sqlite"))
     task = Task(id="t", index=0, fields={"question": "Which?", "sql": "SELECT name FROM birds", "db_id": "birds"})
-    assert "CREATE TABLE birds (name TEXT);" in str(world.reset(task, 0).messages[0].content)
-    assert world.query("SELECT * FROM birds", view(task, "")) == "name\nowl"
+    assert "CREATE TABLE birds (name TEXT);" in str(env.reset(task, 0).messages[0].content)
+    assert env.query("SELECT * FROM birds", view(task, "")) == "name\nowl"
     with pytest.raises(ValueError, match="Only reading"):
-        world.query("DELETE FROM birds", view(task, ""))
+        env.query("DELETE FROM birds", view(task, ""))
     assert (path.read_bytes(), list(path.parent.iterdir())) == (before, [path])
     for name, problem in [("../birds", "needs a name without slashes"), ("bees", "there is no database")]:
         other = task.model_copy(update={"fields": {**task.fields, "db_id": name}})
         with pytest.raises((ValueError, FileNotFoundError), match=problem):
-            world.reset(other, 0)
+            env.reset(other, 0)
 
 
 @pytest.mark.parametrize("changes", [{"tries": 0}, {"rows": 0}, {"steps": 10}, {"seconds": 0}])

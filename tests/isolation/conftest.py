@@ -1,4 +1,4 @@
-"""Specs whose worlds do harm, run with `isolation: process`."""
+"""Specs whose code does harm, run with `isolation: process`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REPLIES = [
 ]
 MACHINE = {
     "preset": "tools_and_user",
-    "states": {"STEPPING": {"action": "step"}, "CHECKING": {"action": "isolated_worlds:check", "timeout": SECONDS}},
+    "states": {"STEPPING": {"action": "step"}, "CHECKING": {"action": "isolated_code:check", "timeout": SECONDS}},
     "transitions": [
         {"trigger": "answered", "source": "GENERATING", "dest": "STEPPING"},
         {"trigger": "moved", "source": "STEPPING", "dest": "CHECKING"},
@@ -50,14 +50,14 @@ def document(tokenizer: Path, rows: list[dict[str, Any]], **changes: Any) -> dic
         "model": {"path": str(tokenizer), "tool_calls": "hermes"},
         "backend": {"kind": "scripted", "replies": REPLIES},
         "tasks": {"source": "inline", "rows": rows, "id": "id"},
-        "environment": {"use": "isolated_worlds:World", "timeout": SECONDS},
+        "environment": {"use": "isolated_code:Board", "timeout": SECONDS},
         "tools": [
-            {"use": "isolated_worlds:work", "timeout": 3},
-            {"use": "isolated_worlds:Counter", "timeout": SECONDS, "effects": "replayable"},
+            {"use": "isolated_code:work", "timeout": 3},
+            {"use": "isolated_code:Counter", "timeout": SECONDS, "effects": "replayable"},
         ],
-        "user": {"use": "isolated_worlds:Asker", "timeout": SECONDS},
+        "user": {"use": "isolated_code:Asker", "timeout": SECONDS},
         "machine": MACHINE,
-        "rewards": {"scorer": {"use": "isolated_worlds:judge", "timeout": SECONDS, "with": {"value": 0.25}}},
+        "rewards": {"scorer": {"use": "isolated_code:judge", "timeout": SECONDS, "with": {"value": 0.25}}},
         "isolation": {"mode": "process", "memory": "1GB", "output": "1MB"},
         "rollout": {"seed": 7, "concurrency": 8, "live_episodes": 16},
         **changes,
@@ -87,10 +87,10 @@ def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture
 def write(tmp_path: Path, tiny_tokenizer_dir: Path) -> Callable[..., Path]:
-    """Write a spec with these rows, and its worlds beside it."""
+    """Write a spec with these rows, and its code beside it."""
 
     def make(rows: list[dict[str, Any]], **changes: Any) -> Path:
-        (tmp_path / "isolated_worlds.py").write_text((HERE / "isolated_worlds.py").read_text())
+        (tmp_path / "isolated_code.py").write_text((HERE / "isolated_code.py").read_text())
         path = tmp_path / "spec.yaml"
         path.write_text(yaml.safe_dump(json.loads(json.dumps(document(tiny_tokenizer_dir, rows, **changes)))))
         return path

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-WORLDS = '''
+SPEC_CODE = '''
 from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
 
 
@@ -16,7 +16,7 @@ def value(task):
     return eval(task.fields["value"]) if task.fields["value"] else 1
 
 
-class World:
+class Board:
     def reset(self, task: Task, seed: int) -> Reset:
         return Reset(facts={"value": value(task)} if task.fields["place"] == "facts" else {})
 
@@ -47,7 +47,7 @@ VALUES = {
 async def test_threads_and_processes_refuse_the_same(
     tmp_path: Path, tiny_tokenizer_dir: Path, run_here: Callable[..., Any]
 ) -> None:
-    (tmp_path / "answers_of_worlds.py").write_text(WORLDS)
+    (tmp_path / "answers_of_code.py").write_text(SPEC_CODE)
     found = {}
     for mode in ("thread", "process"):
         rows = [
@@ -60,9 +60,9 @@ async def test_threads_and_processes_refuse_the_same(
             "backend": {"kind": "scripted", "replies": [{"tool_calls": [{"name": "work"}]}, "Done."]},
             "tasks": {"source": "inline", "rows": rows, "id": "id"},
             "prompt": [{"role": "user", "content": "Work."}],
-            "environment": {"use": "answers_of_worlds:World"},
-            "tools": [{"use": "answers_of_worlds:work"}],
-            "user": {"use": "answers_of_worlds:Asker"},
+            "environment": {"use": "answers_of_code:Board"},
+            "tools": [{"use": "answers_of_code:work"}],
+            "user": {"use": "answers_of_code:Asker"},
             "machine": {"preset": "tools_and_user"},
             "isolation": {"mode": mode},
         }

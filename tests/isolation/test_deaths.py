@@ -167,8 +167,8 @@ async def test_the_engine_imports_nothing_that_is_isolated(
     write: Callable[..., Path], run_here: Callable[..., Any], tmp_path: Path
 ) -> None:
     spec = write([{"id": "healthy"}])
-    (tmp_path / "isolated_worlds.py").rename(tmp_path / "only_in_workers.py")
-    spec.write_text(spec.read_text().replace("isolated_worlds", "only_in_workers"))
+    (tmp_path / "isolated_code.py").rename(tmp_path / "only_in_workers.py")
+    spec.write_text(spec.read_text().replace("isolated_code", "only_in_workers"))
     errors = [item for item in check_spec(load_spec(spec)) if item.severity == "error"]
     assert errors == []
     check(replace((await run_here(spec))["healthy"], task_id="healthy-"))
@@ -179,7 +179,7 @@ async def test_the_engine_imports_nothing_that_is_isolated(
 async def test_a_module_that_ends_its_process_at_import_is_named(
     ends: str, write: Callable[..., Path], run_here: Callable[..., Any], tmp_path: Path
 ) -> None:
-    spec = write([{"id": "healthy"}], environment={"use": "ends_at_import:World"})
+    spec = write([{"id": "healthy"}], environment={"use": "ends_at_import:Board"})
     (tmp_path / "ends_at_import.py").write_text(f"import os\n{ends}\n")
     with pytest.raises(EntryError, match="ends_at_import"):
         await run_here(spec)
@@ -211,7 +211,7 @@ async def test_limits_of_processes_and_cpu_time_bind(write: Callable[..., Path],
         {"id": "busy", "role": "counter", "kind": "busy"},
         {"id": "healthy-0"},
     ]
-    changes = {"environment": {"use": "isolated_worlds:World", "timeout": 60}}
+    changes = {"environment": {"use": "isolated_code:Board", "timeout": 60}}
     spec = write(rows, isolation=limits, **changes)
     spec.write_text(spec.read_text().replace("timeout: 10", "timeout: 120"))
     found = await run_here(spec)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import code_for_tests as spec_code
 import pytest
-import worlds_for_tests as worlds
 import yaml
 from validated_structs import structs_validated
 
@@ -50,14 +50,14 @@ def _structs_validated() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_worlds() -> Iterator[None]:
-    worlds.CALLS.clear()
-    worlds.ON_CALL.clear()
-    worlds.ACTIVE.clear()
-    worlds.MAX_ACTIVE.clear()
-    worlds.GATE.clear()
+def _fresh_spec_code() -> Iterator[None]:
+    spec_code.CALLS.clear()
+    spec_code.ON_CALL.clear()
+    spec_code.ACTIVE.clear()
+    spec_code.MAX_ACTIVE.clear()
+    spec_code.GATE.clear()
     yield
-    worlds.GATE.set()
+    spec_code.GATE.set()
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def make_spec(tmp_path: Path, tiny_tokenizer_dir: Path) -> Callable[..., Path]:
             "backend": {"kind": "scripted", "replies": replies},
             "tasks": {"source": "inline", "rows": [{"id": "a"}], "id": "id"},
             "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
-            "tools": [{"use": f"worlds_for_tests:{tool}"} for tool in ("add", "wait", "explode", "hang", "pay")],
-            "user": {"use": "worlds_for_tests:Critic"},
+            "tools": [{"use": f"code_for_tests:{tool}"} for tool in ("add", "wait", "explode", "hang", "pay")],
+            "user": {"use": "code_for_tests:Critic"},
             "rollout": {"seed": 7},
         }
         for key, value in changes.items():

@@ -13,8 +13,8 @@ LOG = "LOG"
 ADD = {"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
 DRIVE = {"tool_calls": [{"name": "Odometer", "arguments": {"miles": 3}}]}
 BROKEN = {"error": "out of memory"}
-WORLD = {"use": "worlds_for_tests:World"}
-ONE = {"scorer": {"use": "worlds_for_tests:one"}}
+SPEC_CODE = {"use": "code_for_tests:Board"}
+ONE = {"scorer": {"use": "code_for_tests:one"}}
 JUDGE = {
     "backend": {"kind": "scripted", "replies": ["Score: 7", "Score: 7"]},
     "prompt": [{"role": "user", "content": "{{replies}}"}],
@@ -50,20 +50,20 @@ TALKING = (READY, ("answered", "GENERATING", "ASKING"), ("feedback", "ASKING", "
 PLAIN: dict[str, Any] = {"user": None, "tools": None}
 
 
-def world(**changes: Any) -> dict[str, Any]:
+def board(**changes: Any) -> dict[str, Any]:
     """An environment that fails in a way, or has effects of a kind."""
     fail = changes.pop("fail", "")
-    return {"environment": {**WORLD, "with": {"fail": fail, "log": LOG}, **changes}}
+    return {"environment": {**SPEC_CODE, "with": {"fail": fail, "log": LOG}, **changes}}
 
 
 def critic(fail: str = "", **changes: Any) -> dict[str, Any]:
     """A user that fails in a way."""
-    return {"user": {"use": "worlds_for_tests:Critic", "with": {"fail": fail, "log": LOG}, **changes}}
+    return {"user": {"use": "code_for_tests:Critic", "with": {"fail": fail, "log": LOG}, **changes}}
 
 
 def odometer(effects: str) -> dict[str, Any]:
     """A tool with state."""
-    return {"tools": [{"use": "worlds_for_tests:Odometer", "with": {"log": LOG}, "effects": effects}]}
+    return {"tools": [{"use": "code_for_tests:Odometer", "with": {"log": LOG}, "effects": effects}]}
 
 
 DRIVES = [DRIVE, "I drove.", DRIVE, "It is 42."]
@@ -84,55 +84,55 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
         ["no", "It is 42."],
         {"tools": None, "machine": machine(*TALKING, ("satisfied", "ASKING", "DONE"), CUT, done={"final": True})},
     ),
-    "tools and a user, and an environment that scores": ([ADD, "It is 41.", "It is 42."], world()),
-    "the environment is pure": ([ADD, "It is 41.", "It is 42."], world(effects="pure")),
-    "the environment is external": ([ADD, "It is 41.", "It is 42."], world(effects="external")),
+    "tools and a user, and an environment that scores": ([ADD, "It is 41.", "It is 42."], board()),
+    "the environment is pure": ([ADD, "It is 41.", "It is 42."], board(effects="pure")),
+    "the environment is external": ([ADD, "It is 41.", "It is 42."], board(effects="external")),
     "a replayable tool": (DRIVES, odometer("replayable")),
     "an external tool": (DRIVES, odometer("external")),
     "a replayable user": (["no", "It is 42."], critic(effects="replayable")),
     "an external user": (["no", "It is 42."], critic(effects="external")),
-    "steps": (["left", "right"], {**STEPS, **world()}),
+    "steps": (["left", "right"], {**STEPS, **board()}),
     "a judge": (["It is 42."], {"rewards": {"scorer": JUDGE}}),
     "a user that a model plays": (["It is 41.", "It is 42."], {"user": PLAYED, "rewards": {"scorer": JUDGE}}),
-    "malformed calls": (["<tool_call>{", "It is 42."], world()),
+    "malformed calls": (["<tool_call>{", "It is 42."], board()),
     "truncated": (["seven words are more than four tokens"], {"limits": {"turn_tokens": 4}, "rewards": ONE}),
     "aborted": ([{"text": "I stop he", "finish": "abort"}], {"rewards": ONE}),
     "aborted later": (["no", {"text": "I stop he", "finish": "abort"}], {"rewards": ONE}),
     "the first generation fails": ([BROKEN], {"rewards": ONE}),
     "a later generation fails": (["no", BROKEN], {"rewards": ONE}),
-    "a generation after tools fails": ([ADD, BROKEN], world()),
+    "a generation after tools fails": ([ADD, BROKEN], board()),
     "generations fail, and the user goes on": (["no", BROKEN], PATIENT),
     ONCE: (["no", {"text": "It is 42.", **BROKEN, "times": 1}], PATIENT),
     "nothing handles the failure": (
         ["no", BROKEN],
         {"tools": None, "rewards": ONE, "machine": machine(*TALKING, ("satisfied", "ASKING", "DONE"))},
     ),
-    "the world was never built": (["It is 42."], world(fail="build")),
-    "the world was never built, and the episode goes on": (
+    "the environment was never built": (["It is 42."], board(fail="build")),
+    "the environment was never built, and the episode goes on": (
         ["It is 42."],
         {
-            **world(fail="build"),
+            **board(fail="build"),
             **PLAIN,
             "machine": machine(READY, ("failed", "PENDING", "GENERATING"), ("answered", "GENERATING", "DONE"), CUT),
         },
     ),
-    "reset fails": (["It is 42."], world(fail="reset")),
-    "reset fails in an external environment": (["It is 42."], world(fail="reset", effects="external")),
-    "reset answers nonsense": (["It is 42."], world(fail="nonsense")),
-    "score fails": (["It is 42."], world(fail="score")),
-    "a step answers with an unknown event": (["left"], {**STEPS, **world(fail="event")}),
+    "reset fails": (["It is 42."], board(fail="reset")),
+    "reset fails in an external environment": (["It is 42."], board(fail="reset", effects="external")),
+    "reset answers nonsense": (["It is 42."], board(fail="nonsense")),
+    "score fails": (["It is 42."], board(fail="score")),
+    "a step answers with an unknown event": (["left"], {**STEPS, **board(fail="event")}),
     "a step fails, and the episode goes on": (
         ["left", "right", "up"],
         {
             **PLAIN,
-            **world(fail="first step"),
+            **board(fail="first step"),
             "machine": machine(*STEPPING, ("failed", "MOVING", "GENERATING"), CUT),
         },
     ),
     "a tool raises": ([{"tool_calls": [{"name": "explode", "arguments": {"word": "boom"}}]}, "It is 42."], {}),
     "a tool answers with no JSON": (
         [{"tool_calls": [{"name": "odd", "arguments": {"word": "x"}}]}, "It is 42."],
-        {"tools": [{"use": "worlds_for_tests:odd", "effects": "replayable"}], "rewards": ONE},
+        {"tools": [{"use": "code_for_tests:odd", "effects": "replayable"}], "rewards": ONE},
     ),
     "the user raises": (["no"], critic("raise")),
     "the user says nothing": (["no"], critic("empty")),
@@ -173,7 +173,7 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     ),
     "episode_seconds in a tool": (
         [{"tool_calls": [{"name": "wait", "arguments": {"seconds": 9}}]}],
-        {"limits": {"episode_seconds": 0.3}, **world()},
+        {"limits": {"episode_seconds": 0.3}, **board()},
     ),
     "assistant_turns": (["no"] * 3, {"limits": {"assistant_turns": 2}, "rewards": ONE}),
     "tool_calls": ([ADD] * 3, {"limits": {"tool_calls": 1}, "rewards": ONE}),
@@ -195,8 +195,8 @@ ENDS: dict[str, tuple[str, str | None, str | None]] = {
     "generations fail, and the user goes on": ("limit", "user_turns", "scripted_error"),
     "a generation fails once, and the user goes on": ("satisfied", None, "scripted_error"),
     "nothing handles the failure": ("feedback", None, "scripted_error"),
-    "the world was never built": ("failed", None, "environment_error"),
-    "the world was never built, and the episode goes on": ("failed", None, "environment_error"),
+    "the environment was never built": ("failed", None, "environment_error"),
+    "the environment was never built, and the episode goes on": ("failed", None, "environment_error"),
     "reset fails": ("failed", None, "environment_error"),
     "reset fails in an external environment": ("failed", None, "environment_error"),
     "reset answers nonsense": ("failed", None, "environment_bad_reply"),

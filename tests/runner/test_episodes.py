@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import code_for_tests as spec_code
 import numpy as np
 import pytest
-import worlds_for_tests as worlds
 
 from engine.backends.registry import open_backend
 from engine.episode import derive_seed
@@ -79,20 +79,20 @@ async def test_the_row_is_what_the_model_saw(make_spec, run_spec) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "blame", "state"),
     [
-        ({"environment": {"use": "worlds_for_tests:World", "with": {"fail": "build"}}}, "environment_error", "environment", "PENDING"),
-        ({"environment": {"use": "worlds_for_tests:World", "with": {"fail": "reset"}}}, "environment_error", "environment", "PENDING"),
-        ({"environment": {"use": "worlds_for_tests:World", "with": {"fail": "nonsense"}}}, "environment_bad_reply", "environment", "PENDING"),
+        ({"environment": {"use": "code_for_tests:Board", "with": {"fail": "build"}}}, "environment_error", "environment", "PENDING"),
+        ({"environment": {"use": "code_for_tests:Board", "with": {"fail": "reset"}}}, "environment_error", "environment", "PENDING"),
+        ({"environment": {"use": "code_for_tests:Board", "with": {"fail": "nonsense"}}}, "environment_bad_reply", "environment", "PENDING"),
         (
-            {"environment": {"use": "worlds_for_tests:World", "with": {"fail": "hang"}, "timeout": 0.05}},
+            {"environment": {"use": "code_for_tests:Board", "with": {"fail": "hang"}, "timeout": 0.05}},
             "environment_timeout", "environment", "PENDING",
         ),
-        ({"environment": {"use": "worlds_for_tests:World", "with": {"fail": "score"}}}, "environment_error", "environment", "DONE"),
-        ({"user": {"use": "worlds_for_tests:Critic", "with": {"fail": "raise"}}}, "user_error", "user", "AWAITING_USER_FEEDBACK"),
-        ({"user": {"use": "worlds_for_tests:Critic", "with": {"fail": "empty"}}}, "user_bad_reply", "user", "AWAITING_USER_FEEDBACK"),
-        ({"user": {"use": "worlds_for_tests:Critic", "with": {"fail": "nonsense"}}}, "user_bad_reply", "user", "AWAITING_USER_FEEDBACK"),
-        ({"user": {"use": "worlds_for_tests:Critic", "with": {"fail": "address"}}}, "ledger_error", "user", "AWAITING_USER_FEEDBACK"),
+        ({"environment": {"use": "code_for_tests:Board", "with": {"fail": "score"}}}, "environment_error", "environment", "DONE"),
+        ({"user": {"use": "code_for_tests:Critic", "with": {"fail": "raise"}}}, "user_error", "user", "AWAITING_USER_FEEDBACK"),
+        ({"user": {"use": "code_for_tests:Critic", "with": {"fail": "empty"}}}, "user_bad_reply", "user", "AWAITING_USER_FEEDBACK"),
+        ({"user": {"use": "code_for_tests:Critic", "with": {"fail": "nonsense"}}}, "user_bad_reply", "user", "AWAITING_USER_FEEDBACK"),
+        ({"user": {"use": "code_for_tests:Critic", "with": {"fail": "address"}}}, "ledger_error", "user", "AWAITING_USER_FEEDBACK"),
         (
-            {"user": {"use": "worlds_for_tests:Critic", "with": {"fail": "hang"}, "timeout": 0.05}},
+            {"user": {"use": "code_for_tests:Critic", "with": {"fail": "hang"}, "timeout": 0.05}},
             "user_timeout", "user", "AWAITING_USER_FEEDBACK",
         ),
         (
@@ -113,7 +113,7 @@ async def test_failures_are_typed_and_end_only_their_episode(make_spec, run_spec
     assert not ran.only.outcome.trainable
     assert ran.only.outcome.state == "DONE"
     assert ran.result.faults == []
-    assert worlds.CALLS["closed"] == worlds.CALLS["built"]
+    assert spec_code.CALLS["closed"] == spec_code.CALLS["built"]
 
 
 async def test_one_bad_task_stops_no_other(make_spec, run_spec) -> None:
@@ -122,14 +122,14 @@ async def test_one_bad_task_stops_no_other(make_spec, run_spec) -> None:
         make_spec(
             ["It is 42."],
             tasks={"rows": rows},
-            environment={"use": "worlds_for_tests:World"},
+            environment={"use": "code_for_tests:Board"},
             rollout={"samples_per_task": 2},
         )
     )
     outcomes = {key: trajectory.outcome.failure for key, trajectory in ran.trajectories.items()}
     assert len(outcomes) == 16
     assert {key for key, failure in outcomes.items() if failure} == {"t3/0", "t3/1"}
-    assert worlds.CALLS["closed"] == 16
+    assert spec_code.CALLS["closed"] == 16
 
 
 async def test_a_backend_error_is_a_failure_of_that_episode(make_spec, run_spec) -> None:
@@ -187,7 +187,7 @@ async def test_a_malformed_call_is_answered_in_the_users_place(make_spec, run_sp
     assert said.role == "user"
     assert said.text.startswith("Your tool call could not be read: ")
     assert said.text.endswith("No tool was called. Write the call again in the format that you were given.")
-    assert worlds.CALLS["asked"] == 1
+    assert spec_code.CALLS["asked"] == 1
     assert [step[1] for step in ran.only.path] == ["ready", "malformed", "feedback", "answered", "satisfied"]
 
 
@@ -202,7 +202,7 @@ async def test_a_malformed_call_is_answered_with_the_specs_own_parts(make_spec, 
 async def test_what_the_user_finds_is_said_in_the_specs_words(make_spec, run_spec) -> None:
     spec = make_spec(
         ["It is 41.", "Hm.", "It is 42."],
-        user={"use": "worlds_for_tests:Examiner"},
+        user={"use": "code_for_tests:Examiner"},
         recover={"wrong": "{{said}} is wrong, {{task.id}}."},
     )
     ran = await run_spec(spec)
@@ -214,7 +214,7 @@ async def test_what_the_user_finds_is_said_in_the_specs_words(make_spec, run_spe
 
 
 async def test_a_template_that_names_no_field_of_the_users_fails_that_episode(make_spec, run_spec) -> None:
-    spec = make_spec(["It is 41."], user={"use": "worlds_for_tests:Examiner"}, recover={"wrong": "{{sad}}"})
+    spec = make_spec(["It is 41."], user={"use": "code_for_tests:Examiner"}, recover={"wrong": "{{sad}}"})
     failure = (await run_spec(spec)).only.outcome.failure
     assert (failure.blame, failure.kind) == ("spec", "template_error")
     assert failure.message == "the template names `{{sad}}`, which is no field here; did you mean `said`?"
@@ -222,7 +222,7 @@ async def test_a_template_that_names_no_field_of_the_users_fails_that_episode(ma
 
 async def test_a_tools_fact_solves_the_task(make_spec, run_spec) -> None:
     ran = await run_spec(
-        make_spec([call("crack"), "Done."], tools=[{"use": "worlds_for_tests:crack"}], user=None, machine="tools")
+        make_spec([call("crack"), "Done."], tools=[{"use": "code_for_tests:crack"}], user=None, machine="tools")
     )
     assert ran.only.outcome.solved
 
@@ -247,7 +247,7 @@ async def test_a_waiting_tool_holds_no_generation_slot(make_spec, run_spec) -> N
         )
     )
     assert len(ran.trajectories) == 6
-    assert worlds.MAX_ACTIVE["wait"] == 6  # all wait at once, though only one may generate at a time
+    assert spec_code.MAX_ACTIVE["wait"] == 6  # all wait at once, though only one may generate at a time
 
 
 async def test_no_more_episodes_are_alive_than_allowed(make_spec, run_spec) -> None:
@@ -255,13 +255,13 @@ async def test_no_more_episodes_are_alive_than_allowed(make_spec, run_spec) -> N
     await run_spec(
         make_spec([call("wait", seconds=0.05), "It is 42."], tasks={"rows": rows}, rollout={"live_episodes": 2})
     )
-    assert worlds.MAX_ACTIVE["wait"] == 2
+    assert spec_code.MAX_ACTIVE["wait"] == 2
 
 
 async def test_states_and_actions_of_a_specs_own(make_spec, run_spec) -> None:
     machine = {
         "preset": "single_turn",
-        "states": {"MEASURING": {"action": "worlds_for_tests:measure", "with": {"most": 3}}},
+        "states": {"MEASURING": {"action": "code_for_tests:measure", "with": {"most": 3}}},
         "transitions": [
             {"trigger": "answered", "source": "GENERATING", "dest": "MEASURING"},
             {"trigger": "short", "source": "MEASURING", "dest": "GENERATING"},
@@ -303,7 +303,7 @@ STEPPING = {
 async def test_an_environment_that_steps(make_spec, run_spec) -> None:
     ran = await run_spec(
         make_spec(
-            ["left", "right"], machine=STEPPING, environment={"use": "worlds_for_tests:World"}, user=None, tools=None
+            ["left", "right"], machine=STEPPING, environment={"use": "code_for_tests:Board"}, user=None, tools=None
         )
     )
     trajectory = ran.only
@@ -318,7 +318,7 @@ async def test_a_step_is_held_to_what_it_declares(make_spec, run_spec, fail) -> 
         make_spec(
             ["left"],
             machine=STEPPING,
-            environment={"use": "worlds_for_tests:World", "with": {"fail": fail}},
+            environment={"use": "code_for_tests:Board", "with": {"fail": fail}},
             user=None,
             tools=None,
         )
@@ -348,7 +348,7 @@ async def test_an_unbounded_machine_is_stopped(make_spec, run_spec, monkeypatch)
     monkeypatch.setattr("engine.executor.MAX_STEPS", 20)
     machine = {
         "initial": "A",
-        "states": {"A": {"action": "worlds_for_tests:measure"}, "DONE": {"final": True}},
+        "states": {"A": {"action": "code_for_tests:measure"}, "DONE": {"final": True}},
         "transitions": [
             {"trigger": ["short", "long"], "source": "A", "dest": "A"},
             {"trigger": ["failed", "limit"], "source": "A", "dest": "DONE"},
@@ -374,15 +374,15 @@ async def test_replay_rebuilds_the_same_bytes(make_spec, run_spec) -> None:
         make_spec(
             [ADD, "<tool_call>{", "no", "It is 42."],
             tasks={"rows": rows},
-            environment={"use": "worlds_for_tests:World"},
+            environment={"use": "code_for_tests:Board"},
         )
     )
     replayer = Replayer(ran.loaded, ran.form, ran.store)
-    worlds.CALLS.clear()
+    spec_code.CALLS.clear()
     for trajectory in ran.trajectories.values():
         assert (await replayer.check(trajectory, ran.store.task(trajectory.task_id))).difference is None
     replayer.close()
-    assert worlds.CALLS["reset"] == worlds.CALLS["asked"] == worlds.CALLS["add"] == 0
+    assert spec_code.CALLS["reset"] == spec_code.CALLS["asked"] == spec_code.CALLS["add"] == 0
 
 
 async def test_replay_tells_the_first_difference(make_spec, run_spec) -> None:
@@ -397,7 +397,7 @@ async def test_replay_tells_the_first_difference(make_spec, run_spec) -> None:
 
 
 async def stop_when(stop: asyncio.Event, condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  (it looks at counters of worlds in other threads)
+    while not condition():  # noqa: ASYNC110  (it looks at counters of code in other threads)
         await asyncio.sleep(0.005)
     stop.set()
 
@@ -409,11 +409,13 @@ async def test_stopping_leaves_what_is_finished_and_resume_does_the_rest(make_sp
     whole = await run_spec(path)
 
     stop = asyncio.Event()
-    part, _ = await asyncio.gather(run_spec(path, stop=stop), stop_when(stop, lambda: worlds.CALLS["asked"] > 12 + 4))
+    part, _ = await asyncio.gather(
+        run_spec(path, stop=stop), stop_when(stop, lambda: spec_code.CALLS["asked"] > 12 + 4)
+    )
     done = set(part.trajectories)
     assert part.result.interrupted
     assert len(done) < 6
-    worlds.CALLS.clear()
+    spec_code.CALLS.clear()
 
     store = RunStore.open(part.store.folder)
     kept = {key: store.journal(key) for key in store.current_states()}
@@ -435,17 +437,17 @@ async def test_stopping_leaves_what_is_finished_and_resume_does_the_rest(make_sp
 async def test_effects_say_what_a_resume_may_do(make_spec, run_spec, effects, resets, attempts) -> None:
     path = make_spec(
         [call("wait", seconds=0.3), "It is 42."],
-        environment={"use": "worlds_for_tests:World", "effects": effects},
+        environment={"use": "code_for_tests:Board", "effects": effects},
     )
     stop = asyncio.Event()
-    part, _ = await asyncio.gather(run_spec(path, stop=stop), stop_when(stop, lambda: worlds.ACTIVE["wait"] > 0))
+    part, _ = await asyncio.gather(run_spec(path, stop=stop), stop_when(stop, lambda: spec_code.ACTIVE["wait"] > 0))
     assert part.result.summary.episodes == 0
 
     store = RunStore.open(part.store.folder)
     backend = open_backend(part.loaded, part.form)
     result = await Runner(part.loaded, load_tasks(part.loaded), part.form, backend, store).run()
     assert result.summary.solved == 1
-    assert worlds.CALLS["reset"] == resets
+    assert spec_code.CALLS["reset"] == resets
     assert store.episode("a/0").attempt == attempts - 1
     store.close()
 
@@ -458,7 +460,7 @@ async def test_arguments_that_json_cannot_hold_are_no_fault(make_spec, run_spec,
         make_spec(
             [f"<call>{written}</call>", "It is 42."],
             model={"tool_calls": "plain"},
-            tools=[{"use": "worlds_for_tests:count"}],
+            tools=[{"use": "code_for_tests:count"}],
         )
     )
     assert ran.result.faults == []
@@ -466,7 +468,7 @@ async def test_arguments_that_json_cannot_hold_are_no_fault(make_spec, run_spec,
 
 
 async def test_facts_that_json_cannot_hold_are_the_users_fault(make_spec, run_spec) -> None:
-    ran = await run_spec(make_spec(["no"], user={"use": "worlds_for_tests:Critic", "with": {"fail": "facts"}}))
+    ran = await run_spec(make_spec(["no"], user={"use": "code_for_tests:Critic", "with": {"fail": "facts"}}))
     failure = ran.only.outcome.failure
     assert failure is not None
     assert (failure.kind, failure.blame) == ("not_json", "user")
@@ -484,12 +486,12 @@ async def test_facts_that_json_cannot_hold_are_the_users_fault(make_spec, run_sp
     ],
 )
 async def test_more_rewards_than_one_answer_may_hold_are_refused(make_spec, run_spec, count, turn, words) -> None:
-    scorer = {"use": "worlds_for_tests:generous", "with": {"count": count, "turn": turn}}
+    scorer = {"use": "code_for_tests:generous", "with": {"count": count, "turn": turn}}
     path = make_spec(
         ["no"] * 11,
         rewards={"scorer": scorer},
         limits={"user_turns": 20, "assistant_turns": 11},
-        user={"use": "worlds_for_tests:Critic"},
+        user={"use": "code_for_tests:Critic"},
     )
     ran = await run_spec(path)
     failure = ran.only.outcome.failure

@@ -13,7 +13,7 @@ from engine.runner.replay import Replayer
 from engine.schemas.generation import GenerateRequest
 
 ROOT = Path(engine.__file__).parent
-BUILT_BY_THE_FACTORY = ("RoleModels", "Episode", "Executor", "Services", "WorldBuilder")
+BUILT_BY_THE_FACTORY = ("RoleModels", "Episode", "Executor", "Services", "ObjectBuilder")
 
 
 @pytest.mark.parametrize("name", BUILT_BY_THE_FACTORY)

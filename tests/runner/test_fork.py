@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import worlds_for_tests as worlds
+import code_for_tests as spec_code
 from endings import ONE, filled
 from stopping import Resumed, content, dead_after
 
@@ -18,10 +18,10 @@ TALK = ["no", "still no", "It is 42."]
 
 
 async def source_of(make_spec: Any, tmp_path: Path, replies: Any = TALK, **changes: Any) -> Resumed:
-    """A finished run in `tmp_path / "whole"`; what its worlds were asked is forgotten."""
+    """A finished run in `tmp_path / "whole"`; the counts of its calls are cleared."""
     resumed = Resumed(make_spec(replies, rewards=ONE, **changes))
     await resumed.run(tmp_path / "whole")
-    worlds.CALLS.clear()
+    spec_code.CALLS.clear()
     return resumed
 
 
@@ -55,9 +55,9 @@ async def test_a_fork_stopped_at_any_commit_shares_the_same(make_spec: Any, tmp_
             assert (store.header.fork.run, store.header.fork.turn) == (wanted.run_id, 1)
         assert content(trajectory) == content(wanted)
         assert await resumed.differences(place / "fork") == []
-        assert worlds.CALLS["asked"] <= 4  # twice in each of two attempts at most: never for what is shared
+        assert spec_code.CALLS["asked"] <= 4  # twice in each of two attempts at most: never for what is shared
         if whole:
-            assert (worlds.CALLS["asked"], worlds.CALLS["one"]) == (2, 1)
+            assert (spec_code.CALLS["asked"], spec_code.CALLS["one"]) == (2, 1)
             return
     raise AssertionError("more than 40 commits")
 
@@ -67,7 +67,7 @@ async def test_an_episode_that_never_came_to_the_turn_is_taken_over_whole(make_s
     assert (await resumed.run(tmp_path / "fork")).faults == []
     with resumed.store(tmp_path / "fork") as store, resumed.store(tmp_path / "whole") as source:
         assert [content(each) for each in store.trajectories()] == [content(each) for each in source.trajectories()]
-    assert worlds.CALLS == {}
+    assert spec_code.CALLS == {}
 
 
 async def test_what_was_called_outside_cannot_be_shared(make_spec: Any, tmp_path: Path) -> None:
@@ -89,23 +89,23 @@ async def test_what_was_called_outside_cannot_be_shared(make_spec: Any, tmp_path
 async def test_a_fork_that_begins_anew_begins_at_its_turn(make_spec: Any, tmp_path: Path) -> None:
     """Stopped inside of an external call behind the fork's turn: what is shared is kept."""
     drive = {"tool_calls": [{"name": "Odometer", "arguments": {"miles": 3}}]}
-    tools = [{"use": "worlds_for_tests:Odometer", "with": {"log": str(tmp_path / "log")}, "effects": "external"}]
+    tools = [{"use": "code_for_tests:Odometer", "with": {"log": str(tmp_path / "log")}, "effects": "external"}]
     resumed = forked(await source_of(make_spec, tmp_path, ["no", drive, "It is 42."], tools=tools), tmp_path, 1)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def strike() -> None:
         loop.call_soon_threadsafe(stop.set)
-        worlds.GATE.wait(5)
+        spec_code.GATE.wait(5)
 
-    worlds.ON_CALL.append(strike)
+    spec_code.ON_CALL.append(strike)
     await resumed.run(tmp_path / "fork", stop)
-    worlds.GATE.set()
-    worlds.ON_CALL.clear()
-    worlds.CALLS.clear()
+    spec_code.GATE.set()
+    spec_code.ON_CALL.clear()
+    spec_code.CALLS.clear()
     assert (await resumed.run(tmp_path / "fork")).faults == []
     with resumed.store(tmp_path / "fork") as store, resumed.store(tmp_path / "whole") as source:
         assert store.episode("a/0").attempt == 1
         assert [content(each) for each in store.trajectories()] == [content(each) for each in source.trajectories()]
         assert [each.at for each in store.journal("a/0")[:3]] == [each.at for each in source.journal("a/0")[:3]]
-    assert worlds.CALLS["asked"] == 1  # after turn 2; what it said after turn 0 is shared
+    assert spec_code.CALLS["asked"] == 1  # after turn 2; what it said after turn 0 is shared

@@ -1,4 +1,4 @@
-"""Whatever a model or a world writes: the episode ends, and the run can be shown, resumed, replayed and exported."""
+"""Whatever a model or a spec's code returns: the episode ends, and the run can be shown, resumed, replayed and exported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import hostile_worlds
+import hostile_code
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -56,7 +56,7 @@ def shared(levels: int) -> Any:
     return value
 
 
-# ---- what worlds answer: Python values, built from recipes that Hypothesis can print
+# ---- answers of a spec's code: Python values, built from recipes that Hypothesis can print
 
 LEAVES = (
     2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 2**64, 10**4299, -(10**5000),
@@ -112,9 +112,9 @@ def make_run(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path)
             "tasks": {"source": "inline", "rows": tasks, "id": "id"},
             "prompt": [{"role": "user", "content": "Go."}],
             "limits": {"assistant_turns": 3, "turn_tokens": 100_000},
-            "environment": {"use": "hostile_worlds:World"},
-            "tools": [{"use": "hostile_worlds:tell"}, {"use": "hostile_worlds:take"}],
-            "user": {"use": "hostile_worlds:Listener"},
+            "environment": {"use": "hostile_code:Board"},
+            "tools": [{"use": "hostile_code:tell"}, {"use": "hostile_code:take"}],
+            "user": {"use": "hostile_code:Listener"},
             **changes,
         }
         (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
@@ -167,12 +167,12 @@ TELL = '<tool_call>{"name": "tell", "arguments": {}}</tool_call>'
 @pytest.mark.slow
 @settings(max_examples=3, phases=NO_SHRINKING, suppress_health_check=list(HealthCheck))
 @given(answers=st.lists(recipes, min_size=10, max_size=10, unique=True))
-async def test_a_world_may_answer_anything(make_run: Any, answers: list[Any]) -> None:
+async def test_code_may_answer_anything(make_run: Any, answers: list[Any]) -> None:
     places = {
         f"{place}:{n}": (place, value) for n, value in enumerate(map(made, answers)) for place in (*PLACES, *ENDS)
     }
-    hostile_worlds.ANSWERS.clear()
-    hostile_worlds.ANSWERS.update({name: value for name, (_, value) in places.items()})
+    hostile_code.ANSWERS.clear()
+    hostile_code.ANSWERS.update({name: value for name, (_, value) in places.items()})
     tasks = [{"id": name, "place": place} for name, (place, _) in places.items()]
     replies = [TELL, "done", "done"]
     found = await read_everything(await make_run(tasks, replies))
@@ -219,9 +219,9 @@ def test_a_task_row_that_cannot_be_stored_is_refused_before_the_run(row: Any, tm
     from engine.errors import SpecError
 
     spec = {"spec": "episode/v1", "name": "x", "model": {"path": "smollm2-135m-instruct"}, "backend": {"kind": "local"}}
-    spec |= {"tasks": {"source": "python", "use": "hostile_worlds:rows"}, "prompt": [{"role": "user", "content": "x"}]}
+    spec |= {"tasks": {"source": "python", "use": "hostile_code:rows"}, "prompt": [{"role": "user", "content": "x"}]}
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
-    hostile_worlds.ROWS[:] = [{"fine": 1}, row]
+    hostile_code.ROWS[:] = [{"fine": 1}, row]
     with pytest.raises(SpecError, match="row 2 cannot be stored: `a") as caught:
         load_tasks(load_spec(tmp_path / "spec.yaml"))
     assert caught.value.diagnostics[0].rule == "tasks.bad-row"

@@ -1,4 +1,4 @@
-"""Long texts of a world: tokenised beside the event loop, and refused by their length where they cannot fit."""
+"""Long texts of an environment: tokenised beside the event loop, and refused by their length where they cannot fit."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import code_for_tests as spec_code
 import pytest
-import worlds_for_tests as worlds
 from transformers import AutoTokenizer
 
 from engine.actions.generate import LONG_TEXT
@@ -34,7 +34,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 def telling(make_spec: Any, characters: int, **changes: Any) -> Any:
     call = {"tool_calls": [{"name": "tell", "arguments": {"characters": characters}}]}
-    tools = [{"use": "worlds_for_tests:tell"}]
+    tools = [{"use": "code_for_tests:tell"}]
     model = {"context": changes.pop("context", 1_000_000)}
     return make_spec([call, "It is 41.", "It is 42."], tools=tools, model=model, **changes)
 
@@ -63,7 +63,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenised(make_spec, run_spec, enco
     assert (ran.only.outcome.limit, ran.only.outcome.failure) == (limit, None)
     assert encoded == []
     assert len(ran.only.turns) == 1
-    assert worlds.CALLS["tell"] == 1
+    assert spec_code.CALLS["tell"] == 1
 
 
 async def test_replays_of_both_are_the_same(make_spec, run_spec) -> None:

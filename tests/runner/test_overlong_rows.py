@@ -61,7 +61,7 @@ def test_the_border_is_exact(spec: Any) -> None:
 
 def test_the_schemas_of_tools_count(spec: Any) -> None:
     limits = {"episode_tokens": 300, "turn_tokens": 32}
-    tools = [{"use": f"worlds_for_tests:{tool}"} for tool in ("add", "wait", "explode", "hang", "pay")]
+    tools = [{"use": f"code_for_tests:{tool}"} for tool in ("add", "wait", "explode", "hang", "pay")]
     assert len(kept(spec("drop", limits | {"episode_tokens": 2_000}, tools=tools, machine="tools"))[0]) == 5
     with pytest.raises(SpecError, match="5 of 5 tasks"):
         kept(spec("drop", limits, tools=tools, machine="tools"))

@@ -6,8 +6,8 @@ import sqlite3
 import time
 from typing import Any
 
+import code_for_tests as spec_code
 import pytest
-import worlds_for_tests as worlds
 
 from engine.errors import StoreError
 from engine.store.writer import Writer
@@ -47,8 +47,8 @@ async def test_a_pure_tool_is_called_at_once_and_others_and_users_when_all_is_du
 ) -> None:
     journal = SlowJournal(monkeypatch)
     seen: list[int] = []
-    worlds.ON_CALL.append(lambda: seen.append(journal.durable))
-    tools = [{"use": "worlds_for_tests:add", "effects": effects}]
+    spec_code.ON_CALL.append(lambda: seen.append(journal.durable))
+    tools = [{"use": "code_for_tests:add", "effects": effects}]
     ran = await run_spec(make_spec([ADD, "It is 41.", "It is 42."], tools=tools))
     assert ran.only.outcome.solved
     # reset and reply, [tool], results and reply, [user], feedback and reply, [user]
@@ -72,7 +72,7 @@ async def test_what_cannot_be_written_down_ends_the_run_within_a_turn(make_spec,
         await run_spec(path)
     assert journal.durable <= seq
     assert max(handed for _, handed, _ in journal.handed) <= seq + 1
-    assert worlds.CALLS["add"] <= seq // 2 + 1
+    assert spec_code.CALLS["add"] <= seq // 2 + 1
 
 
 async def test_limits_hold_where_an_episode_has_all_the_time_there_is(make_spec, run_spec) -> None:

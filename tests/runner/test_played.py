@@ -74,7 +74,7 @@ async def test_nothing_that_the_users_model_samples_is_trained(make_spec, run_sp
         ("MOOD=1.2.3 hm", {}, "user_bad_reply"),
         ("Hm.", {"prompt": [{"role": "system", "content": "word " * 400}], "model": {"context": 300}}, "user_context_overflow"),
         ("Hm.", {"prompt": [{"role": "system", "content": "{{task.nothing}}"}]}, "template_error"),
-        ("Hm.", {"grader": {"use": "worlds_for_tests:Critic", "with": {"fail": "raise"}}}, "user_error"),
+        ("Hm.", {"grader": {"use": "code_for_tests:Critic", "with": {"fail": "raise"}}}, "user_error"),
     ],
 )  # fmt: skip
 async def test_what_the_users_model_does_wrong_is_blamed_on_it(
@@ -121,7 +121,7 @@ async def test_an_answer_of_the_users_model_is_cut_where_it_may_not_be_longer(ma
 async def test_a_grader_decides_and_the_model_finds_the_words(make_spec, run_spec) -> None:
     user = played(
         ["I am afraid it is not."],
-        grader={"use": "worlds_for_tests:Critic"},
+        grader={"use": "code_for_tests:Critic"},
         prompt=[{"role": "user", "content": "Say in your own words, {{turn}}: {{verdict}} They said: {{reply}}"}],
         marks=None,
     )
@@ -137,7 +137,7 @@ async def test_a_grader_decides_and_the_model_finds_the_words(make_spec, run_spe
 async def test_several_users_are_chosen_by_task(make_spec, run_spec) -> None:
     rows = [{"id": "a", "who": "strict"}, {"id": "b", "who": "played"}, {"id": "c", "who": "strict"}]
     users = {
-        "strict": {"use": "worlds_for_tests:Critic"},
+        "strict": {"use": "code_for_tests:Critic"},
         "played": played(["Fine. [DONE]"], prompt=[{"role": "system", "content": "You are easy to please."}]),
     }
     tasks = {"rows": rows, "user": "who"}

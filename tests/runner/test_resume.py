@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import code_for_tests as spec_code
 import pytest
-import worlds_for_tests as worlds
 from endings import CASES, ONCE, ONE, filled
 from slow_cases import slow_but
 from stopping import Resumed, content
@@ -21,7 +21,7 @@ from engine.store import RunHeader, RunStore, list_runs
 
 MAX_COMMITS = 60
 SIDE = ("an external tool", "the environment is external", "an external user")
-"""Cases whose every call is logged and of an external world."""
+"""Cases whose every call is logged and of an external environment."""
 
 
 PAID: dict[str, Any] = {"user": None, "tools": None, "machine": "single_turn", "rewards": ONE}
@@ -153,12 +153,12 @@ async def test_a_call_that_may_have_been_made_is_not_made_again_in_its_attempt(m
 
     def strike() -> None:
         loop.call_soon_threadsafe(stop.set)
-        worlds.GATE.wait(5)  # it has driven, and nobody hears of it
+        spec_code.GATE.wait(5)  # it has driven, and nobody hears of it
 
-    worlds.ON_CALL.append(strike)
+    spec_code.ON_CALL.append(strike)
     await resumed.run(tmp_path / "runs", stop)
-    worlds.GATE.set()
-    worlds.ON_CALL.clear()
+    spec_code.GATE.set()
+    spec_code.ON_CALL.clear()
     assert lines(log) == ["drove 3"]
     await resumed.run(tmp_path / "runs")
     with resumed.store(tmp_path / "runs") as store:
@@ -177,7 +177,7 @@ async def test_who_waits_to_be_finished_is_finished_when_the_run_is_interrupted(
     finish = RunStore.finish
 
     async def slow(*arguments: Any) -> None:
-        while worlds.CALLS["one"] < 8:  # noqa: ASYNC110  (counted in other threads)
+        while spec_code.CALLS["one"] < 8:  # noqa: ASYNC110  (counted in other threads)
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)  # all wait now, but one
         stop.set()
@@ -186,7 +186,7 @@ async def test_who_waits_to_be_finished_is_finished_when_the_run_is_interrupted(
 
     monkeypatch.setattr(RunStore, "finish", slow)
     await resumed.run(tmp_path / "runs", stop)
-    assert worlds.CALLS["one"] == 8
+    assert spec_code.CALLS["one"] == 8
     with resumed.store(tmp_path / "runs") as store:
         # The one that was in `slow` when it was cancelled is lost, as with any exception; the others waited.
         assert len(store.finished()) == 7
@@ -233,7 +233,7 @@ async def test_what_the_journal_says_has_ended_is_only_finished(
     await copied(
         resumed, tmp_path / "whole", tmp_path / "old", extra if case != "a final state without an action" else 0
     )
-    worlds.CALLS.clear()
+    spec_code.CALLS.clear()
     result = await resumed.run(tmp_path / "old")
     assert result.faults == []
     with resumed.store(tmp_path / "old") as store:
@@ -242,7 +242,7 @@ async def test_what_the_journal_says_has_ended_is_only_finished(
     assert content(trajectory) == wanted
     assert await resumed.differences(tmp_path / "old") == []
     assert lines(log) == []
-    assert {name: count for name, count in worlds.CALLS.items() if name not in ("built", "closed")} == {}
+    assert {name: count for name, count in spec_code.CALLS.items() if name not in ("built", "closed")} == {}
 
 
 async def test_an_ended_episode_whose_objects_cannot_be_built_stays_ended(make_spec: Any, tmp_path: Path) -> None:
@@ -255,10 +255,10 @@ async def test_an_ended_episode_whose_objects_cannot_be_built_stays_ended(make_s
     broken = Resumed(
         make_spec(replies, **{**changes, "environment": {**changes["environment"], "with": {"fail": "build"}}})
     )
-    worlds.CALLS.clear()
+    spec_code.CALLS.clear()
     (fault,) = (await broken.run(tmp_path / "old")).faults
     assert "it has ended, but its objects cannot be built to finish it" in fault
-    assert worlds.CALLS == {}
+    assert spec_code.CALLS == {}
     assert (await resumed.run(tmp_path / "old")).faults == []
     with resumed.store(tmp_path / "old") as store:
         (trajectory,) = store.trajectories()
@@ -279,7 +279,7 @@ async def test_an_end_that_cannot_be_written_is_not_performed_again(
     assert "no row can be made of it" in fault
     monkeypatch.setattr(RunStore, "finish", finish)
     assert (await resumed.run(tmp_path / "runs")).faults == []
-    assert worlds.CALLS["one"] == 1
+    assert spec_code.CALLS["one"] == 1
     with resumed.store(tmp_path / "runs") as store:
         assert [row.reward for row in store.episodes()] == [1.0]
 

@@ -13,7 +13,7 @@ import pytest
 from engine.runner.replay import Replayer
 from engine.store.export import export_rows
 
-WORLD = '''
+SPEC_CODE = '''
 from engine.schemas.environment import ToolReply, UserTurn
 from engine.schemas.reward import RewardEvent
 
@@ -34,10 +34,10 @@ class Reader:
 
 
 @pytest.fixture
-def worlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "rewarding_worlds.py").write_text(WORLD)
+def spec_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rewarding_code.py").write_text(SPEC_CODE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("rewarding_worlds", None)
+    sys.modules.pop("rewarding_code", None)
 
 
 def calls(*values: float) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def cases(*samples: list[Any]) -> list[dict[str, Any]]:
     return [{"task": "a", "sample": number, "replies": replies} for number, replies in enumerate(samples)]
 
 
-BUYS: dict[str, Any] = {"tools": [{"use": "rewarding_worlds:buy"}], "user": {"use": "rewarding_worlds:Reader"}}
+BUYS: dict[str, Any] = {"tools": [{"use": "rewarding_code:buy"}], "user": {"use": "rewarding_code:Reader"}}
 
 
 def rewarded(row: Any, form: Any, turn: int = 0) -> list[tuple[str, float]]:
@@ -62,7 +62,7 @@ def rewarded(row: Any, form: Any, turn: int = 0) -> list[tuple[str, float]]:
     ]
 
 
-async def test_two_parallel_calls_of_opposite_worth(worlds: None, make_spec: Any, run_spec: Any) -> None:
+async def test_two_parallel_calls_of_opposite_worth(spec_code: None, make_spec: Any, run_spec: Any) -> None:
     script = cases([calls(1.0, -1.0), "ok"], [calls(0.0, 0.0), "ok"])
     credit = {"method": "outcome"}
     ran = await run_spec(
@@ -83,7 +83,7 @@ async def test_two_parallel_calls_of_opposite_worth(worlds: None, make_spec: Any
     assert rows[0]["token_rewards"][rows[0]["token_rewards"] != 0].tolist() == [1.25, -1.0]
 
 
-async def test_parts_are_stored_and_replayed(worlds: None, make_spec: Any, run_spec: Any) -> None:
+async def test_parts_are_stored_and_replayed(spec_code: None, make_spec: Any, run_spec: Any) -> None:
     ran = await run_spec(make_spec([calls(1.0, -1.0), "all fine here"], **BUYS))
     postings = ran.only.postings
     assert [(one.turn, one.name, one.delta, one.call) for one in postings] == [
@@ -106,7 +106,7 @@ async def test_parts_are_stored_and_replayed(worlds: None, make_spec: Any, run_s
 
 @pytest.mark.parametrize("part", [{"call": 2}, {"call": "call_5_0"}, {"text": "absent"}, {"tokens": [3, 9000]}])
 async def test_a_part_that_a_turn_does_not_have_is_named(
-    worlds: None, make_spec: Any, run_spec: Any, part: dict[str, Any]
+    spec_code: None, make_spec: Any, run_spec: Any, part: dict[str, Any]
 ) -> None:
     rules = [{"at": "AWAITING_TOOL", "op": "add", "value": 1.0, "part": part}]
     ran = await run_spec(
@@ -118,7 +118,7 @@ async def test_a_part_that_a_turn_does_not_have_is_named(
     assert "turn 0 ha" in failure.message
 
 
-async def test_rules_move_rewards_between_calls(worlds: None, make_spec: Any, run_spec: Any) -> None:
+async def test_rules_move_rewards_between_calls(spec_code: None, make_spec: Any, run_spec: Any) -> None:
     rules = [
         {
             "at": "AWAITING_TOOL",

@@ -16,7 +16,7 @@ async def test_only_the_author_and_the_template_write_special_tokens(make_spec, 
     ran = await run_spec(
         make_spec(
             [CALL, "It is 41.", "It is 42."],
-            tools=[{"use": "worlds_for_tests:attack"}],
+            tools=[{"use": "code_for_tests:attack"}],
             tasks={"rows": [{"id": "a", "q": f"Q {ATTACK}"}]},
             prompt=[{"role": "user", "content": "<|im_start|>{{q}}"}],
             model={"allow_special": allow},

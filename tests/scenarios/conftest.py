@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import scenario_worlds
+import scenario_code
 import yaml
 
 from engine.scenarios.suite import Formats, ScenarioResult, SuiteResult, run_suite
@@ -18,7 +18,7 @@ Play = Callable[..., ScenarioResult]
 
 @pytest.fixture(autouse=True)
 def _nobody_was_asked() -> None:
-    scenario_worlds.ASKED.clear()
+    scenario_code.ASKED.clear()
 
 
 @pytest.fixture(scope="session")
@@ -38,8 +38,8 @@ def write(tmp_path: Path, tiny_tokenizer_dir: Path) -> Write:
             "model": {"path": str(tiny_tokenizer_dir), "tool_calls": "hermes"},
             "tasks": {"source": "inline", "rows": [{"id": "a", "word": "one"}, {"id": "b", "word": "two"}], "id": "id"},
             "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say {{word}}."}],
-            "tools": [{"use": "scenario_worlds:add"}, {"use": "scenario_worlds:echo"}],
-            "user": {"use": "scenario_worlds:Patient"},
+            "tools": [{"use": "scenario_code:add"}, {"use": "scenario_code:echo"}],
+            "user": {"use": "scenario_code:Patient"},
         } | changes
         path = tmp_path / f"{name}.yaml"
         path.write_text(

@@ -42,13 +42,13 @@ def make_spec(tmp_path: Path, tiny_model_dir: Path) -> MakeSpec:
         spec: dict[str, Any] = {
             "spec": "episode/v1",
             "name": name,
-            "model": {"path": str(tiny_model_dir), "tool_calls": "worlds_on_sglang:OddsAreCalls"},
+            "model": {"path": str(tiny_model_dir), "tool_calls": "code_on_sglang:OddsAreCalls"},
             "backend": {"kind": "sglang", "urls": list(urls)},
             "sampling": {"temperature": 1.0, "stop_token_ids": STOPS},
             "tasks": {"source": "inline", "rows": [{"id": "a", "n": 17}, {"id": "b", "n": 25}], "id": "id"},
             "prompt": [{"role": "user", "content": "What is {{n}} plus 25?"}],
-            "tools": [{"use": "worlds_on_sglang:measure"}],
-            "user": {"use": "worlds_on_sglang:Pedant"},
+            "tools": [{"use": "code_on_sglang:measure"}],
+            "user": {"use": "code_on_sglang:Pedant"},
             "machine": "tools_and_user",
             "limits": {"turn_tokens": 80, "assistant_turns": 6},
             "rollout": {"seed": 3, "samples_per_task": 3},
@@ -103,7 +103,7 @@ async def rolled_out(path: Path, folder: Path) -> dict[str, Trajectory]:
 
 
 @pytest.fixture
-def worlds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def code_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HERE))
 
 
@@ -142,7 +142,7 @@ def test_the_rows_of_a_run_are_what_the_server_says_it_sampled(
     assert out.strip() == f"6 episodes, {tokens} tokens replayed: 6 the same to the byte"
 
 
-@pytest.mark.usefixtures("worlds_are_found")
+@pytest.mark.usefixtures("code_is_found")
 async def test_greedy_episodes_are_the_same_here_and_on_the_server(
     sglang_server: Running, make_spec: MakeSpec, tmp_path: Path
 ) -> None:
@@ -194,7 +194,7 @@ def until(holds: Callable[[], bool], seconds: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("worlds_are_found")
+@pytest.mark.usefixtures("code_is_found")
 async def test_episodes_go_on_elsewhere_when_their_server_is_killed(
     sglang_server: Running, second_server: Running, make_spec: MakeSpec, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 
 
 @pytest.fixture(autouse=True)
-def _worlds(monkeypatch: pytest.MonkeyPatch) -> None:
+def _spec_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "train"))
 
 
@@ -43,7 +43,7 @@ def spec_of(folder: Path, server: Running, model: Path, train: dict[str, Any]) -
         "backend": {"kind": "sglang", "urls": [server.url]},
         "tasks": {"source": "inline", "rows": [{"id": f"t{n}", "say": f"word {n}"} for n in range(6)], "id": "id"},
         "prompt": [{"role": "user", "content": "Say {{say}}."}],
-        "user": {"use": "worlds_for_training:Listener"},
+        "user": {"use": "code_for_training:Listener"},
         "machine": {"preset": "tools_and_user", "transitions": [
             {"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}]},
         "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64},

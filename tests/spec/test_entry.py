@@ -28,8 +28,8 @@ def test_a_dotted_attribute_is_followed() -> None:
 
 
 def test_the_specs_folder_is_on_the_path(tmp_path: Path) -> None:
-    (tmp_path / "world_beside_spec.py").write_text("class Env: pass\n")
-    assert load_entry("world_beside_spec:Env", tmp_path).__name__ == "Env"
+    (tmp_path / "code_beside_spec.py").write_text("class Env: pass\n")
+    assert load_entry("code_beside_spec:Env", tmp_path).__name__ == "Env"
 
 
 @pytest.mark.parametrize("on_the_path", [[], ["one"], ["one", "two"], ["two", "one"]])
@@ -44,14 +44,14 @@ def test_two_specs_each_get_their_own_modules(
         package.mkdir(parents=True)
         (package / "__init__.py").write_text(f"NAME = {name!r}\n")
         (tmp_path / name / f"helper_{tag}.py").write_text(f"NAME = {name!r}\n")
-        (tmp_path / name / f"world_{tag}.py").write_text(
+        (tmp_path / name / f"code_{tag}.py").write_text(
             f"from helper_{tag} import NAME as HELPED\nfrom kit_{tag} import NAME as KIT\nALL = ({name!r}, HELPED, KIT)\n"
         )
     for folder in on_the_path:
         monkeypatch.syspath_prepend(str(tmp_path / folder))
     monkeypatch.chdir(tmp_path / started_in)
     for name in ("one", "two", "one"):
-        assert load_entry(f"world_{tag}:ALL", tmp_path / name) == (name, name, name)
+        assert load_entry(f"code_{tag}:ALL", tmp_path / name) == (name, name, name)
 
 
 def test_a_file_beside_the_spec_never_replaces_pythons_own(tmp_path: Path) -> None:
@@ -64,10 +64,10 @@ def test_a_file_beside_the_spec_never_replaces_pythons_own(tmp_path: Path) -> No
 def test_a_namesake_in_another_specs_folder_does_not_stand_in(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "namesake_world.py").write_text(f"NAME = {name!r}\n")
-    assert load_entry("namesake_world:NAME", tmp_path / "one") == "one"
-    assert load_entry("namesake_world:NAME", tmp_path / "two") == "two"
-    assert load_entry("namesake_world:NAME", tmp_path / "one") == "one"
+        (tmp_path / name / "namesake_code.py").write_text(f"NAME = {name!r}\n")
+    assert load_entry("namesake_code:NAME", tmp_path / "one") == "one"
+    assert load_entry("namesake_code:NAME", tmp_path / "two") == "two"
+    assert load_entry("namesake_code:NAME", tmp_path / "one") == "one"
 
 
 def test_a_file_beside_the_spec_cannot_stand_in_for_the_standard_library(tmp_path: Path) -> None:

@@ -65,12 +65,12 @@ def test_a_name_that_a_module_may_have_is_no_mistake(name: str) -> None:
 @pytest.mark.parametrize(
     ("use", "files"),
     [
-        ("plain:Wrold", {"plain.py": "class World: ...\nimport os\n"}),
-        ("plain:World.stp", {"plain.py": "class World:\n    def step(self): ...\n"}),
-        ("nowhere_at_all:World", {}),
-        ("pack.none:World", {"pack/__init__.py": "", "pack/one.py": ""}),
-        ("plain.inner:World", {"plain.py": ""}),
-        ("broken:World", {"broken.py": "def (:\n"}),
+        ("plain:Baord", {"plain.py": "class Board: ...\nimport os\n"}),
+        ("plain:Board.stp", {"plain.py": "class Board:\n    def step(self): ...\n"}),
+        ("nowhere_at_all:Board", {}),
+        ("pack.none:Board", {"pack/__init__.py": "", "pack/one.py": ""}),
+        ("plain.inner:Board", {"plain.py": ""}),
+        ("broken:Board", {"broken.py": "def (:\n"}),
         ("no entry", {}),
         ("json:lods", {}),
         ("xml.domm:x", {}),
@@ -95,12 +95,12 @@ def test_what_is_said_is_what_importing_would_say(
 
 def test_modules_are_found_where_importing_finds_them() -> None:
     write("textwrap.py", HEAD)  # Python's own comes first
-    write("space/inner.py", "class World: ...\n" + HEAD)
+    write("space/inner.py", "class Board: ...\n" + HEAD)
     write("pack/__init__.py", HEAD)
-    write("pack/inner.py", "class World:\n    def step(self): ...\n" + HEAD)
+    write("pack/inner.py", "class Board:\n    def step(self): ...\n" + HEAD)
     assert isinstance(read("textwrap:dedent"), ast.FunctionDef)
-    assert isinstance(read("space.inner:World"), ast.ClassDef)
-    assert isinstance(read("pack.inner:World.step"), ast.FunctionDef)
+    assert isinstance(read("space.inner:Board"), ast.ClassDef)
+    assert isinstance(read("pack.inner:Board.step"), ast.FunctionDef)
     assert isinstance(read("engine.environments.arithmetic:Arithmetic"), ast.ClassDef)
     assert read("pack:inner") is None
     assert read("sys:path") is None  # it has no text
@@ -112,8 +112,8 @@ def test_what_cannot_be_read_as_text_is_no_mistake(tmp_path: Path) -> None:
     outside = tmp_path.parent / f"{tmp_path.name}-outside.txt"
     outside.write_text("not Python: [\n")
     Path("linked.py").symlink_to(outside)
-    assert read("huge:World") is None
-    assert read("linked:World") is None
+    assert read("huge:Board") is None
+    assert read("linked:Board") is None
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_a_source_that_raises_is_named_with_its_row() -> None:
         "s.yaml:4:30: error[tasks.python] `bad_source:rows` failed at row 2: KeyError: 'gone'"
     )
     assert failure("tasks: {source: python, use: 'bad_source:row'}\n") == (
-        "s.yaml:4:30: error[world.import] `bad_source` has no `row`; did you mean `rows`?"
+        "s.yaml:4:30: error[code.import] `bad_source` has no `row`; did you mean `rows`?"
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import StoreError, WorldError
+from engine.errors import SpecCodeError, StoreError
 from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.journal import (
@@ -105,9 +105,9 @@ def test_numpy_values_in_facts_become_plain_numbers() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), "\ud800", b"\xff", math.nan, [-math.inf], 2**63, {1: 2}])
-def test_what_json_cannot_say_is_the_worlds_fault(value: Any) -> None:
+def test_what_json_cannot_represent_is_the_fault_of_its_code(value: Any) -> None:
     record = UserRecord(turn=UserTurn(content="x", facts={"bad": value}))
-    with pytest.raises(WorldError, match="Facts, results and task fields must be JSON") as caught:
+    with pytest.raises(SpecCodeError, match="Facts, results and task fields must be JSON") as caught:
         codec.write_record(record)
     assert (caught.value.kind, caught.value.blame) == ("not_json", "user")
 

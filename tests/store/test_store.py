@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.errors import StoreError, WorldError
+from engine.errors import SpecCodeError, StoreError
 from engine.schemas.environment import UserTurn
 from engine.schemas.journal import JournalEntry, UserRecord
 from engine.store import RunStore
@@ -137,7 +137,7 @@ async def test_what_json_cannot_say_fails_its_own_episode_alone(store: RunStore,
     results = await asyncio.gather(
         store.append("t0/0", bad), store.append("t1/0", maker.entry(0)), return_exceptions=True
     )
-    assert isinstance(results[0], WorldError)
+    assert isinstance(results[0], SpecCodeError)
     assert results[1] is None
     await store.append("t0/0", maker.entry(0))
     assert len(store.journal("t0/0")) == len(store.journal("t1/0")) == 1

@@ -25,7 +25,7 @@ def train_spec(tmp_path: Path, tiny_model_dir: Path) -> Make:
             "tasks": {"source": "inline", "rows": [{"id": f"t{number}", "say": f"word {number}"} for number in range(6)],
                       "id": "id"},
             "prompt": [{"role": "user", "content": "Say {{say}}."}],
-            "user": {"use": "worlds_for_training:Listener"},
+            "user": {"use": "code_for_training:Listener"},
             "machine": {"preset": "tools_and_user", "transitions": [
                 {"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}]},
             "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64},

@@ -22,7 +22,7 @@ PROBE = [Message(role="user", content="Say word 1.")]
 
 def spec_with_user(train_spec: Any, train: dict[str, Any], **changes: Any) -> Path:
     user = {"prompt": [{"role": "user", "content": "{{reply}}"}], "turn_tokens": 4}
-    user |= {"grader": {"use": "worlds_for_training:Listener"}, **changes.pop("user", {})}
+    user |= {"grader": {"use": "code_for_training:Listener"}, **changes.pop("user", {})}
     made: Path = train_spec(
         train={"steps": 3, "tasks_per_step": 2, "optimizer": {"lr": 0.05}, "dynamic_sampling": False} | train,
         user=user,

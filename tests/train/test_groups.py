@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_rollouts import TASKS, World, make_trajectory, spec_of
+from test_rollouts import TASKS, FakeRunner, make_trajectory, spec_of
 
 from engine.errors import TrainError
 from engine.schemas.trajectory import Trajectory
@@ -51,8 +51,8 @@ class Store:
         return (min(found), max(found)) if found else None
 
 
-class Killable(World):
-    """A world whose episodes go on in the next launch with the version that their tokens began with."""
+class Killable(FakeRunner):
+    """A runner whose episodes go on in the next launch with the version that their tokens began with."""
 
     def __init__(self, store: Store, rewards: Any, ticks: Any) -> None:
         super().__init__(rewards, ticks)
@@ -91,10 +91,10 @@ def test_no_group_trains_twice_and_none_is_lost_however_often_it_is_killed(
         spec, wanted = spec_of(
             tasks_per_step=4, max_sampling_rounds=8, asynchrony={"max_staleness": staleness, "oversample": over}
         )
-        world: Any = Killable(store, rewards, ticks)
-        world.version = version
+        fake: Any = Killable(store, rewards, ticks)
+        fake.version = version
         collector = BatchCollector(
-            world,
+            fake,
             TaskOrder(TASKS, shuffle=False, seed=0),
             RowBuilder(spec, wanted, None),
             wanted,
@@ -113,7 +113,7 @@ def test_no_group_trains_twice_and_none_is_lost_however_often_it_is_killed(
             accounted.update(numbers)
             consumed.add(numbers)
             version += 1
-            world.version = version
+            fake.version = version
             collector.batch_trained(version)
         last = asyncio.ensure_future(collector.batch())
         for _ in range(lost):

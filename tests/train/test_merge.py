@@ -123,7 +123,7 @@ def spec(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) 
         "sampling": {"temperature": 0.0, "max_new_tokens": 4},
         "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(2)], "id": "id"},
         "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
-        "user": {"use": "worlds_for_tests:Critic"},
+        "user": {"use": "code_for_tests:Critic"},
         "limits": {"assistant_turns": 2},
         "rollout": {"samples_per_task": 4},
     }

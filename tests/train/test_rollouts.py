@@ -53,7 +53,7 @@ def make_trajectory(
     )  # fmt: skip
 
 
-class World:
+class FakeRunner:
     """Stands where the runner stands: says what each episode earns and how many ticks of the loop it takes."""
 
     def __init__(self, rewards: Any, ticks: Any) -> None:
@@ -94,11 +94,11 @@ def spec_of(**train: Any) -> tuple[EpisodeSpec, TrainSpec]:
 
 
 def collector_of(
-    world: World, *, samples: int = 2, max_live_episodes: int = 100, batches: int | None = None, **train: Any
+    fake: FakeRunner, *, samples: int = 2, max_live_episodes: int = 100, batches: int | None = None, **train: Any
 ) -> BatchCollector:
     spec, wanted = spec_of(**train)
     order = TaskOrder(TASKS, shuffle=wanted.shuffle, seed=wanted.seed)
-    runner: Any = world
+    runner: Any = fake
     return BatchCollector(
         runner,
         order,
@@ -118,26 +118,26 @@ def differing(task: str, sample: int) -> float:
     return float(sample % 2)
 
 
-async def steps(world: World, rollouts: BatchCollector, count: int) -> list[Batch]:
+async def steps(fake: FakeRunner, rollouts: BatchCollector, count: int) -> list[Batch]:
     batches = []
     for _ in range(count):
         batch = await rollouts.batch()
         batches.append(batch)
         await asyncio.sleep(0)  # what learning gives others the time for
-        world.version += 1
-        rollouts.batch_trained(world.version)
+        fake.version += 1
+        rollouts.batch_trained(fake.version)
     await rollouts.close()
     return batches
 
 
 async def test_synchronous_steps_take_the_tasks_in_order_and_sample_nothing_ahead() -> None:
-    world = World(differing, lambda task, sample: 1)
-    rollouts = collector_of(world)
+    fake = FakeRunner(differing, lambda task, sample: 1)
+    rollouts = collector_of(fake)
     first = await rollouts.batch()
     assert ids(first.used) == ["t0", "t1"]
     for _ in range(20):
         await asyncio.sleep(0)
-    assert world.begun == ["t0/0", "t0/1", "t1/0", "t1/1"]  # nothing until the weights are new
+    assert fake.begun == ["t0/0", "t0/1", "t1/0", "t1/1"]  # nothing until the weights are new
     rollouts.batch_trained(1)
     second, third = await rollouts.batch(), None
     rollouts.batch_trained(2)
@@ -146,8 +146,8 @@ async def test_synchronous_steps_take_the_tasks_in_order_and_sample_nothing_ahea
 
 
 async def test_groups_that_teach_nothing_are_left_out_and_others_take_their_place() -> None:
-    world = World(lambda task, sample: 1.0 if task in ("t0", "t2") else float(sample), lambda task, sample: 1)
-    batch = await collector_of(world).batch()
+    fake = FakeRunner(lambda task, sample: 1.0 if task in ("t0", "t2") else float(sample), lambda task, sample: 1)
+    batch = await collector_of(fake).batch()
     assert ids(batch.used) == ["t1", "t3"]
     assert ids(batch.left_out) == ["t0", "t2"]
     told = batch.metrics()
@@ -156,29 +156,29 @@ async def test_groups_that_teach_nothing_are_left_out_and_others_take_their_plac
 
 
 async def test_kept_where_the_spec_says_so() -> None:
-    batch = await collector_of(World(lambda task, sample: 1.0, lambda *_: 1), dynamic_sampling=False).batch()
+    batch = await collector_of(FakeRunner(lambda task, sample: 1.0, lambda *_: 1), dynamic_sampling=False).batch()
     assert ids(batch.used) == ["t0", "t1"]
     assert [row["advantages"].tolist() for row in batch.rows] == [[0.0] * 5] * 4
 
 
 async def test_refilling_has_an_end() -> None:
-    world = World(lambda task, sample: 1.0, lambda task, sample: 1)
-    batch = await collector_of(world, max_sampling_rounds=3).batch()
+    fake = FakeRunner(lambda task, sample: 1.0, lambda task, sample: 1)
+    batch = await collector_of(fake, max_sampling_rounds=3).batch()
     assert (batch.used, len(batch.left_out)) == ([], 6)
 
 
 async def test_what_is_under_way_when_refilling_ends_does_not_train_a_version_later() -> None:
-    world = World(lambda task, sample: float(sample) if task in ("t4", "t0~1", "t1~1") else 1.0, lambda *_: 1)
-    first, second = await steps(world, collector_of(world, max_sampling_rounds=2), 2)
+    fake = FakeRunner(lambda task, sample: float(sample) if task in ("t4", "t0~1", "t1~1") else 1.0, lambda *_: 1)
+    first, second = await steps(fake, collector_of(fake, max_sampling_rounds=2), 2)
     assert (ids(first.used), ids(first.left_out), first.cancelled) == ([], ["t0", "t1", "t2", "t3"], [4])
-    assert world.cancelled == ["t4/0", "t4/1"]
+    assert fake.cancelled == ["t4/0", "t4/1"]
     assert ids(second.used) == ["t0~1", "t1~1"]
 
 
 async def test_what_is_no_fault_of_the_policys_never_trains() -> None:
     broken = Failure(kind="tool_timeout", blame="tool", message="no")
-    world = World(lambda task, sample: broken if sample == 0 else float(sample == 1), lambda *_: 1)
-    batch = await collector_of(world, samples=3).batch()
+    fake = FakeRunner(lambda task, sample: broken if sample == 0 else float(sample == 1), lambda *_: 1)
+    batch = await collector_of(fake, samples=3).batch()
     assert sorted({row["episode_id"] for row in batch.rows}) == ["t0/1", "t0/2", "t1/1", "t1/2"]
     assert batch.metrics()["episodes/masked"] == 2.0
     # the two others are each other's baseline: the broken one has no part in it
@@ -186,45 +186,45 @@ async def test_what_is_no_fault_of_the_policys_never_trains() -> None:
 
 
 async def test_the_engines_own_fault_stops_no_other_and_the_stores_stops_all() -> None:
-    world = World(lambda task, sample: RuntimeError("boom") if sample == 0 else float(sample == 1), lambda *_: 1)
-    rollouts = collector_of(world, samples=3)
+    fake = FakeRunner(lambda task, sample: RuntimeError("boom") if sample == 0 else float(sample == 1), lambda *_: 1)
+    rollouts = collector_of(fake, samples=3)
     batch = await rollouts.batch()
     assert len(batch.rows) == 4
     assert rollouts.faults == ["t0/0: RuntimeError: boom", "t1/0: RuntimeError: boom"]
-    full = collector_of(World(lambda *_: StoreError("disk full"), lambda *_: 1))
+    full = collector_of(FakeRunner(lambda *_: StoreError("disk full"), lambda *_: 1))
     with pytest.raises(StoreError, match="disk full"):
         await full.batch()
     await full.close()
 
 
 async def test_over_sampling_takes_who_is_ready_and_cancels_stragglers() -> None:
-    world = World(differing, lambda task, sample: 1000 if task == "t0" else 1)
-    rollouts = collector_of(world, asynchrony={"oversample": 1.5})
+    fake = FakeRunner(differing, lambda task, sample: 1000 if task == "t0" else 1)
+    rollouts = collector_of(fake, asynchrony={"oversample": 1.5})
     batch = await rollouts.batch()
     assert ids(batch.used) == ["t1", "t2"]
     assert batch.cancelled == [0]
-    assert sorted(world.cancelled) == ["t0/0", "t0/1"]
+    assert sorted(fake.cancelled) == ["t0/0", "t0/1"]
     await rollouts.close()
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("batches", [1, 2, 5])
 async def test_near_the_end_no_group_begins_that_no_step_would_use(staleness: int, batches: int) -> None:
-    world = World(differing, lambda task, sample: 3)
-    rollouts = collector_of(world, asynchrony={"max_staleness": staleness}, batches=batches)
-    found = await steps(world, rollouts, batches)
+    fake = FakeRunner(differing, lambda task, sample: 3)
+    rollouts = collector_of(fake, asynchrony={"max_staleness": staleness}, batches=batches)
+    found = await steps(fake, rollouts, batches)
     for _ in range(20):
         await asyncio.sleep(0)
     await rollouts.close()
     assert sum(len(batch.used) for batch in found) == 2 * batches
-    assert len(world.begun) == 2 * 2 * batches
-    assert world.cancelled == []
+    assert len(fake.begun) == 2 * 2 * batches
+    assert fake.cancelled == []
 
 
 async def test_no_more_episodes_are_alive_than_may_be() -> None:
-    world = World(differing, lambda task, sample: 3 + sample)
-    batches = await steps(world, collector_of(world, samples=4, max_live_episodes=5, tasks_per_step=4), 3)
-    assert world.most_alive == 5
+    fake = FakeRunner(differing, lambda task, sample: 3 + sample)
+    batches = await steps(fake, collector_of(fake, samples=4, max_live_episodes=5, tasks_per_step=4), 3)
+    assert fake.most_alive == 5
     assert [len(batch.used) for batch in batches] == [4, 4, 4]
 
 
@@ -243,12 +243,12 @@ def test_no_token_that_trains_is_older_than_it_may_be(
     def rewards(task: str, sample: int) -> float:
         return 1.0 if random.Random(f"{seed}/{task}").random() < equal else float(sample)
 
-    world = World(rewards, ticks)
+    fake = FakeRunner(rewards, ticks)
     rollouts = collector_of(
-        world, max_live_episodes=max_live_episodes, tasks_per_step=wanted, max_sampling_rounds=8,
+        fake, max_live_episodes=max_live_episodes, tasks_per_step=wanted, max_sampling_rounds=8,
         asynchrony={"max_staleness": staleness, "oversample": over},
     )  # fmt: skip
-    batches = asyncio.run(steps(world, rollouts, 8))
+    batches = asyncio.run(steps(fake, rollouts, 8))
     seen = [group.task_id for batch in batches for group in batch.used]
     assert len(seen) == len(set(seen))  # no group trains twice
     for batch in batches:
@@ -260,18 +260,18 @@ def test_no_token_that_trains_is_older_than_it_may_be(
 
 
 async def test_asynchronous_rollouts_go_on_while_the_trainer_steps() -> None:
-    world = World(differing, lambda task, sample: 1)
-    rollouts = collector_of(world, asynchrony={"max_staleness": 1})
+    fake = FakeRunner(differing, lambda task, sample: 1)
+    rollouts = collector_of(fake, asynchrony={"max_staleness": 1})
     await rollouts.batch()
     for _ in range(20):
         await asyncio.sleep(0)
     # (1 + 0 + 1) * 2 groups in all, and no more until the version rises
-    assert [name.partition("/")[0] for name in world.begun[::2]] == ["t0", "t1", "t2", "t3"]
-    world.version = 1
+    assert [name.partition("/")[0] for name in fake.begun[::2]] == ["t0", "t1", "t2", "t3"]
+    fake.version = 1
     rollouts.batch_trained(1)
     for _ in range(20):
         await asyncio.sleep(0)
-    assert len(world.begun) == 12
+    assert len(fake.begun) == 12
     batch = await rollouts.batch()
     assert (ids(batch.used), batch.metrics()["staleness/max"]) == (["t2", "t3"], 1.0)
     await rollouts.close()

@@ -9,9 +9,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import code_for_training as spec_code
 import numpy as np
 import pytest
-import worlds_for_training as worlds
 from safetensors.torch import load_file
 from slow_cases import slow_but
 
@@ -106,7 +106,7 @@ PLACES = {
     "between checkpoint and metrics": (Checkpoints, "write", 1, True),
     "after the metrics": (MetricsLog, "write", 2, True),
     "before the first update": (Learner, "step", 1, False),
-    "in the middle of an episode": (worlds.Listener, "respond", 21, False),
+    "in the middle of an episode": (spec_code.Listener, "respond", 21, False),
 }
 
 
@@ -127,7 +127,7 @@ async def test_killed_anywhere_and_resumed_it_is_the_training_that_was_not_kille
     parted = begin(exact_spec(), tmp_path / "parted")
     with monkeypatch.context() as patch:
         owner, name, call, after = PLACES[place]
-        if owner is worlds.Listener:  # other threads call it: end the main loop's wait for episodes instead
+        if owner is spec_code.Listener:  # other threads call it: end the main loop's wait for episodes instead
             name, owner = "count", Runner
             call = 3
         kill_at(patch, owner, name, call, after=after)
@@ -148,7 +148,7 @@ async def test_episodes_that_were_running_continue_at_their_turn(
     train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = begin(train_spec(train={"steps": 1, "dynamic_sampling": False}), tmp_path / "runs")
-    respond, waiting, killed = worlds.Listener.respond, list[str](), threading.Event()
+    respond, waiting, killed = spec_code.Listener.respond, list[str](), threading.Event()
 
     def waits(self: Any, view: Any) -> Any:
         """Three episodes wait in their second turn; then others may end."""
@@ -160,7 +160,7 @@ async def test_episodes_that_were_running_continue_at_their_turn(
         return respond(self, view)
 
     with monkeypatch.context() as patch:
-        patch.setattr(worlds.Listener, "respond", waits)
+        patch.setattr(spec_code.Listener, "respond", waits)
         kill_at(patch, Runner, "count", 1, after=False)  # at the first episode that ends
         with pytest.raises(Killed):
             await trainer.run()
@@ -233,7 +233,7 @@ async def test_a_simulator_that_breaks_for_good_costs_no_step(
     train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = begin(train_spec(train={"steps": 5, "checkpoints": {"every": 100}}), tmp_path / "runs")
-    respond = worlds.Listener.respond
+    respond = spec_code.Listener.respond
 
     def broken(self: Any, view: Any) -> Any:
         if trainer._state.step == 2:
@@ -241,7 +241,7 @@ async def test_a_simulator_that_breaks_for_good_costs_no_step(
         return respond(self, view)
 
     with monkeypatch.context() as patch:
-        patch.setattr(worlds.Listener, "respond", broken)
+        patch.setattr(spec_code.Listener, "respond", broken)
         with pytest.raises(TrainError, match="no episode of 8 groups can be trained on") as caught:
             await trainer.run()
     assert caught.value.kind == "no_data"

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import code_for_training as spec_code
 import pytest
-import worlds_for_training as worlds
 import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -26,7 +26,7 @@ from engine.train import folder as folders
 from engine.train.checkpoint import checkpoints_of
 from engine.train.trainer import Trainer
 
-HERE = Path(worlds.__file__).parent
+HERE = Path(spec_code.__file__).parent
 PYTHONPATH = f"{HERE}{os.pathsep}{HERE.parents[1]}"
 
 
@@ -182,7 +182,7 @@ async def test_several_evaluations_have_their_own_tasks_and_steps(train_spec: An
 
 
 async def test_equal_groups_teach_nothing_and_are_no_error(train_spec: Any, tmp_path: Path) -> None:
-    spec = train_spec(train={"steps": 2, "max_sampling_rounds": 2}, user={"use": "worlds_for_training:Bored"})
+    spec = train_spec(train={"steps": 2, "max_sampling_rounds": 2}, user={"use": "code_for_training:Bored"})
     trainer = begin(spec, tmp_path / "runs")
     result = await trainer.run()
     assert result.steps == 2
@@ -193,7 +193,7 @@ async def test_equal_groups_teach_nothing_and_are_no_error(train_spec: Any, tmp_
 
 
 async def test_nothing_but_failures_is_an_error_that_says_which(train_spec: Any, tmp_path: Path) -> None:
-    trainer = begin(train_spec(user={"use": "worlds_for_training:Broken"}), tmp_path / "runs")
+    trainer = begin(train_spec(user={"use": "code_for_training:Broken"}), tmp_path / "runs")
     with pytest.raises(
         FailingError, match=r"the first 16 finished episodes failed with one cause, user_error \(user\) at .*spec.yaml"
     ):

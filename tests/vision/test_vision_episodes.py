@@ -12,7 +12,7 @@ import pytest
 import vision_kit
 from recompute import apart
 from slow_cases import slow_but
-from vision_worlds import FIRST, MACHINE, SECOND, THIRD
+from vision_code import FIRST, MACHINE, SECOND, THIRD
 
 from engine.cli.export import export
 from engine.runner.replay import Replayer
@@ -23,11 +23,11 @@ from engine.store.loader import beside, collate, images_folder, read_rows, visio
 from engine.tokens.images import digest_of
 
 LOOK = {"tool_calls": [{"name": "look", "arguments": {"where": "left"}}]}
-GALLERY = {"environment": {"use": "vision_worlds:Gallery"}, "machine": MACHINE}
+GALLERY = {"environment": {"use": "vision_code:Gallery"}, "machine": MACHINE}
 SCRIPTED = {
-    "environment": {"use": "vision_worlds:Gallery"},
-    "tools": [{"use": "vision_worlds:look"}],
-    "user": {"use": "vision_worlds:Shower"},
+    "environment": {"use": "vision_code:Gallery"},
+    "tools": [{"use": "vision_code:look"}],
+    "user": {"use": "vision_code:Shower"},
     "machine": "tools_and_user",
     "limits": {"turn_tokens": 64},
 }
@@ -274,7 +274,7 @@ async def test_a_guard_may_count_images(make_spec: Any, run_spec: Any) -> None:
 async def test_what_cannot_be_shown_fails_its_episode_alone(
     make_spec: Any, run_spec: Any, tmp_path: Path, what: str, kind: str, words: str, where: str
 ) -> None:
-    bad = {"use": "vision_worlds:Bad", "with": {"what": what, "folder": str(tmp_path)}}
+    bad = {"use": "vision_code:Bad", "with": {"what": what, "folder": str(tmp_path)}}
     changes = SCRIPTED | ({"environment": bad} if where == "reset" else {"user": bad}) | {"tools": []}
     model = {"max_image_pixels": 100_000, "allow_special": what == "text"}
     ran = await run_spec(make_spec("qwen3_vl", ["It is red."], model=model, **changes))

@@ -10,8 +10,8 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vision_code import FIRST, SECOND, THIRD, pil
 from vision_kit import BUILDERS, square
-from vision_worlds import FIRST, SECOND, THIRD, pil
 
 from engine.errors import ImageError, RenderError
 from engine.schemas.generation import FinishReason, Generation

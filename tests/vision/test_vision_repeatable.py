@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vision_worlds import FIRST, SECOND
+from vision_code import FIRST, SECOND
 
 from engine.backends.local.vision import VisionModel
 from engine.backends.stops import StopStrings

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from vision_worlds import FIRST, SECOND
+from vision_code import FIRST, SECOND
 
 from engine.runner.replay import Replayer
 from engine.storable import stored_fields
@@ -97,7 +97,7 @@ async def test_an_image_that_is_not_there_fails_its_episode(make_spec: Any, run_
     assert _Handler.seen == ["/none.png"]
 
 
-async def test_urls_that_worlds_say_are_never_requested(make_spec: Any, run_spec: Any, url: str) -> None:
+async def test_urls_in_answers_are_never_requested(make_spec: Any, run_spec: Any, url: str) -> None:
     """A tool may repeat the policy's words: its URL would let the policy send requests."""
     call = {"tool_calls": [{"name": "show", "arguments": {"url": f"{url}/a.png"}}]}
     changes = {

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from vision_code import GEO3K, pil
 from vision_kit import square
-from vision_worlds import GEO3K, pil
 
 from engine.backends.http.reply import HttpReply
 from engine.backends.sglang.client import SGLangBackend

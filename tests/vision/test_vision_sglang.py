@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from recompute import apart
-from vision_worlds import FIRST, MACHINE, SECOND, THIRD
+from vision_code import FIRST, MACHINE, SECOND, THIRD
 
 from engine.tokens.images import digest_of
 
@@ -54,7 +54,7 @@ async def test_episodes_are_exact_to_the_pixel(
         ran = await run_spec(
             make_spec(
                 family,
-                environment={"use": "vision_worlds:Gallery"},
+                environment={"use": "vision_code:Gallery"},
                 machine=MACHINE,
                 backend=backend,
                 tasks={"source": "inline", "rows": [{"id": name} for name in "abc"], "id": "id"},
@@ -63,7 +63,7 @@ async def test_episodes_are_exact_to_the_pixel(
         figures = await run_spec(
             make_spec(
                 family,
-                environment={"use": "vision_worlds:Figures"},
+                environment={"use": "vision_code:Figures"},
                 machine=MACHINE,
                 backend=backend,
                 tasks={

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from vision_worlds import pil
+from vision_code import pil
 
 from engine.backends.http.reply import HttpReply
 from engine.backends.sglang.server import Server

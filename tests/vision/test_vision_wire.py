@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vision_worlds import FIRST, SECOND, pil
+from vision_code import FIRST, SECOND, pil
 
 from engine.backends.sglang.wire import Encoder
 from engine.errors import BackendError

@@ -1,0 +1,325 @@
+"""Builds the objects of an episode from entry points, and closes them in every case."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from engine.actions.base import EpisodeObjects, Services
+from engine.actions.call_tools import CallToolsAction
+from engine.actions.llm_user import ModelUser
+from engine.actions.tool_servers import ToolServers
+from engine.actions.toolbox import BoundTool, Toolbox, bind_tool
+from engine.actions.workers import call_spec_code
+from engine.errors import EngineError, SpecCodeError
+from engine.isolation.pool import FunctionTool, HeldObject, Pool, RemoteFunction
+from engine.isolation.remote import Cell, Origin, RemoteObject, RemoteTool
+from engine.machine.presets import resolve_machine
+from engine.schemas.entry import IsolationSpec
+from engine.spec.conversation import tools_of
+from engine.spec.entry import load_entry
+from engine.spec.signature import waits
+from engine.storable import words_of
+
+if TYPE_CHECKING:
+    from engine.actions.role_models import RoleModel
+    from engine.actions.workers import Workers
+    from engine.schemas.entry import Effects, Entry
+    from engine.schemas.environment import Task
+    from engine.schemas.environment_spec import ToolSpec
+    from engine.schemas.role import UserSpec
+    from engine.schemas.trajectory import Blame
+    from engine.spec.signature import ToolShape
+
+log = structlog.get_logger(__name__)
+
+CLOSE_SECONDS = 10.0
+"""Deadline of one `close`; an object that exceeds it is abandoned."""
+
+
+class Factory:
+    """Builds the objects of one entry point, which is resolved once per run.
+
+    An isolated entry point is imported and built only in worker processes.
+    """
+
+    def __init__(
+        self, entry: Entry | UserSpec, base: Path, isolation: IsolationSpec, workers: Workers, role: str
+    ) -> None:
+        self.use = str(entry.use)
+        self.origin = Origin(self.use, base, dict(entry.with_), role, getattr(entry, "name", None))
+        self.target: Callable[..., Any] | None = None
+        self.shape: ToolShape | None = None
+        """The shape of an isolated function that is a tool."""
+        self.pool: Pool | None = None
+        """Its worker processes, if it is isolated."""
+        self.on_loop = False
+        """Some of its methods are `async`: it is built on the loop that they run on, so that it may open sessions there."""
+        if isolation.mode != "process":
+            self.target = load_entry(self.use, base)
+            self.is_class = inspect.isclass(self.target)
+            self.on_loop = waits(self.target)
+            return
+        described = workers.isolation.describe(self.use, base, isolation, self.origin.name)
+        self.is_class = described.is_class
+        self.pool = workers.isolation.pool(isolation, functions=role == "tool" and not self.is_class)
+        if role == "tool" and not self.is_class:
+            if described.shape is None:
+                fault = EngineError(f"tools: `{self.use}`: {described.problem or 'it cannot be called'}")
+                fault.kind, fault.blame = "bad_tool", "spec"
+                raise fault
+            self.shape = described.shape
+
+    def build(self, blame: Blame) -> Any:
+        """Build a new object.
+
+        Raises:
+            SpecCodeError: its constructor raised.
+        """
+        assert self.target is not None  # isolated objects are in a pool
+        try:
+            return self.target(**self.origin.with_)
+        except Exception as error:
+            raise SpecCodeError(
+                f"`{self.use}` could not be built: {words_of(error)}",
+                blame=blame,
+                kind=f"{blame}_error",
+            ) from error
+
+    async def build_on_loop(self, blame: Blame) -> Any:
+        """Call `build` on the running loop."""
+        return self.build(blame)
+
+
+class ObjectBuilder:
+    """Builds and closes the objects of a run's episodes."""
+
+    def __init__(self, services: Services, base: Path) -> None:
+        spec = services.spec
+        self._services = services
+        self._base = base
+
+        def factory(entry: Any, role: str, isolation: IsolationSpec | None) -> Factory:
+            return Factory(entry, base, spec.isolation_of(isolation), services.workers, role)
+
+        self._environment = (
+            Factory(spec.environment.entry_in(base), base, spec.environment_isolation, services.workers, "environment")
+            if spec.environment
+            else None
+        )
+        self._people = {
+            name: factory(entry, "user", user.isolation)
+            if (entry := user.grader if user.model_played else user)
+            else None
+            for name, user in spec.users_by_name.items()
+        }
+        """The factory of each user, by name; for a model-played user, the factory of its grader."""
+        states = resolve_machine(spec.machine).states.values()
+        self._calls_tools = any(state.action == CallToolsAction.name for state in states)
+        tools = [(factory(tool, "tool", tool.isolation), tool) for tool in spec.tools if tool.facts is None]
+        self._servers = ToolServers([tool for tool in spec.tools if tool.facts is not None], base, services)
+        self._functions = [(item, tool) for item, tool in tools if not item.is_class]
+        self._classes = [(item, tool) for item, tool in tools if item.is_class]
+        self._static: list[BoundTool] = [self._bind_function(item, tool) for item, tool in self._functions]
+        """Tools that are plain functions: the same object for every episode."""
+        self.shared_toolbox = (
+            Toolbox(self._static, services.workers)
+            if not self._classes and self._environment is None and not self._servers
+            else None
+        )
+
+    def _bind(self, function: Any, tool: ToolSpec) -> BoundTool:
+        return bind_tool(
+            function, name=tool.name, seconds=self._seconds(tool), effects=tool.effects, where=f"tools: `{tool.use}`"
+        )
+
+    def _bind_function(self, factory: Factory, tool: ToolSpec) -> BoundTool:
+        """Make a tool from a plain function, in this process or in workers."""
+        if factory.pool is None or factory.shape is None:
+            return self._bind(factory.target, tool)
+        function = FunctionTool(RemoteFunction(factory.origin, factory.pool, "tool"), factory.shape.name)
+        return BoundTool(function, factory.shape, self._seconds(tool), tool.effects)
+
+    def _bind_in(self, cell: Cell, factory: Factory, tool: BoundTool) -> BoundTool:
+        """Make a tool from a plain function, in a given worker."""
+        owner = RemoteObject(factory.origin, cell, pure=True, blame="tool")
+        shape = replace(tool.shape, arguments=None)
+        return BoundTool(RemoteTool(owner, shape.name), shape, tool.seconds, tool.effects)
+
+    def _seconds(self, tool: ToolSpec) -> float:
+        return tool.timeout or self._services.spec.limits.tool_seconds
+
+    async def _build(self, objects: EpisodeObjects, task: Task | None) -> None:
+        if self._environment is not None:
+            effects = self._services.spec.environment.effects if self._services.spec.environment else "pure"
+            objects.environment = await self._construct(self._environment, "environment", effects, objects)
+        if self._people:
+            objects.user_name = self._chosen(task)
+            objects.user = await self._build_user(objects.user_name, objects)
+        shared = self.shared_toolbox if objects.cell is None else None
+        objects.toolbox = self._for_task(shared or await self._toolbox(objects), task)
+
+    def _for_task(self, toolbox: Toolbox, task: Task | None) -> Toolbox:
+        """The tools that the task's row names; all of them if it names none.
+
+        Raises:
+            SpecCodeError: the row names a tool that the spec does not have, and the machine calls tools.
+        """
+        source = self._services.spec.conversation
+        schemas = tools_of(task.fields, source) if source is not None and task is not None else None
+        if schemas is None:
+            return toolbox
+        missing = [name for schema in schemas if (name := schema["function"]["name"]) not in toolbox.tools]
+        if missing and self._calls_tools:
+            known = ", ".join(f"`{name}`" for name in toolbox.tools) or "none"
+            raise SpecCodeError(
+                f"the row of task `{task.id if task else ''}` has the tool `{missing[0]}`, which the spec does not have "
+                f"(tools: {known}); add it under `tools`, or set `prompt.tools: null`",
+                blame="spec",
+                kind="unknown_tool",
+            )
+        return toolbox.showing(schemas)
+
+    async def _construct(self, factory: Factory, blame: Blame, effects: Effects, objects: EpisodeObjects) -> Any:
+        """Build an object where its methods will run: in the episode's only worker, in one of its own, or in this process."""
+        if objects.cell is not None or factory.pool is not None:
+            pure = effects == "pure"
+            if objects.cell is not None:
+                held = HeldObject(factory.origin, objects.cell, None, pure=pure, blame=blame)
+            else:
+                assert factory.pool is not None
+                held = await factory.pool.hold(factory.origin, pure=pure, blame=blame)
+            objects.opened.append(held)
+            return await held.open(self._open_seconds())
+        thing = await call_spec_code(
+            self._services.workers,
+            factory.build_on_loop if factory.on_loop else factory.build,
+            blame,
+            seconds=self._open_seconds(),
+            blame=blame,
+            what=f"`{factory.use}`",
+        )
+        if callable(getattr(thing, "close", None)):
+            objects.opened.append(thing)
+        return thing
+
+    def _chosen(self, task: Task | None) -> str:
+        """Return the name of the task's user."""
+        if "" in self._people:
+            return ""
+        name = task.user if task is not None else None
+        if name not in self._people:
+            who = f"task `{task.id}` names the user `{name}`" if name and task else "the task names no user"
+            known = ", ".join(self._people)
+            raise SpecCodeError(f"{who}; the spec's `users` are {known}", blame="spec", kind="unknown_user")
+        return name
+
+    async def _build_user(self, name: str, objects: EpisodeObjects) -> Any:
+        spec = self._services.spec.users_by_name[name]
+        factory = self._people[name]
+        built = await self._construct(factory, "user", spec.effects, objects) if factory is not None else None
+        if not spec.model_played:
+            return built
+        path = ("users", name) if name else ("user",)
+        return ModelUser(spec, lambda: self._model(*path), built, self._services.workers)
+
+    def _model(self, *path: str) -> RoleModel:
+        return self._services.roles.model(*path)
+
+    async def _toolbox(self, objects: EpisodeObjects) -> Toolbox:
+        tools = list(self._static)
+        if (cell := objects.cell) is not None:
+            tools = [self._bind_in(cell, item, tool) for tool, (item, _) in zip(tools, self._functions, strict=True)]
+        tools += await self._servers.tools()
+        for factory, tool in self._classes:
+            made = await self._construct(factory, "tool", tool.effects, objects)
+            if isinstance(made, RemoteObject):
+                tools += _offered(made, self._seconds(tool), tool.effects)
+            else:
+                tools.append(self._bind(made, tool))
+        limits = self._services.spec.limits
+        environment = self._services.spec.environment
+        effects = environment.effects if environment else "pure"
+        offered = getattr(objects.environment, "tools", None)
+        if isinstance(objects.environment, RemoteObject):
+            tools += _offered(objects.environment, limits.tool_seconds, effects)
+        elif callable(offered):
+            functions = await call_spec_code(
+                self._services.workers,
+                lambda: list(offered()),
+                seconds=self._open_seconds(),
+                blame="environment",
+                what=f"`{environment.use}`.tools" if environment else "the environment's tools",
+            )
+            for function in functions:
+                tools.append(
+                    bind_tool(
+                        function, name=None, seconds=limits.tool_seconds, effects=effects, where="environment tools"
+                    )
+                )
+        names = [tool.shape.name for tool in tools]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SpecCodeError(
+                f"two tools are called `{twice[0]}`; give one of them another `name`", blame="spec", kind="tool_name"
+            )
+        return Toolbox(tools, self._services.workers)
+
+    async def open(self, task: Task | None = None, *, alone: bool = False) -> EpisodeObjects:
+        """Build one episode's objects. If that fails, the objects that were built are closed.
+
+        Args:
+            task: The episode's task, which selects one of several users.
+            alone: Build everything in one worker process, whatever the spec's `isolation`: for an episode during which the
+                engine died.
+        """
+        if not alone and self._environment is None and not self._people and self.shared_toolbox is not None:
+            return EpisodeObjects(toolbox=self._for_task(self.shared_toolbox, task))
+        objects = EpisodeObjects()
+        if alone:
+            own = IsolationSpec(mode="process", user="engine")
+            objects.cell = self._services.workers.isolation.cell(own, self._base)
+        try:
+            await self._build(objects, task)
+        except BaseException:
+            await self.close(objects)
+            raise
+        return objects
+
+    def _open_seconds(self) -> float:
+        spec = self._services.spec
+        allowed = [user.seconds for user in spec.users_by_name.values()]
+        if spec.environment is not None:
+            allowed.append(spec.environment.timeout)
+        return max(allowed, default=spec.limits.tool_seconds)
+
+    async def close(self, objects: EpisodeObjects) -> None:
+        """Close all objects with a `close`, in reverse order. A failing `close` is only logged."""
+        for thing in reversed(objects.opened):
+            try:
+                if isinstance(thing, HeldObject):
+                    await thing.release(CLOSE_SECONDS)
+                    continue
+                await call_spec_code(
+                    self._services.workers,
+                    thing.close,
+                    seconds=CLOSE_SECONDS,
+                    blame="environment",
+                    what=f"{type(thing).__name__}.close",
+                    bound=False,  # it is closed on any loop
+                )
+            except SpecCodeError as error:
+                log.warning("close failed", object=type(thing).__name__, error=str(error))
+        objects.opened.clear()
+        if objects.cell is not None:
+            objects.cell.kill()
+
+
+def _offered(owner: RemoteObject, seconds: float, effects: Effects) -> list[BoundTool]:
+    """Return the tools of an object in a worker: itself, or those that an environment offers."""
+    return [BoundTool(RemoteTool(owner, shape.name), shape, seconds, effects) for shape in owner.shapes]

@@ -1,0 +1,240 @@
+"""Environments of Gymnasium 1.x, unchanged: text and rendered frames, discrete, text and structured actions.
+
+    environment:
+      adapter: gymnasium
+      use: FrozenLake-v1
+      with: {kwargs: {is_slippery: false}, show: [ansi], actions: [left, down, right, up]}
+
+A reply holds one action, in `<answer>…</answer>` or else as its whole text. An action that cannot be read is answered with words
+that say what is wrong, and the environment is not stepped. `terminated` ends the episode with the event `done`, `truncated` with
+`truncated`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.integrations.environments.base import (
+    AdapterError,
+    add_to_path,
+    facts_of,
+    field_of,
+    library,
+    reward_of,
+    stepped,
+)
+from engine.schemas.environment import EpisodeView, Reset, Step, Task
+from engine.schemas.message import ContentPart, Message, TextPart, image_part
+
+NAME = "gymnasium"
+SHOWN = ("observation", "ansi", "rgb_array")
+"""What a turn may show: the observation as text, or a rendered frame as text or as an image."""
+
+
+class GymnasiumEnvironment:
+    """One episode of a Gymnasium environment.
+
+    Args:
+        use: A registered id; `module:Id` imports the module first.
+        base: The spec's folder.
+        kwargs: Arguments of `gymnasium.make`.
+        show: What each turn shows: `observation`, `ansi`, `rgb_array`, or several in this order (one of the last two).
+        pass_render_mode: Whether `make` is given `render_mode`; VisGym's environments do not take it and render without it.
+        actions: The names of a discrete space's actions in order, or by name; `text`: the reply's action is passed on as it is.
+            Left out: the action is read as the environment's action space has it.
+        answer: Regular expression for the action in a reply: its last match, group 1; without a match, the whole reply.
+        prompt: A method of the environment's that gives the first message's text, such as VisGym's `get_prompt`.
+        feedback: A key of `info` or an attribute of the environment's whose text each step shows first.
+        seed: The task's field with the seed of `reset`; dotted. Without it, the episode's own seed: then samples of one task
+            begin differently.
+        options: The task's field with the options of `reset`; dotted.
+        modules: Modules to import first, because they register ids.
+        path: Folders to put on the import path; relative to the spec.
+
+    Raises:
+        AdapterError: Gymnasium is not installed, `show` or `answer` is not valid, or a folder of `path` is not there.
+    """
+
+    events = ("continue", "done", "truncated")
+
+    def __init__(
+        self,
+        use: str,
+        base: str = ".",
+        kwargs: Mapping[str, Any] | None = None,
+        show: str | Sequence[str] = "observation",
+        pass_render_mode: bool = True,
+        actions: str | Sequence[str] | Mapping[str, Any] | None = None,
+        answer: str = r"(?s)<answer>\s*(.*?)\s*</answer>",
+        prompt: str | None = None,
+        feedback: str | None = None,
+        seed: str = "seed",
+        options: str = "options",
+        modules: Sequence[str] = (),
+        path: Sequence[str] = (),
+    ) -> None:
+        self._show = [show] if isinstance(show, str) else list(show)
+        modes = [item for item in self._show if item != "observation"]
+        if not set(self._show) <= set(SHOWN) or len(modes) > 1:
+            raise AdapterError(f"`show` is {', '.join(SHOWN)}, or `observation` with one of the others; not {show!r}")
+        try:
+            self._answer = re.compile(answer)
+        except re.error as error:
+            raise AdapterError(f"`answer` is no regular expression: {error}") from None
+        if self._answer.groups < 1:
+            raise AdapterError("`answer` needs a group: write `<answer>(.*?)</answer>`")
+        add_to_path(path, base)
+        self._gym = library(NAME, "gymnasium")
+        for module in modules:
+            library(NAME, module)
+        self._as_text = actions == "text"
+        named = None if actions is None or isinstance(actions, str) else actions
+        pairs = named.items() if isinstance(named, Mapping) else ((name, at) for at, name in enumerate(named or ()))
+        self._names = {str(name).strip().lower(): value for name, value in pairs}
+        if isinstance(actions, str) and not self._as_text:
+            raise AdapterError(f"`actions` is a list of names, a mapping, or `text`; not {actions!r}")
+        self._prompt, self._feedback, self._seed, self._options = prompt, feedback, seed, options
+        rendering = {"render_mode": modes[0]} if modes and pass_render_mode else {}
+        self._env = self._gym.make(use, **{**dict(kwargs or {}), **rendering})
+
+    def reset(self, task: Task, seed: int) -> Reset:
+        """Reset the environment with the task's seed and options."""
+        given = field_of(task.fields, self._seed)
+        observation, info = self._env.reset(
+            seed=seed if given is None else int(given), options=field_of(task.fields, self._options)
+        )
+        first = [TextPart(text=str(self._of(self._prompt)()))] if self._prompt else []
+        return Reset(messages=self._said(observation, first), facts=facts_of(info, "reset"))
+
+    def step(self, view: EpisodeView) -> Step:
+        """Step the environment with the reply's action, or say why it is none.
+
+        Raises:
+            AdapterError: it answered in another form, or gave a reward that is no number.
+        """
+        found = self._answer.findall(view.reply)
+        last = found[-1] if found else view.reply
+        written = (last[0] if isinstance(last, tuple) else last).strip()
+        action, problem = self._action(written)
+        if problem is not None:
+            invalid = int(view.facts.get("invalid_actions", 0)) + 1
+            said = Message(role="user", content=problem)
+            return stepped(messages=[said], reward=None, cause="", over=False, facts={"invalid_actions": invalid})
+        answer = self._env.step(action)
+        if not isinstance(answer, tuple | list) or len(answer) != 5:
+            raise AdapterError(
+                f"step must return (observation, reward, terminated, truncated, info), not {answer!r:.120}"
+            )
+        observation, reward, terminated, truncated, info = answer
+        over = bool(terminated) or bool(truncated)
+        told = self._told(info)
+        return stepped(
+            messages=[] if over else self._said(observation, [TextPart(text=told)] if told else []),
+            reward=reward_of(reward, "step"),
+            cause=f"action {written[:80]}",
+            over=over,
+            truncated=bool(truncated) and not terminated,
+            facts=facts_of(info, "step"),
+        )
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+    def _of(self, name: str) -> Any:
+        """A method or attribute of the environment itself, beneath its wrappers."""
+        return getattr(self._env.unwrapped, name)
+
+    def _told(self, info: Any) -> str:
+        """The step's own words."""
+        if self._feedback is None:
+            return ""
+        told = (
+            info[self._feedback] if isinstance(info, Mapping) and self._feedback in info else self._of(self._feedback)
+        )
+        return "" if told is None else str(told)
+
+    def _said(self, observation: Any, first: Sequence[ContentPart]) -> list[Message]:
+        """A message with what the turn shows."""
+        parts = [*first]
+        for item in self._show:
+            if item == "observation":
+                parts.append(TextPart(text=_text_of(observation)))
+                continue
+            frame = self._env.render()
+            if item == "ansi":
+                parts.append(TextPart(text=str(frame)))
+            else:
+                parts.append(image_part(_image_of(frame)))
+        if all(isinstance(part, TextPart) for part in parts):
+            return [
+                Message(role="user", content="\n\n".join(part.text for part in parts if isinstance(part, TextPart)))
+            ]
+        return [Message(role="user", content=list(parts))]
+
+    def _action(self, written: str) -> tuple[Any, str | None]:
+        """The action that a reply names, or what is wrong with it."""
+        if self._as_text:
+            return written, None
+        if self._names:
+            if written.lower() not in self._names:
+                return None, f"`{written[:80]}` is no action. Write one of: {', '.join(self._names)}."
+            return self._names[written.lower()], None
+        space = self._env.action_space
+        if isinstance(space, self._gym.spaces.Text):
+            value: Any = written
+        else:
+            try:
+                value = _as_space(space, ast.literal_eval(written), self._gym.spaces)
+            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, OverflowError):
+                return None, f"`{written[:80]}` is no action. Write an element of {space}."
+        if not space.contains(value):
+            return None, f"`{written[:80]}` is no action. Write an element of {space}."
+        return value, None
+
+
+def _as_space(space: Any, value: Any, spaces: Any) -> Any:
+    """A literal as the type that the space checks for: arrays for `Box` and the like."""
+    if isinstance(space, spaces.Dict):
+        return {key: _as_space(space[key], value[key], spaces) if key in space.spaces else value[key] for key in value}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_as_space(part, item, spaces) for part, item in zip(space.spaces, value, strict=True))
+    if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
+        import numpy as np
+
+        return np.asarray(value, dtype=space.dtype)
+    return value
+
+
+def _text_of(observation: Any) -> str:
+    """An observation as text: strings as they are, anything else as Python writes it, arrays as lists."""
+    return observation if isinstance(observation, str) else repr(_plain(observation))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _image_of(frame: Any) -> Any:
+    """A rendered frame as a PIL image: an array uint8 [height, width, 3], or an image.
+
+    Raises:
+        AdapterError: it is neither.
+    """
+    if callable(getattr(frame, "save", None)):
+        return frame
+    from PIL import Image
+
+    try:
+        return Image.fromarray(frame)
+    except (TypeError, ValueError, AttributeError, KeyError):
+        raise AdapterError(
+            f"render gave a {type(frame).__name__}, which is no frame (uint8 [height, width, 3])"
+        ) from None

@@ -1,0 +1,141 @@
+"""Environments of verifiers run unchanged: the same messages and rewards as by the library's own `rollout`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapters_kit import FAULTY_EVERY, earned, run_spec, shown, spec_of
+
+from engine.integrations.environments.base import AdapterError
+from engine.integrations.environments.verifiers import VerifiersEnvironment, rows
+from engine.schemas.adapters import ADAPTERS
+
+HERE = Path(__file__).parent
+needs_library = pytest.mark.skipif(
+    find_spec("verifiers") is None, reason="verifiers<0.4 is not installed: pip install 'episode-engine[verifiers]'"
+)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def spec(model: Path, load: str, given: list[dict[str, Any]], replies: list[str], **args: Any) -> dict[str, Any]:
+    environment = {"adapter": "verifiers", "use": f"env_vf.py:{load}", "with": {"args": args}}
+    document = spec_of(model, environment, given, replies)
+    del document["prompt"]
+    return document
+
+
+def by_hand(load: str, row: dict[str, Any], replies: list[str], **args: Any) -> tuple[list[str], float]:
+    """The library's own `rollout`, with a client that gives the replies."""
+    import env_vf
+    from verifiers.clients import Client
+    from verifiers.types import Response, ResponseMessage, ToolCall
+
+    said = iter(replies)
+
+    async def get_response(*_: Any, **__: Any) -> Any:
+        text, calls = next(said), None
+        if text.startswith("<tool_call>"):
+            asked = json.loads(text[11:-12])
+            calls = [ToolCall(id="c", name=asked["name"], arguments=json.dumps(asked["arguments"]))]
+            text = ""
+        message = ResponseMessage(content=text, tool_calls=calls, finish_reason="stop", is_truncated=False)
+        return Response(id="r", created=0, model="m", message=message)
+
+    methods = dict.fromkeys(Client.__abstractmethods__, get_response) | {"get_response": get_response}
+
+    async def whole() -> Any:
+        env = getattr(env_vf, load)(**args)
+        given = {key: value for key, value in row.items() if key != "id"}
+        state = await env.rollout(given, type("Scripted", (Client,), methods)(None), "m", {})
+        await env.rubric.score_rollout(state)
+        return state
+
+    state = asyncio.run(whole())
+    listed = [*state["prompt"], *state["completion"]]
+    return [str(message.content) for message in listed if message.role != "assistant"], state["reward"]
+
+
+def test_the_table_says_when_its_rewards_come() -> None:
+    facts = ADAPTERS["verifiers"]
+    assert (facts.rewards, facts.truncates, facts.thread_safe) == ("turn and end", True, False)
+
+
+def test_a_missing_library_says_what_to_install() -> None:
+    if find_spec("verifiers") is not None:
+        pytest.skip("verifiers is installed")
+    with pytest.raises(AdapterError, match=r"needs `verifiers`: pip install 'episode-engine\[verifiers\]'"):
+        VerifiersEnvironment("env_vf:load_environment")
+
+
+CASES = {
+    "won": ("load_environment", ["1", "3", "2"], {}),
+    "out of turns": ("load_environment", ["5", "5", "5", "5"], {"max_turns": 2}),
+    "tools": ("load_tools", [call("add", a=1, b=1), call("add", a="x", b=1), "It is 2."], {}),
+    "state": ("load_purse", [call("put", coin=2), call("put", coin=3), "Done."], {}),
+}
+
+
+@pytest.mark.slow
+@needs_library
+@pytest.mark.parametrize("case", CASES)
+def test_episodes_are_those_of_the_librarys_rollout(tmp_path: Path, tiny_tokenizer_dir: Path, case: str) -> None:
+    load, replies, args = CASES[case]
+    shutil.copy(HERE / "env_vf.py", tmp_path)
+    (given,) = [row for row in rows(f"env_vf.py:{load}", str(HERE), args) if row["answer"] == "2"]
+    given = {**given, "id": "a", "info": {}}
+    (episode,) = run_spec(tmp_path, spec(tiny_tokenizer_dir, load, [given], replies, **args)).values()
+    messages, reward = by_hand(load, given, replies, **args)
+    assert episode.outcome.failure is None
+    said = [message.text for message in episode.messages if message.role != "assistant"]
+    assert said == [text for text in messages if text != "Right."]  # the last word of an episode is shown to nobody
+    steps = 0.25 * sum(reply in ("1", "3") for reply in replies) if load == "load_environment" else 0.0
+    assert sum(earned(episode)) == pytest.approx(reward + steps, abs=1e-12)
+    assert episode.facts["truncated"] is (case == "out of turns")
+
+
+@pytest.mark.slow
+@needs_library
+def test_rewards_over_groups_are_refused(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    with pytest.raises(AdapterError, match="reward functions over whole groups"):
+        VerifiersEnvironment("env_vf.py:load_group", str(HERE))
+
+
+FAULTS = {"setup": None, "raise": None, "shape": None, "reward": "adapter_error", "hang": "environment_timeout"}
+
+
+@pytest.mark.slow
+@needs_library
+@pytest.mark.parametrize("count", [100, 1000])
+def test_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path, count: int) -> None:
+    """Whatever 5 % of the environments do, the others give what the library gives."""
+    shutil.copy(HERE / "env_vf.py", tmp_path)
+    kinds = list(FAULTS)
+    base = next(row for row in rows("env_vf.py:load_environment", str(HERE)) if row["answer"] == "2")
+    given = [
+        {**base, "id": f"t{n}", "info": {"fault": kinds[n // FAULTY_EVERY % 5] if n % FAULTY_EVERY == 0 else None}}
+        for n in range(count)
+    ]
+    document = spec(tiny_tokenizer_dir, "load_environment", given, ["1", "2"])
+    document["environment"]["timeout"] = 30
+    document["rollout"] = {"concurrency": 4, "live_episodes": 4}
+    episodes = run_spec(tmp_path, document)
+    assert len(episodes) == count
+    whole, _ = by_hand("load_environment", given[1], ["1", "2"])
+    for n, row in enumerate(given):
+        episode, fault = episodes[f"t{n}/0"], row["info"]["fault"]
+        if fault is None:
+            assert (shown(episode), episode.outcome.failure) == (whole[1:-1], None)
+            assert earned(episode) == [0.25, 1.0 + 0.5 / 3]
+        else:
+            assert episode.outcome.failure is not None
+            assert episode.outcome.failure.blame == "environment"
+            assert FAULTS[fault] in (None, episode.outcome.failure.kind)
