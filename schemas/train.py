@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from engine.schemas.base import Contract, Seconds
 from engine.schemas.critic import CriticSpec
-from engine.schemas.loss import DrGrpoLoss, LossSpec
+from engine.schemas.loss import CrossEntropyLoss, DrGrpoLoss, LossSpec
+from engine.schemas.sft import SftDataSpec
 
 Level = Literal["token", "turn", "sequence"]
 """Level at which a probability ratio is taken: one token, the tokens of a turn, or the tokens of a row."""
@@ -262,11 +263,41 @@ class TrackingSpec(Contract):
 class TrainSpec(Contract):
     """How the model is trained on its episodes."""
 
+    SFT_KEYS: ClassVar[frozenset[str]] = frozenset(
+        [
+            "kind",
+            "data",
+            "steps",
+            "epochs",
+            "shuffle",
+            "seed",
+            "optimizer",
+            "precision",
+            "device",
+            "freeze",
+            "lora",
+            "memory",
+            "weight_sync",
+            "checkpoints",
+            "eval",
+            "notify",
+            "report_to",
+            "tracking",
+        ]
+    )
+    """The keys that `kind: sft` reads; `weight_sync` only with `eval`."""
+
+    kind: Literal["rl", "sft"] = "rl"
+    """`rl`: the model samples episodes and is trained on their rewards. `sft`: it is trained on the sampled tokens of the episodes
+    in `data`, with the cross-entropy; nothing is sampled, except by `eval`."""
+    data: SftDataSpec | None = None
+    """With `kind: sft`: the rows."""
     steps: int = Field(default=100, ge=1)
     """Number of training steps. Each step collects one batch of episodes and trains on it."""
     epochs: float | None = Field(default=None, gt=0.0)
     """Instead of `steps`: epochs × tasks / `tasks_per_step` steps, rounded up (verl: total_epochs). Groups that dynamic sampling
-    drops use further tasks, so that a training then goes through the tasks more often."""
+    drops use further tasks, so that a training then goes through the tasks more often. With `kind: sft`: epochs × episodes of `data`;
+    the last step takes what is left."""
     tasks_per_step: int = Field(default=8, ge=1)
     """Groups per batch. A group is `rollout.samples_per_task` episodes of one task."""
     shuffle: bool = True
@@ -330,3 +361,34 @@ class TrainSpec(Contract):
     """Trackers that get the metrics in addition to the training's `metrics.jsonl`."""
     tracking: TrackingSpec = Field(default_factory=TrackingSpec)
     """Project, name, group and tags of the training in these trackers."""
+
+    @model_validator(mode="after")
+    def _has_its_data(self) -> Self:
+        if self.kind == "sft" and self.data is None:
+            raise ValueError("`kind: sft` needs `data`: `{path: rows.jsonl, min_reward: 1.0}`")
+        if self.kind == "rl" and self.data is not None:
+            raise ValueError("`data` belongs to `kind: sft`; write `kind: sft`, or remove `data`")
+        return self
+
+    @property
+    def samples_episodes(self) -> bool:
+        """Whether the model is trained on episodes that it samples, and so needs a backend that takes new weights."""
+        return self.kind == "rl"
+
+    @property
+    def uses_backend(self) -> bool:
+        """Whether the backend gets the weights: for the training's own episodes, or for evaluations."""
+        return self.samples_episodes or self.eval is not None
+
+    def effective(self) -> TrainSpec:
+        """The settings of the updates. With `kind: sft`, keys that it does not read have their defaults, and the loss is the cross-entropy."""
+        if self.samples_episodes:
+            return self
+        fields = type(self).model_fields
+        unread = {
+            name: field.get_default(call_default_factory=True)
+            for name, field in fields.items()
+            if name not in self.SFT_KEYS
+        }
+        plain = {"loss": CrossEntropyLoss(), "rollout_correction": RolloutCorrectionSpec(kind="none")}
+        return self.model_copy(update=unread | plain)

@@ -44,6 +44,7 @@ def all_rules() -> list[Rule]:
         train,
         train_critic,
         train_eval,
+        train_sft,
         transitions,
     )
 

@@ -17,9 +17,15 @@ Option = tuple[DataPath, str]
 @rule("train.no-effect", "warning", "an option of `train` has no effect in this combination")
 def train_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """Options that are set, and that another option or its default makes ineffective."""
-    if ctx.spec.train is None:
+    train = ctx.spec.train
+    if train is None:
         return
-    for path, why in (*_loss(ctx.spec.train), *_batch(ctx.spec.train), *_around(ctx, ctx.spec.train)):
+    found = [*_steps(train), *_around(ctx, train)]
+    if train.samples_episodes:
+        found += [*_loss(train), *_batch(train), *_rewards(train)]
+    else:
+        found += _data(train)
+    for path, why in found:
         if ctx.written(*path):
             name = ".".join(str(part) for part in path)
             yield Finding(
@@ -76,6 +82,10 @@ def _batch(train: TrainSpec) -> Iterator[Option]:
     if oversample > 1 and round((oversample - 1) * groups) == 0:
         why = f"{oversample:g} × {groups} groups (`train.tasks_per_step`) is less than half a group more"
         yield ("train", "asynchrony", "oversample"), why
+
+
+def _steps(train: TrainSpec) -> Iterator[Option]:
+    """Options of the number of steps and of the learning rate."""
     warmup = train.optimizer.warmup_steps
     if train.epochs is not None:
         yield ("train", "steps"), "`train.epochs` sets the number of steps"
@@ -106,16 +116,26 @@ def _around(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
             yield ("train", "notify", key), "no channel is set (`webhook_env`, `command` or `use`)"
     elif "stalled" not in notify.on:
         yield ("train", "notify", "stall_timeout"), "`train.notify.on` does not contain `stalled`"
+
+
+def _rewards(train: TrainSpec) -> Iterator[Option]:
+    """Options of `rewards`."""
     if not train.advantage_bonuses:
         why = "training reads `advantages`; `placement` changes only the column `token_rewards` of exported rows"
         yield ("rewards", "placement"), why
+
+
+def _data(train: TrainSpec) -> Iterator[Option]:
+    """Options of a training on written episodes."""
+    if train.data is not None and train.data.min_reward is None:
+        yield ("train", "data", "reward"), "`train.data.min_reward` is not set, so all episodes are used"
 
 
 @rule("train.kl-estimator", "warning", "the KL penalty in the loss has an expected gradient of 0")
 def kl_estimator(ctx: CheckContext) -> Iterator[Finding]:
     """`train.kl.estimator: k1` with a coefficient."""
     train = ctx.spec.train
-    if train is not None and train.kl.in_loss and train.kl.estimator == "k1":
+    if train is not None and train.samples_episodes and train.kl.in_loss and train.kl.estimator == "k1":
         message = "the expected gradient of `k1` is 0: in the loss it adds noise and does not keep the policy near the reference"
         fix = "use `k2` or `k3`, or `in: reward`; `k1` estimates the value of the KL divergence"
         yield Finding(message, ("train", "kl", "estimator"), fix)
@@ -125,7 +145,7 @@ def kl_estimator(ctx: CheckContext) -> Iterator[Finding]:
 def delta(ctx: CheckContext) -> Iterator[Finding]:
     """`delta` below `1 + clip_high`."""
     train = ctx.spec.train
-    if train is not None and train.loss.too_small_delta is not None:
+    if train is not None and train.samples_episodes and train.loss.too_small_delta is not None:
         bound = 1 + getattr(train.loss, "clip_high", 0.0)
         message = (
             f"`delta: {train.loss.too_small_delta:g}` is below `1 + clip_high` = {bound:g}: negative advantages are cut earlier than "
@@ -142,7 +162,7 @@ def rewards_no_effect(ctx: CheckContext) -> Iterator[Finding]:
         path: DataPath = ("rewards", "credit", key)
         if ctx.written(*path):
             yield Finding(f"`{key}` has no effect: {why}", path, "remove it", key=True)
-    alone = ctx.spec.train is not None and ctx.spec.rollout.samples_per_task == 1
+    alone = ctx.spec.train is not None and ctx.spec.train.samples_episodes and ctx.spec.rollout.samples_per_task == 1
     if alone and not rewards.credit.needs_state_key and getattr(rewards.credit, "scale", "none") != "none":
         message = "`scale` has no effect: a group of one episode (`rollout.samples_per_task`) has no standard deviation"
         yield Finding(message, ("rewards", "credit", "scale"), "set `rollout.samples_per_task` to 4 or more")

@@ -40,12 +40,19 @@ def _train(ctx: CheckContext) -> Iterator[TrainSpec]:
         yield ctx.spec.train
 
 
+def _sampling(ctx: CheckContext) -> Iterator[TrainSpec]:
+    """The section `train`, if the training samples episodes."""
+    for train in _train(ctx):
+        if train.samples_episodes:
+            yield train
+
+
 @rule("train.backend", "error", "training needs a backend that takes new weights")
 def backend(ctx: CheckContext) -> Iterator[Finding]:
     """Training needs exact token ids, their log-probs, and a backend that takes new weights."""
-    for _ in _train(ctx):
+    for train in _train(ctx):
         declared = ctx.spec.backend
-        if not declared.trains:
+        if train.uses_backend and not declared.trains:
             why = "takes no new weights" if declared.exact_ids else "returns text without token ids"
             message = f"the `{declared.kind}` backend {why}, so the model cannot be trained on its replies"
             path: DataPath = ("backend", "kind") if ctx.written("backend", "kind") else ("backend",)
@@ -55,7 +62,7 @@ def backend(ctx: CheckContext) -> Iterator[Finding]:
 @rule("train.adapter", "error", "the sampler uses an adapter that the trainer does not have")
 def adapter(ctx: CheckContext) -> Iterator[Finding]:
     """`backend.adapter` names an adapter that is loaded in the servers."""
-    for train in _train(ctx):
+    for train in _sampling(ctx):
         name = ctx.spec.backend.adapter_name
         if name is not None:
             fix = "remove it" + (
@@ -68,7 +75,7 @@ def adapter(ctx: CheckContext) -> Iterator[Finding]:
 @rule("train.greedy", "error", "the model would be trained on greedy replies")
 def greedy(ctx: CheckContext) -> Iterator[Finding]:
     """At temperature 0 all episodes of a task are the same."""
-    for _ in _train(ctx):
+    for _ in _sampling(ctx):
         if ctx.spec.sampling.temperature == 0:
             message = "at temperature 0 every reply to a prompt is the same, so there is nothing to compare"
             yield Finding(message, ("sampling", "temperature"), "set it to 1.0; `train.eval.sampling` can be greedy")
@@ -77,7 +84,7 @@ def greedy(ctx: CheckContext) -> Iterator[Finding]:
 @rule("train.cut-sampling", "warning", "tokens are sampled from a smaller set than the log-probs cover")
 def cut_sampling(ctx: CheckContext) -> Iterator[Finding]:
     """`top_p`, `top_k` and `min_p` exclude tokens after the log-probs are computed."""
-    for _ in _train(ctx):
+    for _ in _sampling(ctx):
         for key, free in _CUTS.items():
             value = getattr(ctx.spec.sampling, key)
             if value not in (None, free) and not (key == "top_k" and value <= 0):
@@ -88,7 +95,7 @@ def cut_sampling(ctx: CheckContext) -> Iterator[Finding]:
 @rule("train.shifted-sampling", "error", "the trainer cannot recompute the log-probs of sampled tokens")
 def shifted_sampling(ctx: CheckContext) -> Iterator[Finding]:
     """Penalties, a logit bias, a minimum length and grammars change the distribution depending on earlier tokens."""
-    for _ in _train(ctx):
+    for _ in _sampling(ctx):
         for key, free in _SHIFTS.items():
             value = getattr(ctx.spec.sampling, key)
             if value is not None and value != free:
@@ -99,7 +106,7 @@ def shifted_sampling(ctx: CheckContext) -> Iterator[Finding]:
 @rule("train.nothing-to-learn", "error", "every advantage would be 0")
 def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
     """The credit method gives 0 in a group of one episode."""
-    for train in _train(ctx):
+    for train in _sampling(ctx):
         credit = ctx.spec.rewards.credit
         moved = train.entropy_coefficient != 0 or train.kl.coefficient > 0
         if (
@@ -119,7 +126,7 @@ def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
 @rule("train.length", "error", "the loss divides by a constant length that is not set")
 def length(ctx: CheckContext) -> Iterator[Finding]:
     """A loss with a constant length as denominator, without `length` and without limits that give one."""
-    for train in _train(ctx):
+    for train in _sampling(ctx):
         loss = train.loss
         constant = loss.constant_length or ctx.spec.limits.tokens_per_episode
         if loss.denominator == "constant_length" and constant is None:
@@ -136,7 +143,7 @@ def length(ctx: CheckContext) -> Iterator[Finding]:
 @rule("train.half-precision", "warning", "the sampler computes in 16 bits without rollout correction")
 def half_precision(ctx: CheckContext) -> Iterator[Finding]:
     """`backend.dtype` of a local backend, with `train.rollout_correction: {kind: none}`."""
-    for train in _train(ctx):
+    for train in _sampling(ctx):
         dtype = ctx.spec.backend.half_precision
         if dtype is not None and train.rollout_correction.kind == "none":
             message = f"with `dtype: {dtype}` the sampler's log-probs differ by up to 0.5 from the trainer's"

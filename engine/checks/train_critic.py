@@ -15,7 +15,7 @@ from engine.spec.diagnostic import DataPath
 def critic(ctx: CheckContext) -> Iterator[Finding]:
     """A method with `needs_values` without `train.critic`, or the other way round."""
     train, credit = ctx.spec.train, ctx.spec.rewards.credit
-    if train is None:
+    if train is None or not train.samples_episodes:
         return
     if credit.needs_values and train.critic is None:
         message = f"`{credit.method}` needs a critic's values, and `train.critic` is not set"
@@ -31,7 +31,7 @@ def critic(ctx: CheckContext) -> Iterator[Finding]:
 def critic_option(ctx: CheckContext) -> Iterator[Finding]:
     """Written keys that nothing reads in this spec."""
     train = ctx.spec.train
-    if train is None or train.critic is None:
+    if train is None or train.critic is None or not train.samples_episodes:
         return
     path: DataPath = ("train", "critic")
     if ctx.written(*path, "clip") and train.critic.clip is not None and train.update_epochs * train.minibatches == 1:
@@ -55,6 +55,11 @@ def critic_option(ctx: CheckContext) -> Iterator[Finding]:
 def overlong(ctx: CheckContext) -> Iterator[Finding]:
     """`train.overlong.margin` is not below `limits.turn_tokens`."""
     train, most = ctx.spec.train, ctx.spec.limits.turn_tokens
-    if train is not None and isinstance(train.overlong, OverlongPenalty) and train.overlong.margin >= most:
+    if (
+        train is not None
+        and train.samples_episodes
+        and isinstance(train.overlong, OverlongPenalty)
+        and train.overlong.margin >= most
+    ):
         message = f"replies are penalized in the last {train.overlong.margin} tokens before the limit, which is {most}: all of them are"
         yield Finding(message, ("train", "overlong", "margin"), "set it to a part of `limits.turn_tokens`")

@@ -64,7 +64,7 @@ def train(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, no progress.")] = False,
 ) -> None:
-    """Train the spec's model on its own episodes.
+    """Train the spec's model on its own episodes, or with `train.kind: sft` on episodes that were exported.
 
     --resume continues where the training ended, also after `kill -9`: from the newest checkpoint, the batch log and the
     episodes in the store. Episodes that were running continue at their turn. Exit status: 0 when the last step is done; 1
@@ -181,7 +181,7 @@ def _continue(console: Console, folder: Path, loaded: LoadedSpec, overrides: lis
     changed = check_changes(header.loaded_spec(strict=True).spec, loaded.spec)
     if not changed:
         return
-    if is_held(folder / folders.ROLLOUTS):
+    if is_held(folder) or is_held(folder / folders.ROLLOUTS):
         raise TrainError(f"another process trains in {folder}: wait until it ends, or stop it", kind="train_setup")
     _check(console, loaded)
     new = RunHeader.of(loaded, overrides=[*header.overrides, *overrides], run_id=header.run_id)
@@ -213,6 +213,7 @@ async def _train(
     from engine.cli.stopping import stop_on_signals
     from engine.cli.train_panel import TrainPanel, shown
     from engine.train.setup import train_spec_of
+    from engine.train.sft import SftTrainer
     from engine.train.trainer import Trainer
 
     stop = asyncio.Event()
@@ -222,7 +223,7 @@ async def _train(
     def watch(runner: Runner) -> None:
         panel.live = runner.live
 
-    trainer = Trainer(
+    trainer = (Trainer if train.samples_episodes else SftTrainer)(
         loaded,
         folder,
         process_group=process_group,
@@ -245,6 +246,11 @@ def _print_result(result: TrainResult, folder: Path, console: Console, seconds: 
             f"{result.steps} steps; reward {before:.3f} in this launch's first step, {after:.3f} in the last; "
             f"{seconds / 60:.1f} min"
         )
+    elif "loss" in result.first:
+        console.print(
+            f"{result.steps} steps; loss {result.first['loss']:.4f} in this launch's first step, {result.last['loss']:.4f} in the "
+            f"last; {seconds / 60:.1f} min"
+        )
     parts = [f"{count} {words}" for name, words in _RESUMED.items() if (count := result.resumed[name])]
     if result.repeated_steps:
         parts.insert(0, f"{result.repeated_steps} steps after the checkpoint repeated from stored episodes")
@@ -258,6 +264,8 @@ def _print_result(result: TrainResult, folder: Path, console: Console, seconds: 
     console.print(f"Training: {folder}")
     if result.checkpoint is not None:
         console.print(f"Checkpoint: {result.checkpoint}")
+    if result.model is not None:
+        console.print(f"Model: {result.model}")
     if result.interrupted:
         console.print(f"Interrupted. To continue: engine train --resume {folder}")
         raise typer.Exit(interrupted())

@@ -72,6 +72,7 @@ class TrainPanel:
         self._now: dict[str, float] = {}
         self._evaluated: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=WIDTH)
+        self._losses: deque[float] = deque(maxlen=WIDTH)
         self._began = time.perf_counter()
 
     def phase(self, name: str) -> None:
@@ -85,6 +86,8 @@ class TrainPanel:
         self._now = dict(values)
         if "reward/mean" in values:
             self._rewards.append(values["reward/mean"])
+        if "sft/epoch" in values:
+            self._losses.append(values["loss"])
         if self.printer is not None:
             self.printer.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
@@ -118,7 +121,11 @@ class TrainPanel:
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="bold", no_wrap=True)
         rows.add_column(no_wrap=True)
-        rows.add_row("reward", self._reward())
+        if self._losses:
+            rows.add_row("loss", _curve(self._losses))
+            rows.add_row("epoch", f"{self._now.get('sft/epoch', 0.0):.2f}")
+        else:
+            rows.add_row("reward", _curve(self._rewards))
         if turns := _by_turn(self._now):
             rows.add_row("by turn", "  ".join(f"{turn} {value:+.3f}" for turn, value in turns))
         if self._evaluated:
@@ -149,11 +156,6 @@ class TrainPanel:
         )
         return head
 
-    def _reward(self) -> Text:
-        if not self._rewards:
-            return Text("–", style="dim")
-        return Text(f"{self._rewards[-1]:.3f}  ").append(spark(list(self._rewards)), style="magenta")
-
     def _episodes(self) -> str:
         speed = self._now.get("tokens_per_second")
         if self.live is None:
@@ -162,6 +164,13 @@ class TrainPanel:
         shown = self.live.tokens_per_second if speed is None else speed
         waits = [self.live.waits] if self.live.waits else []
         return "  ".join([*(running or ["0 running"]), f"{shown:.0f} tokens/s", *waits])
+
+
+def _curve(values: deque[float]) -> Text:
+    """The newest value and the curve of the newest ones."""
+    if not values:
+        return Text("–", style="dim")
+    return Text(f"{values[-1]:.3f}  ").append(spark(list(values)), style="magenta")
 
 
 @contextmanager

@@ -75,6 +75,10 @@ class TensorFolder:
     def _file(self, digest: str) -> Path:
         return self.folder / f"{digest.removeprefix(DIGEST)}.safetensors"
 
+    def has(self, digest: str) -> bool:
+        """Whether the folder has an image's tensors."""
+        return self._file(digest).is_file()
+
     def write(self, digest: str, tensors: Callable[[str], Tensors]) -> None:
         """Write an image's tensors if its file does not exist yet.
 
@@ -137,17 +141,17 @@ def read_rows(path: Path) -> Iterator[Row]:
 
             with pq.ParquetFile(path) as file:
                 for batch in file.iter_batches(batch_size=256):
-                    yield from map(_typed, batch.to_pylist())
+                    yield from map(typed_row, batch.to_pylist())
             return
         with path.open("rb") as lines:
             for line in lines:
-                yield _typed(json.loads(line))
+                yield typed_row(json.loads(line))
     except (OSError, ValueError) as error:
         raise StoreError(f"cannot read {path}: {error}") from error
 
 
-def _typed(row: Row) -> Row:
-    """Convert lists of numbers back to arrays."""
+def typed_row(row: Row) -> Row:
+    """Convert the lists of numbers of a row of a file back to arrays: int32 and float32 [tokens]."""
     typed: Row = {
         name: np.array(row[name], np.int32) for name in ("input_ids", "loss_mask", "weight_versions", "turn_ids")
     }

@@ -5,7 +5,9 @@
     metrics.jsonl       one line per step
     checkpoints/        see `checkpoint.py`
     batches.jsonl       the groups of each step, see `batch_log.py`
-    rollouts/           the run store of its episodes, which all launches share
+    rollouts/           the run store of its episodes, which all launches share (`kind: rl`)
+    data.json           the rows that it was begun with (`kind: sft`)
+    model/              with `kind: sft` and LoRA: the trained model, the adapter merged in
     evals/step-000010/  the run store of an evaluation
     plots/              plots of the metrics
 """
@@ -22,6 +24,7 @@ from pydantic import ValidationError
 from engine.errors import TrainError
 from engine.store import RunHeader, RunStore
 from engine.store.database import FILE as RUN_FILE
+from engine.store.lock import FILE as LOCK_FILE
 from engine.store.private import private_file, private_folder
 
 if TYPE_CHECKING:
@@ -72,9 +75,11 @@ def _unfinished(folder: Path) -> bool:
 
 def discard(folder: Path) -> bool:
     """Remove a training's folder if it holds only the header. Returns whether it was removed."""
-    if [entry.name for entry in os.scandir(folder)] != [_HEADER]:
+    entries = {entry.name for entry in os.scandir(folder)}
+    if entries - {LOCK_FILE} != {_HEADER}:
         return False
-    (folder / _HEADER).unlink()
+    for name in entries:
+        (folder / name).unlink()
     folder.rmdir()
     return True
 

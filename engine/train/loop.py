@@ -60,6 +60,8 @@ class TrainResult:
     last: dict[str, float] = field(default_factory=dict)
     """Metrics of the last step."""
     checkpoint: Path | None = None
+    model: Path | None = None
+    """A complete model beside the checkpoints, with the adapter merged in: after a training on written episodes with LoRA."""
     best: float | None = None
     best_step: int | None = None
     interrupted: bool = False

@@ -63,6 +63,9 @@ def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[Panel]]:
             Panel("reward by name", _lines(rows, named)),
             Panel("reward by turn", _lines(rows, turns, lambda name: f"turn {name.rpartition('/')[2]}")),
         ],
+        "sft": [
+            Panel("cross-entropy per trained token, nats", _lines(rows, ["loss"] if "sft/epoch" in names else [])),
+        ],
         "eval": [
             Panel(title, _lines(rows, [name for name in names if name.startswith("eval/") and kind(name)]))
             for title, kind in (("evaluation", _is_rate), ("evaluation: lengths", lambda name: not _is_rate(name)))

@@ -11,6 +11,7 @@ from engine.spec.tasks import load_tasks
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
 from engine.train.critic import Critic
+from engine.train.demonstrations import count_episodes
 from engine.train.learner import Learner
 from engine.train.policy import Policy, open_model
 
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
 
 
 def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
-    """The spec's `train:` section; with `epochs`, `steps` is the number of steps that they take.
+    """The spec's `train:` section as it is used; with `epochs`, `steps` is the number of steps that they take.
 
     Raises:
-        TrainError: kind `train_setup`: the spec has no `train:` section, or its backend cannot be trained with.
+        TrainError: kind `train_setup`: the spec has no `train:` section, its backend cannot be trained with, or there are no
+            rows of `train.data`.
         SpecError: with `epochs`, the tasks cannot be read.
     """
     spec = loaded.spec
@@ -34,15 +36,19 @@ def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
         raise TrainError(
             f"{loaded.path}: the spec has no `train:` section; `train: {{}}` takes every default", kind="train_setup"
         )
-    if not spec.backend.trains:
+    if spec.train.uses_backend and not spec.backend.trains:
         raise TrainError(
             f"{loaded.path}: a `{spec.backend.kind}` backend cannot take new weights; train with {kinds_that_train()}",
             kind="train_setup",
         )
-    if spec.train.epochs is None:
-        return spec.train
-    steps = math.ceil(spec.train.epochs * len(load_tasks(loaded)) / spec.train.tasks_per_step)
-    return spec.train.model_copy(update={"steps": max(1, steps)})
+    train = spec.train.effective()
+    if train.epochs is None:
+        return train
+    if train.data is not None:
+        steps = math.ceil(count_episodes(loaded, train.epochs) / train.data.episodes_per_step)
+    else:
+        steps = math.ceil(train.epochs * len(load_tasks(loaded)) / train.tasks_per_step)
+    return train.model_copy(update={"steps": max(1, steps)})
 
 
 def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGroup) -> Learner:
@@ -54,14 +60,14 @@ def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGro
     """
     spec, train = loaded.spec, train_spec_of(loaded)
     credit = spec.rewards.credit
-    if credit.needs_values and train.critic is None:
+    if train.samples_episodes and credit.needs_values and train.critic is None:
         raise TrainError(
             f"{loaded.path}: `{credit.method}` needs a critic: add `train.critic: {{kind: probe}}`", kind="train_setup"
         )
     policy = Policy.load(
         resolve_model(spec.model.path, spec.model.revision, loaded.base),
         train,
-        temperature=spec.sampling.temperature,
+        temperature=spec.sampling.temperature if train.samples_episodes else 1.0,
         vocab=format.vocab_size,
         vision=format.vision,
     )

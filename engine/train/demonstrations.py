@@ -1,0 +1,342 @@
+"""The rows of a training on written episodes (`train.kind: sft`): which of them are trained on, and in which order.
+
+    data = Demonstrations(loaded)          # reads all files once
+    data.rows(data.batch(step=0, most=None))
+
+An episode is used as a whole: all rows (branches) that `engine export` wrote for it. Each sampled token of an episode is in one of
+them. Rows stay in their files; the index has a few bytes per row.
+
+Invariants:
+- The episodes of a step depend on the files, `train.data`, `train.seed` and the step alone, so a resumed training has the same.
+- A row is trained on at most once per epoch: a copy in another file is left out, and counted.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import structlog
+
+from engine.errors import TrainError
+from engine.spec.sources import JsonlRows, ParquetRows, RowFault, Rows
+from engine.store.loader import TensorFolder, images_folder, typed_row
+
+if TYPE_CHECKING:
+    from engine.schemas.sft import SftDataSpec
+    from engine.schemas.train import TrainSpec
+    from engine.spec.load import LoadedSpec
+    from engine.store.export import Row
+    from engine.tokens.format import ChatFormat
+    from engine.tokens.images import Tensors
+
+log = structlog.get_logger(__name__)
+
+PATH = ("train", "data", "path")
+SUFFIXES = (".jsonl", ".parquet")
+COLUMNS = (
+    "run_id",
+    "task_id",
+    "episode_id",
+    "branch",
+    "trainable",
+    "input_ids",
+    "loss_mask",
+    "turn_ids",
+    "outcome",
+    "images",
+)
+"""Columns of a row that are read."""
+_known: dict[str, Demonstrations] = {}
+"""The newest demonstrations by the files, their times and the settings that they depend on."""
+
+
+def _data_of(loaded: LoadedSpec) -> tuple[SftDataSpec, TrainSpec]:
+    train = loaded.spec.train
+    if train is None or train.data is None:
+        raise TrainError(f"{loaded.path}: the spec has no `train.data`", kind="train_setup")
+    return train.data, train
+
+
+def demonstrations(loaded: LoadedSpec) -> Demonstrations:
+    """The rows of a spec's `train.data`, read once while the files do not change.
+
+    Raises:
+        TrainError: as `Demonstrations`.
+    """
+    data, train = _data_of(loaded)
+    stamps = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files_of(loaded)]
+    key = repr((stamps, data, train.shuffle, train.seed))
+    if key not in _known:
+        _known.clear()
+        _known[key] = Demonstrations(loaded)
+    return _known[key]
+
+
+def count_episodes(loaded: LoadedSpec, epochs: float) -> int:
+    """Number of episodes that `epochs` passes over `train.data` train on, rounded up.
+
+    Raises:
+        TrainError: as `Demonstrations`.
+    """
+    return math.ceil(epochs * len(demonstrations(loaded)))
+
+
+def files_of(loaded: LoadedSpec) -> list[Path]:
+    """The files that `train.data.path` names, those of a folder sorted by name.
+
+    Raises:
+        TrainError: kind `train_setup`: one does not exist, or is no file of `engine export`.
+    """
+    named = _data_of(loaded)[0].path
+    files: list[Path] = []
+    for number, each in enumerate([named] if isinstance(named, str) else named):
+        at = PATH if isinstance(named, str) else (*PATH, number)
+        path = loaded.resolve(each, at)
+        if path.is_dir():
+            found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        else:
+            found = [path] if path.is_file() else []
+        if not found or any(file.suffix not in SUFFIXES for file in found):
+            what = "is no file of `engine export`" if found else "does not exist, or is a folder without such files"
+            raise TrainError(
+                f"{loaded.origin(at)}: `train.data.path`: {path} {what}; write rows with `engine export RUN --format jsonl`",
+                kind="train_setup",
+            )
+        files += found
+    return files
+
+
+class _Place(NamedTuple):
+    """Where a row is."""
+
+    file: int
+    position: int
+
+
+class Demonstrations:
+    """The episodes of `train.data`, in the order of their first rows.
+
+    Args:
+        loaded: The spec.
+
+    Raises:
+        TrainError: kind `train_setup`: a file cannot be read, or a row is not a row of `engine export`; kind `no_data`: no row can
+            be trained on.
+    """
+
+    def __init__(self, loaded: LoadedSpec) -> None:
+        self._data, train = _data_of(loaded)
+        self._shuffle, self._seed = train.shuffle, train.seed
+        self.files = files_of(loaded)
+        self._sources = [_open(file) for file in self.files]
+        self._episodes: list[tuple[_Place, ...]] = []
+        self.left_out: Counter[str] = Counter()
+        """Number of rows that are not trained on, by reason."""
+        self.longest = 0
+        """Tokens of the longest row."""
+        self.largest_id = 0
+        self.tokens = 0
+        """Number of trained tokens of one epoch."""
+        self._images: dict[str, int] = {}
+        """Digests of all images, with the number of the first file that has each."""
+        self._round, self._order = -1, list[int]()
+        self.digest = self._read()
+        """Digest of all rows that are trained on, in order. Trainings with equal digests have the same rows."""
+        if not self._episodes:
+            raise TrainError(f"`train.data` has no row to train on: {self.summary()}", kind="no_data")
+
+    def __len__(self) -> int:
+        return len(self._episodes)
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows of one epoch."""
+        return sum(map(len, self._episodes))
+
+    def summary(self) -> str:
+        """One line: what is trained on and what is left out."""
+        parts = [
+            f"{len(self)} episodes, {self.row_count} rows, {self.tokens} trained tokens of {len(self.files)} files"
+        ]
+        parts += [f"{count} rows left out: {why}" for why, count in sorted(self.left_out.items())]
+        return "; ".join(parts)
+
+    def _read(self) -> str:
+        places: dict[tuple[int, str, str], list[_Place]] = {}
+        seen: set[bytes] = set()
+        whole = blake2b(digest_size=16)
+        for number, rows in enumerate(self._sources):
+            try:
+                for position, row in enumerate(rows):
+                    where = f"{self.files[number]}: row {row.number}"
+                    fields = _checked(row.fields, where)
+                    reason = self._reason(fields)
+                    if reason is None:
+                        identity = _identity(fields)
+                        reason = "copies of other rows" if identity in seen else None
+                        seen.add(identity)
+                    if reason is not None:
+                        self.left_out[reason] += 1
+                        continue
+                    whole.update(identity)
+                    ids = fields["input_ids"]
+                    self.longest, self.largest_id = max(self.longest, len(ids)), max(self.largest_id, *ids)
+                    self.tokens += sum(fields["loss_mask"])
+                    for image in fields["images"]:
+                        self._images.setdefault(image["image"], number)
+                    episode = (number, str(fields["run_id"]), str(fields["episode_id"]))
+                    places.setdefault(episode, []).append(_Place(number, position))
+            except RowFault as error:
+                raise TrainError(f"{self.files[number]}: {error}", kind="train_setup") from error
+        self._episodes = [tuple(found) for found in places.values()]
+        return whole.hexdigest()
+
+    def _reason(self, row: Row) -> str | None:
+        """Why a row is not trained on; None if it is."""
+        if not row["trainable"] or 1 not in row["loss_mask"]:
+            return "not trainable"
+        least, name = self._data.min_reward, self._data.reward
+        if least is None:
+            return None
+        if name is None:
+            reward = row["outcome"]["reward"]
+        else:
+            reward = next((each["value"] for each in row["outcome"]["rewards"] if each["name"] == name), None)
+        if reward is None:
+            return f"no reward `{name}`" if name else "no reward"
+        return None if reward >= least else f"reward below {least:g}"
+
+    # --- order ----------------------------------------------------------------------------------------------
+
+    def batch(self, step: int, most: int | None) -> list[int]:
+        """The numbers of a step's episodes. Epoch e has the numbers from e × episodes on.
+
+        Args:
+            step: The step's number, from 0.
+            most: Number of episodes of the whole training; None: unlimited.
+        """
+        size = self._data.episodes_per_step
+        end = (step + 1) * size
+        return list(range(step * size, end if most is None else min(end, most)))
+
+    def rows(self, numbers: Sequence[int]) -> list[Row]:
+        """The rows of episodes, by their numbers, as the learner reads them: each trained token has advantage 1.
+
+        Raises:
+            TrainError: kind `train_setup`: a file has changed since it was read first.
+        """
+        return [self._row(place) for number in numbers for place in self._episode(number)]
+
+    def _episode(self, number: int) -> tuple[_Place, ...]:
+        round_, place = divmod(number, len(self))
+        if round_ != self._round:
+            self._order = list(range(len(self)))
+            if self._shuffle:
+                random.Random(f"{self._seed}/{round_}").shuffle(self._order)
+            self._round = round_
+        return self._episodes[self._order[place]]
+
+    def _row(self, place: _Place) -> Row:
+        try:
+            fields = self._sources[place.file].row(place.position).fields
+        except RowFault as error:
+            raise TrainError(f"{self.files[place.file]}: {error}", kind="train_setup") from error
+        read = {"token_rewards": None, "advantages": None, "logprobs": None, "weight_versions": []} | fields
+        row = typed_row(read | {"logprobs": None})
+        trained = row["loss_mask"].astype(np.float32)
+        return row | {"advantages": trained, "logprobs": np.zeros_like(trained)}
+
+    # --- the model ------------------------------------------------------------------------------------------
+
+    def check_model(self, form: ChatFormat) -> None:
+        """Check that the rows are of a model with this tokenizer, and give the image processor the tensors beside the files.
+
+        Raises:
+            TrainError: kind `train_setup`: ids or lengths are not of this model, or a row has images and the model none.
+        """
+        if self.largest_id >= form.vocab_size or (form.context is not None and self.longest > form.context):
+            raise TrainError(
+                f"`train.data`: the rows have ids up to {self.largest_id} and up to {self.longest} tokens; the model has ids below "
+                f"{form.vocab_size} and a context of {form.context} tokens. Export rows of this model",
+                kind="train_setup",
+            )
+        for number, rows in enumerate(self._sources):
+            place = next((place for episode in self._episodes for place in episode if place.file == number), None)
+            if place is not None:
+                _check_text(rows.row(place.position).fields, form, self.files[number])
+        if not self._images:
+            return
+        if form.vision is None:
+            raise TrainError("`train.data`: rows have images, and the model has no vision", kind="train_setup")
+        folders = [TensorFolder(images_folder(file)) for file in self.files]
+
+        def read(digest: str) -> Tensors | None:
+            return next((found for folder in folders if (found := folder.read(digest)) is not None), None)
+
+        for digest, number in self._images.items():
+            if not any(folder.has(digest) for folder in folders):
+                raise TrainError(
+                    f"{self.files[number]}: the tensors of the image {digest} are missing; they are in the folder "
+                    f"{images_folder(self.files[number]).name} beside the file, and move with it",
+                    kind="train_setup",
+                )
+        form.vision.bank.read_tensors_from(read)
+
+
+def _open(file: Path) -> Rows:
+    return ParquetRows([file]) if file.suffix == ".parquet" else JsonlRows([file], lambda path: path.open("rb"))
+
+
+def _checked(fields: Any, where: str) -> Row:
+    """A row of a file, after a check of its columns.
+
+    Raises:
+        TrainError: kind `train_setup`: it is not a row of `engine export`.
+    """
+    missing = [name for name in COLUMNS if name not in fields] if isinstance(fields, dict) else list(COLUMNS)
+    if missing:
+        words = f"it has no `{missing[0]}`"
+    elif not len(fields["input_ids"]) == len(fields["loss_mask"]) == len(fields["turn_ids"]):
+        words = "`input_ids`, `loss_mask` and `turn_ids` have different lengths"
+    elif not fields["input_ids"]:
+        words = "`input_ids` is empty"
+    elif fields["loss_mask"][0] == 1:
+        words = "its first token is trained, and nothing predicts it"
+    else:
+        return dict(fields)
+    raise TrainError(f"{where} is not a row of `engine export`: {words}", kind="train_setup")
+
+
+def _identity(row: Row) -> bytes:
+    """Digest of what identifies a row: run, episode, branch and tokens. Trainings name their runs alike, so ids alone do not."""
+    digest = blake2b(f"{row['run_id']}\n{row['episode_id']}\n{row['branch']}\n".encode(), digest_size=16)
+    digest.update(np.asarray(row["input_ids"], np.int64).tobytes())
+    digest.update(np.asarray(row["loss_mask"], np.int8).tobytes())
+    return digest.digest()
+
+
+def _check_text(row: Row, form: ChatFormat, file: Path) -> None:
+    """Check that a row's ids, decoded, have the text of its first message of a user.
+
+    Raises:
+        TrainError: kind `train_setup`: they have not: the row is of a model with another tokenizer.
+    """
+    message: dict[str, Any] = next((each for each in row.get("messages") or [] if each["role"] == "user"), {})
+    parts = [part["text"] for part in message.get("parts") or [] if part["type"] == "text"]
+    text = next((each for each in parts or [message.get("content")] if each), "")
+    wanted, decoded = ("".join(each.split()) for each in (text, form.decode(row["input_ids"])))
+    if wanted in decoded or "***" in text or "${" in text:  # secrets are masked in messages
+        return
+    model = (row.get("metadata") or {}).get("model", "another model")
+    raise TrainError(
+        f"{file}: the ids of {row['episode_id']}, decoded with this model's tokenizer, do not contain the user's message: the rows "
+        f"are of `{model}`. Train a model with the same tokenizer, or run the episodes again with this one",
+        kind="train_setup",
+    )
