@@ -1,10 +1,10 @@
 """What each file of `engine/fast/` saves: CPU time of a turn, and of the start of a process, with the file switched off.
 
     python bench/fast.py --model FOLDER                     # FOLDER contains a tokenizer in Qwen3's format
-    python bench/fast.py --model FOLDER --only ascii --rounds 9
+    python bench/fast.py --model FOLDER --only ascii --rounds 200
 
-Turns: runs of 16 turns against the fake server of `bench/rollout.py`, journal on, all in one process. Each run with a file
-switched off follows a run with everything on; the table shows the median of the ratios of such pairs, and their quartiles.
+Turns: runs of 64 episodes of 16 turns against the fake server of `bench/rollout.py`, journal on, all in one process. A run with a
+file switched off and a run with everything on are a pair (`bench/pairs.py`); `nothing` compares a run with itself.
 
 Start: a process that loads the chat format and renders one prompt; the median of several processes, in turn with and without.
 """
@@ -28,10 +28,11 @@ import structlog
 sys.path.insert(0, str(Path(__file__).parent))
 
 from floor import Workload
+from pairs import Pairs
 from rollout import Fake, load_tokenizer
-from subject import SAMPLES, Engine
+from subject import Engine
 
-TURNS, CONCURRENCY = 16, 64
+TURNS, EPISODES = 16, 64
 
 Off = Callable[[Any], contextlib.AbstractContextManager[Any]]
 """Switches a file off for a chat format."""
@@ -76,27 +77,26 @@ print(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 """A process that prints its CPU seconds and its largest size in MB: MODEL, and the files that are switched off."""
 
 
-def turns(model: str, names: list[str], rounds: int, total: int) -> dict[str, tuple[list[float], list[float]]]:
-    """By file: ratios of CPU time per turn (off / on), and the CPU µs per turn that it saves, one of each per pair."""
+def turns(model: str, names: list[str], rounds: int) -> dict[str, Pairs]:
+    """By file: CPU µs per turn with everything on (base) and with the file off (other), in pairs."""
     workload = Workload.of(load_tokenizer(model), model=model)
-    episodes = max(SAMPLES, total // TURNS)
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
+    found = {name: Pairs() for name in names}
     with Fake(workload.reply) as fake:
         engine = Engine(fake.url, model, TURNS)
 
         def once() -> float:
-            done, spent, _ = asyncio.run(engine.run(episodes, CONCURRENCY))
+            done, spent, _ = asyncio.run(engine.run(EPISODES, EPISODES))
             return spent / done * 1e6
+
+        def without(name: str) -> float:
+            with OFF[name](engine._format):
+                return once()
 
         try:
             once()
             for _ in range(rounds):
-                for name in names:
-                    on = once()
-                    with OFF[name](engine._format):
-                        off = once()
-                    found[name][0].append(off / on)
-                    found[name][1].append(off - on)
+                for name, pairs in found.items():
+                    pairs.run(once, lambda name=name: without(name))
         finally:
             engine.close()
     return found
@@ -122,22 +122,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder with a tokenizer in Qwen3's format")
     parser.add_argument("--only", nargs="+", choices=[*OFF, "start"], default=[*OFF, "start"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--total", type=int, default=2048, help="turns of one run")
+    parser.add_argument("--rounds", type=int, default=100, help="pairs of each file; about 0.8 CPU s each")
     options = parser.parse_args()
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR), cache_logger_on_first_use=False
     )
     names = [name for name in options.only if name in OFF]
     if names:
-        print(f"{'off':<16} off / on, median (quartiles)   CPU µs a turn saved, median", flush=True)
-        for name, (ratios, saved) in turns(options.model, names, options.rounds, options.total).items():
-            low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-            print(
-                f"{name:<16} {middle:.3f} ({low:.3f} to {high:.3f})        {statistics.median(saved):7.1f}", flush=True
-            )
+        print(f"{'off':<16} off / on, median (95 %)    saved per turn", flush=True)
+        for name, pairs in turns(options.model, names, options.rounds).items():
+            print(f"{name:<16} {pairs}", flush=True)
     if "start" in options.only:
-        for name, (seconds, size) in start(options.model, max(3, options.rounds // 2)).items():
+        for name, (seconds, size) in start(options.model, min(9, max(3, options.rounds // 2))).items():
             print(f"start, {name:<16} off: {seconds:.2f} s CPU, {size:.0f} MB", flush=True)
 
 

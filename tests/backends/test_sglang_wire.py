@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.sglang.wire import Encoder, Outgoing, PromptMismatch, ReplyError, decode, version_number
+from engine.backends.sglang.reply_body import PromptMismatch, ReplyError, decode, version_number
+from engine.backends.sglang.request_body import Encoder, Outgoing
 from engine.errors import BackendError
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
 

@@ -128,7 +128,7 @@ async def test_a_role_of_the_base_model_names_no_adapter(train_spec: Any) -> Non
         sent.append(request.adapter)
         raise asyncio.CancelledError
 
-    backend._tried = tried  # type: ignore[method-assign]
+    backend.attempts.reply = tried  # type: ignore[method-assign]
     request = roles.model("user")._request(PROBE, "a/0", 0, 1, ())
     from dataclasses import replace
 

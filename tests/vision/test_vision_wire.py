@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from vision_code import FIRST, SECOND, pil
 
-from engine.backends.sglang.wire import Encoder
+from engine.backends.sglang.request_body import Encoder
 from engine.errors import BackendError
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart

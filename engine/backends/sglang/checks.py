@@ -21,8 +21,9 @@ from engine.backends.http.refusal import error_text
 from engine.backends.http.reply import HttpFailure, HttpReply
 from engine.backends.sglang.images import check_images
 from engine.backends.sglang.pool import Pool
+from engine.backends.sglang.reply_body import ReplyError, decode
+from engine.backends.sglang.request_body import Encoder, sampling_fields
 from engine.backends.sglang.server import Server
-from engine.backends.sglang.wire import Encoder, ReplyError, decode, sampling_fields
 from engine.errors import BackendError, OutageError
 from engine.schemas.generation import GenerateRequest, SamplingParams
 

@@ -1,4 +1,4 @@
-"""SGLang servers as a backend: requests, retries, interrupted replies, and the certificate of prompts.
+"""SGLang servers as a backend: interrupted replies, the policy's adapter, and the certificate of prompts.
 
 Invariant: one call of `generate` returns at most one generation, and each of its tokens was sampled after exactly the prompt
 that was sent. Lost connections and servers change only the counts.
@@ -6,14 +6,10 @@ that was sent. Lost connections and servers change only the counts.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import itertools
-import secrets
 import time
 from collections import Counter
 from collections.abc import Coroutine
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,16 +19,15 @@ from msgspec.structs import replace
 from engine.backends.base import Backend
 from engine.backends.http.keys import key_headers, read_key
 from engine.backends.http.outage import Outage
-from engine.backends.http.refusal import refusal
-from engine.backends.http.reply import HttpFailure, HttpReply
-from engine.backends.http.retries import Tries
+from engine.backends.sglang.attempts import Attempts
 from engine.backends.sglang.checks import ask_worker, check_model_path, check_server, check_servers
 from engine.backends.sglang.control import Control
 from engine.backends.sglang.images import refuse_family
 from engine.backends.sglang.pool import Pool
+from engine.backends.sglang.reply_body import DEFAULT_VERSION, Part
+from engine.backends.sglang.request_body import Encoder
 from engine.backends.sglang.resume import can_resume, clean_cut, cut, join
 from engine.backends.sglang.server import Server
-from engine.backends.sglang.wire import DEFAULT_VERSION, Encoder, Outgoing, Part, PromptMismatch, ReplyError, decode
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.backend import SGLangBackendSpec
@@ -51,8 +46,6 @@ log = structlog.get_logger(__name__)
 
 INTERRUPTIONS = 32
 """Maximum number of times that one reply is continued."""
-ABORT_SECONDS = 2.0
-"""Time that `close` waits until servers have received their aborts, in seconds."""
 
 
 class PolicyAdapter(NamedTuple):
@@ -118,19 +111,18 @@ class SGLangBackend(Backend):
         """Parameters that the router drops."""
         self.verified: Difference | None = None
         """Difference between the servers' log-probs and those of the model's files; None without `spec.verify`."""
-        self._encoder = Encoder(vocab_size=self.vocab_size, vision=format.vision)
-        self._nonce = secrets.token_hex(8)
-        self._numbers = itertools.count()
-        self._calls: dict[str, Server] = {}
-        self._aborts: set[asyncio.Task[None]] = set()
-        self._told = False
-        """Closed: no more aborts are sent."""
-        self._closed = asyncio.Event()
-        self._deadlines = Deadlines(spec.timeout)
-        self._try_deadlines = Deadlines(spec.try_timeout or spec.timeout / 2)
-        self.outage.clocks.add(self._deadlines)
-        self.outage.clocks.add(self._try_deadlines)
         self._counts: Counter[str] = Counter()
+        self.attempts = Attempts(
+            self.pool,
+            self.control,
+            Encoder(vocab_size=self.vocab_size, vision=format.vision),
+            retries=spec.retries,
+            try_timeout=spec.try_timeout or spec.timeout / 2,
+            counts=self._counts,
+        )
+        self._deadlines = Deadlines(spec.timeout)
+        self.outage.clocks.add(self._deadlines)
+        self.outage.clocks.add(self.attempts.deadlines)
 
     @classmethod
     def open(cls, spec: SGLangBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> SGLangBackend:
@@ -181,7 +173,7 @@ class SGLangBackend(Backend):
         self.vocab_size = facts.vocab_size
         self.context = facts.context
         self.dropped = facts.dropped
-        self._encoder = Encoder(
+        self.attempts.encoder = Encoder(
             vocab_size=facts.vocab_size,
             seeded=any(server.seeded for server in self.workers),
             echo="return_prompt_token_ids" not in facts.dropped,
@@ -217,7 +209,7 @@ class SGLangBackend(Backend):
         if self.context is not None and len(request.input_ids) >= self.context:
             raise ContextOverflow(f"{len(request.input_ids)} tokens; the servers take fewer than {self.context}")
         if request.images:
-            await self._encoder.scale_images(request)
+            await self.attempts.encoder.scale_images(request)
         try:
             with self._deadlines.begin():
                 part = await self._part(request, request.input_ids, request.max_new_tokens, 0)
@@ -239,21 +231,12 @@ class SGLangBackend(Backend):
 
     def release(self, episode_id: str) -> None:
         """Drop the prompt and the server of an episode that has ended."""
-        self._encoder.forget(episode_id)
+        self.attempts.encoder.forget(episode_id)
         self.pool.forget(episode_id)
 
     async def close(self) -> None:
         """Have the servers stop what is running, and close all connections."""
-        self._closed.set()
-        for rid, server in list(self._calls.items()):
-            self.abort(server, rid)
-        if self._aborts:
-            await asyncio.wait(list(self._aborts), timeout=ABORT_SECONDS)
-        self._told = True
-        late = list(self._aborts)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await self.attempts.close()
         await self.pool.close()
 
     def stats(self) -> dict[str, Any]:
@@ -280,7 +263,7 @@ class SGLangBackend(Backend):
             "bad_replies": self._counts["bad_replies"],
             "failovers": self.pool.failovers,
             **self.outage.stats(),
-            "seeded": self._encoder.seeded,
+            "seeded": self.attempts.encoder.seeded,
             "dropped_by_router": list(self.dropped),
             "servers": [server.stats() for server in self.pool.servers],
             **({} if self._format.vision is None else {"images": self._images()}),
@@ -329,7 +312,7 @@ class SGLangBackend(Backend):
     def _part(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Coroutine[Any, Any, Part]:
         """One reply of one server, sampled with the policy's adapter if there is one and the request is not for the base model."""
         if self.policy is None or request.adapter is not None or request.base_model:
-            return self._tried(request, ids, most, sampled)
+            return self.attempts.reply(request, ids, most, sampled)
         return self._adapted(self.policy, request, ids, most, sampled)
 
     async def _adapted(
@@ -338,134 +321,11 @@ class SGLangBackend(Backend):
         self.adapter_uses[policy.name] += 1
         try:
             named = dataclasses.replace(request, adapter=policy.name)
-            part = await self._tried(named, ids, most, sampled)
+            part = await self.attempts.reply(named, ids, most, sampled)
         finally:
             self.adapter_uses[policy.name] -= 1
         tokens = len(part.ids)
         return replace(part, versions=[VersionSpan(version=policy.version, start=0, end=tokens)] if tokens else [])
-
-    async def _tried(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Part:
-        """One reply, after failed attempts were repeated. An attempt that no server worked on is not counted."""
-        failed: list[Server] = []
-        tries: Tries | None = None
-        while True:
-            server = self.pool.choose(request.episode_id, failed)
-            if server is None:
-                server = await self.pool.available(request.episode_id, failed)
-            try:
-                return await self._attempt(server, self._encode(request, ids, most, sampled))
-            except BackendError as error:
-                if self._closed.is_set():
-                    raise BackendError("the backend was closed", kind="closed") from None
-                tries = tries or Tries(self._spec.retries, self.outage)
-                if not tries.another(error):
-                    raise
-                if error.kind == "stale_weights" and not any(other.usable for other in self.pool.servers):
-                    raise  # waiting brings no other weights: only the next push does
-                refused = error.refused
-                self._counts["retries"] += 1
-                log.info(
-                    "retrying", episode=request.episode_id, turn=request.turn, server=server.url, reason=str(error)
-                )
-            if server not in failed:
-                failed.append(server)
-            if not refused and all(other in failed or not other.usable for other in self.pool.servers):
-                await self._wait(tries.pause)
-
-    def _encode(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Outgoing:
-        return self._encoder.encode(request, self._rid(), ids, most, sampled, prefixes=self.control.prefixes)
-
-    def _rid(self) -> str:
-        """A request id of fixed length: SGLang aborts every request whose id begins with the given one."""
-        return f"{self._nonce}{next(self._numbers):012x}"
-
-    async def _wait(self, seconds: float) -> None:
-        """Wait before another try.
-
-        Raises:
-            BackendError: The backend was closed meanwhile.
-        """
-        try:
-            async with asyncio.timeout(seconds):
-                await self._closed.wait()
-        except TimeoutError:
-            return
-        raise BackendError("the backend was closed", kind="closed")
-
-    async def _attempt(self, server: Server, sent: Outgoing) -> Part:
-        """Send a request once. If its reply is not awaited to the end, the server gets an abort."""
-        if self._closed.is_set():
-            raise BackendError("the backend was closed", kind="closed")
-        self._counts["attempts"] += 1
-        expected = self.control.expected
-        self._calls[sent.rid] = server
-        server.begin()
-        try:
-            read = partial(_read, sent, self.vocab_size)
-            with self._try_deadlines.begin():
-                reply = await server.http.request("POST", "/generate", *sent.pieces, read=read, most=sent.most)
-        except HttpFailure as failure:
-            if failure.sent:
-                self.abort(server, sent.rid)
-            if not self._closed.is_set():  # or it is our own doing
-                self.pool.failed(server, str(failure))
-            message = f"{server.url}: {failure}"
-            raise BackendError(message, kind="unreachable", retryable=True, refused=not failure.sent) from None
-        except TimeoutError:
-            self.abort(server, sent.rid)
-            self._counts["try_timeouts"] += 1
-            self.pool.suspect(server)
-            message = f"{server.url} did not reply within {self._try_deadlines.seconds:g} s (`backend.try_timeout`)"
-            raise BackendError(message, kind="timeout", retryable=True) from None
-        except asyncio.CancelledError:
-            self.abort(server, sent.rid)
-            raise
-        finally:
-            server.end()
-            del self._calls[sent.rid]
-        self.pool.answered(server, reply.status, reply.retry_after)
-        if reply.status != 200:
-            raise refusal(server.url, HttpReply(reply.status, reply.read, None, reply.retry_after))
-        return self._accepted(server, reply.read, expected)
-
-    def _accepted(self, server: Server, part: Part | ReplyError | PromptMismatch, expected: str | None) -> Part:
-        if isinstance(part, ReplyError):
-            self._counts["bad_replies"] += 1
-            raise BackendError(
-                f"{server.url} sent a reply that cannot be used: {part}", kind="bad_reply", retryable=True
-            )
-        if isinstance(part, PromptMismatch):
-            self._counts["mismatches"] += 1
-            raise part
-        if part.version is not None:
-            server.version = part.version
-            if (
-                expected is not None
-                and expected == self.control.expected
-                and part.version != expected
-                and len(part.ids)
-            ):
-                self.pool.failed(server, f"samples with weights {part.version!r}; every server was given {expected!r}")
-                message = f"{server.url} samples with weights {part.version!r}, not {expected!r}"
-                raise BackendError(message, kind="stale_weights", retryable=True)
-        return part
-
-    def abort(self, server: Server, rid: str) -> None:
-        """Have a server stop a request. This does not wait for the server; `close` does."""
-        if self._told:
-            return
-        self._counts["aborts"] += 1
-        targets = [server] if server in self.workers else self.workers
-        for target in targets:
-            task = asyncio.get_running_loop().create_task(self._send_abort(target, rid))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
-
-    async def _send_abort(self, server: Server, rid: str) -> None:
-        try:
-            await server.json("POST", "/abort_request", {"rid": rid}, timeout=ABORT_SECONDS)
-        except BackendError as error:  # a server that is gone has stopped anyway
-            log.debug("abort was not delivered", server=server.url, rid=rid, reason=str(error))
 
     async def _admit(self, server: Server) -> None:
         """Give a server that is back the weights and adapters of the others, and check it: it may serve another model now."""
@@ -477,13 +337,3 @@ class SGLangBackend(Backend):
             return
         if (found.vocab_size or self.vocab_size) < self.vocab_size or (found.context or self.context) < self.context:
             raise BackendError(f"{server.url} came back with a smaller vocabulary or context", kind="wrong_server")
-
-
-def _read(sent: Outgoing, vocab_size: int, status: int, body: bytes) -> Part | ReplyError | PromptMismatch | bytes:
-    """A decoded reply, or the error in it; the body if the status is not 200."""
-    if status != 200:
-        return body
-    try:
-        return decode(body, sent, vocab_size)
-    except (ReplyError, PromptMismatch) as error:
-        return error

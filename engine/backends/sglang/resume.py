@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from engine.backends.sglang.wire import Part
+from engine.backends.sglang.reply_body import Part
 from engine.schemas.generation import FinishReason, Generation, SamplingParams, VersionSpan
 
 TAIL = 64
