@@ -28,7 +28,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import structlog
 
@@ -39,20 +39,18 @@ from engine.schemas.journal import JournalEntry
 from engine.schemas.message import ImagePart
 from engine.schemas.trajectory import Blame, EpisodeScore, Trajectory
 from engine.storable import stored_fields
-from engine.store import codec, crashes, database
+from engine.store import codec, crashes, database, episode_rows
 from engine.store.again import begin_again
+from engine.store.episode_rows import episode_id_of
 from engine.store.find import find_run
 from engine.store.fork import copy_shared
 from engine.store.header import RunHeader, package_versions
 from engine.store.images import measure
 from engine.store.lock import RunLock
 from engine.store.private import private_folder
-from engine.store.reader import ENTRY, EpisodeRow, RunReader, decoding, journal_rows, reading
+from engine.store.reader import EpisodeRow, RunReader, decoding, reading
 from engine.store.scores import write_score
 from engine.store.writer import Track, Writer
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["EpisodeRow", "RunStore", "episode_id_of", "find_run"]
 
@@ -61,11 +59,6 @@ log = structlog.get_logger(__name__)
 
 PLANNED = 1_000
 """Tasks that are written in one commit before a run begins."""
-
-
-def episode_id_of(task_id: str, sample_index: int) -> str:
-    """Return the episode's id in its run."""
-    return f"{task_id}/{sample_index}"
 
 
 class RunStore(RunReader):
@@ -164,7 +157,7 @@ class RunStore(RunReader):
         """
         remaining = iter(tasks)
         while part := list(islice(remaining, PLANNED)):
-            await self._writing().do(partial(_plan, part, samples_per_task))
+            await self._writing().do(partial(episode_rows.plan, tasks=part, samples_per_task=samples_per_task))
 
     async def begin(self, task: Task, sample_index: int, *, seed: int | None = None) -> list[JournalEntry]:
         """Begin an episode, or continue an interrupted one.
@@ -180,34 +173,11 @@ class RunStore(RunReader):
         if episode_id in self._tracks or episode_id in self._beginning:
             raise StoreError(f"{episode_id} is running already")
         fields = codec.json_of(stored_fields(task.fields))
-
-        def job(connection: sqlite3.Connection) -> tuple[int, int, list[Any]]:
-            _same_task(connection, task, fields)
-            found = connection.execute(
-                "SELECT number, attempt, status, started FROM episodes WHERE id = ?", (episode_id,)
-            ).fetchone()
-            if found is None:
-                number = connection.execute(
-                    "INSERT INTO episodes (id, task_id, task_index, sample_index, seed, status, started) "
-                    "VALUES (?, ?, ?, ?, ?, 'running', ?)",
-                    (episode_id, task.id, task.index, sample_index, seed, time.time()),
-                ).lastrowid
-                assert number is not None
-                crashes.mark_running(connection, number)
-                return number, 0, []
-            number, attempt, status, started = found
-            if status == "done":
-                raise StoreError(f"{episode_id} is done; it is not run again")
-            connection.execute(
-                "UPDATE episodes SET status = 'running', started = ?, seed = coalesce(?, seed) WHERE number = ?",
-                (started or time.time(), seed, number),
-            )
-            crashes.mark_running(connection, number)
-            return number, attempt, journal_rows(connection, number, attempt)
-
         self._beginning.add(episode_id)
         try:
-            number, attempt, rows = await writer.do(job)
+            number, attempt, rows = await writer.do(
+                lambda connection: episode_rows.begin(connection, task, fields, sample_index, seed)
+            )
         finally:
             self._beginning.discard(episode_id)
         with decoding(self._path, episode_id):
@@ -256,19 +226,8 @@ class RunStore(RunReader):
             keep: Number of entries of the first attempt with which the new journal begins: those that a fork shares.
         """
         track = self._track(episode_id)
-
-        def job(connection: sqlite3.Connection) -> None:
-            connection.execute(
-                f"INSERT INTO journal SELECT episode, ?, {ENTRY} FROM journal WHERE episode = ? AND attempt = 0 AND seq < ?",
-                (track.attempt + 1, track.number, keep),
-            )
-            connection.execute(
-                "UPDATE episodes SET attempt = ?, started = ? WHERE number = ?",
-                (track.attempt + 1, time.time(), track.number),
-            )
-
         with self._giving_up(episode_id, track):
-            await self._writing().do(job, track)
+            await self._writing().do(lambda connection: episode_rows.restart(connection, track, keep), track)
         self._tracks[episode_id] = Track(track.number, track.attempt + 1, keep)
 
     async def begin_again(self, blames: Sequence[Blame]) -> list[str]:
@@ -305,7 +264,7 @@ class RunStore(RunReader):
 
         def job(connection: sqlite3.Connection) -> None:
             database.insert(connection, "journal", last)
-            _finish(connection, track, entries, trajectory, written)
+            episode_rows.finish(connection, track, entries, trajectory, written)
 
         size = len(written.trajectory) + sum(12 * branch[2] for branch in written.branches)
         size += ending.written.size if ending is not None else 0
@@ -443,67 +402,3 @@ class RunStore(RunReader):
         if track.closing:
             return StoreError(f"{episode_id} is being finished or begun again")
         return StoreError(f"{episode_id}: entry {seq} was given, but the next entry is {track.next}")
-
-
-def _plan(tasks: Sequence[Task], samples_per_task: int, connection: sqlite3.Connection) -> None:
-    rows = [(task.id, task.index, codec.json_of(stored_fields(task.fields))) for task in tasks]
-    connection.executemany("INSERT OR IGNORE INTO tasks VALUES (?, ?, ?)", rows)
-    connection.executemany(
-        "INSERT OR IGNORE INTO episodes (id, task_id, task_index, sample_index, status) VALUES (?, ?, ?, ?, 'pending')",
-        [
-            (episode_id_of(task.id, sample), task.id, task.index, sample)
-            for task in tasks
-            for sample in range(samples_per_task)
-        ],
-    )
-
-
-def _same_task(connection: sqlite3.Connection, task: Task, fields: str) -> None:
-    known = connection.execute("SELECT position, fields FROM tasks WHERE id = ?", (task.id,)).fetchone()
-    if known is None:
-        connection.execute("INSERT INTO tasks VALUES (?, ?, ?)", (task.id, task.index, fields))
-    elif known != (task.index, fields):
-        raise StoreError(
-            f"task `{task.id}` is not what it was when this run began: its row or its position has changed. "
-            "Resume with the tasks that the run began with, or begin a new run"
-        )
-
-
-def _finish(
-    connection: sqlite3.Connection,
-    track: Track,
-    entries: int,
-    trajectory: Trajectory,
-    written: codec.WrittenTrajectory,
-) -> None:
-    number = track.number
-    crashes.mark_done(connection, number)
-    held = connection.execute(
-        "SELECT count(*) FROM journal WHERE episode = ? AND attempt = ?", (number, track.attempt)
-    ).fetchone()[0]
-    if held != entries:
-        raise StoreError(f"{trajectory.episode_id}: {held} of {entries} journal entries are written; it cannot be done")
-    connection.execute("INSERT INTO trajectories VALUES (?, ?, ?)", (number, track.attempt, written.trajectory))
-    database.insert(connection, "branches", [(number, *row) for row in written.branches])
-    database.insert(connection, "postings", [(number, *row) for row in written.postings])
-    outcome = trajectory.outcome
-    failure = outcome.failure
-    connection.execute(
-        "UPDATE episodes SET status = 'done', seed = ?, state = ?, event = ?, \"limit\" = ?, failure = ?, blame = ?, "
-        "solved = ?, trainable = ?, reward = ?, turns = ?, tokens = ?, ended = ? WHERE number = ?",
-        (
-            trajectory.seed,
-            outcome.state,
-            outcome.event,
-            outcome.limit,
-            failure.kind if failure else None,
-            failure.blame if failure else None,
-            outcome.solved,
-            outcome.trainable,
-            outcome.reward,
-            len(trajectory.turns),
-            sum(turn.end - turn.start for turn in trajectory.turns),
-            time.time(),
-            number,
-        ),
-    )

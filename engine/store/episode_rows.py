@@ -1,0 +1,151 @@
+"""The SQL statements that write an episode: planned, begun, begun again, finished.
+
+Each function runs inside one commit of the writer (`engine.store.writer`).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import StoreError
+from engine.storable import stored_fields
+from engine.store import codec, crashes, database
+from engine.store.reader import ENTRY, journal_rows
+
+if TYPE_CHECKING:
+    from engine.schemas.environment import Task
+    from engine.schemas.trajectory import Trajectory
+    from engine.store.writer import Track
+
+
+def episode_id_of(task_id: str, sample_index: int) -> str:
+    """Return the episode's id in its run."""
+    return f"{task_id}/{sample_index}"
+
+
+def plan(connection: sqlite3.Connection, tasks: Sequence[Task], samples_per_task: int) -> None:
+    """Store tasks, and their episodes as pending; those that exist are unchanged."""
+    rows = [(task.id, task.index, codec.json_of(stored_fields(task.fields))) for task in tasks]
+    connection.executemany("INSERT OR IGNORE INTO tasks VALUES (?, ?, ?)", rows)
+    connection.executemany(
+        "INSERT OR IGNORE INTO episodes (id, task_id, task_index, sample_index, status) VALUES (?, ?, ?, ?, 'pending')",
+        [
+            (episode_id_of(task.id, sample), task.id, task.index, sample)
+            for task in tasks
+            for sample in range(samples_per_task)
+        ],
+    )
+
+
+def begin(
+    connection: sqlite3.Connection, task: Task, fields: str, sample_index: int, seed: int | None
+) -> tuple[int, int, list[Any]]:
+    """Begin an episode, or continue an interrupted one.
+
+    Args:
+        connection: The writer's connection.
+        task: Its task.
+        fields: The task's fields as JSON.
+        sample_index: Its number among the episodes of the task.
+        seed: Its seed; None keeps the stored one.
+
+    Returns:
+        Number and current attempt of the episode, and the journal rows of that attempt.
+
+    Raises:
+        StoreError: it is done, or its task differs from the one that the run began with.
+    """
+    _same_task(connection, task, fields)
+    episode_id = episode_id_of(task.id, sample_index)
+    found = connection.execute(
+        "SELECT number, attempt, status, started FROM episodes WHERE id = ?", (episode_id,)
+    ).fetchone()
+    if found is None:
+        number = connection.execute(
+            "INSERT INTO episodes (id, task_id, task_index, sample_index, seed, status, started) "
+            "VALUES (?, ?, ?, ?, ?, 'running', ?)",
+            (episode_id, task.id, task.index, sample_index, seed, time.time()),
+        ).lastrowid
+        assert number is not None
+        crashes.mark_running(connection, number)
+        return number, 0, []
+    number, attempt, status, started = found
+    if status == "done":
+        raise StoreError(f"{episode_id} is done; it is not run again")
+    connection.execute(
+        "UPDATE episodes SET status = 'running', started = ?, seed = coalesce(?, seed) WHERE number = ?",
+        (started or time.time(), seed, number),
+    )
+    crashes.mark_running(connection, number)
+    return number, attempt, journal_rows(connection, number, attempt)
+
+
+def restart(connection: sqlite3.Connection, track: Track, keep: int) -> None:
+    """Begin an episode's next attempt with the first `keep` journal entries of its first attempt."""
+    connection.execute(
+        f"INSERT INTO journal SELECT episode, ?, {ENTRY} FROM journal WHERE episode = ? AND attempt = 0 AND seq < ?",
+        (track.attempt + 1, track.number, keep),
+    )
+    connection.execute(
+        "UPDATE episodes SET attempt = ?, started = ? WHERE number = ?",
+        (track.attempt + 1, time.time(), track.number),
+    )
+
+
+def finish(
+    connection: sqlite3.Connection,
+    track: Track,
+    entries: int,
+    trajectory: Trajectory,
+    written: codec.WrittenTrajectory,
+) -> None:
+    """Write the end of an episode whose journal holds `entries` entries.
+
+    Raises:
+        StoreError: part of the journal is missing.
+    """
+    number = track.number
+    crashes.mark_done(connection, number)
+    held = connection.execute(
+        "SELECT count(*) FROM journal WHERE episode = ? AND attempt = ?", (number, track.attempt)
+    ).fetchone()[0]
+    if held != entries:
+        raise StoreError(f"{trajectory.episode_id}: {held} of {entries} journal entries are written; it cannot be done")
+    connection.execute("INSERT INTO trajectories VALUES (?, ?, ?)", (number, track.attempt, written.trajectory))
+    database.insert(connection, "branches", [(number, *row) for row in written.branches])
+    database.insert(connection, "postings", [(number, *row) for row in written.postings])
+    outcome = trajectory.outcome
+    failure = outcome.failure
+    connection.execute(
+        "UPDATE episodes SET status = 'done', seed = ?, state = ?, event = ?, \"limit\" = ?, failure = ?, blame = ?, "
+        "solved = ?, trainable = ?, reward = ?, turns = ?, tokens = ?, ended = ? WHERE number = ?",
+        (
+            trajectory.seed,
+            outcome.state,
+            outcome.event,
+            outcome.limit,
+            failure.kind if failure else None,
+            failure.blame if failure else None,
+            outcome.solved,
+            outcome.trainable,
+            outcome.reward,
+            len(trajectory.turns),
+            sum(turn.end - turn.start for turn in trajectory.turns),
+            time.time(),
+            number,
+        ),
+    )
+
+
+def _same_task(connection: sqlite3.Connection, task: Task, fields: str) -> None:
+    known = connection.execute("SELECT position, fields FROM tasks WHERE id = ?", (task.id,)).fetchone()
+    if known is None:
+        connection.execute("INSERT INTO tasks VALUES (?, ?, ?)", (task.id, task.index, fields))
+    elif known != (task.index, fields):
+        raise StoreError(
+            f"task `{task.id}` is not what it was when this run began: its row or its position has changed. "
+            "Resume with the tasks that the run began with, or begin a new run"
+        )
