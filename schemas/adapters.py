@@ -14,6 +14,10 @@ from typing import Literal
 from engine.schemas.entry import Effects
 
 
+def _install(extra: str) -> str:
+    return f"pip install 'episode-engine[{extra}]'"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFacts:
     """What holds for one adapter. Checks, docs and engine read these facts here."""
@@ -50,7 +54,7 @@ class AdapterFacts:
         """How its packages are installed."""
         if self.extra is None:
             return f"it needs {' and '.join(f'`{name}`' for name in self.packages)} on the import path (PYTHONPATH)"
-        return f"pip install 'episode-engine[{self.extra}]'"
+        return _install(self.extra)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,7 @@ class ToolAdapterFacts:
     @property
     def install(self) -> str:
         """How its packages are installed."""
-        return f"pip install 'episode-engine[{self.extra}]'"
+        return _install(self.extra)
 
 
 ADAPTERS: dict[str, AdapterFacts] = {

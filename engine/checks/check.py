@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from engine.checks.context import MAX_WORK, CheckContext
 from engine.checks.registry import RULES, Rule
 from engine.checks.work import Work, WorkLimitError
+from engine.errors import SpecError
 from engine.spec.diagnostic import Diagnostic
 from engine.spec.masking import mask_all
 
@@ -91,6 +92,19 @@ def check_rules(
     if unfinished:
         found.append(_unfinished(ctx, unfinished))
     return sorted(mask_all(dict.fromkeys(found), loaded.variables), key=in_order), list(ctx.skipped)
+
+
+def refuse_errors(loaded: LoadedSpec) -> list[Diagnostic]:
+    """Check a spec before it is used. Returns the warnings.
+
+    Raises:
+        SpecError: a rule found an error; it carries all errors.
+    """
+    found = check_spec(loaded)
+    errors = [item for item in found if item.severity == "error"]
+    if errors:
+        raise SpecError(errors)
+    return [item for item in found if item.severity == "warning"]
 
 
 def _more(ctx: CheckContext, item: Rule) -> Diagnostic:

@@ -48,17 +48,14 @@ def rescore(
 async def _rescore(
     run: str, path: Path, overrides: list[str], label: str, out: Path, replace: bool
 ) -> tuple[Rescored, Path]:
-    from engine.checks import check_spec
-    from engine.errors import SpecError
+    from engine.checks import refuse_errors
     from engine.runner.rescore import rescore as score
     from engine.spec.load import load_spec
     from engine.store import RunStore, find_run
     from engine.tokens.loading import load_format
 
     loaded = load_spec(path, overrides)
-    errors = [item for item in check_spec(loaded) if item.severity == "error"]
-    if errors:
-        raise SpecError(errors)
+    refuse_errors(loaded)
     with RunStore.open(find_run(run, out=out)) as store:
         own = store.header.loaded_spec()
         chat_format = load_format(own.spec.model, own.base)

@@ -192,8 +192,7 @@ def prepare(
         SpecError: the spec has errors.
         StoreError: the run to resume cannot be opened, or the new one cannot be created.
     """
-    from engine.checks import check_spec
-    from engine.errors import SpecError
+    from engine.checks import refuse_errors
     from engine.spec.load import load_spec
     from engine.spec.tasks import load_tasks
     from engine.store import RunHeader, RunStore, find_run
@@ -212,13 +211,8 @@ def prepare(
         wrong_usage("give a spec to run, or --resume RUN")
     changes = [*overrides, f"tasks.limit={limit}"] if limit is not None else overrides
     loaded = load_spec(spec, changes)
-    found = check_spec(loaded)
-    errors = [item for item in found if item.severity == "error"]
-    if errors:
-        raise SpecError(errors)
-    for item in found:
-        if item.severity == "warning":
-            console.print(str(item), style="yellow")
+    for item in refuse_errors(loaded):
+        console.print(str(item), style="yellow")
     tasks = load_tasks(loaded)
     folder = out or Path(loaded.spec.rollout.out)
     return loaded, tasks, RunStore.create(folder, RunHeader.of(loaded, overrides=changes, evaluation=evaluation))

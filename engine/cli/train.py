@@ -195,16 +195,10 @@ def _check(console: Console, loaded: LoadedSpec) -> None:
     Raises:
         SpecError: a rule found an error.
     """
-    from engine.checks import check_spec
-    from engine.errors import SpecError
+    from engine.checks import refuse_errors
 
-    found = check_spec(loaded)
-    errors = [item for item in found if item.severity == "error"]
-    if errors:
-        raise SpecError(errors)
-    for item in found:
-        if item.severity == "warning":
-            console.print(str(item), style="yellow")
+    for item in refuse_errors(loaded):
+        console.print(str(item), style="yellow")
 
 
 async def _train(

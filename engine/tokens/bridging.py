@@ -92,11 +92,6 @@ class Bridges:
     def extension(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Extension | None:
         """`ChatFormat.extension`, through a wrapper where there is one for messages like these.
 
-        Args:
-            reply: The reply; only the names and ids of its calls are read.
-            new: The messages that follow it.
-            tools: Tools in view.
-
         Raises:
             RenderError: The template refuses these messages.
         """
