@@ -46,6 +46,8 @@ class AdapterFacts:
     """Whether it may show images."""
     truncates: bool = False
     """Whether it tells an episode that ran out of time (`truncated`) from one that is over."""
+    tools: Literal["none", "some", "all"] = "none"
+    """Which of its environments bring tools that the model is shown."""
     reads_written: bool = False
     """Whether it reads replies as they were sampled (`EpisodeView.written`): with tool calls and reasoning."""
 
@@ -121,6 +123,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
             extra="verifiers",
             images=True,
             truncates=True,
+            tools="some",
         ),
         AdapterFacts(
             name="reasoning_gym",
@@ -131,6 +134,15 @@ ADAPTERS: dict[str, AdapterFacts] = {
             packages=("reasoning_gym",),
             extra="reasoning-gym",
             effects="pure",
+        ),
+        AdapterFacts(
+            name="verl",
+            runs="engine.integrations.environments.verl:VerlTools",
+            use="verl's tool YAML (`tool_config_path`); verl need not be installed",
+            names="file",
+            rewards="turn and end",
+            images=True,
+            tools="all",
         ),
     )
 }

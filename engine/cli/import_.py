@@ -31,10 +31,10 @@ def verl(
         str | None, typer.Option(help="The interaction YAML file, if the configuration names none.")
     ] = None,
 ) -> None:
-    """Convert a verl multi-turn configuration with interactions to a spec; its classes run unchanged.
+    """Convert a verl multi-turn configuration with interactions or tools to a spec; its classes run unchanged.
 
     `max_assistant_turns` and `max_user_turns` become limits, and a turn's score becomes its reward. Keys that are not converted are listed
-    at the top of the spec. Exits with 1 if no model, rows or interactions are given, or if the output file exists.
+    at the top of the spec. Exits with 1 if no model, no rows, or neither interactions nor tools are given, or if the output file exists.
     """
     import yaml
 

@@ -20,19 +20,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-import threading
-import types
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import orjson
 import yaml
 
+from engine.integrations.verl_modules import verl_importable
 from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
@@ -44,32 +41,6 @@ PLACES = ("interaction_kwargs", "extra_info.interaction_kwargs")
 """Where a row of verl's may have its interaction's arguments."""
 
 _shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, Any]] = weakref.WeakKeyDictionary()
-_import_lock = threading.Lock()
-
-
-class BaseInteraction:
-    """What `from verl.interactions.base import BaseInteraction` gives where verl is not installed."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
-        self.name: str = config.get("name", "interaction_agent")
-
-    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str | None:
-        """An episode begins."""
-        return instance_id
-
-    async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
-        """(whether to end, what is said, the turn's score, anything else)."""
-        raise NotImplementedError(f"{type(self).__name__} has no generate_response")
-
-    async def calculate_score(self, *args: Any, **kwargs: Any) -> float:
-        """The turn's score."""
-        return 0.0
-
-    async def finalize_interaction(self, *args: Any, **kwargs: Any) -> None:
-        """The episode is over."""
 
 
 class Interactions:
@@ -247,26 +218,8 @@ def interaction_class(name: str) -> Any:
         EntryError: it cannot be imported.
     """
     module, _, attribute = name.replace(":", ".").rpartition(".")
-    with _import_lock, _verl_stands_in():
+    with verl_importable():
         return load_entry(f"{module}:{attribute}", None)
-
-
-@contextmanager
-def _verl_stands_in() -> Iterator[None]:
-    """Where verl is not installed: its `verl.interactions.base`, for as long as an interaction is imported."""
-    if "verl" in sys.modules or find_spec("verl") is not None:
-        yield
-        return
-    modules = {name: types.ModuleType(name) for name in ("verl", "verl.interactions", "verl.interactions.base")}
-    modules["verl"].__path__ = []
-    modules["verl.interactions"].__path__ = []
-    vars(modules["verl.interactions.base"])["BaseInteraction"] = BaseInteraction
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name in modules:
-            sys.modules.pop(name, None)
 
 
 def _called(method: Any, instance: str, kwargs: Mapping[str, Any]) -> Any:

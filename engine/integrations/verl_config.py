@@ -42,42 +42,58 @@ def spec_of(
     model = model or _at(config, "actor_rollout_ref.model.path")
     tasks = tasks or _one(data.get("train_files"))
     interactions = interactions or turns.get("interaction_config_path")
+    tools = turns.get("tool_config_path")
     for what, value, option in (
         ("model (`actor_rollout_ref.model.path`)", model, "--model"),
         ("rows (`data.train_files`)", tasks, "--tasks"),
         (
-            "interactions (`actor_rollout_ref.rollout.multi_turn.interaction_config_path`)",
-            interactions,
+            "interactions and no tools (`actor_rollout_ref.rollout.multi_turn.interaction_config_path`, `tool_config_path`)",
+            interactions or tools,
             "--interactions",
         ),
     ):
         if not value:
             raise ValueError(f"the configuration names no {what}; give {option}")
     notes: list[str] = []
-    if turns.get("tool_config_path"):
-        notes.append(f"verl's tools ({turns['tool_config_path']}) are not taken over: name them under `tools`")
+    if turns.get("function_tool_path"):
+        notes.append(
+            f"verl's function tools ({turns['function_tool_path']}) are not taken over: name them under `tools`"
+        )
+    if tools:
+        notes.append(
+            f"verl executes {turns.get('max_parallel_calls') or 1} call of a reply and cuts results at "
+            f"{turns.get('max_tool_response_length') or 256} characters; here all calls are executed, and `limits.tool_result_tokens` cuts"
+        )
     spec: dict[str, Any] = {
         "spec": "episode/v1",
         "name": name,
         "model": {"path": model},
         "sampling": _sampling(rollout),
         "tasks": {"source": "parquet" if str(tasks).endswith(".parquet") else "jsonl", "path": tasks},
-        "environment": {
-            "use": "engine.integrations.verl:Prompt",
-            "effects": "pure",
-            "with": {"field": data.get("prompt_key") or "prompt"},
-        },
-        "user": {
-            "use": "engine.integrations.verl:Interactions",
-            "effects": "replayable",
-            "with": {"config": interactions},
-        },
-        "machine": "retry_with_feedback",
+        **_code(interactions, tools, data.get("prompt_key") or "prompt"),
         "limits": limits_of(turns, data),
         "rewards": {"credit": _credit(config, notes)},
         "rollout": {"samples_per_task": int(rollout.get("n") or 1)},
     }
+    if tools:
+        spec["tasks"]["preset"] = {"name": "verl", "prompt_key": data.get("prompt_key") or "prompt"}
     return {key: value for key, value in spec.items() if value not in ({}, None)}, notes
+
+
+def _code(interactions: str | None, tools: str | None, prompt: str) -> dict[str, Any]:
+    """The environment, the user and the machine."""
+    code: dict[str, Any] = {
+        "environment": {"adapter": "verl", "use": tools}
+        if tools
+        else {"use": "engine.integrations.verl:Prompt", "effects": "pure", "with": {"field": prompt}}
+    }
+    if interactions:
+        code["user"] = {
+            "use": "engine.integrations.verl:Interactions",
+            "effects": "replayable",
+            "with": {"config": interactions},
+        }
+    return code | {"machine": "retry_with_feedback" if not tools else "tools_and_user" if interactions else "tools"}
 
 
 def limits_of(turns: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:

@@ -210,7 +210,7 @@ CONFIG = {
                 "max_assistant_turns": 5,
                 "max_user_turns": None,
                 "interaction_config_path": "interactions.yaml",
-                "tool_config_path": "tools.yaml",
+                "function_tool_path": "functions.py",
             },
         },
     },
@@ -241,7 +241,26 @@ def test_a_configuration_becomes_a_spec() -> None:
         "rewards": {"credit": {"method": "outcome", "baseline": "leave_one_out", "scale": "none"}},
         "rollout": {"samples_per_task": 4},
     }
-    assert notes == ["verl's tools (tools.yaml) are not taken over: name them under `tools`"]
+    assert notes == ["verl's function tools (functions.py) are not taken over: name them under `tools`"]
+
+
+@pytest.mark.parametrize(("interactions", "machine"), [("interactions.yaml", "tools_and_user"), (None, "tools")])
+def test_a_configuration_with_tools_becomes_a_spec(interactions: str | None, machine: str) -> None:
+    config = json.loads(json.dumps(CONFIG))
+    turns = {"tool_config_path": "tools.yaml", "interaction_config_path": interactions, "max_tool_response_length": 512}
+    config["actor_rollout_ref"]["rollout"]["multi_turn"] = turns
+    spec, notes = spec_of(config, name="mine", interactions=None)
+    assert spec["environment"] == {"adapter": "verl", "use": "tools.yaml"}
+    assert spec["tasks"] == {
+        "source": "jsonl",
+        "path": "rows.jsonl",
+        "preset": {"name": "verl", "prompt_key": "prompt"},
+    }
+    assert (spec["machine"], "user" in spec) == (machine, interactions is not None)
+    assert notes == [
+        "verl executes 1 call of a reply and cuts results at 512 characters; here all calls are executed, and "
+        "`limits.tool_result_tokens` cuts"
+    ]
 
 
 def test_the_imported_spec_is_valid_and_is_never_written_over(tmp_path: Path) -> None:

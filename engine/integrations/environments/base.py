@@ -21,6 +21,7 @@ from engine.schemas.adapters import ADAPTERS, TOOL_ADAPTERS
 from engine.schemas.environment import Step
 from engine.schemas.message import ContentPart, Message, Role, TextPart, image_part
 from engine.schemas.reward import RewardEvent
+from engine.schemas.trajectory import Blame
 from engine.spec.entry import load_entry
 from engine.storable import refusal
 
@@ -34,7 +35,7 @@ class AdapterError(EngineError):
     """An adapter's library is missing, or answered in another form than the library documents."""
 
     kind = "adapter_error"
-    blame = "environment"
+    blame: Blame = "environment"
 
 
 def library(adapter: str, module: str) -> Any:
