@@ -16,7 +16,7 @@ from engine.schemas.backend import kinds_that_train
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
-    from engine.backends.local.common import LocalModelBackend
+    from engine.backends.local.backend import LocalBackend
     from engine.schemas.episode import EpisodeSpec
     from engine.train.policy import Policy
 
@@ -69,7 +69,7 @@ def open_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) 
     return opened
 
 
-def open_local_sync(spec: EpisodeSpec, backend: LocalModelBackend, folder: Path, *, lora: bool) -> WeightSync:
+def open_local_sync(spec: EpisodeSpec, backend: LocalBackend, folder: Path, *, lora: bool) -> WeightSync:
     """See `open_sync`."""
     return LocalSync(backend)
 
@@ -77,11 +77,11 @@ def open_local_sync(spec: EpisodeSpec, backend: LocalModelBackend, folder: Path,
 class LocalSync:
     """Copies weights into the model of the local backend between two of its steps, in the precision of that model."""
 
-    def __init__(self, backend: LocalModelBackend) -> None:
+    def __init__(self, backend: LocalBackend) -> None:
         self._backend = backend
 
     async def push(self, policy: Policy, version: int) -> None:
-        """See `WeightSync`. Running replies continue with the new weights; a model with images finishes them first.
+        """See `WeightSync`. Running replies continue with the new weights.
 
         Raises:
             TrainError: kind `weights_not_taken`: the backend did not load the weights.

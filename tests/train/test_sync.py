@@ -177,7 +177,7 @@ async def test_a_model_that_sees_takes_weights_too(tmp_path: Path) -> None:
     try:
         await open_sync(spec_of(folder, {}), backend, tmp_path, lora=False).push(policy, 2)
         assert spans(await backend.generate(request(PROMPT))) == [(2, 0, 16)]
-        own = backend._model.model.state_dict()  # type: ignore[union-attr]
+        own = backend._worker.packed.model.state_dict()  # type: ignore[union-attr]
         assert all(torch.equal(own[name], tensor) for name, tensor in policy.weights("model").items())
     finally:
         await backend.close()

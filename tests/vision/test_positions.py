@@ -10,8 +10,7 @@ import torch
 from test_policy_vision import gallery_rows, open_policy
 from transformers import AutoModelForImageTextToText
 
-from engine.backends.local.vision import VisionModel
-from engine.schemas.backend import LocalBackendSpec
+from engine.backends.local.vision import VisionModel, place_images
 from engine.store.loader import collate, forward_inputs
 from engine.train.packing import pack_rows
 from engine.train.policy_vision import vision_inputs
@@ -54,7 +53,7 @@ async def test_positions_are_those_that_the_model_computes_itself(
         seen.append(torch.arange(count)[None] if positions is None else positions)  # None: the places
 
     text.register_forward_pre_hook(note, with_kwargs=True)
-    backend = VisionModel(vlm(family), LocalBackendSpec(device="cpu", dtype="float32"), vision)
+    backend = VisionModel(vlm(family), torch.device("cpu"), torch.float32, 2, vision=vision)
     policy = open_policy(vlm(family), vision)
     (pack,) = pack_rows(rows, 100_000, share_prefixes=True)
     packed = vision_inputs(policy.net.model, vision, pack, torch.device("cpu"), torch.float32)["position_ids"]
@@ -67,7 +66,15 @@ async def test_positions_are_those_that_the_model_computes_itself(
         assert own.shape[0] == 3
         merge = vision.processor.image_processor.merge_size
         np.testing.assert_array_equal(own.numpy(), by_the_definition(row, vision.placeholder_id, merge))
-        found = backend.positions(np.asarray(row["input_ids"]), [image["image"] for image in row["images"]])
+        placed = place_images(
+            vision,
+            np.asarray(row["input_ids"], np.int32),
+            [image["image"] for image in row["images"]],
+            [(image["start"], image["end"]) for image in row["images"]],
+            {},
+        )
+        assert placed is not None
+        found = backend.positions(placed)
         assert torch.equal(found.reshape(own.shape), own)
         places = pack.row_tokens(number)
         assert torch.equal(packed[:, places], own[:, : len(places)])  # a pack ends before the row's last sampled token

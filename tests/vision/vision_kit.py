@@ -91,6 +91,22 @@ def build_qwen25(folder: Path, chat_template: str | None = None) -> Path:
     return _processor(folder, "Qwen2_5_VLProcessor", patch_size=14, ids=ids)
 
 
+def build_qwen2(folder: Path, chat_template: str | None = None) -> Path:
+    """Qwen2-VL, float32."""
+    import torch
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = make_tokenizer(folder, chat_template or template("qwen2_5_vl"), QWEN_TOKENS, "<|im_end|>")
+    vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2, "initializer_range": 0.1}
+    config = Qwen2VLConfig(
+        text_config=_text(ids, mrope=[2, 3, 3]), vision_config=vision, **_qwen_ids(ids), tie_word_embeddings=True
+    )
+    torch.manual_seed(0)
+    Qwen2VLForConditionalGeneration(config).save_pretrained(folder)
+    return _processor(folder, "Qwen2VLProcessor", patch_size=14, ids=ids)
+
+
 def build_qwen3(folder: Path, chat_template: str | None = None) -> Path:
     """Qwen3-VL, with its deepstack, float32."""
     import torch
@@ -162,6 +178,7 @@ def build_idefics3(folder: Path, chat_template: str | None = None) -> Path:
 
 
 BUILDERS = {
+    "qwen2_vl": build_qwen2,
     "qwen2_5_vl": build_qwen25,
     "qwen3_vl": build_qwen3,
     "smolvlm": build_smolvlm,

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.local.common import LocalModelBackend
+from engine.backends.base import Backend, refuse_parameters
+from engine.backends.local.requests import tokens_to_sample
 from engine.backends.stops import StopStrings
 from engine.errors import BackendError
 from engine.schemas.backend import LocalBackendSpec
@@ -23,22 +24,24 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engine.backends.local.images import PromptImages
     from engine.backends.local.load import PackedModel
     from engine.backends.local.rows import RowTable
     from engine.backends.local.worker import Worker
-    from engine.schemas.backend import LocalBackendSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
 
 
-class LocalBackend(LocalModelBackend):
-    """A text model in this process.
+class LocalBackend(Backend):
+    """A text model in this process. `VisionBackend` is the one for models with images.
 
     >>> backend = LocalBackend(lambda: folder, tokenizer.decode, LocalBackendSpec(max_batch=8))
     >>> await backend.start()
     >>> generation = await backend.generate(request)
     >>> await backend.close()
     """
+
+    declared = LocalBackendSpec
 
     def __init__(
         self,
@@ -53,29 +56,49 @@ class LocalBackend(LocalModelBackend):
     ) -> None:
         """
         Args:
-            folder: See `LocalModelBackend`; also for `decode`, `spec`, `vocab` and `context`.
+            folder: Returns the model's folder, and downloads it if necessary; called in `start`.
+            decode: Ids to text, with special tokens; used to find stop strings.
+            spec: Device, precision, batch size.
+            vocab: Number of ids that may be sampled; an embedding may be padded beyond them. Default: all rows of the embedding.
+            context: Maximum length of a sequence in tokens; default: the model's own.
             prefill_tokens: Maximum number of prompt tokens in one forward pass. Default: 512 on a CPU, 4096 on a GPU.
             stash_bytes: Maximum memory for cached sequences of episodes that have no row now. Default: an eighth of the
                 free memory.
         """
-        super().__init__(folder, decode, spec, vocab=vocab, context=context)
+        self._folder = folder
+        self._decode = decode
+        self._spec = spec
+        self._vocab = vocab
+        self.context = context
         self._prefill_tokens = prefill_tokens
         self._stash_bytes = stash_bytes
         self._worker: Worker | None = None
         self._device: torch.device | None = None
 
     @classmethod
-    def open(cls, spec: LocalBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> LocalModelBackend:
+    def open(cls, spec: LocalBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> LocalBackend:
         """See `Backend.open`. A model with a vision tower gets a `VisionBackend`.
 
         Raises:
             BackendError: The spec's sampling sets a parameter that this backend does not have.
         """
+        from engine.tokens.catalogue import resolve_model
+
+        refuse_parameters(cls.declared, loaded.spec.sampling)
+        model = loaded.spec.model
+        contexts = [value for value in (format.context, model.context) if value]
+        arguments: dict[str, Any] = {
+            "folder": lambda: resolve_model(model.path, model.revision, loaded.base),
+            "decode": format.decode,
+            "spec": spec,
+            "vocab": format.vocab_size,
+            "context": min(contexts, default=None),
+        }
+        if format.vision is None:
+            return cls(**arguments)
         from engine.backends.local.vision import VisionBackend
 
-        if format.vision is not None:
-            return VisionBackend.open(spec, format, loaded)
-        return cls(**cls._arguments(spec, format, loaded))
+        return VisionBackend(**arguments, vision=format.vision)
 
     async def start(self) -> None:
         """Load the model, and check that batching is exact for its architecture. Later calls do nothing.
@@ -116,11 +139,27 @@ class LocalBackend(LocalModelBackend):
         if self._spec.threads is not None:
             torch.set_num_threads(self._spec.threads)
         device = pick_device(self._spec.device, "backend.device")
-        dtype = load.pick_dtype(self._spec.dtype, device)
-        repeatable = self._spec.deterministic
-        packed = load.PackedModel(folder, device, dtype, self._spec.max_batch, repeatable=repeatable)
+        packed = self._open_model(folder, device, load.pick_dtype(self._spec.dtype, device))
         budget = load.stash_budget(device) if self._stash_bytes is None else self._stash_bytes
-        return packed, RowTable(packed.store, self._spec.max_batch, budget)
+        return packed, RowTable(packed.store, self._spec.max_batch, budget, reuse=packed.reuses_prefixes)
+
+    def _open_model(self, folder: Path, device: torch.device, dtype: torch.dtype) -> PackedModel:
+        """Load the model and check its forward pass."""
+        from engine.backends.local.load import PackedModel
+
+        return PackedModel(folder, device, dtype, self._spec.max_batch, repeatable=self._spec.deterministic)
+
+    def _images(self, request: GenerateRequest) -> PromptImages | None:
+        """Check the images of a request, and mark their tokens. None without images.
+
+        Raises:
+            BackendError: The model cannot take them.
+        """
+        if request.images:
+            raise BackendError(
+                "this model does not take images: use a vision-language model", kind="unsupported_parameter"
+            )
+        return None
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one reply.
@@ -133,7 +172,9 @@ class LocalBackend(LocalModelBackend):
         from engine.backends.local.sampler import SamplingState
 
         worker = self._started()
-        most = self._check(request)
+        refuse_parameters(self.declared, request.sampling)
+        images = self._images(request)
+        most = tokens_to_sample(request, rows=worker.packed.vocab, context=self.context)
         assert self._vocab is not None
         assert self._device is not None
         loop = asyncio.get_running_loop()
@@ -144,6 +185,7 @@ class LocalBackend(LocalModelBackend):
             sampling=SamplingState(request, self._vocab, self._device),
             stops=StopStrings(self._decode, request.sampling.stop),
             most=most,
+            images=images,
         )
         worker.submit(pending)
         try:
@@ -157,16 +199,6 @@ class LocalBackend(LocalModelBackend):
         if self._worker is None:
             raise BackendError("the local backend has not been started: await `start()` first", kind="not_started")
         return self._worker
-
-    def _rows(self) -> int:
-        """Number of rows of the embedding."""
-        return self._started().packed.vocab
-
-    def _check_images(self, request: GenerateRequest) -> None:
-        if request.images:
-            raise BackendError(
-                "this model does not take images: use a vision-language model", kind="unsupported_parameter"
-            )
 
     def release(self, episode_id: str) -> None:
         """Free what is cached for an episode that has ended."""

@@ -19,6 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache
 
+from engine.backends.local.images import PromptImages
 from engine.backends.local.tiles import Tile
 from engine.errors import BackendError
 
@@ -36,7 +37,9 @@ class Chunk(NamedTuple):
     row: int
     ids: Sequence[int]
     past: int
-    """Number of tokens of the row that are in the cache; the position of `ids[0]`."""
+    """Number of tokens of the row that are in the cache; the place of `ids[0]`."""
+    images: PromptImages | None = None
+    """The images of the row's prompt."""
 
 
 class Stash(NamedTuple):

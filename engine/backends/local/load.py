@@ -60,15 +60,14 @@ class PackedModel:
         Raises:
             BackendError: Kind `unsupported_model`: not a causal decoder with standard attention, or logits depend on the batch.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
         self.device, self.dtype = device, dtype
         try:
             self.config = AutoConfig.from_pretrained(folder)
-            with no_bars():
-                self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+            self.model: Any = self._open(folder)
         except (OSError, ValueError) as error:
             why = str(error).partition("\n")[0].partition(". ")[0]
             raise BackendError(
@@ -88,6 +87,31 @@ class PackedModel:
         if repeatable:
             self._check_repeatable(folder)
 
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether a request may reuse the cached prefix of another."""
+        return True
+
+    def _open(self, folder: Path) -> Any:
+        """Load the model of transformers."""
+        from transformers import AutoModelForCausalLM
+
+        with no_bars():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, attn_implementation="sdpa")
+
+    def _set_attention(self) -> None:
+        """Make the text layers use `attend`."""
+        self.model.set_attn_implementation(ATTENTION)
+
+    def _random_ids(self, length: int, seed: int) -> torch.Tensor:
+        """Ids for the checks, int64 [2, length]."""
+        return torch.randint(0, self.vocab, (2, length), generator=torch.Generator().manual_seed(seed))
+
+    def _inputs(self, chunks: Sequence[Chunk], plan: Plan) -> dict[str, Any]:
+        """Arguments of the model's forward pass: the tokens of the chunks, packed into one sequence, and their positions."""
+        tokens = torch.tensor([token for chunk in chunks for token in chunk.ids], device=self.device)[None]
+        return {"input_ids": tokens, "position_ids": plan.positions[None]}
+
     def forward(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
         """Compute one forward pass.
 
@@ -99,28 +123,23 @@ class PackedModel:
             float32 [wanted, vocab].
         """
         self.store.reserve(max(TILE, *(chunk.past + len(chunk.ids) for chunk in chunks)) + 1)
-        if self.repeatable:
-            return self._forward_in_tiles(chunks, wanted)
+        return self._forward_repeatable(chunks, wanted) if self.repeatable else self._forward_packed(chunks, wanted)
+
+    def _forward_packed(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
+        """Compute `forward` in one pass of the model."""
         ends, at = [], 0
         for chunk in chunks:
             at += len(chunk.ids)
             ends.append(at - 1)
-        tokens = torch.tensor([token for chunk in chunks for token in chunk.ids], device=self.device)[None]
         keep = torch.tensor([ends[index] for index in wanted] or [at - 1], device=self.device)
         plan = Plan(chunks, self.device)
         with torch.inference_mode(), self._cache as cache:
             cache.plan = plan
-            out = self.model(
-                input_ids=tokens,
-                position_ids=plan.positions[None],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=keep,
-            )
+            out = self.model(**self._inputs(chunks, plan), past_key_values=cache, use_cache=True, logits_to_keep=keep)
             logits: torch.Tensor = out.logits[0].float()
             return logits if wanted else logits[:0]
 
-    def _forward_in_tiles(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
+    def _forward_repeatable(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
         """Compute `forward` in tiles of a fixed number of tokens."""
         tokens: list[tuple[int, int, int]] = []
         ends = []
@@ -152,18 +171,13 @@ class PackedModel:
             BackendError: Kind `unsupported_model`: the bits differ.
         """
         length = min(2 * TILE + 5, self.context or TILE)
-        ids, others = torch.randint(0, self.vocab, (2, length), generator=torch.Generator().manual_seed(1)).tolist()
+        ids, others = self._random_ids(length, 1).tolist()
         last = self._spare - 1
         try:
-            self.forward([Chunk(0, ids[:-1], 0)], [0])
-            alone = self.forward([Chunk(0, ids[-1:], length - 1)], [0])
+            one, other = self._checked_pieces(length)
+            alone = self._last_logits(0, ids, one, None)
             kept = self.store.take(0, length)
-            at = 0
-            for size in (5, TILE - 2, 1, length):
-                own = Chunk(last, ids[at : at + size], at)
-                beside = [Chunk(0, others[at : at + size], at)] if last else []
-                among = self.forward([*beside, own], [len(beside)])
-                at += len(own.ids)
+            among = self._last_logits(last, ids, other, others if last else None)
             again = self.store.take(last, length)
             pairs = ((alone, among), (kept.keys, again.keys), (kept.values, again.values))
             same = all(torch.equal(one, other) for one, other in pairs)
@@ -176,15 +190,30 @@ class PackedModel:
                 kind="unsupported_model",
             )
 
+    def _checked_pieces(self, length: int) -> tuple[list[int], list[int]]:
+        """Sizes of the chunks in which the check computes a sequence, first alone, then beside another one."""
+        return [length - 1, 1], [5, TILE - 2, 1, length - TILE - 4]
+
+    def _last_logits(self, row: int, ids: list[int], sizes: list[int], others: list[int] | None) -> torch.Tensor:
+        """Logits [1, vocab] after a sequence that is computed in chunks, beside equal chunks of another sequence in row 0."""
+        at, logits = 0, torch.empty(0)
+        for size in sizes:
+            chunks = [Chunk(row, ids[at : at + size], at)]
+            if others is not None:
+                chunks.insert(0, Chunk(0, others[at : at + size], at))
+            logits = self.forward(chunks, [len(chunks) - 1])
+            at += size
+        return logits
+
     def _check_logprobs(self, folder: Path, rows: int) -> None:
         """Compare log-probs of the packed pass, in chunks and beside another sequence, with the model's own pass."""
         length = min(24, self.context or 24)
-        ids = torch.randint(0, self.vocab, (2, length), generator=torch.Generator().manual_seed(0))
+        ids = self._random_ids(length, 0)
         with torch.inference_mode():
             expected = self.model(input_ids=ids.to(self.device)).logits.float().log_softmax(-1)
         used = list(range(min(2, rows)))
         try:
-            self.model.set_attn_implementation(ATTENTION)
+            self._set_attention()
             got = self._in_pieces(ids, used, length)
         except (TypeError, ValueError, AttributeError, AssertionError, IndexError, RuntimeError) as error:
             raise BackendError(

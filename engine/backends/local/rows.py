@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.backends.local.images import PromptImages
 from engine.backends.local.kv import KVRows, Stash
 from engine.backends.local.sampler import SamplingState
 from engine.backends.stops import StopStrings
@@ -41,6 +42,17 @@ class PendingReply:
     """Maximum number of sampled tokens."""
     queued: float = field(default_factory=time.perf_counter)
     cancelled: bool = False
+    images: PromptImages | None = None
+    """The images of the prompt."""
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """The prompt, int32 [tokens]; an image's placeholders are marks of this image, so equal tokens mean equal inputs."""
+        return self.request.input_ids if self.images is None else self.images.marked
+
+    def whole(self, length: int) -> int:
+        """The largest part of `length` tokens that ends in no image."""
+        return length if self.images is None else self.images.whole(length)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +61,7 @@ class Row:
 
     index: int
     ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    """Prompt and reply, allocated for the longest possible reply."""
+    """Prompt (see `PendingReply.prompt`) and reply, allocated for the longest possible reply."""
     length: int = 0
     cached: int = 0
     used: int = 0
@@ -79,9 +91,18 @@ class Row:
         """Number of sampled tokens so far."""
         return self.length - self.prompt
 
+    def next_tokens(self, most: int, *, first: bool) -> int:
+        """Number of tokens to compute next, at most `most`. An image is computed as a whole: alone if it is larger, and only if `first`."""
+        count = min(self.length - self.cached, most)
+        images = self.pending.images if self.pending is not None else None
+        if images is None or count <= 0:
+            return count
+        end = images.whole(self.cached + count)
+        return (images.end(self.cached) if end <= self.cached and first else end) - self.cached
+
     def begin(self, pending: PendingReply, reused: int, tick: int) -> None:
         """Begin a request; the first `reused` tokens of its prompt are in the cache."""
-        prompt = pending.request.input_ids
+        prompt = pending.prompt
         self.ids = np.zeros(len(prompt) + pending.most, dtype=np.int32)
         self.ids[: len(prompt)] = prompt
         self.length = self.prompt = len(prompt)
@@ -119,7 +140,14 @@ def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
 class RowTable:
     """All rows and all stashes."""
 
-    def __init__(self, store: KVRows, count: int, stash_bytes: int) -> None:
+    def __init__(self, store: KVRows, count: int, stash_bytes: int, *, reuse: bool = True) -> None:
+        """
+        Args:
+            store: The cache.
+            count: Number of rows.
+            stash_bytes: Maximum memory of all stashes.
+            reuse: Whether a request may reuse cached prefixes.
+        """
         self.rows = [Row(index) for index in range(count)]
         self.counts: Counter[str] = Counter()
         self._store = store
@@ -128,6 +156,7 @@ class RowTable:
         self._held = 0
         self._tick = 0
         self._over: set[str] = set()
+        self._reuse = reuse
 
     @property
     def running(self) -> list[Row]:
@@ -141,10 +170,12 @@ class RowTable:
 
     def admit(self, pending: PendingReply) -> Row | None:
         """Assign a row to a request. None if it must wait: no row is free, or another row is computing its prefix."""
-        prompt = pending.request.input_ids
+        prompt = pending.prompt
         free = [row for row in self.rows if not row.running]
         if not free:
             return None
+        if not self._reuse:
+            return self._begin(free[0], pending, 0)
         usable = len(prompt) - 1  # the last token is always computed, because sampling needs its logits
         own = next((row for row in free if row.episode == pending.request.episode_id and row.cached), None)
         if own is not None and (kept := min(usable, common_prefix(own.known[: own.cached], prompt))) == own.cached:
@@ -204,6 +235,7 @@ class RowTable:
                 row.episode = None
 
     def _begin(self, row: Row, pending: PendingReply, kept: int) -> Row:
+        kept = pending.whole(kept)
         kept = kept if kept >= MIN_TOKENS_TO_COPY else 0
         row.begin(pending, kept, self._next_tick())
         self.counts["cached_tokens"] += kept

@@ -114,6 +114,8 @@ class Worker:
             )
             self._flush()
             return
+        if not self.packed.reuses_prefixes:
+            self._prefill_tokens = self.packed.context or 1 << 30  # a prompt is one chunk
         if self._prefill_tokens is None:
             self._prefill_tokens = 512 if self.packed.device.type == "cpu" else 4096
         self._answer(loop, ready, None)
@@ -195,19 +197,22 @@ class Worker:
         self._waiting = later
 
     def _plan(self) -> tuple[list[Chunk], list[Row]]:
-        """Plan the step's chunks: one token of each running reply, then prompts, oldest first, up to `prefill_tokens`."""
+        """Plan the step's chunks: one token of each running reply, then prompts, oldest first, up to `prefill_tokens`.
+
+        An image is never split between steps.
+        """
         singles: list[Row] = []
         longer: list[Row] = []
         room = self._prefill_tokens or 1
         for row in self.table.running:
             (singles if row.length - row.cached == 1 else longer).append(row)
-        chunks = [Chunk(row.index, [int(row.ids[row.cached])], row.cached) for row in singles]
+        chunks = [_chunk(row, 1) for row in singles]
         taken: list[Row] = []
         for row in sorted(longer, key=lambda row: row.began):
-            count = min(row.length - row.cached, room)
+            count = row.next_tokens(room, first=room == self._prefill_tokens)
             if count <= 0:
                 break
-            chunk = Chunk(row.index, row.ids[row.cached : row.cached + count].tolist(), row.cached)
+            chunk = _chunk(row, count)
             room -= count
             if count == 1:  # only one token still fits: chunks of one token come first, ordered by row
                 at = next((place for place, other in enumerate(singles) if other.index > row.index), len(singles))
@@ -285,6 +290,12 @@ class Worker:
         for loop, given in answers.items():
             with suppress(RuntimeError):  # the loop is closed, so no caller waits
                 loop.call_soon_threadsafe(_resolve, given)
+
+
+def _chunk(row: Row, count: int) -> Chunk:
+    """The next `count` tokens of a row."""
+    images = row.pending.images if row.pending is not None else None
+    return Chunk(row.index, row.ids[row.cached : row.cached + count].tolist(), row.cached, images)
 
 
 def _completes(chunk: Chunk, row: Row) -> bool:
