@@ -29,7 +29,6 @@ from engine.train.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- bench/critic_curves.py: begin -->\n", "<!-- bench/critic_curves.py: end -->\n"
-CRITIC = "train.critic={kind: probe, lr: 3.0e-3, width: 64}"
 SETTINGS: dict[str, tuple[str, list[str]]] = {
     "turn_return, gamma 0": ("train_credit", []),
     "turn_return": ("train_credit", ["rewards.credit={method: turn_return}"]),

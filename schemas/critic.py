@@ -45,6 +45,12 @@ class CriticBase(Contract):
     level: Literal["auto", "token", "turn"] = "auto"
     """`token`: a value before each sampled token. `turn`: one value for each turn, before its first sampled token; all tokens of the
     turn have it. `auto`: what the credit method needs."""
+    update_epochs: int | None = Field(default=None, ge=1)
+    """Optimization passes of the critic over one batch (verl: critic.ppo_epochs), each with `train.minibatches` updates. Passes beyond
+    `train.update_epochs` come after the policy's and train the critic's own weights only. Default: `train.update_epochs`."""
+    lam: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Lambda of the targets of the values, if it differs from the credit method's (decoupled GAE: VC-PPO, arXiv 2503.01491). 1: the
+    target is the sum of the rewards that came, so values need no other values to learn from. Default: the credit method's."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps at the beginning in which only the critic is trained and the policy stays as it is."""
     bootstrap: list[BootstrapLimit] = Field(

@@ -34,9 +34,12 @@ def critic_option(ctx: CheckContext) -> Iterator[Finding]:
     if train is None or train.critic is None or not train.samples_episodes:
         return
     path: DataPath = ("train", "critic")
-    if ctx.written(*path, "clip") and train.critic.clip is not None and train.update_epochs * train.minibatches == 1:
-        message = "`clip` bounds how far values move over the updates of a batch, and a batch has one update"
-        yield Finding(message, (*path, "clip"), "set `train.minibatches` or `train.update_epochs`, or remove it")
+    passes = train.critic.update_epochs or train.update_epochs
+    if ctx.written(*path, "clip") and train.critic.clip is not None and passes * train.minibatches == 1:
+        message = (
+            "`clip` bounds how far values move over the updates of a batch, and the critic has one update per batch"
+        )
+        yield Finding(message, (*path, "clip"), "set `train.critic.update_epochs` or `train.minibatches`, or remove it")
     if train.epochs is None and ctx.written(*path, "warmup_steps") and train.critic.warmup_steps >= train.steps:
         message = f"the critic alone is trained for {train.critic.warmup_steps} steps, and there are {train.steps}: the policy never"
         yield Finding(f"{message} is", (*path, "warmup_steps"), "set it below `train.steps`")

@@ -99,6 +99,8 @@ class Critic:
             raise TrainError("`train.critic` is set, and the credit method reads no values", kind="train_setup")
         self.spec = spec
         self.credit = credit
+        self.target_credit = credit if spec.lam is None else _with_lambda(credit, spec.lam)
+        """The method that computes the targets of the values."""
         self.by_turn = spec.level == "turn" or (spec.level == "auto" and credit.value_level == "turn")
         """Whether a turn has one value."""
         self._process_group = process_group
@@ -123,6 +125,18 @@ class Critic:
     def reads_policy(self) -> bool:
         """Whether values come from the policy's hidden states, and so from its forward pass."""
         return self._model is None
+
+    def own_values(self, pack: Pack, policy: Policy, run: RunForward) -> torch.Tensor:
+        """The values before the pack's trained tokens, float32 [n], with a graph to the critic's own weights only.
+
+        Args:
+            pack: The pack.
+            policy: The policy, whose states a `probe` and a `head` read.
+            run: Runs the policy's forward passes.
+        """
+        if self._model is not None:
+            return self.values(pack)
+        return self.head(run(policy.states, pack))  # type: ignore[no-any-return]
 
     def values(self, pack: Pack) -> torch.Tensor:
         """The values of a `network` before the pack's trained tokens, float32 [n]. With a graph if gradients are enabled."""
@@ -179,6 +193,12 @@ class Critic:
             _copy(_weights_in(file), {name: each.detach() for name, each in self.parameters.items()})
         state = {name: each for name, each in load_file(file).items() if not name.startswith(_WEIGHT)}
         load_moments(state, self.optimizer, self.parameters, self._process_group)
+
+
+def _with_lambda(credit: CreditMethod, lam: float) -> CreditMethod:
+    """The method with another lambda, over turns and over tokens."""
+    own = [name for name in ("lam", "token_lam") if name in type(credit).model_fields]
+    return credit.model_copy(update=dict.fromkeys(own, lam))
 
 
 def _freeze_output_layer(model: PackedModel) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from engine.errors import TrainError
 from engine.train.batches import mean_metrics, whitened_advantages
+from engine.train.critic_update import update_critic, value_tokens, with_value_weights
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
 from engine.train.kl import LEAST_LOGPROB, penalized_rows
 from engine.train.loss_weights import token_loss_weights
@@ -28,10 +29,11 @@ from engine.train.metric_sums import MetricSums
 from engine.train.minibatches import minibatches
 from engine.train.moments import load_moments, moments
 from engine.train.packing import Pack, pack_rows
+from engine.train.schedule import learning_rate
 from engine.train.state_parts import StatePart, save_tensors
-from engine.train.tokens import Tokens, ValueTokens
+from engine.train.tokens import Tokens
 from engine.train.value_loss import value_objective
-from engine.train.valued_rows import value_metrics, value_weights, valued_rows, with_last_state
+from engine.train.valued_rows import value_metrics, valued_rows, with_last_state
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
@@ -130,7 +132,8 @@ class Learner:
         told = []
         if self.critic is not None:
             critic = self.critic
-            rows = valued_rows(rows, self._values(rows), critic.credit, by_turn=critic.by_turn)
+            targets = critic.target_credit
+            rows = valued_rows(rows, self._values(rows), critic.credit, by_turn=critic.by_turn, targets=targets)
             told.append(value_metrics(rows))
             self._only_critic = step < critic.spec.warmup_steps
         if spec.kl.in_reward:
@@ -142,17 +145,23 @@ class Learner:
         rows = [row | {"advantages": of} for row, of in zip(rows, advantages, strict=True)]
         if self._recompute:
             rows = self._with_proximal(rows)
-        rate = self.rate = self._rate(step) if rate is None else rate
+        rate = self.rate = learning_rate(spec, step) if rate is None else rate
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        for number in range(spec.update_epochs):
+        critic_epochs = 0 if self.critic is None else self.critic.spec.update_epochs or spec.update_epochs
+        for number in range(max(spec.update_epochs, critic_epochs)):
             parts = minibatches(rows, spec.minibatches, seed=(spec.seed, step, number))
             ordered = [row for part in parts for row in part]
             loss_weights = self._loss_weights(ordered, [place for place, part in enumerate(parts) for _ in part])
             for part in parts:
                 if self.updates == most_updates:
                     break
-                told.append(self._update(part, loss_weights[: len(part)]))
+                if number < spec.update_epochs:
+                    told.append(
+                        self._update(part, loss_weights[: len(part)], self.critic if number < critic_epochs else None)
+                    )
+                else:
+                    told.append(self._update_critic(part))
                 loss_weights = loss_weights[len(part) :]
         return mean_metrics(told) | {"lr": rate, "updates": float(self.updates)}
 
@@ -215,13 +224,23 @@ class Learner:
         share = memory.share_prefixes and self.policy.can_share_prefixes
         return pack_rows(rows, memory.max_tokens_per_microbatch, share_prefixes=share)
 
-    def _update(self, rows: Sequence[Row], loss_weights: Sequence[np.ndarray]) -> dict[str, float]:
-        """Make one optimizer step. `loss_weights`: for each row, float64 [trained tokens]."""
-        loss, value_loss, metrics, critic = 0.0, 0.0, MetricSums(), self.critic
+    def _update_critic(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Make one optimizer step of the critic alone."""
+        assert self.critic is not None
+        packs = self.process_group.assign(self._packs(rows), _cost)
+        told = update_critic(self.critic, self.policy, with_value_weights(rows), packs, self.process_group, self._run)
+        self.updates += 1
+        return told
+
+    def _update(
+        self, rows: Sequence[Row], loss_weights: Sequence[np.ndarray], critic: Critic | None
+    ) -> dict[str, float]:
+        """Make one optimizer step, of the critic too if one is passed. `loss_weights`: for each row, float64 [trained tokens]."""
+        loss, value_loss, metrics = 0.0, 0.0, MetricSums()
         if critic is not None:
-            rows = [row | {"value_weights": of} for row, of in zip(rows, value_weights(rows), strict=True)]
+            rows = with_value_weights(rows)
         for pack, counts in self.process_group.assign(self._packs(rows), _cost):
-            tokens = self._tokens(pack, rows, loss_weights)
+            tokens = self._tokens(pack, rows, loss_weights, critic)
             tokens = tokens if counts else _with_zero_loss_weights(tokens)
             part, counted = objective(self._spec, tokens)
             whole = part
@@ -266,15 +285,17 @@ class Learner:
         episodes = [row["episode_id"] for row in rows]
         return list(token_loss_weights(self._spec.loss, lengths, episodes, minibatches=parts, length=self._length))
 
-    def _tokens(self, pack: Pack, rows: Sequence[Row], loss_weights: Sequence[np.ndarray]) -> Tokens:
+    def _tokens(
+        self, pack: Pack, rows: Sequence[Row], loss_weights: Sequence[np.ndarray], critic: Critic | None
+    ) -> Tokens:
         """Run the forward pass of a pack and gather the tensors that the loss of its tokens needs."""
         spec = self._spec
         values: torch.Tensor | None = None
-        if self.critic is not None and self.critic.reads_policy:
-            logprobs, entropy, values = self._run(self.policy.forward_with_values, pack, self.critic.head, entropy=True)
+        if critic is not None and critic.reads_policy:
+            logprobs, entropy, values = self._run(self.policy.forward_with_values, pack, critic.head, entropy=True)
         else:
             logprobs, entropy = self._run(self.policy.forward, pack, entropy=True)
-            values = self.critic.values(pack) if self.critic is not None else None
+            values = critic.values(pack) if critic is not None else None
         reference = self._run(self.policy.reference, pack) if spec.kl.in_loss else None
         device = logprobs.device
         numbers = pack.row.cpu().numpy()
@@ -288,14 +309,11 @@ class Learner:
         def column(name: str) -> torch.Tensor:
             return flat((rows[number][name][_places(rows[number])] for number in held), torch.float32)
 
-        def computed(name: str) -> torch.Tensor:
-            return flat((rows[number][name] for number in held), torch.float32)
-
         turns = flat((rows[number]["turn_ids"][_places(rows[number])] for number in held), torch.int64)
         row = torch.as_tensor(numbers, dtype=torch.int64).to(device)
         sampler = column("logprobs")
         if "proximal" in (rows[0] if rows else {}):
-            proximal = computed("proximal")
+            proximal = flat((rows[number]["proximal"] for number in held), torch.float32)
         else:
             proximal = sampler if spec.proximal_logprobs == "sampler" else logprobs.detach()
         return Tokens(
@@ -308,22 +326,8 @@ class Learner:
             turns=row * (int(turns.max()) + 1 if len(turns) else 1) + turns,
             reference=reference,
             entropy=entropy,
-            valued=None
-            if values is None
-            else ValueTokens(values, computed("values"), computed("returns"), computed("value_weights")),
+            valued=None if values is None else value_tokens(values, pack, rows),
         )
-
-    def _rate(self, step: int) -> float:
-        """The learning rate of a batch."""
-        wanted = self._spec.optimizer
-        if step < wanted.warmup_steps:
-            return wanted.lr * (step + 1) / wanted.warmup_steps
-        if wanted.schedule == "constant":
-            return wanted.lr
-        over = (step - wanted.warmup_steps) / max(1, self._spec.steps - wanted.warmup_steps)
-        if wanted.schedule == "linear":
-            return wanted.lr * (1.0 - over)
-        return wanted.lr * 0.5 * (1.0 + math.cos(math.pi * over))
 
     def state_parts(self) -> dict[str, StatePart]:
         """The parts of a checkpoint that this learner needs to continue, by name."""

@@ -95,9 +95,13 @@ class PackedModel:
         """Log-probs [n] of the pack's trained tokens, and entropies [n] or None. With a graph if gradients are enabled."""
         return self._logprobs(pack, self._states(pack), entropy=entropy)
 
+    def states(self, pack: Pack) -> torch.Tensor:
+        """The hidden states before the pack's trained tokens, [n, H]. With a graph if gradients are enabled."""
+        return self._states(pack)[pack.sources.to(self.device)]
+
     def values(self, pack: Pack, head: ValueHead) -> torch.Tensor:
         """A critic's values before the pack's trained tokens, float32 [n]. With a graph if gradients are enabled."""
-        return head(self._states(pack)[pack.sources.to(self.device)])
+        return head(self.states(pack))
 
     def logprobs_and_values(
         self, pack: Pack, head: ValueHead, *, entropy: bool

@@ -141,6 +141,13 @@ class Policy:
             self._adapter.dropout(torch.is_grad_enabled())
         return self.net.values(pack, head)
 
+    def states(self, pack: Pack) -> torch.Tensor:
+        """The hidden states before the pack's trained tokens, [n, H], as `values` reads them; without graph and dropout."""
+        if self._adapter is not None:
+            self._adapter.dropout(False)
+        with torch.no_grad():
+            return self.net.states(pack)
+
     def reference(self, pack: Pack) -> torch.Tensor:
         """Compute log-probs [n] of the reference model, without graph: the base model with LoRA, else the model as loaded.
 

@@ -35,7 +35,14 @@ def with_last_state(row: Row) -> Row:
     return row | {"input_ids": np.append(ids, ids[:1]), "loss_mask": np.append(mask, mask.dtype.type(1))}
 
 
-def valued_rows(rows: Sequence[Row], values: Sequence[Values], credit: CreditMethod, *, by_turn: bool) -> list[Row]:
+def valued_rows(
+    rows: Sequence[Row],
+    values: Sequence[Values],
+    credit: CreditMethod,
+    *,
+    by_turn: bool,
+    targets: CreditMethod | None = None,
+) -> list[Row]:
     """Compute what a critic's values give to rows.
 
     Args:
@@ -43,6 +50,7 @@ def valued_rows(rows: Sequence[Row], values: Sequence[Values], credit: CreditMet
         values: For each row of `with_last_state`, the value before each trained token.
         credit: A method with `needs_values`.
         by_turn: The value before the first token of a turn is that of all its tokens.
+        targets: The method that computes the targets. Default: `credit`.
 
     Returns:
         The rows with `advantages` added, and `values`, `returns` and `has_value`, each [trained tokens]: the values, their targets,
@@ -67,8 +75,11 @@ def valued_rows(rows: Sequence[Row], values: Sequence[Values], credit: CreditMet
         members = [each.member for each in turns]
         credited = credit_tokens(credit, members)
         whole = credited
-        if any(member.ledger.parts for member in members):  # a value counts all rewards, whichever tokens they are for
-            whole = credit_tokens(credit, [replace(each, ledger=replace(each.ledger, parts=())) for each in members])
+        if targets is not None or any(member.ledger.parts for member in members):
+            # a value counts all rewards, whichever tokens they are for
+            whole = credit_tokens(
+                targets or credit, [replace(each, ledger=replace(each.ledger, parts=())) for each in members]
+            )
         for found, each, advantages, plain in zip(episodes, turns, credited, whole, strict=True):
             for index, row in zip(found, each.rows(advantages, plain, credit), strict=True):
                 done[index] = row

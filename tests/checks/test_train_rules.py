@@ -120,8 +120,8 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
             [
                 "9:37: warning[train.critic-option] with a critic no group is dropped, because advantages are known only when the "
                 "batch is trained on",
-                "9:70: warning[train.critic-option] `clip` bounds how far values move over the updates of a batch, and a batch "
-                "has one update",
+                "9:70: warning[train.critic-option] `clip` bounds how far values move over the updates of a batch, and the "
+                "critic has one update per batch",
                 "9:89: warning[train.critic-option] the critic alone is trained for 5 steps, and there are 5: the policy never is",
                 "9:104: warning[train.critic-option] the limit `images` is not set, so it ends no episode",
             ],

@@ -37,14 +37,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "lora": {"rank": 3, "target_modules": ["q_proj", "down_proj"]},
         "optimizer": {"lr": 0.1, "eps": 1e-3},
     },
-    "probe": {"critic": {"kind": "probe", "width": 7, "max_grad_norm": 0.1}, "minibatches": 2, **CUT},
+    "probe": {
+        "critic": {"kind": "probe", "width": 7, "max_grad_norm": 0.1, "update_epochs": 1},
+        "minibatches": 2,
+        **CUT,
+    },
     "head": {
-        "critic": {"kind": "head", "coefficient": 1.0},
+        "critic": {"kind": "head", "coefficient": 1.0, "update_epochs": 3},
         "lora": {"rank": 3, "target_modules": ["q_proj", "down_proj"]},
         "optimizer": {"lr": 0.1, "eps": 1e-3},
         **CUT,
     },
-    "network": {"critic": {"kind": "network", "lr": 1e-3}, **CUT},
+    "network": {"critic": {"kind": "network", "lr": 1e-3, "update_epochs": 3}, **CUT},
 }
 
 

@@ -72,12 +72,19 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_update_is_the_same_however_the_rows_are_packed(kind: str, tiny_model_dir: Path) -> None:
+@pytest.mark.parametrize(("epochs", "critic_epochs"), [(2, None), (1, 2), (2, 1)])
+def test_the_update_is_the_same_however_the_rows_are_packed(
+    kind: str, epochs: int, critic_epochs: int | None, tiny_model_dir: Path
+) -> None:
     rows = valued(make_rows(), cut=True)
     told, after = [], []
     for memory in ({"max_tokens_per_microbatch": 1}, {"max_tokens_per_microbatch": 90, "share_prefixes": False}, {}):
         learner = learner_of(
-            tiny_model_dir, KINDS[kind] | {"max_grad_norm": None}, memory=memory, minibatches=2, update_epochs=2
+            tiny_model_dir,
+            KINDS[kind] | {"max_grad_norm": None, "update_epochs": critic_epochs},
+            memory=memory,
+            minibatches=2,
+            update_epochs=epochs,
         )
         told.append(learner.step(rows, 0))
         after.append(weights(learner))
@@ -88,6 +95,74 @@ def test_the_update_is_the_same_however_the_rows_are_packed(kind: str, tiny_mode
             assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
         for name, tensor in after[0].items():
             torch.testing.assert_close(moved[name], tensor, rtol=0, atol=5e-3, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_further_passes_train_the_critic_alone(kind: str, tiny_model_dir: Path) -> None:
+    """They come after the policy's passes, so the policy is that of a training without them; only the critic goes on."""
+    rows = valued(make_rows())
+    once, often = (learner_of(tiny_model_dir, KINDS[kind] | {"update_epochs": count}) for count in (1, 6))
+    first, told = once.step(rows, 0), often.step(rows, 0)
+    assert (first["updates"], told["updates"]) == (1, 6)
+    assert {name: told[name] for name in ("loss", "grad_norm")} == {name: first[name] for name in ("loss", "grad_norm")}
+    policy = once.policy.state()
+    assert all(torch.equal(policy[name], tensor) for name, tensor in often.policy.state().items())
+    moved, further = weights(once), weights(often)
+    assert any(not torch.equal(moved[name], further[name]) for name in moved if name.startswith("critic."))
+    before, after = once.step(rows, 1), often.step(rows, 1)
+    assert after["critic/explained_variance"] > before["critic/explained_variance"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_passes_leave_the_critic_as_it_is(kind: str, tiny_model_dir: Path) -> None:
+    """In passes beyond the critic's, the policy alone is trained; the value loss of a `head` does not reach it there."""
+    rows = valued(make_rows())
+    once, twice = (
+        learner_of(
+            tiny_model_dir, KINDS[kind] | {"update_epochs": 1}, update_epochs=count, proximal_logprobs="recompute"
+        )
+        for count in (1, 2)
+    )
+    assert (once.step(rows, 0)["updates"], twice.step(rows, 0)["updates"]) == (1, 2)
+    moved, further = weights(once), weights(twice)
+    changed = {name for name in moved if not torch.equal(moved[name], further[name])}
+    assert changed
+    assert all(not name.startswith("critic.") for name in changed)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_step_that_stopped_in_a_pass_of_the_critic_is_repeated_up_to_there(most: int, tiny_model_dir: Path) -> None:
+    """The batch log holds how many updates a step made; the passes of the critic alone count."""
+    rows = valued(make_rows())
+    critic = KINDS["probe"] | {"update_epochs": 2}
+    told = [learner_of(tiny_model_dir, critic, minibatches=2) for _ in range(2)]
+    for learner in told:
+        assert learner.step(rows, 0, None, None, most)["updates"] == most
+    one, other = (weights(learner) for learner in told)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    whole = learner_of(tiny_model_dir, critic, minibatches=2)
+    assert whole.step(rows, 0)["updates"] == 4
+    assert any(not torch.equal(weights(whole)[name], one[name]) for name in one)
+
+
+def test_a_pass_of_the_critic_that_is_not_finite_changes_nothing(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy's update of the batch stays; the critic keeps its last finite weights."""
+    learner = learner_of(tiny_model_dir, KINDS["probe"] | {"update_epochs": 3})
+    rows = valued(make_rows())
+    learner.step(rows, 0, None, None, 1)
+    critic = learner.critic
+    assert critic is not None
+    before = weights(learner)
+    real = critic.own_values
+    monkeypatch.setattr(critic, "own_values", lambda *args: real(*args) * torch.inf)
+    with pytest.raises(TrainError, match=r"Lower `train.critic.lr` or `train.critic.update_epochs`") as caught:
+        learner.step(rows, 1)
+    assert (caught.value.kind, learner.updates) == ("diverged", 1)
+    after = weights(learner)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in after.values())
+    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -234,7 +309,7 @@ async def test_a_resumed_training_is_the_one_that_never_stopped(
 ) -> None:
     """The second launch repeats step 3 from the batch log: its values come from the checkpoint's critic."""
     changes = {"rewards": {"credit": {"method": method}}, "backend": DETERMINISTIC}
-    train = EXACT | {"critic": KINDS[kind]}
+    train = EXACT | {"critic": KINDS[kind] | {"update_epochs": 2}}
     whole = begin(train_spec(name="whole", train=train, **changes), tmp_path / "whole")
     await whole.run()
     parted = begin(train_spec(name="parted", train=train | {"steps": 3}, **changes), tmp_path / "parted")
@@ -287,6 +362,6 @@ async def test_the_spec_that_ships_trains_a_few_steps(tmp_path: Path) -> None:
     assert result.checkpoint is not None
     assert (result.checkpoint / "critic.safetensors").is_file()
     for line in read_metrics(trainer.folder):
-        assert (line["updates"], line["groups/used"]) == (1, 2)
+        assert (line["updates"], line["groups/used"]) == (16, 2)
         assert line["critic/loss"] > 0
     assert read_metrics(trainer.folder)[1]["critic/value_mean"] != 0

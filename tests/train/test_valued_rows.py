@@ -50,6 +50,20 @@ def test_token_gae_and_its_targets() -> None:
     assert found["has_value"].tolist() == [1.0, 1.0, 1.0]
 
 
+def test_targets_may_have_a_lambda_of_their_own() -> None:
+    """Advantages are those of the credit's lambda; with lambda 1 the targets are the discounted rewards, whatever the values are."""
+    credit = read_credit({"method": "gae", "gamma": 0.5, "lam": 0.5})
+    plain = valued_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=False)[0]
+    for values in (VALUES, 3 * VALUES):
+        (found,) = valued_rows(
+            [row(ONE, LEDGER)], [values], credit, by_turn=False, targets=credit.model_copy(update={"lam": 1.0})
+        )
+        # rewards on tokens: 0, 1, 4: 4; 1 + 0.5 * 4 = 3; 0 + 0.5 * 3 = 1.5
+        assert found["returns"].tolist() == pytest.approx([1.5, 3.0, 4.0])
+        if values is VALUES:
+            assert found["advantages"].tolist() == plain["advantages"].tolist()
+
+
 def test_a_method_over_turns_trains_the_value_before_each_turn() -> None:
     credit = read_credit({"method": "turn_ppo", "gamma": 0.5, "lam": 1.0})
     (found,) = valued_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=True)
