@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from vision_worlds import FIRST, SECOND, THIRD
+from vision_code import FIRST, SECOND, THIRD
 
 from engine.backends.local.images import PromptImages
 from engine.backends.local.vision import VisionBackend, place_images
