@@ -37,7 +37,7 @@ def spec_of(args: argparse.Namespace) -> dict[str, Any]:
         "name": "kills",
         "model": {"path": "tiny-qwen2"},
         "backend": {"kind": "local", "dtype": "float32", "max_batch": 16},
-        "tasks": {"source": "inline", "id": "id", "rows": [{"id": f"t{n}", "say": f"word {n}"} for n in range(10)]},
+        "tasks": tasks_of(args.mix),
         "prompt": [{"role": "user", "content": "Say {{say}}."}],
         "user": {"use": "training_kills:Listener", "with": {"turns": args.turns}},
         "machine": {
@@ -60,6 +60,15 @@ def spec_of(args: argparse.Namespace) -> dict[str, Any]:
             "asynchrony": {"max_staleness": args.staleness, "oversample": args.oversample},
         },
     }
+
+
+def tasks_of(mix: bool) -> dict[str, Any]:
+    """Ten tasks; with `mix`, of two sources with the weights 3 and 1."""
+
+    def rows(count: int) -> dict[str, Any]:
+        return {"source": "inline", "id": "id", "rows": [{"id": f"t{n}", "say": f"word {n}"} for n in range(count)]}
+
+    return {"source": "mix", "mix": {"a": rows(4) | {"weight": 3}, "b": rows(6)}} if mix else rows(10)
 
 
 class Listener:
@@ -264,6 +273,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=3)
     parser.add_argument("--staleness", type=int, default=0)
     parser.add_argument("--oversample", type=float, default=1.0)
+    parser.add_argument("--mix", action="store_true", help="tasks of two sources, with the weights 3 and 1")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path)
     return parser.parse_args(arguments)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from engine.schemas.base import Contract
 from engine.schemas.prompt import PromptField
 
+SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+_SHARED = ("preset", "map", "id", "user", "shuffle")
+"""Keys of `tasks` that hold for each source of a mix."""
 _PART = re.compile(r"@\[-?[0-9]*:-?[0-9]*\]$")
 
 
@@ -65,10 +68,11 @@ def _lenient(field: str, images: str | None, tools: str | None) -> PromptField:
     return PromptField.model_construct(_fields_set={"field"}, field=field, images=images, tools=tools)
 
 
-class TasksSpec(Contract):
-    """Where tasks come from."""
+class TaskSource(Contract):
+    """One source of rows, and how its rows become tasks."""
 
     source: Literal["inline", "jsonl", "csv", "parquet", "hub", "python"]
+    """What the rows are read from."""
     rows: list[dict[str, Any]] | None = None
     """For `inline`: the rows."""
     path: str | None = None
@@ -76,9 +80,6 @@ class TasksSpec(Contract):
     or a folder that the package `datasets` reads or has saved."""
     name: str | None = None
     """For `hub`: the configuration."""
-    preset: Annotated[VerlRows | SlimeRows, Field(discriminator="name")] | None = None
-    """Whose data file it is: `verl`, `slime`, or `{name: slime, input_key: …}`. Without `prompt`, episodes begin with its rows'
-    conversations."""
     split: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]*(\[(-?[0-9]+%?)?:(-?[0-9]+%?)?\])?$")
     """Which rows: a split (`test`; of a folder, the files whose names begin with it), a part of the rows (`[100:]`, `[:90%]`),
     or both (`train[:90%]`). All rows when left out; for `hub`, `train`."""
@@ -92,24 +93,50 @@ class TasksSpec(Contract):
     """Field of the task -> field of the row, also dotted (`reward_model.ground_truth`). Default: every field of the row."""
     id: str | None = None
     """The row's field with the task's id. Default: the row's position."""
-    user: str | None = None
-    """The row's field that names the task's user, of `users`."""
     limit: int | None = Field(default=None, ge=1)
     """The first so many rows, after `split` and `shuffle`."""
-    overlong: Literal["drop", "error"] | None = None
-    """What to do about rows whose prompt leaves no room for a turn of `limits.turn_tokens`: leave them out, with a count, or refuse
-    to run. When left out, rows are not counted, and each such episode ends by a limit."""
 
     @model_validator(mode="after")
-    def _complete(self) -> TasksSpec:
-        need = {"inline": "rows", "python": "use"}.get(self.source, "path")
+    def _complete(self) -> Self:
+        source: str = self.source
+        need = {"inline": "rows", "python": "use", "mix": "mix"}.get(source, "path")
         if getattr(self, need) is None:
-            raise ValueError(f"`source: {self.source}` needs `{need}`")
+            raise ValueError(f"`source: {source}` needs `{need}`")
+        if self.split is not None and source == "mix":
+            raise ValueError("`split` belongs to the sources: write it under each source of `mix`")
         if self.split_name is not None and self.source in ("inline", "python"):
             raise ValueError(
                 f"`split`: rows of `source: {self.source}` have no named splits; take a part: `split: '[:90%]'`"
             )
         return self
+
+    @property
+    def split_name(self) -> str | None:
+        """The split's name, without the part of its rows; None if `split` names none."""
+        return (self.split or "").partition("[")[0] or None
+
+
+class MixedSource(TaskSource):
+    """One source of a mix. `map`, `id` and `shuffle` of `tasks` hold where it has none of its own."""
+
+    weight: float = Field(default=1.0, gt=0.0)
+    """Its share of the tasks, relative to the weights of the other sources."""
+
+
+class TasksSpec(TaskSource):
+    """Where tasks come from."""
+
+    source: Literal["inline", "jsonl", "csv", "parquet", "hub", "python", "mix"]  # type: ignore[assignment]
+    mix: Annotated[dict[SourceName, MixedSource], Field(min_length=1)] | None = None
+    """For `mix`: several sources by name. A task's id begins with the name of its source: `easy:17`."""
+    preset: Annotated[VerlRows | SlimeRows, Field(discriminator="name")] | None = None
+    """Whose data file it is: `verl`, `slime`, or `{name: slime, input_key: …}`. Without `prompt`, episodes begin with its rows'
+    conversations."""
+    user: str | None = None
+    """The row's field that names the task's user, of `users`."""
+    overlong: Literal["drop", "error"] | None = None
+    """What to do about rows whose prompt leaves no room for a turn of `limits.turn_tokens`: leave them out, with a count, or refuse
+    to run. When left out, rows are not counted, and each such episode ends by a limit."""
 
     @field_validator("preset", mode="before")
     @classmethod
@@ -122,9 +149,14 @@ class TasksSpec(Contract):
         return _PART.sub("", self.path or "") if isinstance(self.preset, SlimeRows) else self.path or ""
 
     @property
-    def split_name(self) -> str | None:
-        """The split's name, without the part of its rows; None if `split` names none."""
-        return (self.split or "").partition("[")[0] or None
+    def files(self) -> list[str]:
+        """`file` of each source that has one."""
+        return [one.file for one in self.sources if one.file]
+
+    @property
+    def sources(self) -> list[TasksSpec]:
+        """The sources of the mix; without `mix`, this one."""
+        return list(self.mixed().values()) or [self]
 
     @property
     def rows_of_split(self) -> tuple[str | None, str | None]:
@@ -132,3 +164,13 @@ class TasksSpec(Contract):
         part = self.split or (self.path or "")[len(self.file) :].removeprefix("@")
         start, _, stop = part.partition("[")[2].removesuffix("]").partition(":")
         return start or None, stop or None
+
+    def mixed(self) -> dict[str, TasksSpec]:
+        """The sources of a mix by name, each with the keys that hold for all of them; none without `mix`."""
+        shared = self.model_dump(include=set(_SHARED), exclude_unset=True, by_alias=True)
+        return {
+            name: TasksSpec.model_validate(
+                shared | one.model_dump(exclude={"weight"}, exclude_unset=True, by_alias=True)
+            )
+            for name, one in (self.mix or {}).items()
+        }

@@ -26,7 +26,7 @@ class ResetAction(BuiltInAction):
         self._environment = services.spec.environment
         self._base = base
         self._own = services.spec.conversation
-        self._folders = image_folders(services.spec.tasks.file or None, base)
+        self._folders = image_folders(services.spec.tasks.files, base)
         self._pictured = any(not isinstance(message.content, str) for message in services.spec.messages)
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> ResetRecord:

@@ -143,7 +143,7 @@ class CheckContext:
         whole = spec.isolation_of(None).mode == "process"
         modes = [(item.entry.use, self._mode(item) == "process") for item in self.spec_code]
         modes += [(str(state.action), whole) for state in spec.machine.states.values() if state.action]
-        here = {use for use, apart in modes if not apart} | {spec.tasks.use or ""}
+        here = {use for use, apart in modes if not apart} | {source.use or "" for source in spec.tasks.sources}
         return frozenset(use for use, apart in modes if apart) - here
 
     def _mode(self, item: NamedEntry) -> str | None:

@@ -14,6 +14,7 @@ from engine.checks.child import ChildError
 from engine.checks.context import CheckContext
 from engine.checks.model_files import ModelFiles, model_files, read_bytes
 from engine.checks.registry import Finding, rule
+from engine.checks.sources import each_source
 from engine.checks.templates import Shown, rendered, shown
 from engine.checks.worst_case import context_bound, count_bound
 from engine.errors import EngineError, SpecError
@@ -261,20 +262,22 @@ def _openings(ctx: CheckContext) -> Iterator[tuple[int, list[View]]]:
     """The spec's part of the prompt, for the first rows."""
     if not ctx.spec.messages or not all(isinstance(message.content, str) for message in ctx.spec.messages):
         return
-    if ctx.spec.tasks.source not in ("inline", "jsonl"):
-        return
-    try:
-        for index, row in enumerate(rows_of(ctx.loaded, 8)):
-            task = task_of(row, index, ctx.spec.tasks, ctx.loaded)
-            yield (
-                row.number,
-                [
-                    {"role": message.role, "content": fill(str(message.content), task.fields)}
-                    for message in ctx.spec.messages
-                ],
-            )
-    except (SpecError, EngineError):
-        return  # the rules about tasks and prompts report it
+    for _, source in each_source(ctx):
+        tasks = source.spec.tasks
+        if tasks.source not in ("inline", "jsonl"):
+            continue
+        try:
+            for index, row in enumerate(rows_of(source.loaded, 8)):
+                task = task_of(row, index, tasks, source.loaded)
+                yield (
+                    row.number,
+                    [
+                        {"role": message.role, "content": fill(str(message.content), task.fields)}
+                        for message in ctx.spec.messages
+                    ],
+                )
+        except (SpecError, EngineError):
+            continue  # the rules about tasks and prompts report it
 
 
 def _tokens_of(ctx: CheckContext, files: ModelFiles, messages: list[View]) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
+from engine.checks.sources import TASKS, each_source
 from engine.schemas.tasks import TasksSpec
 from engine.schemas.train import TrainSpec
 from engine.spec.diagnostic import DataPath
@@ -183,6 +184,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "parquet": ("path",),
     "hub": ("path", "name"),
     "python": ("use", "with"),
+    "mix": ("mix",),
 }
 """For each source, the keys that only some sources read."""
 
@@ -190,10 +192,16 @@ _KEYS: dict[str, tuple[str, ...]] = {
 @rule("tasks.no-effect", "warning", "a key of `tasks` is not read with this source")
 def tasks_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """Keys that belong to another `source`."""
+    places = [(TASKS, ctx), *(place for place in each_source(ctx) if place[0] != TASKS)]
+    for at, source in places:
+        yield from _of_other_sources(source, at)
+
+
+def _of_other_sources(ctx: CheckContext, at: DataPath) -> Iterator[Finding]:
     tasks: TasksSpec = ctx.spec.tasks
     for key in dict.fromkeys(name for keys in _KEYS.values() for name in keys):
         path: DataPath = ("tasks", key)
         if key not in _KEYS[tasks.source] and ctx.written(*path):
             readers = ", ".join(f"`{source}`" for source, keys in _KEYS.items() if key in keys)
             message = f"`{key}` has no effect with `source: {tasks.source}`: it belongs to {readers}"
-            yield Finding(message, path, "remove it, or change `source`", key=True)
+            yield Finding(message, (*at, key), "remove it, or change `source`", key=True)

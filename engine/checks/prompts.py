@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.checks.context import CheckContext, nearest
 from engine.checks.registry import Finding, rule
+from engine.checks.sources import each_source, for_each_source
 from engine.errors import SpecError
 from engine.schemas.prompt import Words
 from engine.spec.access import OUTSIDE_FIX
@@ -32,19 +33,21 @@ def _rows(ctx: CheckContext) -> Iterator[Row]:
 
 def known_fields(ctx: CheckContext) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(row number, fields) of tasks; if only `map` is known, one row of empty fields."""
-    tasks = ctx.spec.tasks
-    if tasks.map:
-        yield 0, dict.fromkeys(tasks.map)
-        return
-    try:
-        for row in _rows(ctx):
-            if isinstance(row.fields, Mapping):
-                yield row.number, row.fields
-    except SpecError:
-        return  # `tasks.unreadable` reports it
+    for _, source in each_source(ctx):
+        tasks = source.spec.tasks
+        if tasks.map:
+            yield 0, dict.fromkeys(tasks.map)
+            continue
+        try:
+            for row in _rows(source):
+                if isinstance(row.fields, Mapping):
+                    yield row.number, row.fields
+        except SpecError:
+            continue  # `tasks.unreadable` reports it
 
 
 @rule("prompt.unknown-field", "error", "a prompt names a field that tasks do not have")
+@for_each_source
 def prompt_field(ctx: CheckContext) -> Iterator[Finding]:
     """Every `{{field}}` of `prompt` and `recover.malformed`, compared with `tasks.map` or the rows."""
     rows = list(known_fields(ctx))
@@ -157,6 +160,7 @@ def prompt_empty(ctx: CheckContext) -> Iterator[Finding]:
 
 
 @rule("tasks.unreadable", "error", "the task source does not exist, or its first rows cannot become tasks")
+@for_each_source
 def tasks_unreadable(ctx: CheckContext) -> Iterator[Finding]:
     """The file exists; inline rows, and the first of a file, have what `map` and `id` name."""
     try:

@@ -9,6 +9,7 @@ from typing import Any
 from engine.actions.facts import ACTIONS
 from engine.checks.context import CheckContext, NamedEntry, nearest
 from engine.checks.registry import Finding, rule
+from engine.checks.sources import each_source
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
 from engine.spec.source import NotImported
@@ -33,8 +34,9 @@ def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
     """`use` of environment, tools, user, scorer, python tasks, bonuses and notices; actions of the spec's own; a parser."""
     named: list[tuple[DataPath, str]] = [((*item.path, "use"), item.entry.use) for item in ctx.spec_code]
     named += [((*ctx.state_path(name), "action"), str(state.action)) for name, state in ctx.own_actions]
-    if ctx.spec.tasks.source == "python" and ctx.spec.tasks.use:
-        named.append((("tasks", "use"), ctx.spec.tasks.use))
+    for at, source in each_source(ctx):
+        if source.spec.tasks.source == "python" and source.spec.tasks.use:
+            named.append(((*at, "use"), source.spec.tasks.use))
     if ":" in ctx.spec.model.tool_calls:
         named.append((("model", "tool_calls"), ctx.spec.model.tool_calls))
     named += [(path, use) for path, use, _, _ in _called(ctx)]
@@ -59,10 +61,12 @@ def fits_the_calls(ctx: CheckContext) -> Iterator[Finding]:
         thing = ctx.entry(item.entry.use)
         if not isinstance(thing, EntryError):
             yield from _WORLDS[item.role](item, thing)
-    if ctx.spec.tasks.source == "python" and ctx.spec.tasks.use:
-        rows = ctx.entry(ctx.spec.tasks.use)
-        if not isinstance(rows, EntryError):
-            yield from _call(rows, ctx.spec.tasks.use, (), ctx.spec.tasks.with_, ("tasks", "use"), ("tasks", "with"))
+    for at, source in each_source(ctx):
+        tasks = source.spec.tasks
+        if tasks.source == "python" and tasks.use:
+            rows = ctx.entry(tasks.use)
+            if not isinstance(rows, EntryError):
+                yield from _call(rows, tasks.use, (), tasks.with_, (*at, "use"), (*at, "with"))
     for path, use, arguments, with_ in _called(ctx):
         function = ctx.entry(use)
         if not isinstance(function, EntryError):

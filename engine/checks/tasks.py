@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from engine.checks.context import CheckContext, nearest
 from engine.checks.registry import Finding, rule
+from engine.checks.sources import for_each_source
 from engine.errors import SpecError
 from engine.spec.diagnostic import Diagnostic
 from engine.spec.load import LoadedSpec
@@ -43,6 +44,7 @@ class _Known(NamedTuple):
 
 
 @rule("tasks.row", "error", "a row of the task file cannot become a task")
+@for_each_source
 def task_rows(ctx: CheckContext) -> Iterator[Finding]:
     """The number of the first bad row: it is not JSON, lacks a field, or has the id of another row."""
     tasks = ctx.spec.tasks
@@ -63,6 +65,7 @@ def task_rows(ctx: CheckContext) -> Iterator[Finding]:
 
 
 @rule("tasks.video", "warning", "tasks have videos, which no episode shows")
+@for_each_source
 def videos(ctx: CheckContext) -> Iterator[Finding]:
     """A field `video` or `videos` of the first row, or a column of that name."""
     tasks = ctx.spec.tasks
@@ -86,6 +89,7 @@ def videos(ctx: CheckContext) -> Iterator[Finding]:
 
 
 @rule("tasks.not-read", "info", "not every row of the task source is checked")
+@for_each_source
 def not_read(ctx: CheckContext) -> Iterator[Finding]:
     """Of a long file the first rows are checked, of a very large one none; `engine run` reads all."""
     tasks = ctx.spec.tasks

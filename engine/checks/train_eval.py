@@ -10,6 +10,7 @@ from pydantic import Field
 from engine.checks.context import CheckContext
 from engine.checks.prompts import prompt_field, tasks_unreadable
 from engine.checks.registry import Finding, rule
+from engine.checks.sources import each_source
 from engine.checks.tasks import task_rows
 from engine.schemas.base import Contract
 from engine.schemas.generation import SamplingParams
@@ -75,13 +76,15 @@ def eval_tasks(ctx: CheckContext) -> Iterator[Finding]:
         path: DataPath = (*at, "tasks")
         named = f"in the evaluation `{at[-1]}`" if len(at) > len(EVAL) else "in the evaluation"
         other = CheckContext(ctx.loaded.with_tasks_of(section.tasks, path), ctx.work, ctx.rule, ctx.skipped)
-        if section.tasks.source == "python" and section.tasks.use is not None:
-            thing = other.described(section.tasks.use)
-            if isinstance(thing, NotImported):
-                ctx.skip()
-            elif isinstance(thing, EntryError):
-                message, _, fix = str(thing).partition("; ")
-                yield Finding(message, (*path, "use"), fix or None)
+        for below, source in each_source(other):
+            tasks = source.spec.tasks
+            if tasks.source == "python" and tasks.use is not None:
+                thing = other.described(tasks.use)
+                if isinstance(thing, NotImported):
+                    ctx.skip()
+                elif isinstance(thing, EntryError):
+                    message, _, fix = str(thing).partition("; ")
+                    yield Finding(message, (*at, *below, "use"), fix or None)
         for check in (tasks_unreadable, task_rows, prompt_field):
             for item in check(other):
                 place = (*at, *item.path) if item.path[:1] == ("tasks",) else item.path
@@ -92,7 +95,8 @@ def eval_tasks(ctx: CheckContext) -> Iterator[Finding]:
 def eval_on_training_tasks(ctx: CheckContext) -> Iterator[Finding]:
     """An evaluation without tasks of its own, or with exactly the spec's `tasks`."""
     for at, section in _read(ctx)[0].items():
-        if section.tasks is not None and _source(section.tasks) != _source(ctx.spec.tasks):
+        own = [_source(one) for one in ctx.spec.tasks.sources]
+        if section.tasks is not None and not any(_source(one) in own for one in section.tasks.sources):
             continue
         message = "the policy is evaluated on the tasks that it is trained on: the figures also rise when it only learns these by heart"
         path: DataPath = (*at, "tasks") if section.tasks is not None else at

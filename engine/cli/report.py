@@ -87,6 +87,18 @@ def _transitions(summary: Summary) -> Table:
     return table
 
 
+def _sources(summary: Summary) -> Table:
+    table = Table(
+        "source", "episodes", "share", "mean reward", "solved", title="Sources of the tasks", title_justify="left"
+    )
+    for name, sums in summary.sources.items():
+        mean = f"{sums.reward / sums.episodes:+.3f}" if sums.episodes else "–"
+        table.add_row(
+            name, str(sums.episodes), share(sums.episodes, summary.episodes), mean, share(sums.solved, sums.episodes)
+        )
+    return table
+
+
 def _times(summary: Summary) -> Table:
     table = Table("state", "seconds", "share", title="Time by state (summed over episodes)", title_justify="left")
     whole = sum(summary.seconds.values())
@@ -110,7 +122,15 @@ def print_summary(
         seconds: Wall time of this process's part of the run.
         tokens: Number of tokens that were sampled in it.
     """
-    for table in (_outcomes(summary), _causes(summary), _turns(summary), _transitions(summary), _times(summary)):
+    tables = (
+        _outcomes(summary),
+        _sources(summary),
+        _causes(summary),
+        _turns(summary),
+        _transitions(summary),
+        _times(summary),
+    )
+    for table in tables:
         if table.row_count:
             console.print(table)
     names = ", ".join(f"{name} {value / summary.episodes:+.3f}" for name, value in sorted(summary.names.items()))

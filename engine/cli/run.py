@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.runner.run import Runner, RunResult
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
-    from engine.spec.tasks import TaskTable
+    from engine.spec.mix import TaskList
     from engine.store.store import RunStore
 
 
@@ -112,7 +112,7 @@ def fork_run(run: str, out: Path, turn: int, salt: int) -> None:
 
 def _conclude(
     loaded: LoadedSpec,
-    tasks: TaskTable,
+    tasks: TaskList,
     store: RunStore,
     console: Console,
     *,
@@ -185,7 +185,7 @@ def prepare(
     resume: str | None,
     *,
     evaluation: bool = False,
-) -> tuple[LoadedSpec, TaskTable, RunStore]:
+) -> tuple[LoadedSpec, TaskList, RunStore]:
     """Load and check the spec, read its tasks, and open the store.
 
     Raises:
@@ -220,7 +220,7 @@ def prepare(
 
 async def drive(
     loaded: LoadedSpec,
-    tasks: TaskTable,
+    tasks: TaskList,
     store: RunStore,
     console: Console,
     *,

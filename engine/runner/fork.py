@@ -12,10 +12,10 @@ from engine.store.header import Fork
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
-    from engine.spec.tasks import TaskTable
+    from engine.spec.mix import TaskList
 
 
-def fork(source: RunStore, out: Path, turn: int, salt: int) -> tuple[LoadedSpec, TaskTable, RunStore]:
+def fork(source: RunStore, out: Path, turn: int, salt: int) -> tuple[LoadedSpec, TaskList, RunStore]:
     """Begin a fork of a run.
 
     Args:

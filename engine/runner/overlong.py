@@ -21,7 +21,7 @@ from engine.tokens.images import DIGEST, digest_of, read_reference
 if TYPE_CHECKING:
     from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
-    from engine.spec.tasks import TaskTable
+    from engine.spec.mix import TaskList
     from engine.tokens.format import ChatFormat
 
 log = structlog.get_logger(__name__)
@@ -30,7 +30,7 @@ PER_MESSAGE = 16
 """Tokens that a template may put around a message, for the bound that spares most rows the tokenizer."""
 
 
-def fitting_tasks(tasks: TaskTable, loaded: LoadedSpec, form: ChatFormat) -> TaskTable:
+def fitting_tasks(tasks: TaskList, loaded: LoadedSpec, form: ChatFormat) -> TaskList:
     """The tasks whose prompt, with a turn of `limits.turn_tokens`, fits `limits.episode_tokens` and the model's context.
 
     Counted are the prompt of the spec or the row, its images (other than URLs), and the schemas of its tools: of the row, or of
@@ -76,7 +76,7 @@ class _Prompts:
         self._base = loaded.base
         self._form = form
         self._tools = _schemas(loaded)
-        self._folders = image_folders(loaded.spec.tasks.file or None, loaded.base)
+        self._folders = image_folders(loaded.spec.tasks.files, loaded.base)
 
     def tokens(self, task: Task, room: int) -> int:
         """The length of a task's prompt; an upper bound of it where that is at most `room`."""

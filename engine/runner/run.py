@@ -97,7 +97,7 @@ class Runner:
         spec = loaded.spec
         self.spec = spec
         self.tasks = tasks
-        self.summary = Summary(causes=Causes(places(loaded, tasks)))
+        self.summary = Summary(causes=Causes(places(loaded, tasks)), mix=tuple(loaded.spec.tasks.mix or ()))
         self.live = Live(total=len(tasks) * spec.rollout.samples_per_task)
         self._verdict = None if keep_going else Verdict(lambda: self.live.total)
         self._backend = backend

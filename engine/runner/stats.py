@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,21 @@ class Live:
 
 
 @dataclass(slots=True)
+class SourceSums:
+    """Sums over the finished episodes of one source of a mix."""
+
+    episodes: int = 0
+    solved: int = 0
+    reward: float = 0.0
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one finished episode."""
+        self.episodes += 1
+        self.solved += outcome.solved
+        self.reward += outcome.reward
+
+
+@dataclass(slots=True)
 class Summary:
     """Sums over finished episodes."""
 
@@ -96,6 +112,13 @@ class Summary:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     branches: int = 0
+    mix: Collection[str] = ()
+    """Names of the sources of `tasks.mix`."""
+    sources: dict[str, SourceSums] = field(default_factory=dict)
+    """Sums by source, in the order of `mix`."""
+
+    def __post_init__(self) -> None:
+        self.sources |= {name: SourceSums() for name in self.mix}
 
     def add(self, trajectory: Trajectory) -> Cause | None:
         """Count one finished episode, and return the cause if it failed."""
@@ -105,6 +128,8 @@ class Summary:
         self.solved += outcome.solved
         self.reward += outcome.reward
         self.outcomes[label(outcome)] += 1
+        if self.mix:
+            self.sources[trajectory.task_id.partition(":")[0]].add(outcome)
         transitions = self.transitions
         for taken in trajectory.path:
             transitions[taken] += 1

@@ -8,7 +8,7 @@ and, in the order of the source, no further than `tasks.limit`. None but those o
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
 from hashlib import blake2b
@@ -21,6 +21,7 @@ from engine.errors import SpecError
 from engine.schemas.environment import Task
 from engine.schemas.tasks import TasksSpec
 from engine.spec.conversation import RowError, conversation_of, tools_of
+from engine.spec.mix import TaskList, mixed_tasks
 from engine.spec.near import near_or_known
 from engine.spec.row_presets import preset_fields
 from engine.spec.row_sources import TASKS, fault, open_rows, row_files
@@ -39,8 +40,8 @@ MAX_READ = 256 * 2**20
 """Bytes of files whose rows are counted."""
 
 
-class TaskTable(Sequence[Task]):
-    """The tasks of a spec, in the order in which they run. Rows are read when they are asked for.
+class TaskTable(TaskList):
+    """The tasks of one source, in the order in which they run. Rows are read when they are asked for.
 
     Args:
         loaded: The spec.
@@ -77,13 +78,7 @@ class TaskTable(Sequence[Task]):
         else:
             yield from (self[at] for at in range(self._count))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # compared by what it holds
-
     def chosen(self, places: np.ndarray) -> TaskTable:
-        """Some of the tasks. places: their indices here, int64 [tasks]."""
         positions = places if self._positions is None else self._positions[places]
         return TaskTable(self._loaded, self._rows, positions, len(positions))
 
@@ -91,8 +86,31 @@ class TaskTable(Sequence[Task]):
         return task_of(row, row.number - 1, self._loaded.spec.tasks, self._loaded)
 
 
-def load_tasks(loaded: LoadedSpec) -> TaskTable:
-    """The tasks of a spec: the rows of `split`, in the order of the source or of `shuffle`, the first `limit` of them.
+def load_tasks(loaded: LoadedSpec) -> TaskList:
+    """The tasks of a spec: those of its source or, mixed by weight, of its sources.
+
+    Raises:
+        SpecError: as `load_table`.
+    """
+    spec = loaded.spec.tasks
+    if spec.mix is None:
+        return load_table(loaded)
+    tables = {name: load_table(source) for name, source in mixed_sources(loaded).items()}
+    return mixed_tasks(tables, [one.weight for one in spec.mix.values()], seed=spec.shuffle, limit=spec.limit)
+
+
+def mixed_sources(loaded: LoadedSpec) -> dict[str, LoadedSpec]:
+    """The spec with each source of its mix as `tasks`, by name. A source has no more than `tasks.limit` tasks."""
+    spec = loaded.spec.tasks
+    found = {}
+    for name, source in spec.mixed().items():
+        most = min((limit for limit in (source.limit, spec.limit) if limit is not None), default=None)
+        found[name] = loaded.with_tasks_of(source.model_copy(update={"limit": most}), (*TASKS, "mix", name))
+    return found
+
+
+def load_table(loaded: LoadedSpec) -> TaskTable:
+    """The tasks of one source: the rows of `split`, in the order of the source or of `shuffle`, the first `limit` of them.
 
     Every one of them is read once here, so that a bad row is found before the first episode.
 
@@ -197,6 +215,12 @@ def count_tasks(loaded: LoadedSpec) -> int | None:
         SpecError: the source is not there, or its function fails.
     """
     spec = loaded.spec.tasks
+    if spec.mix is not None:
+        counts = [count_tasks(source) for source in mixed_sources(loaded).values()]
+        if None in counts:
+            return spec.limit
+        whole = sum(count for count in counts if count is not None)
+        return whole if spec.limit is None else min(whole, spec.limit)
     if spec.source == "hub" or (spec.source == "python" and not loaded.access.imports):
         return spec.limit
     if spec.source == "python":
@@ -290,7 +314,7 @@ def _id(row: Row, index: int, fields: Mapping[str, Any], spec: TasksSpec, loaded
 
 
 def rows_of(loaded: LoadedSpec, limit: int | None = None) -> Iterator[Row]:
-    """The source's rows, from its first, read as they are asked for. `split` and `shuffle` choose among them later.
+    """The rows of the one source that `tasks` names, from its first, read as they are asked for. `split` and `shuffle` choose among them later.
 
     Raises:
         SpecError: the source, or a row of it, cannot be read.

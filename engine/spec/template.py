@@ -114,16 +114,14 @@ def image_reference(reference: str, base: Path) -> str:
     return reference if is_reference(reference) else str(base / reference)
 
 
-def image_folders(rows: str | None, base: Path) -> list[Path]:
-    """The folders that a row's image paths are relative to: that of the file of rows, then that of the spec.
+def image_folders(files: Sequence[str], base: Path) -> list[Path]:
+    """The folders that a row's image paths are relative to: those of the files of rows, then that of the spec.
 
     Args:
-        rows: `tasks.path`.
+        files: `tasks.path`, or that of each source of a mix.
         base: The spec's folder.
     """
-    if rows is None:
-        return [base]
-    places = [base / rows, Path(rows)]
+    places = [place for file in files for place in (base / file, Path(file))]
     return [*(place if place.is_dir() else place.parent for place in places if place.exists()), base]
 
 

@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -93,10 +93,14 @@ class Batch:
             kind="no_data",
         )
 
-    def metrics(self) -> dict[str, float]:
-        """Metrics of all episodes of the batch, including those that are not trained on."""
+    def metrics(self, mix: Collection[str] = ()) -> dict[str, float]:
+        """Metrics of all episodes of the batch, including those that are not trained on.
+
+        Args:
+            mix: Names of the sources of `tasks.mix`; each has its own figures.
+        """
         groups = [*self.used, *self.left_out]
-        summary = Summary()
+        summary = Summary(mix=mix)
         for group in groups:
             for trajectory in group.trajectories:
                 summary.add(trajectory)
@@ -120,6 +124,13 @@ class Batch:
         }
         told |= {f"reward/{name}": value / episodes for name, value in sorted(summary.names.items())}
         told |= {f"reward/turn/{turn}": total / count for turn, (total, count) in enumerate(summary.turn_rewards)}
+        for name, sums in summary.sources.items():
+            told |= {f"source/{name}/episodes": float(sums.episodes)}
+            if sums.episodes:
+                told |= {
+                    f"source/{name}/reward": sums.reward / sums.episodes,
+                    f"source/{name}/solved": sums.solved / sums.episodes,
+                }
         told |= {f"outcome/{name}": count / episodes for name, count in sorted(summary.outcomes.items())}
         return told | self._staleness()
 

@@ -38,40 +38,82 @@ if TYPE_CHECKING:
     from engine.schemas.environment import Task
     from engine.schemas.train import TrainSpec
     from engine.schemas.trajectory import Trajectory
+    from engine.spec.mix import Mix
     from engine.train.stored import StoredEpisodes
 
 log = structlog.get_logger(__name__)
 
 
+class _Epochs:
+    """The order in which the tasks of one source are drawn.
+
+    Args:
+        count: Number of its tasks.
+        shuffle: A new random order in each epoch.
+        seed: Text that the orders depend on.
+    """
+
+    def __init__(self, count: int, *, shuffle: bool, seed: str) -> None:
+        self._count = count
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def place(self, draw: int) -> tuple[int, int]:
+        """The place of a draw's task in the source, and the draw's epoch."""
+        epoch, place = divmod(draw, self._count)
+        if epoch != self._epoch:
+            self._order = list(range(self._count))
+            if self._shuffle:
+                random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+            self._epoch = epoch
+        return self._order[place], epoch
+
+
 class TaskOrder:
-    """The order of tasks over epochs: in file order, or in a new random order in each epoch.
+    """The task of each group over epochs: in file order, or in a new random order in each epoch.
+
+    The sources of a mix are drawn by their weights, and each has epochs of its own.
 
     >>> order = TaskOrder(tasks, shuffle=True, seed=0)
     >>> order[0], order[len(tasks)]                        # the task of any group, without reading the ones before
+
+    Args:
+        tasks: The tasks.
+        shuffle: A new random order in each epoch.
+        seed: Seed of the orders.
+        mix: The sources, if `tasks` are mixed.
 
     Raises:
         TrainError: the list of tasks is empty.
     """
 
-    def __init__(self, tasks: Sequence[Task], *, shuffle: bool, seed: int) -> None:
+    def __init__(self, tasks: Sequence[Task], *, shuffle: bool, seed: int, mix: Mix | None = None) -> None:
         if not tasks:
             raise TrainError("there are no tasks to train on: check `tasks` in the spec", kind="no_data")
         self._tasks = tasks
-        self._shuffle = shuffle
-        self._seed = seed
-        self._round = -1
-        self._order: list[int] = []
+        self._mix = mix
+        if mix is None:
+            self._epochs = [_Epochs(len(tasks), shuffle=shuffle, seed=str(seed))]
+        else:
+            self._epochs = [
+                _Epochs(len(indices), shuffle=shuffle, seed=f"{seed}/{name}") for name, indices in mix.indices.items()
+            ]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The index of a group's task in the list of tasks, and its epoch."""
+        if self._mix is None:
+            return self._epochs[0].place(number)
+        source, draw = self._mix.draws[number]
+        place, epoch = self._epochs[source].place(draw)
+        return int(self._mix.indices[self._mix.names[source]][place]), epoch
 
     def __getitem__(self, number: int) -> Task:
-        round_, place = divmod(number, len(self._tasks))
-        if round_ != self._round:
-            self._order = list(range(len(self._tasks)))
-            if self._shuffle:
-                random.Random(f"{self._seed}/{round_}").shuffle(self._order)
-            self._round = round_
-        task = self._tasks[self._order[place]]
+        index, epoch = self.place(number)
+        task = self._tasks[index]
         # A later epoch gives the task another id, so that its episodes have their own store entries and seeds.
-        return task.model_copy(update={"id": f"{task.id}~{round_}"}) if round_ else task
+        return task.model_copy(update={"id": f"{task.id}~{epoch}"}) if epoch else task
 
 
 @dataclass(slots=True, eq=False)

@@ -50,7 +50,7 @@ class Trainer(TrainingLoop):
     async def _run_prepared(self, stop: asyncio.Event | None) -> TrainResult:
         self._format = load_format(self.spec.model, self.loaded.base)
         tasks = fitting_tasks(load_tasks(self.loaded), self.loaded, self._format)
-        self._order = TaskOrder(tasks, shuffle=self.train.shuffle, seed=self.train.seed)
+        self._order = TaskOrder(tasks, shuffle=self.train.shuffle, seed=self.train.seed, mix=tasks.mix)
         self._backend = open_backend(self.loaded, self._format)
         try:
             await self._backend.start()
@@ -161,7 +161,7 @@ class Trainer(TrainingLoop):
 
     async def _step(self, batch: Batch, collector: BatchCollector) -> dict[str, float]:
         """Train on a batch and write its metrics to the batch log. Returns the metrics."""
-        values = batch.metrics()
+        values = batch.metrics(tuple(self.spec.tasks.mix or ()))
         reach = reach_of(self.spec.rewards.credit, [*batch.used, *batch.left_out], self.loaded.base)
         values |= reach.metrics()
         if unplaced := reach.unplaced():

@@ -11,14 +11,15 @@ import structlog
 from engine.errors import SpecError
 from engine.runner.overlong import fitting_tasks
 from engine.spec.load import load_spec
-from engine.spec.tasks import TaskTable, load_tasks
+from engine.spec.mix import TaskList
+from engine.spec.tasks import load_tasks
 from engine.tokens.loading import load_format
 
 WORDS = [3, 400, 5, 90, 401]
 PLAIN: dict[str, Any] = {"tools": None, "user": None, "machine": "single_turn"}
 
 
-def kept(path: Path) -> tuple[TaskTable, str]:
+def kept(path: Path) -> tuple[TaskList, str]:
     loaded = load_spec(path)
     with structlog.testing.capture_logs() as logs:
         found = fitting_tasks(load_tasks(loaded), loaded, load_format(loaded.spec.model, loaded.base))

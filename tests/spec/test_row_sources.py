@@ -17,8 +17,9 @@ from engine.errors import SpecError
 from engine.schemas.environment import Task
 from engine.spec import sources
 from engine.spec.load import load_spec
+from engine.spec.mix import TaskList
 from engine.spec.sources import CsvRows, JsonlRows, ParquetRows, Rows
-from engine.spec.tasks import TaskTable, load_tasks, shuffled
+from engine.spec.tasks import load_tasks, shuffled
 
 HEAD = "spec: episode/v1\nname: demo\nmodel: {path: m}\n"
 TEXTS = ["plain", "", 'a "quoted" word', "a, comma", "two\nlines", "\u2028 and \x0b", "ünïcode 图像", "\ttab"]
@@ -29,7 +30,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def tasks(keys: str) -> TaskTable:
+def tasks(keys: str) -> TaskList:
     Path("s.yaml").write_text(f"{HEAD}tasks: {{{keys}}}\n")
     return load_tasks(load_spec("s.yaml"))
 

@@ -69,7 +69,7 @@ def yaml_spec(model: Path, **changes: Any) -> dict[str, Any]:
         "sampling": {"temperature": 1.3},
         "tasks": {"source": "inline", "rows": [{"say": f"word {number}"} for number in range(6)]},
         "prompt": [{"role": "user", "content": "Say {{say}}."}],
-        "user": {"use": "worlds_for_training:Listener"},
+        "user": {"use": "code_for_training:Listener"},
         "machine": {
             "preset": "tools_and_user",
             "transitions": [{"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}],
