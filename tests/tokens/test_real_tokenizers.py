@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import Message, ToolCall
 from engine.schemas.model import ModelSpec
+from engine.tokens.chat_template import ChatTemplate
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
@@ -220,7 +221,8 @@ def test_which_real_templates_are_bridged(template: str) -> None:
     source = (TEMPLATES / f"{template}.jinja").read_text()
     tokenizer.add_tokens(sorted({*SPECIALS.findall(source), "<s>", "</s>"}), special_tokens=True)
     tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token = source, "<s>", "</s>"
-    form = TemplateFormat(FastTokenizer(tokenizer), ModelSpec(path="x"), vocab_size=160_000, context=None)
+    written = ChatTemplate(source, tokenizer.special_tokens_map)
+    form = TemplateFormat(FastTokenizer(tokenizer), written, ModelSpec(path="x"), vocab_size=160_000, context=None)
     found = ""
     for kinds, new in HISTORIES:
         verdict = prove(form, bytes(kinds), bytes(new), None)
