@@ -30,9 +30,8 @@ def told_by(
     assert vision is not None
     if process_group.main:
         vision = beside(vision, path)
-    learner = Learner(
-        Policy.load(model, spec, temperature=1.0, vocab=None, vision=vision), spec, process_group=process_group
-    )
+    policy = Policy.load(model, spec, temperature=1.0, vocab=None, vision=vision)
+    learner = Learner(policy, spec, episode_tokens=64, process_group=process_group)
     if not process_group.main:
         learner.follow()
         return None
