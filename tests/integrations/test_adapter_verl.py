@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from adapters_kit import FAULTY_EVERY, run_spec
+from adapters_kit import FAULTY_EVERY, FEW, run_spec
 
 from engine.errors import EngineError
 from engine.integrations.environments.base import AdapterError
@@ -330,15 +330,14 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
     """Whatever 5 % of the calls do, the other episodes are whole."""
     kinds = {"raise": None, "shape": "tool_bad_result", "exit": "tool_crashed", "reward": "tool_bad_result"}
     faults = list(kinds)
-    write(tmp_path, [ITEM], [row(index) for index in range(1000)])
     bad = {n: faults[n // FAULTY_EVERY % 4] for n in range(0, 1000, FAULTY_EVERY)}
-    replies = {
-        f"{n}/0": [f'<call>grade(answer="{bad.get(n, "41")}")</call>', '<call>grade(answer="42")</call>', "Done."]
-        for n in range(1000)
-    }
-    (tmp_path / "replies.yaml").write_text(yaml.safe_dump({"episodes": replies}))
-    spec = document(tiny_tokenizer_dir, rollout={"concurrency": 8, "live_episodes": 8})
-    spec["backend"] = {"kind": "scripted", "script": "replies.yaml"}
+    write(tmp_path, [ITEM], [row(index) for index in range(1000)])
+    whole = ['<call>grade(answer="41")</call>', '<call>grade(answer="42")</call>', "Done."]
+    cases = [
+        {"task": str(n), "replies": [f'<call>grade(answer="{fault}")</call>', *whole[1:]]} for n, fault in bad.items()
+    ]
+    (tmp_path / "replies.yaml").write_text(yaml.safe_dump({"replies": whole, "cases": cases}))
+    spec = document(tiny_tokenizer_dir, "replies.yaml", rollout=FEW)
     episodes = run_spec(tmp_path, spec)
     assert len(episodes) == 1000
     for n in range(1000):
