@@ -16,6 +16,7 @@ from engine.checks.model_files import ModelFiles, model_files, read_bytes
 from engine.checks.registry import Finding, rule
 from engine.checks.sources import each_source
 from engine.checks.templates import Shown, rendered, shown
+from engine.checks.tools import tools_at
 from engine.checks.worst_case import context_bound, count_bound
 from engine.errors import EngineError, SpecError
 from engine.limits import UNBOUNDED
@@ -79,7 +80,8 @@ def template_renders(ctx: CheckContext) -> Iterator[Finding]:
 def no_tools(ctx: CheckContext) -> Iterator[Finding]:
     """The model does not see their schemas, so it does not know them unless the prompt describes them."""
     files, shown = _with_template(ctx)
-    if files is None or shown is None or not ctx.spec.tools or shown.tools:
+    at = tools_at(ctx)
+    if files is None or shown is None or at is None or shown.tools:
         return
     if ctx.spec.model.tool_calls == "auto":  # another way of writing calls is described in the prompt
         message = (
@@ -87,9 +89,9 @@ def no_tools(ctx: CheckContext) -> Iterator[Finding]:
         )
         yield Finding(
             message,
-            ("tools",),
+            at,
             "describe them in `prompt` and set `model.tool_calls`, or give a `chat_template`",
-            key=True,
+            key=at == ("tools",),
         )
 
 
@@ -113,7 +115,7 @@ def calls_not_read(ctx: CheckContext) -> Iterator[Finding]:
     files, shown = _with_template(ctx)
     model = ctx.spec.model
     proved = model.tool_calls == "auto" and model.renderer in ("auto", "template")
-    if files is None or shown is None or not proved or not ctx.spec.tools or not shown.tools:
+    if files is None or shown is None or not proved or not shown.tools or tools_at(ctx) is None:
         return
     if not files.trusted or not (files.source / "tokenizer.json").is_file():
         return  # an untrusted template is rendered only in a process of its own

@@ -10,6 +10,7 @@ from engine.actions.facts import ACTIONS
 from engine.checks.context import CheckContext, NamedEntry, nearest
 from engine.checks.registry import Finding, rule
 from engine.checks.sources import each_source
+from engine.checks.tools import environment_tools
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
 from engine.spec.source import NotImported
@@ -223,16 +224,11 @@ def no_user(ctx: CheckContext) -> Iterator[Finding]:
 @rule("tools.missing", "warning", "a state calls tools, and the spec has none")
 def no_tools(ctx: CheckContext) -> Iterator[Finding]:
     """A reachable state with the action `call_tools`, and neither `tools` nor an environment with `tools()`."""
-    if ctx.spec.tools or (ctx.spec.environment and _offers_tools(ctx, ctx.spec.environment.entry.use)):
+    if ctx.spec.tools or environment_tools(ctx) is not False:
         return
     for name in ctx.speaking("tool"):
         fix = "add `tools: [{use: …}]`, or use a machine without them (`machine: retry_with_feedback` or `single_turn`)"
         yield Finding(f"`{name}` calls tools, and the spec has none", ctx.state_path(name), fix, key=True)
-
-
-def _offers_tools(ctx: CheckContext, use: str) -> bool:
-    thing = ctx.entry(use)
-    return not inspect.isclass(thing) or callable(getattr(thing, "tools", None))
 
 
 def _call(

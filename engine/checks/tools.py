@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
+from engine.spec.source import NotImported
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
@@ -38,6 +40,30 @@ def _shapes(ctx: CheckContext) -> Iterator[tuple[DataPath, Any]]:
             yield ("tools", index), shape_of(target, name)
         except (TypeError, NameError, AttributeError, ValueError, PydanticUserError, PydanticSchemaGenerationError):
             continue  # `code.protocol` says it
+
+
+def tools_at(ctx: CheckContext) -> DataPath | None:
+    """Where the spec says that the model has tools: `tools`, or an environment of which this is known. None: nowhere."""
+    if ctx.spec.tools:
+        return ("tools",)
+    return ("environment", "use") if environment_tools(ctx) else None
+
+
+def environment_tools(ctx: CheckContext) -> bool | None:
+    """Whether the spec's environment brings tools: by the facts of its adapter, or by a method `tools`. None: not known."""
+    environment = ctx.spec.environment
+    if environment is None:
+        return False
+    if environment.facts is not None:
+        return {"none": False, "some": None, "all": True}[environment.facts.tools]
+    thing = ctx.described(environment.entry.use)
+    if inspect.isclass(thing):
+        return callable(getattr(thing, "tools", None))
+    node = thing.node if isinstance(thing, NotImported) else None
+    if not isinstance(node, ast.ClassDef):
+        return None
+    methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return True if "tools" in methods else None if node.bases else False
 
 
 @rule("tools.name", "error", "two tools share a name, or a tool's name is not allowed")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from chat_kit import make_tokenizer
 
 from engine.checks import check_spec
 from engine.errors import SpecError
@@ -94,3 +96,54 @@ def test_its_class_says_what_the_table_says(facts: Any) -> None:
     if callable(getattr(adapter, "step", None)):
         assert declared_events(read_entry(facts.runs, None, Access()).node) == adapter.events
     assert EnvironmentSpec(adapter=facts.name, use="x").effects == facts.effects
+
+
+ENVIRONMENTS = """\
+class Plain:
+    def reset(self, task, seed): ...
+
+class With(Plain):
+    def reset(self, task, seed): ...
+    def tools(self): return [print]
+
+class Inherits(With):
+    pass
+"""
+
+
+@pytest.mark.parametrize("imports", [True, False])
+@pytest.mark.parametrize(
+    ("environment", "brings"),
+    [
+        ({"adapter": "verl", "use": "tools.yaml"}, True),
+        ({"adapter": "slime", "use": "env_game.py:build_env"}, False),
+        ({"adapter": "verifiers", "use": "env_game.py:load_environment"}, None),
+        ({"use": "own_env:With"}, True),
+        ({"use": "own_env:Plain"}, False),
+        ({"use": "own_env:Inherits"}, "imported"),
+    ],
+)
+def test_tools_of_an_environment_are_known(
+    tmp_path: Path, environment: dict[str, Any], brings: bool | str | None, imports: bool
+) -> None:
+    """`model.no-tools` and `tools.missing` count the tools that an environment brings, where that is known."""
+    (tmp_path / "own_env.py").write_text(ENVIRONMENTS)
+    (tmp_path / "tools.yaml").write_text("tools: []\n")
+    make_tokenizer(tmp_path / "model", "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    own = {} if "adapter" in environment else {"adapter": None}
+    loaded = load(tmp_path, {**own, **environment}, machine="tools", model={"path": "model"})
+    loaded = replace(loaded, access=Access(imports=imports))
+    known = imports or None if brings == "imported" else brings
+    found = {item.rule for item in check_spec(loaded)}
+    assert ("model.no-tools" in found, "tools.missing" in found) == (known is True, known is False)
+
+
+def test_tools_at_says_where(tmp_path: Path) -> None:
+    (tmp_path / "tools.yaml").write_text("tools: []\n")
+    make_tokenizer(tmp_path / "model", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    loaded = load(tmp_path, {"adapter": "verl", "use": "tools.yaml"}, machine="tools", model={"path": "model"})
+    (found,) = [item for item in check_spec(loaded) if item.rule == "model.no-tools"]
+    assert found.origin is not None
+    assert (tmp_path / "spec.yaml").read_text().splitlines()[found.origin.line - 1].strip() == "use: tools.yaml"
