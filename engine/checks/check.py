@@ -38,6 +38,7 @@ def all_rules() -> list[Rule]:
         no_effect,
         people,
         prompts,
+        read_names,
         rewards,
         spec_code,
         tasks,
@@ -47,6 +48,7 @@ def all_rules() -> list[Rule]:
         train_eval,
         train_sft,
         transitions,
+        with_types,
     )
 
     return list(RULES.values())

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from engine.actions.facts import ACTIONS, ALWAYS, SCORERS
 from engine.checks.chart import Chart, Edge
+from engine.checks.code_facts import CodeFacts, ImportedCode, ReadCode
 from engine.checks.explore import Graph, explore
 from engine.checks.logic import ALWAYS as ALWAYS_TRUE
 from engine.checks.logic import UNKNOWN, Formula, Ranges, formula
@@ -27,7 +28,7 @@ from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError, load_entry
 from engine.spec.load import LoadedSpec
 from engine.spec.near import near_or_known
-from engine.spec.source import NotImported, declared_events, read_entry
+from engine.spec.source import NotImported, Sources
 
 MAX_TRANSITIONS = 10_000
 """Maximum number of transitions of a machine that is checked, with every list and `"*"` expanded."""
@@ -105,19 +106,32 @@ class CheckContext:
         """The states that are not final."""
         return [name for name, state in self.states.items() if not state.final]
 
-    def entry(self, use: str) -> Any:
-        """Return the object of an entry point, or the EntryError that says why it cannot be loaded.
+    def code(self, use: str) -> CodeFacts | None:
+        """Return how an entry point is called and which methods it has; None if it cannot be loaded.
 
-        If code may not be imported and its source shows no mistake, the result is a `NotImported`, and the current rule
-        counts as skipped.
+        If code may not be imported, the answers come from its text. If the text leaves open what it is, the result is None, and the
+        current rule counts as skipped.
         """
         found = self.described(use)
         if isinstance(found, NotImported):
-            self.skip()
-        return found
+            if found.definition is None:
+                self.skip()
+                return None
+            return ReadCode(found.definition, self.sources)
+        return None if isinstance(found, EntryError) else ImportedCode(found)
+
+    def code_text(self, use: str) -> ReadCode | None:
+        """Return the text of an entry point, whether or not it is imported; None if it cannot be read."""
+        found = self.described(use)
+        if not isinstance(found, NotImported):
+            try:
+                found = self.sources.entry(use)
+            except EntryError:
+                return None
+        return None if found.definition is None else ReadCode(found.definition, self.sources)
 
     def described(self, use: str) -> Any:
-        """Return the same, for rules to which a `NotImported` is enough: they do not count as skipped.
+        """Return the object of an entry point, the `NotImported` that stands for it, or the EntryError that says what is wrong.
 
         Raises:
             WorkLimitError: the spec names more than `MAX_ENTRIES` entry points.
@@ -134,7 +148,12 @@ class CheckContext:
     def _find(self, use: str) -> Any:
         if self.loaded.access.imports and not (self.apart and use in self.isolated):
             return load_entry(use, self.loaded.base)
-        return read_entry(use, self.loaded.base, self.loaded.access)
+        return self.sources.entry(use)
+
+    @cached_property
+    def sources(self) -> Sources:
+        """Reads the modules of the spec's code as text."""
+        return Sources(self.loaded.base, self.loaded.access)
 
     @cached_property
     def isolated(self) -> frozenset[str]:
@@ -180,16 +199,11 @@ class CheckContext:
 
     def declared(self, use: str) -> tuple[str, ...] | None:
         """Return the `events` of an entry point's object; None if they are not a list of names."""
-        thing = self.described(use)
-        if isinstance(thing, NotImported):
-            found = declared_events(thing.node)
-            if found is None:
-                self.skip()
-            return found
-        events = getattr(thing, "events", None)
-        if isinstance(events, list | tuple) and events and all(isinstance(event, str) for event in events):
-            return tuple(events)
-        return None
+        thing = self.code(use)
+        found = "unknown" if thing is None else thing.events()
+        if found == "unknown" and isinstance(thing, ReadCode):
+            self.skip()
+        return None if isinstance(found, str) else tuple(found)
 
     @cached_property
     def may_happen(self) -> Mapping[str, frozenset[str] | None]:

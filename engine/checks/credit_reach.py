@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
-from engine.checks.rewards import REWARD, mentioned_texts
+from engine.checks.rewards import REWARD
 from engine.schemas.reward import RewardEvent
 from engine.spec.diagnostic import DataPath
+from engine.spec.written_names import written_names
 
 _TURN_METHODS = "a method that uses the rewards of turns: `turn_return`, `turn_discount`, `gigpo`"
 _NEWEST = ("last", None)
@@ -46,7 +47,8 @@ def turns_in_sum(ctx: CheckContext) -> Iterator[Finding]:
     for item in ctx.spec_code:
         if item.role == "scorer":
             continue
-        if {"rewards", "RewardEvent"} & (mentioned_texts(ctx, item.entry.use) or set()):
+        text = ctx.code_text(item.entry.use)
+        if text is not None and {"rewards", "RewardEvent"} & written_names(text.definition.module.text).texts:
             message = f"`{item.entry.use}` may reward single turns, and `{credit.method}` reads only the sum of the episode's rewards"
             yield Finding(message, ("rewards", "credit"), f"use {_TURN_METHODS}", key=True)
             return

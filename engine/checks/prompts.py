@@ -120,7 +120,8 @@ def _user_fields(ctx: CheckContext) -> Mapping[str, Sequence[str]] | None:
     use = ctx.users[0][1].use
     if use is None:
         return {}
-    found = getattr(ctx.entry(use), "recover_fields", None)
+    thing = ctx.code(use)
+    found = None if thing is None else thing.attribute("recover_fields")
     return found if isinstance(found, Mapping) else None
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 from engine.checks.chart import Place
+from engine.checks.code_names import code_names
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
 from engine.schemas.reward import TurnAddress
 from engine.schemas.reward_spec import ReassignRule
 from engine.spec.diagnostic import DataPath
-from engine.spec.entry import EntryError
-from engine.spec.source import NotImported
+from engine.spec.near import nearest_name
+from engine.spec.written_names import WrittenNames
 
 REWARD = "reward"
 """The name of a reward without a name."""
@@ -140,7 +136,7 @@ def _written(ctx: CheckContext, name: str | None) -> bool:
     return bool(names) if name is None else name in names
 
 
-@rule("rewards.unknown-name", "info", "a reward name that nothing seems to write")
+@rule("rewards.unknown-name", "warning", "a reward name that nothing writes")
 def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
     """No rule writes it, and the code of environments, users and tools does not mention it."""
     named: list[tuple[DataPath, str]] = [
@@ -154,83 +150,26 @@ def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
             (("rewards", "credit", key, *((index,) if isinstance(value, list) else ())), name)
             for index, name in enumerate(listed)
         ]
-    texts = _mentioned(ctx) if named and _code_may_reward(ctx) else set()
+    code = code_names(ctx) if named and _code_may_reward(ctx) else WrittenNames()
+    known = _spec_rewards(ctx) | code.texts
     for path, name in named:
-        if texts is None or name in texts or name == REWARD or _written(ctx, name):
+        if code.other_rewards or name in known or name == REWARD or _written(ctx, name):
             continue
-        if texts or "credit" in path:  # without any such code, `rewards.unpayable` reports a rule
-            fix = "check its name in the environment, the user or the tools"
+        if _code_may_reward(ctx) or "credit" in path:  # without any such code, `rewards.unpayable` reports a rule
+            message = f"nothing writes a reward `{name}`: no rule does, and the code of environments, users and tools does not mention it"
+            near = nearest_name(name, sorted(item for item in known if item.isidentifier()))
             yield Finding(
-                f"no rule writes a reward `{name}`, and the code of environments, users and tools does not mention it",
-                path,
-                fix,
+                message, path, f"did you mean `{near}`?" if near else "check its name in the code that writes it"
             )
 
 
-def _mentioned(ctx: CheckContext) -> set[str] | None:
-    """All strings in the code of environments, users and tools and in `with`; None if a file cannot be read."""
-    found = {REWARD}
+def _spec_rewards(ctx: CheckContext) -> set[str]:
+    """The names of rewards that the spec's scorer and marks write."""
     scorer = ctx.spec.rewards.scorer
-    if scorer is not None:
-        found.add(scorer.name)
+    found = {REWARD, *([scorer.name] if scorer is not None else [])}
     for _, user in ctx.users:
         found |= {mark.reward for mark in user.marks if mark.reward is not None}
         found |= {event.name for mark in user.marks for event in mark.rewards if event.name is not None}
-    uses = [item.entry for item in ctx.spec_code]
-    named = [item.use for item in uses] + [str(state.action) for _, state in ctx.own_actions]
-    for item in uses:
-        found |= set(_texts_in(item.with_))
-    for use in named:
-        texts = mentioned_texts(ctx, use)
-        if texts is None:
-            return None
-        found |= texts
-    return found
-
-
-def mentioned_texts(ctx: CheckContext, use: str) -> set[str] | None:
-    """All strings and argument names in the source file of an entry point; None if it cannot be read."""
-    thing = ctx.described(use)
-    if isinstance(thing, NotImported):
-        texts = None if thing.file is None or thing.node is None else _texts_of_file(str(thing.file))
-        if texts is None:
-            ctx.skip()
-        return texts
-    return None if isinstance(thing, EntryError) else _texts_of(thing)
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from (str(key), *_texts_in(item))
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts_in(item)
-
-
-def _texts_of(thing: Any) -> set[str] | None:
-    """All strings and argument names in the source file of an object; None if there is no such file."""
-    try:
-        file = inspect.getsourcefile(thing)
-    except TypeError:
-        return None
-    return None if file is None else _texts_of_file(file)
-
-
-@lru_cache(maxsize=256)
-def _texts_of_file(file: str) -> set[str] | None:
-    try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError, RecursionError):
-        return None
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
-        elif isinstance(node, ast.keyword | ast.arg) and node.arg:
-            found.add(node.arg)
     return found
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.actions.facts import ACTIONS
+from engine.checks.code_facts import CodeFacts, Method, ReadCode
 from engine.checks.context import CheckContext, NamedEntry, nearest
 from engine.checks.registry import Finding, rule
 from engine.checks.sources import each_source
@@ -35,12 +36,9 @@ def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
     """`use` of environment, tools, user, scorer, python tasks, bonuses and notices; actions of the spec's own; a parser."""
     named: list[tuple[DataPath, str]] = [((*item.path, "use"), item.entry.use) for item in ctx.spec_code]
     named += [((*ctx.state_path(name), "action"), str(state.action)) for name, state in ctx.own_actions]
-    for at, source in each_source(ctx):
-        if source.spec.tasks.source == "python" and source.spec.tasks.use:
-            named.append(((*at, "use"), source.spec.tasks.use))
     if ":" in ctx.spec.model.tool_calls:
         named.append((("model", "tool_calls"), ctx.spec.model.tool_calls))
-    named += [(path, use) for path, use, _, _ in _called(ctx)]
+    named += [(call.path, call.use) for call in called(ctx)]
     for path, use in named:
         thing = ctx.described(use)
         if isinstance(thing, NotImported):
@@ -59,74 +57,99 @@ def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
 def fits_the_calls(ctx: CheckContext) -> Iterator[Finding]:
     """Environments and users have their methods; tools have typed parameters; `with` fits the constructor."""
     for item in ctx.spec_code:
-        thing = ctx.entry(item.entry.use)
-        if not isinstance(thing, EntryError):
-            yield from _WORLDS[item.role](item, thing)
+        thing = ctx.code(item.entry.use)
+        if thing is not None:
+            yield from _PARTS[item.role](ctx, item, thing)
+    for call in called(ctx):
+        function = ctx.code(call.use)
+        if function is not None:
+            yield from _function(ctx, function, call)
+
+
+class Called(NamedTuple):
+    """A function of the spec, and how the engine calls it."""
+
+    use: str
+    arguments: tuple[str, ...]
+    """What the engine gives."""
+    with_: Mapping[str, Any]
+    """What the spec gives."""
+    path: DataPath
+    """Position of `use`."""
+    path_with: DataPath
+    """Position of `with`."""
+    may_be_class: bool = False
+
+
+def called(ctx: CheckContext) -> Iterator[Called]:
+    """The functions that make tasks, bonuses and notices."""
     for at, source in each_source(ctx):
         tasks = source.spec.tasks
         if tasks.source == "python" and tasks.use:
-            rows = ctx.entry(tasks.use)
-            if not isinstance(rows, EntryError):
-                yield from _call(rows, tasks.use, (), tasks.with_, (*at, "use"), (*at, "with"))
-    for path, use, arguments, with_ in _called(ctx):
-        function = ctx.entry(use)
-        if not isinstance(function, EntryError):
-            yield from _function(function, use, with_, path, (*path[:-1], "with"), arguments)
-
-
-def _called(ctx: CheckContext) -> Iterator[tuple[DataPath, str, tuple[str, ...], Mapping[str, Any]]]:
-    """Functions of `train`: position, entry point, arguments and `with`."""
+            yield Called(tasks.use, (), tasks.with_, (*at, "use"), (*at, "with"), True)
     train = ctx.spec.train
     if train is None:
         return
     for index, bonus in enumerate(train.advantage_bonuses):
-        yield ("train", "advantage_bonuses", index, "use"), bonus.use, ("row",), bonus.with_
+        path: DataPath = ("train", "advantage_bonuses", index)
+        yield Called(bonus.use, ("row",), bonus.with_, (*path, "use"), (*path, "with"))
     if train.notify.use is not None:
-        yield ("train", "notify", "use"), train.notify.use, ("event",), {}
+        path = ("train", "notify")
+        yield Called(train.notify.use, ("event",), {}, (*path, "use"), (*path, "with"))
 
 
-def _built(item: NamedEntry, thing: Any) -> Iterator[Finding]:
+def _built(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
     """Check an environment or a user: it is called with `with` and returns an object with methods."""
-    use = (*item.path, "use")
-    yield from _call(thing, item.entry.use, (), item.entry.with_, use, (*item.path, "with"))
-    if not inspect.isclass(thing):
+    yield from _call(ctx, thing, _of(item))
+    if thing.kind != "class":
         return  # what a function returns is known only when it runs
     name, arguments = METHODS[item.role]
-    if not callable(getattr(thing, name, None)):
-        article = "an" if item.role[0] in "aeiou" else "a"
-        fix = f"add `def {name}(self, {', '.join(arguments)})`"
-        yield Finding(f"`{item.entry.use}` has no method `{name}`, so it is not {article} {item.role}", use, fix)
+    found = thing.method(name)
+    if found == "missing":
+        article = "an" if item.role == "environment" else "a"
+        fix = f"add `def {name}({', '.join(['self', *arguments])})`"
+        yield Finding(
+            f"`{item.entry.use}` has no method `{name}`, so it is not {article} {item.role}", (*item.path, "use"), fix
+        )
+    elif found == "unknown":
+        ctx.skip()
     yield from _methods(item, thing, {name: arguments, **OPTIONAL[item.role]})
 
 
-def _methods(item: NamedEntry, thing: type, methods: Mapping[str, tuple[str, ...]]) -> Iterator[Finding]:
+def _of(item: NamedEntry, *arguments: str) -> Called:
+    return Called(item.entry.use, arguments, item.entry.with_, (*item.path, "use"), (*item.path, "with"))
+
+
+def _methods(item: NamedEntry, thing: CodeFacts, methods: Mapping[str, tuple[str, ...]]) -> Iterator[Finding]:
     for name, arguments in methods.items():
-        method = getattr(thing, name, None)
-        if callable(method):
-            words = f"`{item.entry.use}.{name}`"
-            problem = _binding(method, (*_instance(thing, name), *arguments), {})
-            if problem:
-                fix = f"it is called as `{name}({', '.join(arguments)})`"
-                yield Finding(f"{words} cannot be called: {problem}", (*item.path, "use"), fix)
+        method = thing.method(name)
+        problem = _binding(method.signature, arguments, {}) if isinstance(method, Method) else None
+        if problem:
+            fix = f"it is called as `{name}({', '.join(arguments)})`"
+            yield Finding(f"`{item.entry.use}.{name}` cannot be called: {problem}", (*item.path, "use"), fix)
 
 
-def _instance(owner: type, name: str) -> tuple[str, ...]:
-    """`self`, if a method that is taken from its class needs it."""
-    return () if isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod) else ("self",)
-
-
-def _tool(item: NamedEntry, thing: Any) -> Iterator[Finding]:
+def _tool(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
     """Check a tool: a typed function, or a class whose objects are called."""
     use = (*item.path, "use")
-    if inspect.isclass(thing):
-        yield from _call(thing, item.entry.use, (), item.entry.with_, use, (*item.path, "with"))
-        if "__call__" not in dir(thing):  # `callable` of a class is always true
+    if thing.kind == "class":
+        yield from _call(ctx, thing, _of(item))
+        call = thing.method("__call__")
+        if call == "missing":
             fix = "add `def __call__(self, …)` with typed parameters"
             yield Finding(f"objects of `{item.entry.use}` cannot be called, so it is not a tool", use, fix)
+        elif call == "unknown":
+            ctx.skip()
+        elif isinstance(thing, ReadCode) and (problem := thing.tool_problem(getattr(item.entry, "name", None))):
+            message, _, said = problem.partition("; ")
+            yield Finding(message, use, said or None)
         yield from _methods(item, thing, OPTIONAL["tool"])
         return
-    if not callable(thing):
-        yield Finding(f"`{item.entry.use}` is {_kind(thing)}, not a function", use, "use a typed function or a class")
+    if thing.kind == "unknown":
+        ctx.skip()
+        return
+    if thing.kind == "value":
+        yield Finding(f"`{item.entry.use}` is {thing.what}, not a function", use, "use a typed function or a class")
         return
     if item.entry.with_:
         fix = "make it a class that takes them and has `__call__`, or remove `with`"
@@ -136,36 +159,26 @@ def _tool(item: NamedEntry, thing: Any) -> Iterator[Finding]:
             fix,
             key=True,
         )
-    from engine.spec.signature import shape_of
-
-    try:
-        shape_of(thing, getattr(item.entry, "name", None))
-    except (TypeError, NameError, AttributeError, ValueError) as error:
-        message, _, fix = str(error).partition("; ")
-        yield Finding(message, use, fix or None)
+    problem = thing.tool_problem(getattr(item.entry, "name", None))
+    if problem is not None:
+        message, _, said = problem.partition("; ")
+        yield Finding(message, use, said or None)
 
 
-def _scorer(item: NamedEntry, thing: Any) -> Iterator[Finding]:
+def _scorer(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
     """Check a scorer: a function of the episode's view."""
-    yield from _function(thing, item.entry.use, item.entry.with_, (*item.path, "use"), (*item.path, "with"))
+    yield from _function(ctx, thing, _of(item, "view"))
 
 
-def _function(
-    thing: Any,
-    use: str,
-    with_: Mapping[str, Any],
-    at: DataPath,
-    at_with: DataPath,
-    arguments: tuple[str, ...] = ("view",),
-) -> Iterator[Finding]:
-    if inspect.isclass(thing):
-        fix = f"name a function that takes the {arguments[0]}"
-        yield Finding(f"`{use}` is a class, and a function is called here", at, fix)
+def _function(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Finding]:
+    if thing.kind == "class" and not call.may_be_class:
+        fix = f"name a function that takes the {call.arguments[0]}"
+        yield Finding(f"`{call.use}` is a class, and a function is called here", call.path, fix)
     else:
-        yield from _call(thing, use, arguments, with_, at, at_with)
+        yield from _call(ctx, thing, call)
 
 
-_WORLDS: Mapping[str, Callable[[NamedEntry, Any], Iterator[Finding]]] = {
+_PARTS: Mapping[str, Callable[[CheckContext, NamedEntry, CodeFacts], Iterator[Finding]]] = {
     "environment": _built,
     "user": _built,
     "tool": _tool,
@@ -177,20 +190,25 @@ _WORLDS: Mapping[str, Callable[[NamedEntry, Any], Iterator[Finding]]] = {
 @rule("code.action", "error", "an action of the spec's own declares no events, or cannot be called")
 def action_protocol(ctx: CheckContext) -> Iterator[Finding]:
     """A function with `events`, called with the view and the state's `with`; `step` needs the environment's."""
-    for name, state in ctx.own_actions:
-        path = ctx.state_path(name)
-        use = str(state.action)
-        thing = ctx.entry(use)
-        if isinstance(thing, EntryError):
+    for call in actions(ctx):
+        thing = ctx.code(call.use)
+        if thing is None:
             continue
-        yield from _function(thing, use, state.with_, (*path, "action"), (*path, "with"))
-        if ctx.declared(use) is None:
+        yield from _function(ctx, thing, call)
+        if thing.kind != "unknown" and thing.events() == "missing":
             fix = 'decorate it: `from engine.schemas.environment import action`, then `@action("done")`'
-            yield Finding(f"`{use}` declares no events", (*path, "action"), fix)
+            yield Finding(f"`{call.use}` declares no events", call.path, fix)
     for name, state in ctx.states.items():
         facts = ACTIONS.get(str(state.action))
         if facts is not None and facts.events is None:
             yield from _step(ctx, (*ctx.state_path(name), "action"))
+
+
+def actions(ctx: CheckContext) -> Iterator[Called]:
+    """The actions of the spec's own."""
+    for name, state in ctx.own_actions:
+        path = ctx.state_path(name)
+        yield Called(str(state.action), ("view",), state.with_, (*path, "action"), (*path, "with"))
 
 
 def _step(ctx: CheckContext, path: DataPath) -> Iterator[Finding]:
@@ -201,13 +219,13 @@ def _step(ctx: CheckContext, path: DataPath) -> Iterator[Finding]:
         )
         return
     use = environment.entry.use
-    thing = ctx.entry(use)
-    if isinstance(thing, EntryError):
+    thing = ctx.code(use)
+    if thing is None:
         return
-    if inspect.isclass(thing) and not callable(getattr(thing, "step", None)):
+    if thing.kind == "class" and thing.method("step") == "missing":
         fix = "add `def step(self, view) -> Step`"
         yield Finding(f"the action `step` asks `{use}`, which has no method `step`", path, fix)
-    if ctx.declared(use) is None:
+    if thing.events() == "missing":
         fix = 'give it `events = ("done",)`: what its steps may answer'
         yield Finding(f"`{use}` declares no events for the action `step`", path, fix)
 
@@ -231,47 +249,46 @@ def no_tools(ctx: CheckContext) -> Iterator[Finding]:
         yield Finding(f"`{name}` calls tools, and the spec has none", ctx.state_path(name), fix, key=True)
 
 
-def _call(
-    thing: Any, use: str, arguments: tuple[str, ...], with_: Mapping[str, Any], at: DataPath, at_with: DataPath
-) -> Iterator[Finding]:
-    """Check the call `thing(*arguments, **with_)`."""
-    if not callable(thing):
-        yield Finding(f"`{use}` cannot be called: it is {_kind(thing)}", at, "name a class or a function")
+def _call(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Finding]:
+    """Check the call `thing(*arguments, **with)`."""
+    use, arguments, with_ = call.use, call.arguments, call.with_
+    if thing.kind == "value":
+        yield Finding(f"`{use}` cannot be called: it is {thing.what}", call.path, "name a class or a function")
         return
-    accepted = _accepted(thing)
+    signature = thing.signature if thing.kind != "unknown" else None
+    if signature is None:
+        if isinstance(thing, ReadCode):
+            ctx.skip()
+        return
+    accepted = _accepted(signature)
     if accepted is not None:
-        unknown = [key for key in with_ if key not in accepted]
-        for key in unknown:
+        for key in (key for key in with_ if key not in accepted):
             known = [name for name in accepted if name not in arguments]
-            yield Finding(f"`{use}` takes no argument `{key}`", (*at_with, key), nearest(key, known), key=True)
+            yield Finding(f"`{use}` takes no argument `{key}`", (*call.path_with, key), nearest(key, known), key=True)
         with_ = {key: value for key, value in with_.items() if key in accepted}
-    missing = _missing(thing, len(arguments), with_)
+    missing = _missing(signature, len(arguments), with_)
     for name in missing:
-        yield Finding(f"`{use}` needs the argument `{name}`", at, f"add `with: {{{name}: …}}`")
-    problem = None if missing else _binding(thing, arguments, with_)
+        yield Finding(f"`{use}` needs the argument `{name}`", call.path, f"add `with: {{{name}: …}}`")
+    problem = None if missing else _binding(signature, arguments, with_)
     if problem:
-        yield Finding(
-            f"`{use}` cannot be called: {problem}", at, f"it is called with ({', '.join([*arguments, *with_])})"
-        )
+        fix = f"it is called with ({', '.join([*arguments, *with_])})"
+        yield Finding(f"`{use}` cannot be called: {problem}", call.path, fix)
 
 
-def _missing(thing: Any, given: int, with_: Mapping[str, Any]) -> list[str]:
+def _missing(signature: inspect.Signature, given: int, with_: Mapping[str, Any]) -> list[str]:
     """Required arguments that are missing and that `with` could supply, after the `given` positional ones."""
-    signature = _signature(thing)
-    wanted = list(signature.parameters.values()) if signature else []
     return [
         item.name
-        for index, item in enumerate(wanted)
+        for index, item in enumerate(signature.parameters.values())
         if item.default is item.empty
         and (item.kind is item.KEYWORD_ONLY or (item.kind is item.POSITIONAL_OR_KEYWORD and index >= given))
         and item.name not in with_
     ]
 
 
-def _accepted(thing: Any) -> list[str] | None:
-    """The arguments that can be passed by name; None if any can, or if this is not known."""
-    signature = _signature(thing)
-    if signature is None or any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values()):
+def _accepted(signature: inspect.Signature) -> list[str] | None:
+    """The arguments that can be passed by name; None if any can."""
+    if any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values()):
         return None
     return [
         name
@@ -280,25 +297,11 @@ def _accepted(thing: Any) -> list[str] | None:
     ]
 
 
-def _binding(function: Any, positional: tuple[str, ...], named: Mapping[str, Any]) -> str | None:
+def _binding(signature: inspect.Signature | None, positional: tuple[str, ...], named: Mapping[str, Any]) -> str | None:
     """Why a call does not match a signature; None if it does, or if the signature is not known."""
-    signature = _signature(function)
-    if signature is None:
-        return None
     try:
-        signature.bind(*positional, **named)
+        if signature is not None:
+            signature.bind(*positional, **named)
     except TypeError as error:
         return str(error)
     return None
-
-
-def _signature(function: Any) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
-
-
-def _kind(thing: Any) -> str:
-    name = type(thing).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 from collections.abc import Iterator
-from typing import Any
 
-from engine.checks.context import CheckContext
+from engine.checks.code_facts import ReadCode, ToolFacts
+from engine.checks.context import CheckContext, nearest
 from engine.checks.registry import Finding, rule
 from engine.spec.diagnostic import DataPath
-from engine.spec.entry import EntryError
-from engine.spec.source import NotImported
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 
-def _shapes(ctx: CheckContext) -> Iterator[tuple[DataPath, Any]]:
+def _tools(ctx: CheckContext) -> Iterator[tuple[DataPath, ToolFacts]]:
     """Every tool that can be read without building anything."""
-    from pydantic import PydanticUserError
-    from pydantic.errors import PydanticSchemaGenerationError
-
-    from engine.spec.signature import shape_of
-
     for index, tool in enumerate(ctx.spec.tools):
         if tool.facts is not None:
             continue  # its tools are known when the server runs
-        thing = ctx.entry(tool.use)
-        if isinstance(thing, EntryError) or not callable(thing):
-            continue
-        target, name = thing, tool.name or str(getattr(thing, "__name__", type(thing).__name__))
-        if inspect.isclass(thing):
-            call = inspect.getattr_static(thing, "__call__", None)
-            if not inspect.isfunction(call):
-                continue
-            target = call
-        try:
-            yield ("tools", index), shape_of(target, name)
-        except (TypeError, NameError, AttributeError, ValueError, PydanticUserError, PydanticSchemaGenerationError):
-            continue  # `code.protocol` says it
+        thing = ctx.code(tool.use)
+        facts = None if thing is None else thing.tool(tool.name)
+        if facts is not None:
+            yield ("tools", index), facts
+        elif isinstance(thing, ReadCode) and thing.tool_problem(tool.name) is None:
+            ctx.skip()
 
 
 def tools_at(ctx: CheckContext) -> DataPath | None:
@@ -56,41 +40,44 @@ def environment_tools(ctx: CheckContext) -> bool | None:
         return False
     if environment.facts is not None:
         return {"none": False, "some": None, "all": True}[environment.facts.tools]
-    thing = ctx.described(environment.entry.use)
-    if inspect.isclass(thing):
-        return callable(getattr(thing, "tools", None))
-    node = thing.node if isinstance(thing, NotImported) else None
-    if not isinstance(node, ast.ClassDef):
-        return None
-    methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
-    return True if "tools" in methods else None if node.bases else False
+    code = ctx.code(environment.entry.use)
+    method = "unknown" if code is None or code.kind != "class" else code.method("tools")
+    return {"missing": False, "unknown": None}.get(method, True) if isinstance(method, str) else True
 
 
 @rule("tools.name", "error", "two tools share a name, or a tool's name is not allowed")
 def tool_name(ctx: CheckContext) -> Iterator[Finding]:
     """Letters, digits, `_` and `-`, at most 64 of them, not a digit first."""
     seen: dict[str, DataPath] = {}
-    for path, shape in _shapes(ctx):
+    for path, tool in _tools(ctx):
         where = (*path, "name") if ctx.written(*path, "name") else (*path, "use")
-        if not _NAME.fullmatch(shape.name):
-            message = f"a tool cannot be called `{shape.name}`: letters, digits, `_` and `-`, at most 64"
+        if not _NAME.fullmatch(tool.name):
+            message = f"a tool cannot be called `{tool.name}`: letters, digits, `_` and `-`, at most 64"
             yield Finding(message, where, "give it another `name`")
-        if shape.name in seen:
-            line = ctx.loaded.origin(seen[shape.name]).line
-            message = f"two tools are called `{shape.name}`: this one, and the one in line {line}"
+        if tool.name in seen:
+            line = ctx.loaded.origin(seen[tool.name]).line
+            message = f"two tools are called `{tool.name}`: this one, and the one in line {line}"
             yield Finding(message, where, "give one of them another `name`")
-        seen.setdefault(shape.name, path)
+        seen.setdefault(tool.name, path)
 
 
 @rule("tools.schema", "info", "a tool's schema tells the model too little")
 def tool_schema(ctx: CheckContext) -> Iterator[Finding]:
     """No description of the tool, or a parameter of any type at all."""
-    for path, shape in _shapes(ctx):
-        function = shape.schema["function"]
-        if not function["description"]:
-            message = f"the tool `{shape.name}` has no docstring: the model sees only its name"
+    for path, tool in _tools(ctx):
+        if not tool.description:
+            message = f"the tool `{tool.name}` has no docstring: the model sees only its name"
             yield Finding(message, (*path, "use"), "describe it in its docstring")
-        for name, schema in function["parameters"].get("properties", {}).items():
-            if not set(schema) - {"description", "default"}:
-                message = f"the parameter `{name}` of the tool `{shape.name}` has no type"
-                yield Finding(message, (*path, "use"), "annotate it with a type")
+        for name in tool.untyped:
+            message = f"the parameter `{name}` of the tool `{tool.name}` has no type"
+            yield Finding(message, (*path, "use"), "annotate it with a type")
+
+
+@rule("tools.docs", "warning", "a tool's docstring describes a parameter that it does not have")
+def tool_docs(ctx: CheckContext) -> Iterator[Finding]:
+    """An entry under `Args:` with another name: the model does not see it."""
+    for path, tool in _tools(ctx):
+        for name in tool.documented:
+            if name not in tool.parameters:
+                message = f"the docstring of the tool `{tool.name}` describes `{name}`, which is no parameter: the model does not see it"
+                yield Finding(message, (*path, "use"), nearest(name, [item for item in tool.parameters if item]))

@@ -1,55 +1,102 @@
-"""Entry points read as text: what a module defines, without importing it.
+"""Definitions read as text: what an entry point names, through re-exports, aliases and base classes, without importing it.
 
-`engine validate` must not run the code of a spec, so it finds modules as the import system would, parses them, and says
-only what holds whatever the code does: the module is not there, or its text binds no such name.
+`engine validate` must not run the code of a spec, so it reads modules as text and says only what holds whatever the code does. What
+the text leaves open (a base class that cannot be read, a decorator, a name that is bound twice) is `None`, and never a mistake.
 
-    found = read_entry("engine.environments.arithmetic:Arithmetic", base, access)
-    found.node            # ast.ClassDef, or None where the name is bound in another way
+    sources = Sources(base, access)
+    found = sources.entry("engine.environments.arithmetic:Arithmetic")
+    found.node                                    # ast.ClassDef, or None where the name is bound in another way
 """
 
 from __future__ import annotations
 
 import ast
-import pkgutil
+import builtins
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
 from engine.spec.access import Access
-from engine.spec.entry import EntryError, OwnModules, import_path, nearest_attribute, no_module, parse_entry
+from engine.spec.entry import EntryError, nearest_attribute, parse_entry
+from engine.spec.module_text import ModuleText, bound_names, find_module, has_submodule, is_closed, read_module
 
-LARGEST = 2 * 2**20
-"""Bytes of a module that is read."""
+MAX_MODULES = 60
+"""Maximum number of modules that are read for one spec."""
+LARGEST_FOLLOWED = 400_000
+"""Maximum size of a module that another one imports, in bytes."""
+MAX_STEPS = 20
+"""Maximum number of re-exports, aliases and bases that are followed one after the other."""
 _IMPLICIT = frozenset({"__name__", "__doc__", "__file__", "__package__", "__spec__", "__dict__", "__loader__"})
-_OPENING = frozenset({"globals", "locals", "vars", "exec", "eval", "setattr", "__getattr__", "modules"})
-"""Names that let a module have attributes that its text does not bind."""
+Def = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """One module that was read."""
+
+    name: str
+    file: Path
+    text: ModuleText
+
+    @property
+    def is_package(self) -> bool:
+        """Whether it is the `__init__.py` of a package."""
+        return self.file.name == "__init__.py"
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """A class or function, with the module that defines it."""
+
+    node: Def
+    module: Module
+    owner: ast.ClassDef | None = None
+    """The class whose body it is in."""
+
+    @property
+    def name(self) -> str:
+        """`package.module.Name`; without the class that it is in."""
+        return f"{self.module.name}.{self.node.name}"
+
+
+@dataclass(frozen=True)
+class ModuleName:
+    """A module that a name refers to."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class External:
+    """Something that is not read, such as a class of the standard library: `typing.Sequence`."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Alias:
+    """An expression that a name stands for: `Sizes = list[int]`."""
+
+    expression: ast.expr
+    module: Module
+
+
+Found = Definition | ModuleName | External | Alias | None
 
 
 class NotImported(EntryError):
     """What stands for an entry point that was found as text, and not imported."""
 
-    def __init__(self, use: str, node: ast.AST | None = None, file: Path | None = None) -> None:
+    def __init__(self, use: str, definition: Definition | None = None) -> None:
         super().__init__(f"`{use}` is not imported here; add `--import`")
-        self.node = node
+        self.definition = definition
         """The class or function; None where the name is bound in another way, or the text could not be read."""
-        self.file = file
-        """The file that defines `node`."""
-
-
-@dataclass(frozen=True)
-class ModuleText:
-    """What the text of a module says."""
-
-    tree: ast.Module
-    names: frozenset[str]
-    """Names that its text binds."""
-    closed: bool
-    """It has no other names."""
+        self.node = None if definition is None else definition.node
+        """Its syntax tree."""
+        self.file = None if definition is None else definition.module.file
+        """The file that defines it."""
 
 
 def read_entry(use: str, base: Path | None, access: Access) -> NotImported:
@@ -63,185 +110,191 @@ def read_entry(use: str, base: Path | None, access: Access) -> NotImported:
     Raises:
         EntryError: it is not of that form, there is no such module, its text is no Python, or it binds no such name.
     """
-    module, parts = parse_entry(use)
-    file = _find(module, use, base, access)
-    if file is None:
-        return NotImported(use)
-    text = _read(file, module)
-    if text is None:
-        return NotImported(use)
-    name = parts[0]
-    submodule = file.name == "__init__.py" and _has_submodule(file.parent, name)
-    if text.closed and name not in text.names and name not in _IMPLICIT and not submodule:
-        raise EntryError(f"`{module}` has no `{name}`{nearest_attribute(name, sorted(text.names))}")
-    node = _definition(text.tree, name)
-    for index, part in enumerate(parts[1:], start=1):
-        if not isinstance(node, ast.ClassDef):
+    return Sources(base, access).entry(use)
+
+
+class Sources:
+    """Reads modules as text, as the import system would find them for one spec.
+
+    Args:
+        base: The spec's folder.
+        access: Which files may be opened; modules on the import path may, too.
+    """
+
+    def __init__(self, base: Path | None, access: Access) -> None:
+        self._base = base
+        self._access = access
+        self._modules: dict[str, Module | None] = {}
+        self.lineages: dict[ast.AST, Any] = {}
+        """Cache of `engine.spec.lineage`."""
+
+    def entry(self, use: str) -> NotImported:
+        """See `read_entry`."""
+        name, parts = parse_entry(use)
+        file = find_module(name, use, self._base, self._access)
+        text = None if file is None else read_module(file, name)
+        if file is None or text is None:
             return NotImported(use)
-        bound, closed = _class_names(node)
-        if closed and part not in bound and not hasattr(object, part):
-            owner = ".".join([module, *parts[:index]])
-            raise EntryError(f"`{owner}` has no `{part}`{nearest_attribute(part, sorted(bound))}")
-        node = _definition(node, part)
-    return NotImported(use, node, file)
+        module = self._modules[name] = Module(name, file, text)
+        first = parts[0]
+        submodule = module.is_package and has_submodule(file.parent, first)
+        if text.closed and first not in text.names and first not in _IMPLICIT and not submodule:
+            raise EntryError(f"`{name}` has no `{first}`{nearest_attribute(first, sorted(text.names))}")
+        found = self._named(module, first)
+        for index, part in enumerate(parts[1:], start=1):
+            if not isinstance(found, Definition) or not isinstance(found.node, ast.ClassDef):
+                return NotImported(use)
+            bound, closed = _class_names(found.node)
+            if closed and part not in bound and not hasattr(object, part):
+                owner = ".".join([name, *parts[:index]])
+                raise EntryError(f"`{owner}` has no `{part}`{nearest_attribute(part, sorted(bound))}")
+            found = inside(found, part)
+        return NotImported(use, found if isinstance(found, Definition) else None)
 
+    # ---- names
 
-# ---- finding a module
+    def resolve(
+        self, expression: ast.expr, module: Module, hidden: frozenset[str] = frozenset(), steps: int = 0
+    ) -> Found:
+        """Return what a name, or a dotted name, refers to in a module.
 
-
-def _find(module: str, use: str, base: Path | None, access: Access) -> Path | None:
-    """The module's file; None where it has none that may be read as text.
-
-    Raises:
-        EntryError: there is no such module.
-    """
-    search = import_path(base)
-    path: list[str] | None = None
-    spec: ModuleSpec | None = None
-    own = True
-    parts = module.split(".")
-    for index in range(len(parts)):
-        name = ".".join(parts[: index + 1])
-        if index and path is None:
-            raise EntryError(no_module(name, use, search, None))
-        spec, own = _spec_of(name, path, search, base)
-        if spec is None:
-            raise EntryError(no_module(name, use, search, path))
-        path = _places(spec)
-    if spec is None:
+        Args:
+            expression: The name.
+            module: The module that it is written in.
+            hidden: Names that mean something else there, such as type parameters.
+            steps: Number of names that led here.
+        """
+        if steps > MAX_STEPS:
+            return None
+        if isinstance(expression, ast.Name):
+            return None if expression.id in hidden else self._named(module, expression.id, steps)
+        if isinstance(expression, ast.Attribute):
+            owner = self.resolve(expression.value, module, hidden, steps + 1)
+            if isinstance(owner, ModuleName):
+                return self._member(owner.name, expression.attr, steps + 1)
+            if isinstance(owner, External):
+                return External(f"{owner.name}.{expression.attr}")
+            if isinstance(owner, Definition) and isinstance(owner.node, ast.ClassDef):
+                return inside(owner, expression.attr)
         return None
-    origin = spec.origin if spec.has_location else getattr(spec.loader_state, "filename", None)
-    if origin is None or not str(origin).endswith(".py"):
+
+    def _named(self, module: Module, name: str, steps: int = 0) -> Found:
+        if steps > MAX_STEPS or name in module.text.changed:
+            return None
+        statements = module.text.bindings.get(name, ())
+        if not statements and name not in module.text.names and hasattr(builtins, name):
+            return External(f"builtins.{name}")
+        if len(statements) != 1:
+            return None
+        statement = statements[0]
+        if isinstance(statement, Def):
+            return Definition(statement, module)
+        if isinstance(statement, ast.ImportFrom):
+            origin = next(item.name for item in statement.names if (item.asname or item.name) == name)
+            source = _absolute(module, statement)
+            return None if source is None else self._member(source, origin, steps + 1)
+        if isinstance(statement, ast.Import):
+            item = next(item for item in statement.names if (item.asname or item.name.partition(".")[0]) == name)
+            return ModuleName(item.name if item.asname else name)
+        return self._alias(statement, module, steps)
+
+    def _alias(self, statement: ast.stmt, module: Module, steps: int) -> Found:
+        """What `X = Y` or `type X = Y` binds."""
+        plain = isinstance(statement, ast.Assign) and len(statement.targets) == 1
+        target = (
+            statement.targets[0] if isinstance(statement, ast.Assign) and plain else getattr(statement, "target", None)
+        )
+        value = getattr(statement, "value", None)
+        if type(statement).__name__ == "TypeAlias" and isinstance(value, ast.expr):
+            return None if getattr(statement, "type_params", None) else Alias(value, module)
+        if not isinstance(target, ast.Name) or not isinstance(statement, ast.Assign | ast.AnnAssign):
+            return None
+        if isinstance(value, ast.Name | ast.Attribute):
+            return self.resolve(value, module, steps=steps + 1)
+        return Alias(value, module) if isinstance(value, ast.Subscript | ast.BinOp) else None
+
+    def _member(self, name: str, attribute: str, steps: int) -> Found:
+        """What `name.attribute` is, of the module `name`."""
+        if name.partition(".")[0] in sys.stdlib_module_names or name.startswith("typing_extensions"):
+            return External(f"{name}.{attribute}")
+        module = self.module(name)
+        if module is None:
+            return External(f"{name}.{attribute}")
+        if attribute in module.text.names:
+            return self._named(module, attribute, steps)
+        if module.is_package and has_submodule(module.file.parent, attribute):
+            return ModuleName(f"{name}.{attribute}")
         return None
-    file = Path(origin)
-    trusted = [Path(folder).resolve() for folder in (search if own else [file.parent]) if folder]
-    return file if access.below(*(item for item in trusted if item != item.parent)).is_file(file) else None
 
+    def module(self, name: str) -> Module | None:
+        """Return a module; None if it cannot be read, or if enough were read."""
+        if name not in self._modules and len(self._modules) < MAX_MODULES:
+            try:
+                file = find_module(name, name, self._base, self._access)
+                small = file is not None and file.stat().st_size <= LARGEST_FOLLOWED
+                text = read_module(file, name) if file is not None and small else None
+                self._modules[name] = None if file is None or text is None else Module(name, file, text)
+            except (EntryError, OSError):
+                self._modules[name] = None
+        return self._modules.get(name)
 
-def _spec_of(name: str, path: list[str] | None, search: list[str], base: Path | None) -> tuple[ModuleSpec | None, bool]:
-    """What the finders say of a module, and whether it was found on the import path. Finders import nothing."""
-    beside = OwnModules(None if base is None else str(base.resolve())).find_spec(name, path)
-    if beside is not None:
-        return beside, True
-    for finder in sys.meta_path:
-        if isinstance(finder, OwnModules):  # of a spec that was imported before
-            continue
-        own = finder is PathFinder
+    def own_imports(self, module: Module) -> Iterator[Module | None]:
+        """Yield the spec's own modules that a module imports anywhere, and None for one that cannot be read.
+
+        Own are modules below the spec's folder or the current one, outside of what is installed, and the engine's environments.
+        """
+        for node in ast.walk(module.text.tree):
+            names = [item.name for item in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and (source := _absolute(module, node)):
+                names = [source, *(f"{source}.{item.name}" for item in node.names)]
+            for name in names:
+                if name.partition(".")[0] not in sys.stdlib_module_names and self._is_own(name):
+                    yield self.module(name)
+
+    def _is_own(self, name: str) -> bool:
+        if name.startswith("engine."):
+            return name.startswith("engine.environments.")
         try:
-            places = search if own and path is None else path
-            spec = finder.find_spec(name, places)
-        except Exception:  # noqa: BLE001  (a finder that somebody installed)
-            continue
-        if spec is not None:
-            return spec, own
-    return None, True
-
-
-def _places(spec: ModuleSpec) -> list[str] | None:
-    """Where a package's modules are; None for a module. A namespace's own list would be looked up by its parent."""
-    places: Any = spec.submodule_search_locations
-    return None if places is None else list(getattr(places, "_path", places))
-
-
-def _has_submodule(folder: Path, name: str) -> bool:
-    return any(info.name == name for info in pkgutil.iter_modules([str(folder)])) or (folder / name).is_dir()
-
-
-# ---- reading it
-
-
-def _read(file: Path, module: str) -> ModuleText | None:
-    """The module's text; None where it is too large to be read, or cannot be.
-
-    Raises:
-        EntryError: it is no Python.
-    """
-    try:
-        status = file.stat()
-        found = _parse(str(file), status.st_mtime_ns, status.st_size)
-    except OSError:
-        return None
-    if isinstance(found, SyntaxError):
-        raise EntryError(f"importing `{module}` failed at {found.filename}:{found.lineno}: SyntaxError: {found}")
-    return found
-
-
-@lru_cache(maxsize=256)
-def _parse(file: str, changed: int, size: int) -> ModuleText | SyntaxError | None:
-    data = Access(roots=(Path(file).resolve().parent,)).read(Path(file), LARGEST) if size <= LARGEST else None
-    if data is None:
-        return None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings quote the line
-            tree = ast.parse(data, filename=file)
-    except SyntaxError as error:
-        return error
-    except (ValueError, RecursionError, MemoryError):
-        return None
-    names = frozenset(_bound(tree.body))
-    declared = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    return ModuleText(tree, names | declared, _is_closed(tree))
-
-
-def _is_closed(tree: ast.Module) -> bool:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any(item.name == "*" for item in node.names):
+            file = find_module(name, name, self._base, self._access)
+        except EntryError:
             return False
-        if isinstance(node, ast.Name) and node.id in _OPENING:
-            return False
-        if isinstance(node, ast.Attribute) and node.attr in _OPENING:
-            return False
-        if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
-            return False
-    return True
+        folders = [folder.resolve() for folder in (self._base, Path()) if folder is not None]
+        installed = file is None or not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
+        return file is not None and not installed and any(file.resolve().is_relative_to(folder) for folder in folders)
 
 
-def _bound(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Names that statements bind, those of nested blocks too; not those of functions and classes."""
-    for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield statement.name
-            continue
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            yield from (item.asname or item.name.partition(".")[0] for item in statement.names)
-            continue
-        for node in _shallow(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
-                yield node.id
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                yield node.name
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                yield from (item.asname or item.name.partition(".")[0] for item in node.names)
-            elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
-                yield node.name
-            elif isinstance(node, ast.MatchMapping) and node.rest:
-                yield node.rest
+def last_name(expression: ast.expr) -> str | None:
+    """`C` of `C`, `a.b.C`, `a.C(…)` and `C[…]`."""
+    if isinstance(expression, ast.Call):
+        return last_name(expression.func)
+    if isinstance(expression, ast.Subscript):
+        return last_name(expression.value)
+    return expression.id if isinstance(expression, ast.Name) else getattr(expression, "attr", None)
 
 
-def _shallow(statement: ast.stmt) -> Iterator[ast.AST]:
-    """The nodes of a statement, without what is inside of functions and classes."""
-    waiting: list[ast.AST] = [statement]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            waiting += ast.iter_child_nodes(node)
+def _absolute(module: Module, statement: ast.ImportFrom) -> str | None:
+    """The name of the module that `from … import` names; None if it is above the package."""
+    if not statement.level:
+        return statement.module
+    parts = module.name.split(".")
+    kept = parts[: len(parts) - statement.level + module.is_package]
+    return ".".join([*kept, *([statement.module] if statement.module else [])]) if kept else None
 
 
 def _class_names(node: ast.ClassDef) -> tuple[frozenset[str], bool]:
     """Names that the body of a class binds, and whether it has no others."""
-    names = frozenset(_bound(node.body))
-    return names, not (node.bases or node.keywords or node.decorator_list) and _is_closed(
+    names = frozenset(bound_names(node.body))
+    return names, not (node.bases or node.keywords or node.decorator_list) and is_closed(
         ast.Module(body=node.body, type_ignores=[])
     )
 
 
-def _definition(owner: ast.Module | ast.ClassDef, name: str) -> ast.AST | None:
-    """The one class or function of this name, where nothing else binds it."""
-    binding = [item for item in owner.body if name in _bound([item])]
-    if len(binding) == 1 and isinstance(binding[0], ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return binding[0]
+def inside(owner: Definition, name: str) -> Definition | None:
+    """The one class or function of this name in the body of a class, where nothing else binds it."""
+    assert isinstance(owner.node, ast.ClassDef)
+    binding = [item for item in owner.node.body if name in bound_names([item])]
+    if len(binding) == 1 and isinstance(binding[0], Def):
+        return Definition(binding[0], owner.module, owner.node)
     return None
 
 
@@ -254,18 +307,22 @@ def declared_events(node: ast.AST | None) -> tuple[str, ...] | None:
     None where its text does not say them as plain strings.
     """
     if isinstance(node, ast.ClassDef):
-        for item in node.body:
-            target = item.targets[0] if isinstance(item, ast.Assign) and len(item.targets) == 1 else None
-            target = item.target if isinstance(item, ast.AnnAssign) else target
-            if isinstance(target, ast.Name) and target.id == "events":
-                value = item.value if isinstance(item, ast.Assign | ast.AnnAssign) else None
-                return _strings(value.elts) if isinstance(value, ast.Tuple | ast.List) else None
+        value = class_attribute(node, "events")
+        return _strings(value.elts) if isinstance(value, ast.Tuple | ast.List) else None
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.decorator_list) == 1:
         call = node.decorator_list[0]
         if isinstance(call, ast.Call) and not call.keywords:
-            function = call.func
-            name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", None)
-            return _strings(call.args) if name == "action" else None
+            return _strings(call.args) if last_name(call.func) == "action" else None
+    return None
+
+
+def class_attribute(node: ast.ClassDef, name: str) -> ast.expr | None:
+    """The value that the body of a class gives to a name."""
+    for item in node.body:
+        target = item.targets[0] if isinstance(item, ast.Assign) and len(item.targets) == 1 else None
+        target = item.target if isinstance(item, ast.AnnAssign) else target
+        if isinstance(target, ast.Name) and target.id == name and isinstance(item, ast.Assign | ast.AnnAssign):
+            return item.value
     return None
 
 

@@ -120,11 +120,11 @@ class Inherits(With):
         ({"adapter": "verifiers", "use": "env_game.py:load_environment"}, None),
         ({"use": "own_env:With"}, True),
         ({"use": "own_env:Plain"}, False),
-        ({"use": "own_env:Inherits"}, "imported"),
+        ({"use": "own_env:Inherits"}, True),
     ],
 )
 def test_tools_of_an_environment_are_known(
-    tmp_path: Path, environment: dict[str, Any], brings: bool | str | None, imports: bool
+    tmp_path: Path, environment: dict[str, Any], brings: bool | None, imports: bool
 ) -> None:
     """`model.no-tools` and `tools.missing` count the tools that an environment brings, where that is known."""
     (tmp_path / "own_env.py").write_text(ENVIRONMENTS)
@@ -134,9 +134,8 @@ def test_tools_of_an_environment_are_known(
     own = {} if "adapter" in environment else {"adapter": None}
     loaded = load(tmp_path, {**own, **environment}, machine="tools", model={"path": "model"})
     loaded = replace(loaded, access=Access(imports=imports))
-    known = imports or None if brings == "imported" else brings
     found = {item.rule for item in check_spec(loaded)}
-    assert ("model.no-tools" in found, "tools.missing" in found) == (known is True, known is False)
+    assert ("model.no-tools" in found, "tools.missing" in found) == (brings is True, brings is False)
 
 
 def test_tools_at_says_where(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def found(when: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "when", ["feedback.solved && turns.assistant > 1", "facts.x == 1", "'true'", "'has(task.level)'"]
+    "when", ["feedback.solved && turns.assistant > 1", "'true'", "'has(task.level)'", "task.q == 'a'"]
 )
 def test_guards_that_are_right(when: str) -> None:
     assert found(when) == []
@@ -49,6 +49,11 @@ def test_guards_that_are_right(when: str) -> None:
         ("'tuns.user < 3'", "12:14: error[guard.unknown-name] there is no variable `tuns`; did you mean `turns`?"),
         ("siz(last.text) > 3", "12:13: error[guard.unknown-name] there is no function `siz`; did you mean `size`?"),
         ("last.text > 3", "12:23: error[guard.wrong-type] `>` cannot be applied to `last.text` (string) and `3` (int)"),
+        (
+            "facts.x == 1",
+            "12:19: warning[guard.unknown-fact] nothing writes the fact `facts.x`: the code of environments, users and tools does not mention it; check its name in the code that writes it",
+        ),
+        ("task.r == 'a'", "12:18: warning[guard.unknown-field] row 1 has no field `r`; known: q"),
         ("turns.user", "12:13: error[guard.not-boolean] a guard must be true or false; this is an int; compare it"),
         ("''", "12:14: error[guard.parse] the expression is empty; leave it out if it always holds"),
         (
@@ -113,14 +118,14 @@ parts = st.sampled_from(
 @given(st.lists(parts, max_size=10).map("".join))
 def test_no_guard_raises(when: str) -> None:
     for line in found(json.dumps(when)):
-        assert "error[guard." in line
+        assert "error[guard." in line or "warning[guard.unknown-" in line
 
 
 @pytest.mark.parametrize(
     ("key", "rules"),
     [
-        ("room", []),
-        ("facts.room", []),
+        ("room", ["guard.unknown-fact"]),
+        ("facts.room", ["guard.unknown-fact"]),
         ("turns.user * 2", []),
         ("turns.usr", ["guard.unknown-name"]),
         ("facts.", ["guard.parse"]),

@@ -1,0 +1,328 @@
+"""What rules ask of an entry point, whether it was imported or read as text: how it is called, and which methods it has.
+
+`ImportedCode` asks the object, `ReadCode` its syntax tree. `None` and `unknown` mean that the text leaves it open: then a rule finds nothing, and
+counts as skipped.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from engine.spec.annotations import heads, scope_of
+from engine.spec.lineage import lineage, member
+from engine.spec.signature import read_docstring, shape_of
+from engine.spec.source import Definition, Sources, class_attribute, declared_events, last_name
+
+Kind = Literal["class", "function", "value", "unknown"]
+Missing = Literal["missing", "unknown"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of a class, as its objects have it."""
+
+    signature: inspect.Signature | None
+    """Without `self`; None if it is not known."""
+    definition: Definition | None = None
+    """Its text, if it was read."""
+
+
+@dataclass(frozen=True)
+class ToolFacts:
+    """What a tool tells the model."""
+
+    name: str
+    description: str
+    untyped: Sequence[str]
+    """Parameters of any type."""
+    parameters: Sequence[str]
+    documented: Sequence[str]
+    """Parameters that the docstring describes."""
+
+
+class CodeFacts(Protocol):
+    """What an entry point names."""
+
+    kind: Kind
+    what: str
+    """Of a value: `an int`."""
+
+    @property
+    def signature(self) -> inspect.Signature | None:
+        """How it is called; None if that is not known."""
+
+    def method(self, name: str) -> Method | Missing:
+        """A method of a class."""
+
+    def tool_problem(self, name: str | None) -> str | None:
+        """Why a function cannot be a tool."""
+
+    def tool(self, name: str | None) -> ToolFacts | None:
+        """What it tells the model as a tool; None if it is no tool, or if that is not known."""
+
+    def events(self) -> Sequence[str] | Missing:
+        """The events that it declares."""
+
+    def attribute(self, name: str) -> Any:
+        """The value of a class attribute; None if it has none, or if that is not known."""
+
+
+class ImportedCode:
+    """An object that was imported."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+        self.kind: Kind = "class" if inspect.isclass(thing) else "function" if callable(thing) else "value"
+        name = type(thing).__name__
+        self.what = f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+    @property
+    def signature(self) -> inspect.Signature | None:
+        """See `CodeFacts.signature`."""
+        return _signature(self._thing)
+
+    def method(self, name: str) -> Method | Missing:
+        """See `CodeFacts.method`."""
+        found = getattr(self._thing, name, None) if name != "__call__" or "__call__" in dir(self._thing) else None
+        if not callable(found):
+            return "unknown" if hasattr(self._thing, "__getattr__") else "missing"
+        signature = _signature(found)
+        static = inspect.getattr_static(self._thing, name)
+        if signature is None or isinstance(static, staticmethod | classmethod):
+            return Method(signature)
+        parameters = list(signature.parameters.values())
+        if parameters and parameters[0].kind in (parameters[0].POSITIONAL_ONLY, parameters[0].POSITIONAL_OR_KEYWORD):
+            del parameters[0]
+        return Method(signature.replace(parameters=parameters))
+
+    def tool_problem(self, name: str | None) -> str | None:
+        """See `CodeFacts.tool_problem`."""
+        try:
+            shape_of(self._thing, name)
+        except (TypeError, NameError, AttributeError, ValueError) as error:
+            return str(error)
+        return None
+
+    def tool(self, name: str | None) -> ToolFacts | None:
+        """See `CodeFacts.tool`."""
+        from pydantic import PydanticUserError
+        from pydantic.errors import PydanticSchemaGenerationError
+
+        target = self._thing
+        if inspect.isclass(target):
+            target = inspect.getattr_static(target, "__call__", None)
+        if not callable(target) or (inspect.isclass(self._thing) and not inspect.isfunction(target)):
+            return None
+        try:
+            shape = shape_of(target, name or str(getattr(self._thing, "__name__", type(self._thing).__name__)))
+        except (TypeError, NameError, AttributeError, ValueError, PydanticUserError, PydanticSchemaGenerationError):
+            return None  # `code.protocol` reports it
+        function = shape.schema["function"]
+        schemas = function["parameters"].get("properties", {})
+        untyped = [item for item, schema in schemas.items() if not set(schema) - {"description", "default"}]
+        documented = list(read_docstring(getattr(target, "__doc__", None) or "")[1])
+        return ToolFacts(shape.name, function["description"], untyped, [*schemas, shape.view or ""], documented)
+
+    def events(self) -> Sequence[str] | Missing:
+        """See `CodeFacts.events`."""
+        found = getattr(self._thing, "events", None)
+        if isinstance(found, list | tuple) and found and all(isinstance(event, str) for event in found):
+            return tuple(found)
+        return "missing"
+
+    def attribute(self, name: str) -> Any:
+        """See `CodeFacts.attribute`."""
+        return getattr(self._thing, name, None)
+
+
+class ReadCode:
+    """A class or function whose text was read.
+
+    Args:
+        definition: It.
+        sources: Reads the modules of its bases and annotations.
+    """
+
+    what = ""
+
+    def __init__(self, definition: Definition, sources: Sources) -> None:
+        self.definition = definition
+        self.sources = sources
+        self._node = definition.node
+        self.kind: Kind = "unknown"
+        if isinstance(self._node, ast.ClassDef):
+            self.kind = "class"
+        elif all(last_name(item) == "action" for item in self._node.decorator_list):
+            self.kind = "function"
+
+    @property
+    def constructor(self) -> Definition | None:
+        """The function whose parameters `with` gives: the function itself, or the class's `__init__`, if that is certain."""
+        if self.kind == "function":
+            return self.definition
+        return self._init if isinstance(self._init, Definition) else None
+
+    @property
+    def _init(self) -> Definition | Missing:
+        if not isinstance(self._node, ast.ClassDef) or any(
+            last_name(item) == "dataclass" for item in self._node.decorator_list
+        ):
+            return "unknown"
+        if any(last_name(item) == "dataclass" for base in self._bases() for item in base.node.decorator_list):
+            return "unknown"
+        if member(self.definition, "__new__", self.sources) != "missing":
+            return "unknown"
+        return member(self.definition, "__init__", self.sources)
+
+    def _bases(self) -> Sequence[Definition]:
+        return lineage(self.definition, self.sources).classes
+
+    @property
+    def signature(self) -> inspect.Signature | None:
+        """See `CodeFacts.signature`."""
+        if self.kind == "function":
+            return _read_signature(self.definition)
+        found = self._init
+        if found == "missing":
+            return inspect.Signature()
+        return (
+            None
+            if not isinstance(found, Definition) or found.node.decorator_list
+            else _read_signature(found, bound=True)
+        )
+
+    def method(self, name: str) -> Method | Missing:
+        """See `CodeFacts.method`."""
+        if self.kind != "class":
+            return "unknown"
+        found = member(self.definition, name, self.sources)
+        if not isinstance(found, Definition):
+            open_ = found == "missing" and member(self.definition, "__getattr__", self.sources) != "missing"
+            return "unknown" if open_ else found
+        names = {last_name(item) for item in found.node.decorator_list}
+        if names - {"staticmethod", "classmethod", "abstractmethod", "override"}:
+            return Method(None)  # a decorator may change anything
+        return Method(_read_signature(found, bound="staticmethod" not in names), found)
+
+    def tool_problem(self, name: str | None) -> str | None:
+        """See `CodeFacts.tool_problem`."""
+        return _tool_problem(self.definition, name or self._node.name) if self.kind == "function" else None
+
+    def tool(self, name: str | None) -> ToolFacts | None:
+        """See `CodeFacts.tool`."""
+        target: Definition | None = self.definition if self.kind == "function" else None
+        if self.kind == "class":
+            found = self.method("__call__")
+            target = found.definition if isinstance(found, Method) else None
+        if target is None or isinstance(target.node, ast.ClassDef) or _tool_problem(target, ""):
+            return None
+        scope = scope_of(target, self.sources)
+        typed = {
+            item.arg: heads(item.annotation, scope) for item in _named_parameters(target) if item.annotation is not None
+        }
+        untyped = [
+            key for key, found in typed.items() if found and all(head.name in ("Any", "object") for head in found)
+        ]
+        shown = [key for key, found in typed.items() if not (found and found[0].name.endswith(".EpisodeView"))]
+        description, words = read_docstring(ast.get_docstring(target.node) or "")
+        return ToolFacts(
+            name or self._node.name, description, [key for key in untyped if key in shown], list(typed), list(words)
+        )
+
+    def events(self) -> Sequence[str] | Missing:
+        """See `CodeFacts.events`."""
+        if self.kind != "class":
+            found = declared_events(self._node)
+            return (
+                found
+                if found is not None
+                else "missing"
+                if not getattr(self._node, "decorator_list", True)
+                else "unknown"
+            )
+        family = lineage(self.definition, self.sources)
+        for item in family.classes:
+            if isinstance(item.node, ast.ClassDef) and class_attribute(item.node, "events") is not None:
+                return declared_events(item.node) or "unknown"
+        return (
+            "missing" if family.complete and member(self.definition, "events", self.sources) == "missing" else "unknown"
+        )
+
+    def attribute(self, name: str) -> Any:
+        """See `CodeFacts.attribute`."""
+        for item in self._bases() if self.kind == "class" else ():
+            value = class_attribute(item.node, name) if isinstance(item.node, ast.ClassDef) else None
+            if value is not None:
+                try:
+                    return ast.literal_eval(value)
+                except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                    return None
+        return None
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _named_parameters(function: Definition) -> list[ast.arg]:
+    """The parameters of a function or method that can be given by name, without `self`."""
+    assert not isinstance(function.node, ast.ClassDef)
+    given = function.node.args
+    listed = [*given.args, *given.kwonlyargs]
+    is_static = any(last_name(item) == "staticmethod" for item in function.node.decorator_list)
+    return listed[1:] if function.owner is not None and not is_static and given.args else listed
+
+
+def _tool_problem(function: Definition, name: str) -> str | None:
+    """What `shape_of` would refuse, in its words."""
+    assert not isinstance(function.node, ast.ClassDef)
+    given = function.node.args
+    for item in (
+        *given.posonlyargs[function.owner is not None :],
+        *([given.vararg] if given.vararg else []),
+        *([given.kwarg] if given.kwarg else []),
+    ):
+        return f"tool `{name}`: parameter `{item.arg}` must be one that can be given by name"
+    for item in _named_parameters(function):
+        if item.annotation is None and not (item.arg == "self" and function.owner is None):
+            return f"tool `{name}`: give parameter `{item.arg}` a type; the model is shown it"
+    return None
+
+
+def _read_signature(function: Definition, *, bound: bool = False) -> inspect.Signature:
+    """The signature of a function, with the text of annotations and defaults; `bound`: without its first parameter."""
+    assert not isinstance(function.node, ast.ClassDef)
+    given = function.node.args
+    parameter = inspect.Parameter
+    first = [*given.posonlyargs, *given.args]
+    defaults: list[Any] = [parameter.empty] * (len(first) - len(given.defaults)) + list(given.defaults)
+    found = [
+        parameter(
+            item.arg,
+            parameter.POSITIONAL_ONLY if at < len(given.posonlyargs) else parameter.POSITIONAL_OR_KEYWORD,
+            default=default,
+            annotation=item.annotation,
+        )
+        for at, (item, default) in enumerate(zip(first, defaults, strict=True))
+    ][bound:]
+    if given.vararg:
+        found.append(parameter(given.vararg.arg, parameter.VAR_POSITIONAL))
+    for item, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        found.append(
+            parameter(
+                item.arg,
+                parameter.KEYWORD_ONLY,
+                default=parameter.empty if default is None else default,
+                annotation=item.annotation,
+            )
+        )
+    if given.kwarg:
+        found.append(parameter(given.kwarg.arg, parameter.VAR_KEYWORD))
+    return inspect.Signature(found)

@@ -1,0 +1,203 @@
+"""Modules as text: where the import system would find one, and what names its text binds. Nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from engine.spec.access import Access
+from engine.spec.entry import EntryError, OwnModules, import_path, no_module
+
+LARGEST = 2 * 2**20
+"""Maximum size of a module that is read, in bytes."""
+_OPENING = frozenset({"globals", "locals", "vars", "exec", "eval", "setattr", "__getattr__", "modules"})
+"""Names that let a module have attributes that its text does not bind."""
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleText:
+    """What the text of a module says."""
+
+    tree: ast.Module
+    names: frozenset[str]
+    """Names that its text binds."""
+    closed: bool
+    """It has no other names."""
+    bindings: Mapping[str, Sequence[ast.stmt]]
+    """The top-level statements that bind each name; those under `if TYPE_CHECKING:` count as top-level."""
+    changed: frozenset[str]
+    """Names that functions bind with `global`, and names whose attributes the module sets."""
+
+
+# ---- finding a module
+
+
+def find_module(module: str, use: str, base: Path | None, access: Access) -> Path | None:
+    """The module's file; None where it has none that may be read as text.
+
+    Raises:
+        EntryError: there is no such module.
+    """
+    search = import_path(base)
+    path: list[str] | None = None
+    spec: ModuleSpec | None = None
+    own = True
+    parts = module.split(".")
+    for index in range(len(parts)):
+        name = ".".join(parts[: index + 1])
+        if index and path is None:
+            raise EntryError(no_module(name, use, search, None))
+        spec, own = _spec_of(name, path, search, base)
+        if spec is None:
+            raise EntryError(no_module(name, use, search, path))
+        path = _places(spec)
+    if spec is None:
+        return None
+    origin = spec.origin if spec.has_location else getattr(spec.loader_state, "filename", None)
+    if origin is None or not str(origin).endswith(".py"):
+        return None
+    file = Path(origin)
+    trusted = [Path(folder).resolve() for folder in (search if own else [file.parent]) if folder]
+    return file if access.below(*(item for item in trusted if item != item.parent)).is_file(file) else None
+
+
+def _spec_of(name: str, path: list[str] | None, search: list[str], base: Path | None) -> tuple[ModuleSpec | None, bool]:
+    """What the finders say of a module, and whether it was found on the import path. Finders import nothing."""
+    beside = OwnModules(None if base is None else str(base.resolve())).find_spec(name, path)
+    if beside is not None:
+        return beside, True
+    for finder in sys.meta_path:
+        if isinstance(finder, OwnModules):  # of a spec that was imported before
+            continue
+        own = finder is PathFinder
+        try:
+            places = search if own and path is None else path
+            spec = finder.find_spec(name, places)
+        except Exception:  # noqa: BLE001  (a finder that somebody installed)
+            continue
+        if spec is not None:
+            return spec, own
+    return None, True
+
+
+def _places(spec: ModuleSpec) -> list[str] | None:
+    """Where a package's modules are; None for a module. A namespace's own list would be looked up by its parent."""
+    places: Any = spec.submodule_search_locations
+    return None if places is None else list(getattr(places, "_path", places))
+
+
+def has_submodule(folder: Path, name: str) -> bool:
+    return any(info.name == name for info in pkgutil.iter_modules([str(folder)])) or (folder / name).is_dir()
+
+
+# ---- reading it
+
+
+def read_module(file: Path, module: str) -> ModuleText | None:
+    """The module's text; None where it is too large to be read, or cannot be.
+
+    Raises:
+        EntryError: it is no Python.
+    """
+    try:
+        status = file.stat()
+        found = _parse(str(file), status.st_mtime_ns, status.st_size)
+    except OSError:
+        return None
+    if isinstance(found, SyntaxError):
+        raise EntryError(f"importing `{module}` failed at {found.filename}:{found.lineno}: SyntaxError: {found}")
+    return found
+
+
+@lru_cache(maxsize=256)
+def _parse(file: str, changed: int, size: int) -> ModuleText | SyntaxError | None:
+    data = Access(roots=(Path(file).resolve().parent,)).read(Path(file), LARGEST) if size <= LARGEST else None
+    if data is None:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings quote the line
+            tree = ast.parse(data, filename=file)
+    except SyntaxError as error:
+        return error
+    except (ValueError, RecursionError, MemoryError):
+        return None
+    nodes = list(ast.walk(tree))
+    declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+    patched = {
+        node.value.id
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name)
+    }
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    given = [node.args[0] for node in calls if node.args and getattr(node.func, "id", "") == "setattr"]
+    patched |= {item.id for item in given if isinstance(item, ast.Name)}
+    bindings: dict[str, list[ast.stmt]] = {}
+    for statement in _statements(tree.body):
+        for name in dict.fromkeys(bound_names([statement])):
+            bindings.setdefault(name, []).append(statement)
+    names = frozenset(bindings) | declared
+    return ModuleText(tree, names, is_closed(tree), bindings, frozenset(declared | patched))
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        test = statement.test if isinstance(statement, ast.If) and not statement.orelse else None
+        named = test.id if isinstance(test, ast.Name) else test.attr if isinstance(test, ast.Attribute) else None
+        if isinstance(statement, ast.If) and named == "TYPE_CHECKING":
+            yield from statement.body
+        else:
+            yield statement
+
+
+def is_closed(tree: ast.Module) -> bool:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any(item.name == "*" for item in node.names):
+            return False
+        if isinstance(node, ast.Name) and node.id in _OPENING:
+            return False
+        if isinstance(node, ast.Attribute) and node.attr in _OPENING:
+            return False
+        if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
+            return False
+    return True
+
+
+def bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that statements bind, those of nested blocks too; not those of functions and classes."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield statement.name
+            continue
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            yield from (item.asname or item.name.partition(".")[0] for item in statement.names)
+            continue
+        for node in _shallow(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
+                yield node.id
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                yield from (item.asname or item.name.partition(".")[0] for item in node.names)
+            elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
+                yield node.name
+            elif isinstance(node, ast.MatchMapping) and node.rest:
+                yield node.rest
+
+
+def _shallow(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The nodes of a statement, without what is inside of functions and classes."""
+    waiting: list[ast.AST] = [statement]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)

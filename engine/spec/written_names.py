@@ -1,0 +1,163 @@
+"""Names of rewards and facts that the text of a module writes, and whether it may write others.
+
+A name counts as written if it occurs anywhere in the text, as a string or as the name of an argument. So a name that does not occur is
+written by nobody, unless the text computes names: `RewardEvent(name=prefix + kind)`, `facts=vars(self)`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from engine.spec.module_text import ModuleText
+from engine.spec.source import last_name
+
+_ANSWERS = frozenset({"Reset", "Step", "UserTurn", "ToolReply"})
+"""Classes of answers with `facts` and `rewards`."""
+_COPIES = frozenset({"model_copy", "model_validate", "model_validate_json", "model_construct"})
+"""Methods that build an answer out of data."""
+_CHANGES = frozenset({"update", "setdefault", "__setitem__"})
+MAX_STEPS = 12
+"""Maximum number of names that are followed for one value."""
+
+
+@dataclass(frozen=True)
+class WrittenNames:
+    """What the text of modules says."""
+
+    texts: frozenset[str] = frozenset()
+    """All strings, and all names of arguments of calls."""
+    other_facts: bool = False
+    """Whether it may write facts with other names."""
+    other_rewards: bool = False
+    """Whether it may write rewards with other names."""
+
+    def __or__(self, other: WrittenNames) -> WrittenNames:
+        facts, rewards = self.other_facts or other.other_facts, self.other_rewards or other.other_rewards
+        return WrittenNames(self.texts | other.texts, facts, rewards)
+
+
+ANY_NAME = WrittenNames(other_facts=True, other_rewards=True)
+"""Of code that cannot be read."""
+
+
+@lru_cache(maxsize=256)
+def written_names(text: ModuleText) -> WrittenNames:
+    """Return what one module writes."""
+    nodes = list(ast.walk(text.tree))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    texts |= {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
+    values = _Values(nodes)
+    facts = rewards = any(_renames(node) for node in nodes)
+    for node in nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        name = last_name(node.func)
+        given = {item.arg: item.value for item in node.keywords}
+        if name in _COPIES or (name == "replace" and {"facts", "rewards"} & set(given)):
+            facts = rewards = True
+        elif name in _ANSWERS:
+            facts = facts or None in given or not values.closed(given.get("facts"))
+            rewards = rewards or None in given
+        elif name == "RewardEvent":
+            rewards = rewards or None in given or not _is_text(given.get("name"))
+    return WrittenNames(frozenset(texts), facts, rewards)
+
+
+def _renames(node: ast.AST) -> bool:
+    """Whether a statement gives a class of answers another name, or derives a class from it."""
+    known = _ANSWERS | {"RewardEvent"}
+    if isinstance(node, ast.ImportFrom):
+        return any(item.name in known and item.asname not in (None, item.name) for item in node.names)
+    if isinstance(node, ast.ClassDef):
+        return any(last_name(item) in known for item in node.bases)
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Name | ast.Attribute)
+        and last_name(node.value) in known
+    )
+
+
+def _is_text(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.IfExp):
+        return _is_text(value.body) and _is_text(value.orelse)
+    return value is None or isinstance(value, ast.Constant)
+
+
+class _Values:
+    """Says of mappings whether all their keys are written in the text."""
+
+    def __init__(self, nodes: Sequence[ast.AST]) -> None:
+        self._assigned: dict[str, list[ast.expr | None]] = {}
+        """The values of each variable and attribute; None: something that is not followed."""
+        self._functions: dict[str, list[ast.AST]] = {}
+        for node in nodes:
+            for name, value in _assignments(node):
+                self._assigned.setdefault(name, []).append(value)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self._functions.setdefault(node.name, []).append(node)
+
+    def closed(self, value: ast.expr | None, steps: int = 0) -> bool:
+        """Return whether all keys of a mapping are strings in the text."""
+        if value is None or (isinstance(value, ast.Constant) and value.value is None):
+            return True
+        if steps > MAX_STEPS:
+            return False
+        if isinstance(value, ast.Dict):
+            pairs = zip(value.keys, value.values, strict=True)
+            return all(
+                isinstance(key, ast.Constant) or (key is None and self.closed(item, steps + 1)) for key, item in pairs
+            )
+        if isinstance(value, ast.IfExp):
+            return self.closed(value.body, steps + 1) and self.closed(value.orelse, steps + 1)
+        if isinstance(value, ast.BoolOp):
+            return all(self.closed(item, steps + 1) for item in value.values)
+        if isinstance(value, ast.BinOp):
+            return self.closed(value.left, steps + 1) and self.closed(value.right, steps + 1)
+        if ast.unparse(value) == "view.facts":
+            return True  # others wrote them
+        if isinstance(value, ast.Name | ast.Attribute):
+            found = self._assigned.get(last_name(value) or "", [None])
+            return all(item is not None and self.closed(item, steps + 1) for item in found)
+        if isinstance(value, ast.Call):
+            return self._call(value, steps)
+        return False
+
+    def _call(self, value: ast.Call, steps: int) -> bool:
+        name = last_name(value.func) or ""
+        if name == "dict":
+            return all(
+                self.closed(item, steps + 1)
+                for item in (*value.args, *(item.value for item in value.keywords if item.arg is None))
+            )
+        found = self._functions.get(name, [])
+        results = [node.value for function in found for node in ast.walk(function) if isinstance(node, ast.Return)]
+        return bool(results) and all(self.closed(item, steps + 1) for item in results)
+
+
+def _assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    """Names that a node binds or changes, with their values."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+                continue
+            named = target.value if isinstance(target, ast.Subscript) else target
+            if isinstance(named, ast.Name | ast.Attribute):
+                yield last_name(named) or "", node.value if named is target else None
+            else:
+                yield from ((item.id, None) for item in ast.walk(target) if isinstance(item, ast.Name))
+    elif isinstance(node, ast.AnnAssign | ast.NamedExpr | ast.AugAssign):
+        if isinstance(node.target, ast.Name | ast.Attribute) and node.value is not None:
+            yield last_name(node.target) or "", node.value
+    elif isinstance(node, ast.arg):
+        yield node.arg, None
+    elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+        yield from ((item.id, None) for item in ast.walk(node.target) if isinstance(item, ast.Name))
+    elif isinstance(node, ast.withitem) and isinstance(node.optional_vars, ast.Name):
+        yield node.optional_vars.id, None
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (((item.asname or item.name).partition(".")[0], None) for item in node.names)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+        yield last_name(node.func.value) or "", None
