@@ -28,6 +28,7 @@ def all_rules() -> list[Rule]:
     from engine.checks import (  # noqa: F401  (importing them registers their rules)
         adapters,
         backend,
+        building,
         credit_reach,
         cycles,
         guards,
@@ -64,7 +65,7 @@ def check_spec(loaded: LoadedSpec) -> list[Diagnostic]:
 
 
 def check_rules(
-    loaded: LoadedSpec, doing: Callable[[str], None] | None = None, *, apart: bool = False
+    loaded: LoadedSpec, doing: Callable[[str], None] | None = None, *, apart: bool = False, calls: bool = False
 ) -> tuple[list[Diagnostic], list[str]]:
     """Return the same, and the ids of the rules that skipped something because code may not be imported.
 
@@ -72,8 +73,9 @@ def check_rules(
         loaded: The spec.
         doing: Called with the id of each rule before it is applied.
         apart: Import no code that runs only in worker processes.
+        calls: Build the objects of the spec once, and make the first rows of a function.
     """
-    ctx = CheckContext(loaded, Work(), apart=apart)
+    ctx = CheckContext(loaded, Work(), apart=apart, calls=calls)
     found: list[Diagnostic] = []
     unfinished: list[str] = []
     for item in all_rules():

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 
 from engine.actions.facts import ACTIONS, ALWAYS, SCORERS
+from engine.checks.alarm import deadline
 from engine.checks.chart import Chart, Edge
 from engine.checks.code_facts import CodeFacts, ImportedCode, ReadCode
 from engine.checks.explore import Graph, explore
@@ -17,6 +18,7 @@ from engine.checks.logic import ALWAYS as ALWAYS_TRUE
 from engine.checks.logic import UNKNOWN, Formula, Ranges, formula
 from engine.checks.loops import Cycles, cycles_of
 from engine.checks.work import Work, WorkLimitError
+from engine.errors import SpecError
 from engine.limits import COUNTERS, EPISODE_SECONDS, FIELDS, UNBOUNDED, limits_of
 from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, resolve_machine
 from engine.schemas.entry import Entry
@@ -24,11 +26,14 @@ from engine.schemas.episode import EpisodeSpec
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.machine import StateSpec
 from engine.schemas.role import UserSpec
+from engine.schemas.tasks import TasksSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError, load_entry
 from engine.spec.load import LoadedSpec
 from engine.spec.near import near_or_known
 from engine.spec.source import NotImported, Sources
+from engine.spec.sources import Row
+from engine.spec.tasks import rows_of
 
 MAX_TRANSITIONS = 10_000
 """Maximum number of transitions of a machine that is checked, with every list and `"*"` expanded."""
@@ -38,6 +43,10 @@ MAX_ENTRIES = 100
 """Maximum number of entry points that are imported."""
 MAX_READ = 100_000
 """Maximum number of characters of all conditions that are analysed."""
+MAX_ROWS_MADE = 8
+"""Number of rows of a function that are checked."""
+ROWS_SECONDS = 20.0
+"""Deadline for making them."""
 PRESETS_STATES = frozenset(name for preset in PRESETS.values() for name in preset.states)
 
 
@@ -64,6 +73,10 @@ class CheckContext:
     """Rules that skipped something, because code is not imported."""
     apart: bool = False
     """Whether code that runs only in worker processes is not imported, because this process runs the spec afterwards."""
+    calls: bool = False
+    """Whether code may be called for checks: objects are built, and the first rows of a function are made."""
+    _with_tasks: dict[DataPath, CheckContext] = field(default_factory=dict)
+    _first_rows: list[Row] | SpecError | None = None
     _entries: dict[str, Any] = field(default_factory=dict)
     _read: dict[str, bool] = field(default_factory=dict)
     """Whether each condition is analysed."""
@@ -173,6 +186,49 @@ class CheckContext:
                 break
             owner = getattr(owner, key) if isinstance(owner, BaseModel) and isinstance(key, str) else owner[key]
         return self.spec.isolation_of(owner.isolation, getattr(owner, "default_mode", "thread")).mode
+
+    def with_tasks(self, tasks: TasksSpec, at: DataPath) -> CheckContext:
+        """Return the same spec with other tasks of its own, for the current rule.
+
+        Args:
+            tasks: The tasks.
+            at: Where they are written.
+        """
+        if at not in self._with_tasks:
+            loaded = self.loaded.with_tasks_of(tasks, at)
+            self._with_tasks[at] = CheckContext(loaded, skipped=self.skipped, apart=self.apart, calls=self.calls)
+        other = self._with_tasks[at]
+        other.work, other.rule = self.work, self.rule
+        return other
+
+    def first_rows(self) -> list[Row]:
+        """Return the rows that are cheap to read: all inline rows, the first row of a file, the first ones of a function.
+
+        A function is called only if `calls` is set; otherwise there are no rows, and the current rule counts as skipped.
+
+        Raises:
+            SpecError: the source cannot be read.
+        """
+        if self.spec.tasks.source == "python" and not self.calls:
+            self.skip()
+            return []
+        if self._first_rows is None:
+            try:
+                self._first_rows = self._read_rows()
+            except SpecError as error:
+                self._first_rows = error
+        if isinstance(self._first_rows, SpecError):
+            raise self._first_rows
+        return self._first_rows
+
+    def _read_rows(self) -> list[Row]:
+        source = self.spec.tasks.source
+        if source == "python":
+            with deadline(ROWS_SECONDS):
+                return list(rows_of(self.loaded, MAX_ROWS_MADE))
+        if source not in ("inline", "jsonl", "csv", "parquet"):
+            return []
+        return list(rows_of(self.loaded, None if source == "inline" else 1))
 
     def skip(self) -> None:
         """Record that the current rule skipped something because code is not imported."""

@@ -16,19 +16,11 @@ from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import short
 from engine.spec.row_sources import row_files
-from engine.spec.sources import Row
-from engine.spec.tasks import rows_of, task_of
+from engine.spec.tasks import task_of
 from engine.spec.template import fields_of, has_field, is_reference, texts_of
 
 RECOVER_FIELDS = ("problem", "raw")
 """The fields of `recover.malformed`."""
-
-
-def _rows(ctx: CheckContext) -> Iterator[Row]:
-    """The rows that are cheap to read: all inline rows, the first row of a file."""
-    source = ctx.spec.tasks.source
-    if source in ("inline", "jsonl", "csv", "parquet"):
-        yield from rows_of(ctx.loaded, None if source == "inline" else 1)
 
 
 def known_fields(ctx: CheckContext) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -39,7 +31,7 @@ def known_fields(ctx: CheckContext) -> Iterator[tuple[int, Mapping[str, Any]]]:
             yield 0, dict.fromkeys(tasks.map)
             continue
         try:
-            for row in _rows(source):
+            for row in source.first_rows():
                 if isinstance(row.fields, Mapping):
                     yield row.number, row.fields
         except SpecError:
@@ -167,7 +159,7 @@ def tasks_unreadable(ctx: CheckContext) -> Iterator[Finding]:
     try:
         if ctx.spec.tasks.source in ("jsonl", "csv", "parquet"):
             row_files(ctx.loaded)
-        for index, row in enumerate(_rows(ctx)):
+        for index, row in enumerate(ctx.first_rows()):
             task_of(row, index, ctx.spec.tasks, ctx.loaded)
     except SpecError as error:
         for item in error.diagnostics:

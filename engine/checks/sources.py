@@ -21,7 +21,7 @@ def each_source(ctx: CheckContext) -> Iterator[tuple[DataPath, CheckContext]]:
         yield TASKS, ctx
     for name, tasks in mixed.items():
         path = (*TASKS, "mix", name)
-        yield path, CheckContext(ctx.loaded.with_tasks_of(tasks, path), ctx.work, ctx.rule, ctx.skipped)
+        yield path, ctx.with_tasks(tasks, path)
 
 
 def for_each_source(find: Find) -> Find:

@@ -100,7 +100,7 @@ def called(ctx: CheckContext) -> Iterator[Called]:
 
 def _built(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
     """Check an environment or a user: it is called with `with` and returns an object with methods."""
-    yield from _call(ctx, thing, _of(item))
+    yield from call_problems(ctx, thing, call_of(item))
     if thing.kind != "class":
         return  # what a function returns is known only when it runs
     name, arguments = METHODS[item.role]
@@ -116,7 +116,8 @@ def _built(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Fi
     yield from _methods(item, thing, {name: arguments, **OPTIONAL[item.role]})
 
 
-def _of(item: NamedEntry, *arguments: str) -> Called:
+def call_of(item: NamedEntry, *arguments: str) -> Called:
+    """Return how an environment, tool, user or scorer is built or called."""
     return Called(item.entry.use, arguments, item.entry.with_, (*item.path, "use"), (*item.path, "with"))
 
 
@@ -133,7 +134,7 @@ def _tool(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Fin
     """Check a tool: a typed function, or a class whose objects are called."""
     use = (*item.path, "use")
     if thing.kind == "class":
-        yield from _call(ctx, thing, _of(item))
+        yield from call_problems(ctx, thing, call_of(item))
         call = thing.method("__call__")
         if call == "missing":
             fix = "add `def __call__(self, …)` with typed parameters"
@@ -167,7 +168,7 @@ def _tool(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Fin
 
 def _scorer(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
     """Check a scorer: a function of the episode's view."""
-    yield from _function(ctx, thing, _of(item, "view"))
+    yield from _function(ctx, thing, call_of(item, "view"))
 
 
 def _function(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Finding]:
@@ -175,7 +176,7 @@ def _function(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Fin
         fix = f"name a function that takes the {call.arguments[0]}"
         yield Finding(f"`{call.use}` is a class, and a function is called here", call.path, fix)
     else:
-        yield from _call(ctx, thing, call)
+        yield from call_problems(ctx, thing, call)
 
 
 _PARTS: Mapping[str, Callable[[CheckContext, NamedEntry, CodeFacts], Iterator[Finding]]] = {
@@ -249,8 +250,8 @@ def no_tools(ctx: CheckContext) -> Iterator[Finding]:
         yield Finding(f"`{name}` calls tools, and the spec has none", ctx.state_path(name), fix, key=True)
 
 
-def _call(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Finding]:
-    """Check the call `thing(*arguments, **with)`."""
+def call_problems(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Finding]:
+    """Yield what is wrong with a call."""
     use, arguments, with_ = call.use, call.arguments, call.with_
     if thing.kind == "value":
         yield Finding(f"`{use}` cannot be called: it is {thing.what}", call.path, "name a class or a function")

@@ -75,14 +75,12 @@ def eval_tasks(ctx: CheckContext) -> Iterator[Finding]:
             continue
         path: DataPath = (*at, "tasks")
         named = f"in the evaluation `{at[-1]}`" if len(at) > len(EVAL) else "in the evaluation"
-        other = CheckContext(ctx.loaded.with_tasks_of(section.tasks, path), ctx.work, ctx.rule, ctx.skipped)
+        other = ctx.with_tasks(section.tasks, path)
         for below, source in each_source(other):
             tasks = source.spec.tasks
             if tasks.source == "python" and tasks.use is not None:
                 thing = other.described(tasks.use)
-                if isinstance(thing, NotImported):
-                    ctx.skip()
-                elif isinstance(thing, EntryError):
+                if isinstance(thing, EntryError) and not isinstance(thing, NotImported):
                     message, _, fix = str(thing).partition("; ")
                     yield Finding(message, (*at, *below, "use"), fix or None)
         for check in (tasks_unreadable, task_rows, prompt_field):

@@ -76,7 +76,7 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
     if loaded is None:
         unreadable = any(item.rule in UNREADABLE for item in problems)
         return _report(Report(str(path), problems, unreadable), {}, access)
-    found, skipped = check_rules(loaded, doing)
+    found, skipped = check_rules(loaded, doing, calls=options.imports)
     worst = None
     sound = not any(item.severity == "error" and item.rule.startswith("machine.") for item in found)
     if (options.cost or options.budget) and sound:

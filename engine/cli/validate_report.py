@@ -195,9 +195,7 @@ def _summary(reports: Sequence[Report]) -> str:
 
 def skipped_words(count: int) -> str:
     """The summary's words about skipped rules; empty if none were skipped."""
-    if count == 1:
-        return "1 check skipped: it needs --import"
-    return f"{count} checks skipped: they need --import" if count else ""
+    return f"`--import` would add {count} {'check' if count == 1 else 'checks'}" if count else ""
 
 
 def _block(item: Diagnostic, excerpt: Excerpt | None) -> str:

@@ -52,7 +52,7 @@ def load_entry(use: str, base: Path | None) -> Any:
             owner = ".".join([module_name, *parts[:index]])
             raise EntryError(f"`{owner}` has no `{part}`{nearest_attribute(part, dir(target))}") from None
         except Exception as error:  # a module may load its parts lazily, and that may fail
-            raise EntryError(f"`{part}` of `{module_name}` failed{_where(error)}: {_words(error)}") from error
+            raise EntryError(f"`{part}` of `{module_name}` failed{raised_at(error)}: {_words(error)}") from error
     return target
 
 
@@ -142,14 +142,14 @@ def _import(module_name: str, use: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a module of the user's own raises, SystemExit too
-        raise EntryError(f"importing `{module_name}` failed{_where(error)}: {_words(error)}") from error
+        raise EntryError(f"importing `{module_name}` failed{raised_at(error)}: {_words(error)}") from error
 
 
 def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _where(error: BaseException) -> str:
+def raised_at(error: BaseException) -> str:
     """The innermost file and line of a traceback that is not the import machinery."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" at {error.filename}:{error.lineno}"

@@ -20,6 +20,7 @@ def test_ids_are_stable() -> None:
         ("backend.unsupported-sampling", "error"),
         ("code.action", "error"),
         ("code.adapter", "error"),
+        ("code.construct", "error"),
         ("code.import", "error"),
         ("code.no-package", "info"),
         ("code.protocol", "error"),

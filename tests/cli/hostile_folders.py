@@ -95,7 +95,7 @@ CODE: dict[str, Case] = {
         HEAD + MODEL + TASKS + PROMPT + "machine:\n  preset: single_turn\n  states: {X: {action: 'beside:function'}}\n"
         "  transitions:\n    - {trigger: answered, source: GENERATING, dest: X}\n"
         "    - {trigger: done, source: X, dest: DONE}\n",
-        (),
+        ("code.action",),
         {"beside.py": BESIDE},
     ),
     "bonus and notice": uses(
@@ -107,7 +107,7 @@ CODE: dict[str, Case] = {
     ),
     "namespace": Case(WHOLE + "environment: {use: 'space.inner:Board'}\n", (), {"space/inner.py": BESIDE}),
     "shadows a module of Python": Case(
-        WHOLE + "tools: [{use: 'textwrap:dedent'}]\n", (), {"textwrap.py": BESIDE, "jinja2.py": BESIDE}
+        WHOLE + "tools: [{use: 'textwrap:dedent'}]\n", ("code.protocol",), {"textwrap.py": BESIDE, "jinja2.py": BESIDE}
     ),
     "name that is not there": uses("environment: {use: 'beside:Boord'}\n", ("code.import",)),
     "module that is not there": uses("environment: {use: 'besides:Board'}\n", ("code.import",)),
