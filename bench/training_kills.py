@@ -118,7 +118,7 @@ def _train(command: list[str], log: Path) -> None:
     from engine.train.trainer import Trainer
 
     torch.set_num_threads(1)
-    learn: Any = Trainer._learn
+    learn: Any = Trainer._learn_batch
 
     async def learn_and_log(self: Any, batch: Any, *more: Any) -> Any:
         told = await learn(self, batch, *more)
@@ -127,7 +127,7 @@ def _train(command: list[str], log: Path) -> None:
             file.write(json.dumps({"step": self._state.step + 1, "groups": groups, "pid": os.getpid()}) + "\n")
         return told
 
-    Trainer._learn = learn_and_log  # type: ignore[method-assign,assignment]
+    Trainer._learn_batch = learn_and_log  # type: ignore[method-assign,assignment]
     app(["train", *command], standalone_mode=True)
 
 
