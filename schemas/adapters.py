@@ -35,6 +35,9 @@ class AdapterFacts:
     """When its rewards come: each with the turn that earned it, or after the last turn."""
     packages: tuple[str, ...] = ()
     """Top-level modules that must be importable."""
+    imports: tuple[str, ...] = ()
+    """Modules of the library that take long to import. A new worker process imports them before it builds an environment, so
+    that their import does not count for `environment.timeout`."""
     extra: str | None = None
     """The engine's extra that installs them; None: they are on no package registry."""
     effects: Effects = "replayable"
@@ -99,6 +102,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
             names="name or code",
             rewards="turn",
             packages=("skyrl_gym",),
+            imports=("skyrl_gym",),
             extra="skyrl-gym",
             reads_written=True,
         ),
@@ -109,6 +113,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
             names="name",
             rewards="turn",
             packages=("gymnasium",),
+            imports=("gymnasium",),
             extra="gymnasium",
             images=True,
             truncates=True,
@@ -120,6 +125,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
             names="code",
             rewards="turn and end",
             packages=("verifiers",),
+            imports=("verifiers.types",),
             extra="verifiers",
             images=True,
             truncates=True,
@@ -132,6 +138,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
             names="name",
             rewards="turn",
             packages=("reasoning_gym",),
+            imports=("reasoning_gym",),
             extra="reasoning-gym",
             effects="pure",
         ),

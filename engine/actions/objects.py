@@ -49,10 +49,16 @@ class Factory:
     """
 
     def __init__(
-        self, entry: Entry | UserSpec, base: Path, isolation: IsolationSpec, workers: Workers, role: str
+        self,
+        entry: Entry | UserSpec,
+        base: Path,
+        isolation: IsolationSpec,
+        workers: Workers,
+        role: str,
+        imports: tuple[str, ...] = (),
     ) -> None:
         self.use = str(entry.use)
-        self.origin = Origin(self.use, base, dict(entry.with_), role, getattr(entry, "name", None))
+        self.origin = Origin(self.use, base, dict(entry.with_), role, getattr(entry, "name", None), imports)
         self.target: Callable[..., Any] | None = None
         self.shape: ToolShape | None = None
         """The shape of an isolated function that is a tool."""
@@ -108,7 +114,14 @@ class ObjectBuilder:
             return Factory(entry, base, spec.isolation_of(isolation), services.workers, role)
 
         self._environment = (
-            Factory(spec.environment.entry_in(base), base, spec.environment_isolation, services.workers, "environment")
+            Factory(
+                spec.environment.entry_in(base),
+                base,
+                spec.environment_isolation,
+                services.workers,
+                "environment",
+                spec.environment.imports,
+            )
             if spec.environment
             else None
         )

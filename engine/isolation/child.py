@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import importlib
 import inspect
 import json
 import math
@@ -20,7 +21,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ METHODS = ("reset", "step", "score", "tools", "respond", "close", "__call__")
 _CONTRACTS: dict[str, type[BaseModel]] = {"reset": Reset, "step": Step, "user": UserTurn}
 MAX_CHILDREN = 16
 """Maximum number of child processes with which a worker may serve another episode: modules may keep helper processes."""
+_HELPER_THREADS = ("asyncio_", "tqdm_monitor")
+"""Beginnings of the names of threads with which a worker may serve another episode: idle threads of asyncio's pool, and the
+thread that tqdm starts once in a process for its progress bars."""
+_MAX_LEFT = 200
 _MAX_TEXT = 16_384
 
 VALUE, RAISED, WRONG, INVALID, UNFIT = b"V", b"R", b"W", b"A", b"U"
@@ -69,6 +74,13 @@ class Served:
             except (TypeError, NameError, AttributeError, ValueError) as error:
                 found["problem"] = str(error)
         return found
+
+    def prepare(self, use: str, base: str, imports: Sequence[str]) -> None:
+        """Import an entry point, and the modules that its constructor will need and that are installed."""
+        load_entry(use, Path(base))
+        for module in imports:
+            with contextlib.suppress(ModuleNotFoundError):  # the constructor says what to install
+                importlib.import_module(module)
 
     def build(self, id: int, use: str, base: str, with_: dict[str, Any], role: str, name: str | None) -> dict[str, Any]:
         """Import an entry point, and build the object if it is a class."""
@@ -192,7 +204,8 @@ class Server:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
-            self._send(bytes([_clean()]) + answer)
+            left = _left().encode("utf-8", "replace")[:_MAX_LEFT]
+            self._send(bytes([len(left)]) + left + answer)
 
     async def _receive(self) -> bytes | None:
         self._channel.setblocking(False)
@@ -218,6 +231,9 @@ class Server:
         _allow(cpu)
         if what == "describe":
             return VALUE + json.dumps(self._served.describe(*rest)).encode()
+        if what == "prepare":
+            self._served.prepare(*rest)
+            return VALUE + b"null"
         if what == "build":
             return VALUE + json.dumps(self._served.build(*rest)).encode()
         if what == "drop":
@@ -270,16 +286,16 @@ def _allow(cpu: float | None) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def _clean() -> int:
-    """1 if the worker may serve another episode: no thread and few processes of an object still run."""
-    threads = threading.enumerate()
-    if not all(thread is threading.main_thread() or thread.name.startswith("asyncio_") for thread in threads):
-        return 0
+def _left() -> str:
+    """What an object left running, in words; empty if the worker may serve another episode."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.name.startswith(_HELPER_THREADS):
+            return f"the thread `{thread.name}`"
     try:
-        children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
+        children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
     except OSError:
-        return 1
-    return int(len(children.split()) <= MAX_CHILDREN)
+        return ""
+    return f"{len(children)} child processes" if len(children) > MAX_CHILDREN else ""
 
 
 def serve(channel: socket.socket) -> None:

@@ -68,6 +68,7 @@ class Pool:
         self._limits = limits
         self._most = None if most is None else asyncio.Semaphore(most)
         self._idle: list[tuple[Cell, RemoteObject | None]] = []
+        self._warned = False
 
     async def take(self) -> tuple[Cell, RemoteObject | None]:
         """Take a cell for a worker, with the function that it holds already; waits for a cell if all are in use."""
@@ -85,10 +86,18 @@ class Pool:
         cell, _ = await self.take()
         return HeldObject(origin, cell, self, pure=pure, blame=blame)
 
-    def give(self, cell: Cell, function: RemoteObject | None = None) -> None:
-        """Return a cell to the pool."""
+    def give(self, cell: Cell, use: str, function: RemoteObject | None = None) -> None:
+        """Return a cell that held `use` to the pool."""
         if self._most is not None:
             self._most.release()
+        if cell.left and not self._warned:
+            self._warned = True
+            log.warning(
+                "workers are not used again, so each episode imports the code anew",
+                use=use,
+                still_running=cell.left,
+                fix="end it in `close`",
+            )
         if cell.reusable:
             self._idle.append((cell, function))
         else:
@@ -112,7 +121,7 @@ class HeldObject(RemoteObject):
         finally:
             pool, self._pool = self._pool, None
             if pool is not None:
-                pool.give(self._cell)
+                pool.give(self._cell, self._origin.use)
 
 
 class RemoteFunction(RemoteCallable):
@@ -133,7 +142,7 @@ class RemoteFunction(RemoteCallable):
                 await function.open(START_SECONDS)
             yield function
         finally:
-            self._pool.give(cell, function)
+            self._pool.give(cell, self._origin.use, function)
 
     async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
         """See `RemoteObject.ask`."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Blame
 
 START_SECONDS = 120.0
-"""Deadline for importing a function's module in a new worker; it does not count for the call's own deadline."""
+"""Deadline for importing modules in a new worker; it does not count for the deadline of a constructor or call."""
 
 _ANSWERS: Mapping[str, tuple[TypeAdapter[Any], str]] = {
     "reset": (TypeAdapter(Reset), "a Reset"),
@@ -65,6 +65,8 @@ class Origin:
     """`environment`, `user`, `tool` or `function`."""
     name: str | None = None
     """A tool's name, if the spec gives one."""
+    imports: tuple[str, ...] = ()
+    """Modules that its constructor will import, and that take long."""
 
 
 class Cell:
@@ -91,7 +93,12 @@ class Cell:
     def reusable(self) -> bool:
         """Whether another episode may use it."""
         worker = self.worker
-        return worker is None or not worker.alive or (worker.clean and worker.loop is asyncio.get_running_loop())
+        return worker is None or not worker.alive or (not worker.left and worker.loop is asyncio.get_running_loop())
+
+    @property
+    def left(self) -> str | None:
+        """What keeps its worker from serving another episode, in words; None: nothing, or the worker has ended."""
+        return self.worker.left if self.worker is not None and self.worker.alive else None
 
     def kill(self) -> None:
         """Kill its worker."""
@@ -142,35 +149,17 @@ class RemoteObject:
 
     async def _build(self, seconds: float | None) -> None:
         worker = await self._cell.live()
-        origin = self._origin
-        what = f"building `{origin.use}`"
-        try:
-            data = await worker.request(
-                "build",
-                self._id,
-                origin.use,
-                str(origin.base),
-                dict(origin.with_),
-                origin.role,
-                origin.name,
-                seconds=seconds,
+        origin, base = self._origin, str(self._origin.base)
+        if origin.use not in worker.imported:
+            await self._asked(
+                worker,
+                "importing",
+                ("prepare", origin.use, base, origin.imports),
+                None if seconds is None else max(seconds, START_SECONDS),
             )
-        except WorkerLost as lost:
-            raise self._failure(lost, what, self._blame) from None
-        kind, text = data[:1], data[1:]
-        if kind == RAISED:
-            told = read_error(text)
-            if told["kind"] == EntryError.kind:
-                raise EntryError(told["message"])
-            error = SpecCodeError(
-                f"`{origin.use}` could not be built: {told['type']}: {told['message']}",
-                blame=self._blame,
-                kind=f"{self._blame}_error",
-                trace=told["trace"],
-            )
-            raise error from RemoteError(told["message"])
-        if kind != VALUE:
-            raise self._bad("building it", "answered in a form that breaks the protocol", self._blame)
+            worker.imported.add(origin.use)
+        request = ("build", self._id, origin.use, base, dict(origin.with_), origin.role, origin.name)
+        text = await self._asked(worker, "building", request, seconds)
         try:
             found = json.loads(text)
             self._has = frozenset(str(name) for name in found["has"])
@@ -178,6 +167,29 @@ class RemoteObject:
         except (ValueError, KeyError, TypeError) as error:
             raise self._bad("building it", f"described itself wrongly: {error}", self._blame) from None
         self._worker, self.opened = worker, True
+
+    async def _asked(self, worker: Worker, doing: str, request: tuple[Any, ...], seconds: float | None) -> bytes:
+        """Send a request that comes before the first call; return the value of its answer. Raises as `open`."""
+        use = self._origin.use
+        try:
+            data = await worker.request(*request, seconds=seconds)
+        except WorkerLost as lost:
+            raise self._failure(lost, f"{doing} `{use}`", self._blame) from None
+        kind, text = data[:1], data[1:]
+        if kind == RAISED:
+            told = read_error(text)
+            if told["kind"] == EntryError.kind:
+                raise EntryError(told["message"])
+            error = SpecCodeError(
+                f"`{use}` could not be built: {told['type']}: {told['message']}",
+                blame=self._blame,
+                kind=f"{self._blame}_error",
+                trace=told["trace"],
+            )
+            raise error from RemoteError(told["message"])
+        if kind != VALUE:
+            raise self._bad(f"{doing} it", "answered in a form that breaks the protocol", self._blame)
+        return text
 
     async def _ready(self, what: str, blame: Blame) -> Worker:
         """Return the worker that holds the object; a pure object is built again if its worker died."""

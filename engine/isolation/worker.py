@@ -55,8 +55,10 @@ class Worker:
         self._exited: asyncio.Future[int] = self.loop.create_future()
         self._reason: str | None = None
         """Why the engine killed it; None if it did not."""
-        self.clean = True
-        """Whether it may serve another episode: no thread of an earlier one still runs."""
+        self.imported: set[str] = set()
+        """Entry points whose modules were imported in it."""
+        self.left: str | None = None
+        """What an object left running in it, in words: then it serves no other episode."""
         self._socket: socket.socket | None = None
         self._output: int | None = None
 
@@ -120,8 +122,10 @@ class Worker:
             raise self._lost() from None
         finally:
             self._answer = None
-        self.clean = self.clean and answer[0] == 1
-        return answer[1:]
+        count = 1 + answer[0]
+        if count > 1:
+            self.left = answer[1:count].decode("utf-8", "replace")
+        return answer[count:]
 
     def kill(self, reason: str) -> None:
         """Kill it, with every process that it started."""

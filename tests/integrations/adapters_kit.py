@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,44 @@ from engine.store.store import RunStore, find_run
 FAULTY_EVERY = 20
 """One task in so many has a fault: 5 %."""
 
-FEW = {"concurrency": 8, "live_episodes": 8}
+FEW = {"concurrency": 4, "live_episodes": 4}
 """Episodes at once where each worker process imports a large library."""
+
+
+def planned_faults(common: Sequence[str], rare: Sequence[str] = (), count: int = 1000) -> list[str | None]:
+    """The fault of each of `count` tasks: one task in FAULTY_EVERY has one.
+
+    Args:
+        common: Faults that occur equally often, in a random but fixed order.
+        rare: Faults that occur twice each, because each costs a deadline or a worker process.
+        count: The number of tasks.
+    """
+    faulty = count // FAULTY_EVERY
+    chosen = [*rare, *rare]
+    chosen += [common[n % len(common)] for n in range(faulty - len(chosen))]
+    random.Random(16).shuffle(chosen)
+    return [chosen[n // FAULTY_EVERY] if n % FAULTY_EVERY == 0 else None for n in range(count)]
+
+
+def failures(episodes: Mapping[str, Trajectory]) -> dict[str, tuple[str, str]]:
+    """The blame and kind of each failed episode, by id."""
+    return {
+        id: (episode.outcome.failure.blame, episode.outcome.failure.kind)
+        for id, episode in episodes.items()
+        if episode.outcome.failure is not None
+    }
+
+
+def expected_failures(
+    rows: Iterable[Mapping[str, Any]],
+    faults: Iterable[str | None],
+    kinds: Mapping[str, str],
+    blame: str = "environment",
+) -> dict[str, tuple[str, str]]:
+    """What `failures` must give: the episode of each task with a fault, with the fault's kind."""
+    return {
+        f"{row['id']}/0": (blame, kinds[fault]) for row, fault in zip(rows, faults, strict=True) if fault is not None
+    }
 
 
 def spec_of(

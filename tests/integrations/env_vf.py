@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -26,6 +27,8 @@ class Guess(vf.MultiTurnEnv):
             raise RuntimeError("not today")
         if fault == "hang":
             time.sleep(3600)  # noqa: ASYNC251  (it blocks the loop on purpose)
+        if fault == "exit":
+            os._exit(3)
         if fault == "shape":
             return [{"role": "wizard", "content": 3}]
         if fault == "rewrite":

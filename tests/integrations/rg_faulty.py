@@ -1,7 +1,8 @@
-"""A data set in reasoning-gym's form whose items and scorer fail as their index says."""
+"""A data set in reasoning-gym's form whose items and scorer fail as its config says."""
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -9,21 +10,13 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.dataset import ProceduralDataset
 
-FAULTY_EVERY = 20
-FAULTS = ("raise", "shape", "score", "hang")
-
-
-def fault_of(index: int) -> str | None:
-    """Which fault an item has."""
-    return FAULTS[index // FAULTY_EVERY % len(FAULTS)] if index % FAULTY_EVERY == 0 else None
-
 
 @dataclass
 class FaultyConfig:
     seed: int = 0
     size: int = 500
-    live: bool = True
-    """Whether the faults occur."""
+    fault: str | None = None
+    """Which fault an item has."""
 
 
 class Faulty(ProceduralDataset):
@@ -33,9 +26,11 @@ class Faulty(ProceduralDataset):
         super().__init__(config=config, seed=config.seed, size=config.size)
 
     def __getitem__(self, idx: int) -> Any:
-        fault = fault_of(idx) if self.config.live else None
+        fault = self.config.fault
         if fault == "raise":
             raise RuntimeError("no item today")
+        if fault == "exit":
+            os._exit(3)
         if fault == "hang":
             time.sleep(3600)
         if fault == "shape":
@@ -43,7 +38,7 @@ class Faulty(ProceduralDataset):
         return {"question": f"{idx} + {self.seed}?", "answer": str(idx + self.seed), "metadata": {"index": idx}}
 
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> Any:
-        if fault_of(entry["metadata"]["index"]) == "score" and self.config.live:
+        if self.config.fault == "score":
             return float("nan")
         return 1.0 if answer == entry["answer"] else 0.01
 

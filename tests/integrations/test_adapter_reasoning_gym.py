@@ -9,7 +9,11 @@ from typing import Any
 
 import orjson
 import pytest
+<<<<<<< HEAD:tests/integrations/test_adapter_reasoning_gym.py
 from adapters_kit import earned, run_spec, shown, spec_of
+=======
+from worlds_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
+>>>>>>> c0a0824 (Use a worker again after tqdm started its monitor, and do not count imports for a deadline):tests/integrations/test_world_reasoning_gym.py
 
 from engine.integrations.environments.base import AdapterError
 from engine.integrations.environments.reasoning_gym import ReasoningGymEnvironment, problems
@@ -142,26 +146,33 @@ def test_a_row_holds_its_item_where_it_changes_with_the_hash_seed(name: str) -> 
 @needs_library
 def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """Whatever 5 % of the items do, the others give what the library gives."""
-    from rg_faulty import fault_of
+    import reasoning_gym
 
     shutil.copy(HERE / "rg_faulty.py", tmp_path)
-    live = {"name": "faulty", "config": {"live": False}}
-    document = spec(tiny_tokenizer_dir, live, ["<answer>1</answer>", "<answer>9</answer>"], 1000, attempts=2)
-    document["tasks"]["with"]["modules"] = document["environment"]["with"]["modules"] = ["rg_faulty"]
-    document["environment"]["timeout"] = 5
+    replies = ["1", "9"]
+    document = spec(tiny_tokenizer_dir, "faulty", [f"<answer>{reply}</answer>" for reply in replies], 1, attempts=2)
+    document["environment"] |= {"timeout": 10, "with": {"modules": ["rg_faulty"], "attempts": 2}}
+    document["rollout"] = FEW
+    faults = planned_faults(["raise", "shape", "score"], ["exit", "hang"])
     rows = [
-        {key: row[key] for key in row if key != "metadata"} | {"config": {"live": True}}
-        for row in problems(live, size=1000, seed=7, modules=["rg_faulty"])
+        {key: row[key] for key in row if key != "metadata"} | {"config": {"fault": fault}}  # the item is made again
+        for row, fault in zip(problems("faulty", size=1000, seed=3, modules=["rg_faulty"]), faults, strict=True)
     ]
     document["tasks"] = {"source": "inline", "rows": rows, "id": "id"}
     episodes = run_spec(tmp_path, document)
-    assert len(episodes) == 1000
-    kinds = {"raise": "environment_error", "hang": "environment_timeout"}
-    for index, row in enumerate(rows):
-        episode, fault = episodes[f"{row['id']}/0"], fault_of(index)
+    assert (len(episodes), len(failures(episodes))) == (1000, 50)
+    kinds = {
+        "raise": "environment_error",
+        "shape": "adapter_error",
+        "score": "adapter_error",
+        "exit": "environment_crashed",
+        "hang": "environment_timeout",
+    }
+    assert failures(episodes) == expected_failures(rows, faults, kinds)
+    data = reasoning_gym.create_dataset("faulty", seed=3, size=1000)
+    for index, (row, fault) in enumerate(zip(rows, faults, strict=True)):
         if fault is None:
-            answer = index + 7
-            assert earned(episode) == ([0.01, 0.99] if answer == 9 else [1.0] if answer == 1 else [0.01, 0.0])
-        else:
-            assert episode.outcome.failure is not None
-            assert episode.outcome.failure.kind == kinds.get(fault, "adapter_error")
+            scores = [data.score_answer(reply, data[index]) for reply in replies]
+            gains = [scores[0]] if scores[0] == 1.0 else [scores[0], max(scores) - scores[0]]
+            episode = episodes[f"{row['id']}/0"]
+            assert (episode.messages[0].text, earned(episode)) == (data[index]["question"], gains)

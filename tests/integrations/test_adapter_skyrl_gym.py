@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+<<<<<<< HEAD:tests/integrations/test_adapter_skyrl_gym.py
 from adapters_kit import FAULTY_EVERY, FEW, earned, run_spec, shown, spec_of
+=======
+from worlds_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
+>>>>>>> c0a0824 (Use a worker again after tqdm started its monitor, and do not count imports for a deadline):tests/integrations/test_world_skyrl_gym.py
 
+from engine.integrations.environments.base import load_target
 from engine.schemas.environment import Environment
 
 skyrl_gym = pytest.importorskip("skyrl_gym", reason="needs the extra `skyrl-gym`")
@@ -187,24 +192,23 @@ def test_an_id_that_is_not_registered_fails_and_is_named(tmp_path: Path, tiny_to
 
 
 def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
-    """Whatever 5 % of the environments do, the others are whole."""
+    """Whatever 5 % of the environments do, the others give what SkyRL's loop gives."""
     (tmp_path / "echo_env.py").write_text(OWN)
     environment = {
         "adapter": "skyrl_gym",
         "use": "echo_env.py:Echo",
-        "timeout": 15,
+        "timeout": 10,
         "with": {"env_config": {"word": "Heard"}},
     }
-    faults = list(FAULTS)
-    rows = [
-        {"id": f"t{n}", "fault": faults[n // FAULTY_EVERY % 5] if n % FAULTY_EVERY == 0 else None} for n in range(1000)
-    ]
-    episodes = run_spec(tmp_path, spec_of(tiny_tokenizer_dir, environment, rows, ["one", "three", "five"], rollout=FEW))
-    assert len(episodes) == 1000
+    faults = planned_faults(["raise", "shape", "reward"], ["exit", "hang"])
+    rows = [{"id": f"t{n}", "fault": fault} for n, fault in enumerate(faults)]
+    replies = ["one", "three", "five"]
+    episodes = run_spec(tmp_path, spec_of(tiny_tokenizer_dir, environment, rows, replies, rollout=FEW))
+    assert (len(episodes), len(failures(episodes))) == (1000, 50)
+    assert failures(episodes) == expected_failures(rows, faults, FAULTS)
+    whole = by_hand(load_target("echo_env.py:Echo", str(tmp_path))(settings(word="Heard"), {}), [], replies)
+    assert whole == (["Heard one 1", "Heard three 2"], [0.3, 0.5, 0.4])
     for row in rows:
-        episode = episodes[f"{row['id']}/0"]
         if row["fault"] is None:
-            assert (shown(episode), earned(episode)) == (["Heard one 1", "Heard three 2"], [0.3, 0.5, 0.4])
-        else:
-            assert episode.outcome.failure is not None
-            assert episode.outcome.failure.kind == FAULTS[row["fault"]]
+            episode = episodes[f"{row['id']}/0"]
+            assert (shown(episode), earned(episode)) == whole

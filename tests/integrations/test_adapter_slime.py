@@ -16,6 +16,10 @@ import yaml
 from adapters_kit import FAULTY_EVERY, earned, run_spec, shown, spec_of
 from env_count import build_env
 from stopping import Resumed, content
+<<<<<<< HEAD:tests/integrations/test_adapter_slime.py
+=======
+from worlds_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
+>>>>>>> c0a0824 (Use a worker again after tqdm started its monitor, and do not count imports for a deadline):tests/integrations/test_world_slime.py
 
 from engine.integrations.environments.slime import SlimeEnvironment
 from engine.schemas.environment import Environment
@@ -97,21 +101,17 @@ def test_a_fault_ends_its_own_episode(
 @pytest.mark.slow
 def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path, count: dict[str, Any]) -> None:
     """Whatever 5 % of the environments do, the others give what slime's loop gives."""
-    faults = [*FAULTS, "hang"]
-    rows = [
-        {"id": f"t{n}", "label": n % 5 + 1, "fault": faults[n // FAULTY_EVERY % 4] if n % FAULTY_EVERY == 0 else None}
-        for n in range(1000)
-    ]
-    document = spec_of(tiny_tokenizer_dir, {**count, "timeout": 5}, rows, said(1, 9, 3, 4))
+    kinds = {**FAULTS, "hang": "environment_timeout"}
+    faults = planned_faults(list(FAULTS), ["hang"])
+    rows = [{"id": f"t{n}", "label": n % 5 + 1, "fault": fault} for n, fault in enumerate(faults)]
+    document = spec_of(tiny_tokenizer_dir, {**count, "timeout": 10}, rows, said(1, 9, 3, 4), rollout=FEW)
     episodes = run_spec(tmp_path, document)
-    assert len(episodes) == 1000
+    assert (len(episodes), len(failures(episodes))) == (1000, 50)
+    assert failures(episodes) == expected_failures(rows, faults, kinds)
     for row in rows:
-        episode = episodes[f"{row['id']}/0"]
         if row["fault"] is None:
+            episode = episodes[f"{row['id']}/0"]
             assert (shown(episode), earned(episode)) == by_hand(said(1, 9, 3, 4), row, max_turns=4)
-        else:
-            assert episode.outcome.failure is not None
-            assert episode.outcome.failure.kind == FAULTS.get(row["fault"], "environment_timeout")
 
 
 SOURCE = os.environ.get("SLIME_SOURCE", "")
