@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-<<<<<<< HEAD:tests/integrations/test_adapter_gymnasium.py
-from adapters_kit import FAULTY_EVERY, FEW, earned, run_spec, shown, spec_of
-=======
-from worlds_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
->>>>>>> c0a0824 (Use a worker again after tqdm started its monitor, and do not count imports for a deadline):tests/integrations/test_world_gymnasium.py
+from adapters_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
 
 from engine.schemas.environment import Environment
 
@@ -161,8 +157,8 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
     expected = {seed: by_hand(gymnasium.make("Cellar-v0"), replies, seed) for seed in range(7)}
     document = spec_of(tiny_tokenizer_dir, {**cellar, "timeout": 10}, rows, replies, rollout=FEW)
     episodes = run_spec(tmp_path, document)
-    assert (len(episodes), len(failures(episodes))) == (1000, 50)
     assert failures(episodes) == expected_failures(rows, faults, FAULTS)
+    assert (len(episodes), len(failures(episodes))) == (1000, 50)
     for row, fault in zip(rows, faults, strict=True):
         if fault is None:
             episode = episodes[f"{row['id']}/0"]

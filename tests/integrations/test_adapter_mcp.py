@@ -18,11 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-<<<<<<< HEAD:tests/integrations/test_adapter_mcp.py
-from adapters_kit import FAULTY_EVERY, run_spec, spec_of
-=======
-from worlds_kit import failures, planned_faults, run_spec, spec_of
->>>>>>> c0a0824 (Use a worker again after tqdm started its monitor, and do not count imports for a deadline):tests/integrations/test_world_mcp.py
+from adapters_kit import failures, planned_faults, run_spec, spec_of
 
 from engine.integrations.environments.base import AdapterError
 from engine.integrations.environments.mcp import McpServer

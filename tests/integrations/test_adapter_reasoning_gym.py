@@ -9,11 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
-<<<<<<< HEAD:tests/integrations/test_adapter_reasoning_gym.py
-from adapters_kit import earned, run_spec, shown, spec_of
-=======
-from worlds_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
->>>>>>> c0a0824 (Use a worker again after tqdm started its monitor, and do not count imports for a deadline):tests/integrations/test_world_reasoning_gym.py
+from adapters_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
 
 from engine.integrations.environments.base import AdapterError
 from engine.integrations.environments.reasoning_gym import ReasoningGymEnvironment, problems
@@ -160,7 +156,6 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
     ]
     document["tasks"] = {"source": "inline", "rows": rows, "id": "id"}
     episodes = run_spec(tmp_path, document)
-    assert (len(episodes), len(failures(episodes))) == (1000, 50)
     kinds = {
         "raise": "environment_error",
         "shape": "adapter_error",
@@ -169,6 +164,7 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
         "hang": "environment_timeout",
     }
     assert failures(episodes) == expected_failures(rows, faults, kinds)
+    assert (len(episodes), len(failures(episodes))) == (1000, 50)
     data = reasoning_gym.create_dataset("faulty", seed=3, size=1000)
     for index, (row, fault) in enumerate(zip(rows, faults, strict=True)):
         if fault is None:

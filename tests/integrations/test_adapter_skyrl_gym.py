@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-<<<<<<< HEAD:tests/integrations/test_adapter_skyrl_gym.py
-from adapters_kit import FAULTY_EVERY, FEW, earned, run_spec, shown, spec_of
-=======
-from worlds_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
->>>>>>> c0a0824 (Use a worker again after tqdm started its monitor, and do not count imports for a deadline):tests/integrations/test_world_skyrl_gym.py
+from adapters_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
 
 from engine.integrations.environments.base import load_target
 from engine.schemas.environment import Environment
@@ -204,8 +200,8 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
     rows = [{"id": f"t{n}", "fault": fault} for n, fault in enumerate(faults)]
     replies = ["one", "three", "five"]
     episodes = run_spec(tmp_path, spec_of(tiny_tokenizer_dir, environment, rows, replies, rollout=FEW))
-    assert (len(episodes), len(failures(episodes))) == (1000, 50)
     assert failures(episodes) == expected_failures(rows, faults, FAULTS)
+    assert (len(episodes), len(failures(episodes))) == (1000, 50)
     whole = by_hand(load_target("echo_env.py:Echo", str(tmp_path))(settings(word="Heard"), {}), [], replies)
     assert whole == (["Heard one 1", "Heard three 2"], [0.3, 0.5, 0.4])
     for row in rows:

@@ -13,13 +13,18 @@ from typing import Any
 
 import pytest
 import yaml
-from adapters_kit import FAULTY_EVERY, earned, run_spec, shown, spec_of
+from adapters_kit import (
+    FEW,
+    earned,
+    expected_failures,
+    failures,
+    planned_faults,
+    run_spec,
+    shown,
+    spec_of,
+)
 from env_count import build_env
 from stopping import Resumed, content
-<<<<<<< HEAD:tests/integrations/test_adapter_slime.py
-=======
-from worlds_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
->>>>>>> c0a0824 (Use a worker again after tqdm started its monitor, and do not count imports for a deadline):tests/integrations/test_world_slime.py
 
 from engine.integrations.environments.slime import SlimeEnvironment
 from engine.schemas.environment import Environment
@@ -106,8 +111,8 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
     rows = [{"id": f"t{n}", "label": n % 5 + 1, "fault": fault} for n, fault in enumerate(faults)]
     document = spec_of(tiny_tokenizer_dir, {**count, "timeout": 10}, rows, said(1, 9, 3, 4), rollout=FEW)
     episodes = run_spec(tmp_path, document)
-    assert (len(episodes), len(failures(episodes))) == (1000, 50)
     assert failures(episodes) == expected_failures(rows, faults, kinds)
+    assert (len(episodes), len(failures(episodes))) == (1000, 50)
     for row in rows:
         if row["fault"] is None:
             episode = episodes[f"{row['id']}/0"]

@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-<<<<<<< HEAD:tests/integrations/test_adapter_verifiers.py
-from adapters_kit import FAULTY_EVERY, earned, run_spec, shown, spec_of
-=======
-from worlds_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
->>>>>>> c0a0824 (Use a worker again after tqdm started its monitor, and do not count imports for a deadline):tests/integrations/test_world_verifiers.py
+from adapters_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
 
 from engine.integrations.environments.base import AdapterError
 from engine.integrations.environments.verifiers import VerifiersEnvironment, rows
@@ -135,8 +131,8 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
     document["environment"]["timeout"] = 10
     document["rollout"] = FEW
     episodes = run_spec(tmp_path, document)
-    assert (len(episodes), len(failures(episodes))) == (1000, 50)
     assert failures(episodes) == expected_failures(given, faults, FAULTS)
+    assert (len(episodes), len(failures(episodes))) == (1000, 50)
     whole, reward = by_hand("load_environment", given[1], ["1", "2"])
     assert reward == pytest.approx(1.0 + 0.5 / 3, abs=1e-12)
     for row, fault in zip(given, faults, strict=True):
