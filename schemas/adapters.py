@@ -35,9 +35,9 @@ class AdapterFacts:
     """When its rewards come: each with the turn that earned it, or after the last turn."""
     packages: tuple[str, ...] = ()
     """Top-level modules that must be importable."""
-    imports: tuple[str, ...] = ()
-    """Modules of the library that take long to import. A new worker process imports them before it builds an environment, so
-    that their import does not count for `environment.timeout`."""
+    loads: str | None = None
+    """Entry point of a function that loads what all environments in one process share, such as the library. A new worker process
+    calls it with the arguments of the class that runs before it builds one, so that it does not count for `environment.timeout`."""
     extra: str | None = None
     """The engine's extra that installs them; None: they are on no package registry."""
     effects: Effects = "replayable"
@@ -91,6 +91,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
             runs="engine.integrations.environments.slime:SlimeEnvironment",
             use="an `env_*.py` file of slime's form and its function: `path/env.py:build_env`",
             names="code",
+            loads="engine.integrations.environments.slime:load",
             rewards="turn",
             images=True,
             reads_written=True,
@@ -102,7 +103,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
             names="name or code",
             rewards="turn",
             packages=("skyrl_gym",),
-            imports=("skyrl_gym",),
+            loads="engine.integrations.environments.skyrl_gym:load",
             extra="skyrl-gym",
             reads_written=True,
         ),
@@ -113,7 +114,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
             names="name",
             rewards="turn",
             packages=("gymnasium",),
-            imports=("gymnasium",),
+            loads="engine.integrations.environments.gymnasium:load",
             extra="gymnasium",
             images=True,
             truncates=True,
@@ -125,7 +126,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
             names="code",
             rewards="turn and end",
             packages=("verifiers",),
-            imports=("verifiers.types",),
+            loads="engine.integrations.environments.verifiers:load",
             extra="verifiers",
             images=True,
             truncates=True,
@@ -138,7 +139,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
             names="name",
             rewards="turn",
             packages=("reasoning_gym",),
-            imports=("reasoning_gym",),
+            loads="engine.integrations.environments.reasoning_gym:load",
             extra="reasoning-gym",
             effects="pure",
         ),

@@ -41,11 +41,6 @@ class EnvironmentSpec(Entry):
         return entry if self.facts is None else Entry(use=entry.use, with_={**entry.with_, "base": str(base)})
 
     @property
-    def imports(self) -> tuple[str, ...]:
-        """Modules that a worker imports before it builds the environment. None if `with.path` may hold other versions of them."""
-        return () if self.facts is None or "path" in self.with_ else self.facts.imports
-
-    @property
     def default_mode(self) -> Literal["thread", "process"]:
         """Where it runs if neither its own `isolation` nor the spec's says it."""
         return "thread" if self.facts is None or self.facts.thread_safe else "process"

@@ -55,10 +55,10 @@ class Factory:
         isolation: IsolationSpec,
         workers: Workers,
         role: str,
-        imports: tuple[str, ...] = (),
+        loads: str | None = None,
     ) -> None:
         self.use = str(entry.use)
-        self.origin = Origin(self.use, base, dict(entry.with_), role, getattr(entry, "name", None), imports)
+        self.origin = Origin(self.use, base, dict(entry.with_), role, getattr(entry, "name", None), loads)
         self.target: Callable[..., Any] | None = None
         self.shape: ToolShape | None = None
         """The shape of an isolated function that is a tool."""
@@ -120,7 +120,7 @@ class ObjectBuilder:
                 spec.environment_isolation,
                 services.workers,
                 "environment",
-                spec.environment.imports,
+                spec.environment.facts.loads if spec.environment.facts else None,
             )
             if spec.environment
             else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import importlib
 import inspect
 import json
 import math
@@ -21,7 +20,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,12 +74,11 @@ class Served:
                 found["problem"] = str(error)
         return found
 
-    def prepare(self, use: str, base: str, imports: Sequence[str]) -> None:
-        """Import an entry point, and the modules that its constructor will need and that are installed."""
+    def prepare(self, use: str, base: str, with_: dict[str, Any], loads: str | None) -> None:
+        """Import an entry point, and load what all of its objects share."""
         load_entry(use, Path(base))
-        for module in imports:
-            with contextlib.suppress(ModuleNotFoundError):  # the constructor says what to install
-                importlib.import_module(module)
+        if loads is not None:
+            load_entry(loads, Path(base))(**with_)
 
     def build(self, id: int, use: str, base: str, with_: dict[str, Any], role: str, name: str | None) -> dict[str, Any]:
         """Import an entry point, and build the object if it is a class."""

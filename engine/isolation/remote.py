@@ -65,8 +65,8 @@ class Origin:
     """`environment`, `user`, `tool` or `function`."""
     name: str | None = None
     """A tool's name, if the spec gives one."""
-    imports: tuple[str, ...] = ()
-    """Modules that its constructor will import, and that take long."""
+    loads: str | None = None
+    """Entry point of a function with the same arguments, which a new worker calls before it builds the first object."""
 
 
 class Cell:
@@ -154,7 +154,7 @@ class RemoteObject:
             await self._asked(
                 worker,
                 "importing",
-                ("prepare", origin.use, base, origin.imports),
+                ("prepare", origin.use, base, dict(origin.with_), origin.loads),
                 None if seconds is None else max(seconds, START_SECONDS),
             )
             worker.imported.add(origin.use)

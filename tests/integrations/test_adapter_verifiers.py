@@ -112,7 +112,7 @@ def test_rewards_over_groups_are_refused(tmp_path: Path, tiny_tokenizer_dir: Pat
 FAULTS = {
     "setup": "environment_error",
     "raise": "environment_error",
-    "shape": "adapter_error",
+    "shape": "environment_error",  # the library refuses it
     "reward": "adapter_error",
     "exit": "environment_crashed",
     "hang": "environment_timeout",

@@ -34,6 +34,15 @@ SHOWN = ("observation", "ansi", "rgb_array")
 """What a turn may show: the observation as text, or a rendered frame as text or as an image."""
 
 
+def load(use: str, base: str = ".", path: Sequence[str] = (), modules: Sequence[str] = (), **_: Any) -> Any:
+    """Load what all environments of this process share. The arguments are those of `GymnasiumEnvironment`."""
+    add_to_path(path, base)
+    gym = library(NAME, "gymnasium")
+    for module in modules:
+        library(NAME, module)
+    return gym
+
+
 class GymnasiumEnvironment:
     """One episode of a Gymnasium environment.
 
@@ -86,10 +95,7 @@ class GymnasiumEnvironment:
             raise AdapterError(f"`answer` is no regular expression: {error}") from None
         if self._answer.groups < 1:
             raise AdapterError("`answer` needs a group: write `<answer>(.*?)</answer>`")
-        add_to_path(path, base)
-        self._gym = library(NAME, "gymnasium")
-        for module in modules:
-            library(NAME, module)
+        self._gym = load(use, base, path, modules)
         self._as_text = actions == "text"
         named = None if actions is None or isinstance(actions, str) else actions
         pairs = named.items() if isinstance(named, Mapping) else ((name, at) for at, name in enumerate(named or ()))

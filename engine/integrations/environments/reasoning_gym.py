@@ -30,6 +30,13 @@ ROWS = "rows"
 """`use` where each row names its data set."""
 
 
+def load(use: str, modules: Sequence[str] = (), **_: Any) -> None:
+    """Import the library, and the modules that register data sets. The arguments are those of `ReasoningGymEnvironment`."""
+    library(NAME, "reasoning_gym")
+    for module in modules:
+        library(NAME, module)
+
+
 def problems(
     datasets: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
     size: int = 500,

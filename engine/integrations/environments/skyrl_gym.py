@@ -34,6 +34,17 @@ from engine.schemas.environment import EpisodeView, Reset, Step, Task
 NAME = "skyrl_gym"
 
 
+def load(use: str, base: str = ".", path: Sequence[str] = (), modules: Sequence[str] = (), **_: Any) -> Any:
+    """Load what all environments of this process share. The arguments are those of `SkyRLEnvironment`."""
+    add_to_path(path, base)
+    gym = library(NAME, "skyrl_gym")
+    for module in modules:
+        library(NAME, module)
+    if ":" in use:
+        load_target(use, base)
+    return gym
+
+
 class SkyRLEnvironment:
     """One episode of a SkyRL-gym environment.
 
@@ -63,10 +74,7 @@ class SkyRLEnvironment:
         modules: Sequence[str] = (),
         path: Sequence[str] = (),
     ) -> None:
-        add_to_path(path, base)
-        self._gym = library(NAME, "skyrl_gym")
-        for module in modules:
-            library(NAME, module)
+        self._gym = load(use, base, path, modules)
         self._use, self._base, self._prompt = use, base, prompt
         self._config, self._extras = dict(env_config or {}), dict(extras or {})
         self._env: Any = None

@@ -32,6 +32,12 @@ from engine.integrations.environments.base import (
 from engine.schemas.environment import EpisodeView, Reset, Step, Task
 
 
+def load(use: str, base: str = ".", path: Sequence[str] = (), **_: Any) -> Any:
+    """Load what all environments of this process share. The arguments are those of `SlimeEnvironment`."""
+    add_to_path(path, base)
+    return load_target(use, base)
+
+
 class SlimeEnvironment:
     """One episode of a slime environment.
 
@@ -60,8 +66,7 @@ class SlimeEnvironment:
         path: Sequence[str] = (),
         reward: str = "tool_score",
     ) -> None:
-        add_to_path(path, base)
-        self._build = load_target(use, base)
+        self._build = load(use, base, path)
         if not callable(self._build):
             raise AdapterError(f"`{use}` is not a function; name the file's `build_env`")
         self._args = SimpleNamespace(**dict(args or {}))

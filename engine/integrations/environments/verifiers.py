@@ -57,6 +57,12 @@ def _loaded(use: str, base: str, args: bytes) -> Any:
     return env
 
 
+def load(use: str, base: str = ".", args: Mapping[str, Any] | None = None, path: Sequence[str] = ()) -> Any:
+    """The environment, which all rollouts of this process share. The arguments are those of `VerifiersEnvironment`."""
+    add_to_path(path, base)
+    return _loaded(use, base, orjson.dumps(dict(args or {})))
+
+
 def rows(
     use: str, base: str = ".", args: Mapping[str, Any] | None = None, evaluation: bool = False, path: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
@@ -72,8 +78,7 @@ def rows(
     Raises:
         AdapterError: verifiers is not installed, or `use` names no environment.
     """
-    add_to_path(path, base)
-    env = _loaded(use, base, orjson.dumps(dict(args or {})))
+    env = load(use, base, args, path)
     yield from env.get_eval_dataset() if evaluation else env.get_dataset()
 
 
@@ -95,8 +100,7 @@ class VerifiersEnvironment:
     def __init__(
         self, use: str, base: str = ".", args: Mapping[str, Any] | None = None, path: Sequence[str] = ()
     ) -> None:
-        add_to_path(path, base)
-        self._env = _loaded(use, base, orjson.dumps(dict(args or {})))
+        self._env = load(use, base, args, path)
         self._types = library(NAME, "verifiers.types")
         self._state: Any = None
         self._prompt: list[Any] = []
