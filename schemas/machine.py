@@ -44,7 +44,7 @@ class TransitionSpec(Contract):
         return [self.source] if isinstance(self.source, str) else list(self.source)
 
 
-Preset = Literal["single_turn", "tools", "tools_and_user", "retry_with_feedback", "step"]
+Preset = Literal["single_turn", "tools", "tools_and_user", "retry_with_feedback", "step", "tools_and_step"]
 
 
 class MachineSpec(Contract):

@@ -49,6 +49,7 @@ def all_rules() -> list[Rule]:
         train_eval,
         train_sft,
         transitions,
+        truncated,
         with_types,
     )
 

@@ -12,6 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from engine.actions.facts import ACTIONS, ALWAYS, LIMIT
 from engine.limits import LIMITS
+from engine.machine.presets import ABOUT, resolve_machine
 from engine.machine.variables import VARIABLES
 from engine.schemas.base import Bytes, Seconds
 from engine.schemas.entry import IsolationSpec
@@ -63,7 +64,7 @@ They may read:
 
 def reference() -> str:
     """Return the page."""
-    parts = [HEAD, "".join(_sections()), _actions(), _limits(), _guards(), _rules()]
+    parts = [HEAD, "".join(_sections()), _actions(), _presets(), _limits(), _guards(), _rules()]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -188,6 +189,33 @@ def _events(events: tuple[str, ...] | None) -> str:
     if events is None:
         return "what the environment's `events` lists"
     return ", ".join(f"`{event}`" for event in events) or "none"
+
+
+def _presets() -> str:
+    """Return the presets, with what happens after a reply that was cut off."""
+    lines = [
+        "## Presets",
+        "",
+        "The machines that `machine: NAME` names. `engine graph` draws the machine of a spec.",
+        "",
+    ]
+    lines += ["| preset | the episode | a reply that was cut off (`truncated`) |", "|---|---|---|"]
+    for name, about in ABOUT.items():
+        machine = resolve_machine(MachineSpec(preset=name))
+        dest = machine.leaving("GENERATING", "truncated")[0].dest
+        ends = "ends the episode" if dest in machine.final else f"goes to `{dest}`, like every reply without a call"
+        lines.append(f"| `{name}` | {about} | {ends} |")
+    lines += [
+        "",
+        "A cut-off reply that ends the episode is judged only by the `score` of the environment and by `rewards.scorer`. If a wrong answer",
+        "costs something and a cut-off one does not, the model learns to write without end (`engine explain rewards.truncated-pays`).",
+        "A transition sends it to the judge instead; it is tried before the preset's own:",
+        "",
+        "    machine:",
+        "      preset: tools_and_user",
+        "      transitions: [{trigger: truncated, source: GENERATING, dest: AWAITING_USER_FEEDBACK}]",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _limits() -> str:

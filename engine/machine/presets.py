@@ -19,11 +19,17 @@ _PENDING = {"PENDING": StateSpec(action="reset")}
 _GENERATING = {"GENERATING": StateSpec(action="generate")}
 _AWAITING_TOOL = {"AWAITING_TOOL": StateSpec(action="call_tools")}
 _AWAITING_USER_FEEDBACK = {"AWAITING_USER_FEEDBACK": StateSpec(action="ask_user")}
+_STEPPING = {"STEPPING": StateSpec(action="step")}
 _DONE = {"DONE": StateSpec(action="score", final=True)}
 
 _READY = TransitionSpec(trigger="ready", source="PENDING", dest="GENERATING")
 _CUT_SHORT = TransitionSpec(trigger=["limit", "failed", "truncated", "aborted"], source=ANY, dest="DONE")
-"""A reply that was cut off is not an answer, so the episode ends."""
+"""A reply that was cut off ends the episode, unless a transition before this one sends it to be judged."""
+
+_STEPPED = (
+    TransitionSpec(trigger="continue", source="STEPPING", dest="GENERATING"),
+    TransitionSpec(trigger=["done", "truncated"], source="STEPPING", dest="DONE"),
+)
 
 _USER_WAITS = "turns.user < limits.user_turns"
 """Whether the user may still answer. If not, an answer of the model ends the episode, without the event `limit`."""
@@ -86,22 +92,40 @@ PRESETS: Mapping[Preset, MachineSpec] = {
     ),
     "step": MachineSpec(
         initial="PENDING",
-        states=_PENDING | _GENERATING | {"STEPPING": StateSpec(action="step")} | _DONE,
+        states=_PENDING | _GENERATING | _STEPPING | _DONE,
         transitions=[
             _READY,
-            TransitionSpec(trigger=["answered", "tool_calls", "malformed"], source="GENERATING", dest="STEPPING"),
-            TransitionSpec(trigger="continue", source="STEPPING", dest="GENERATING"),
-            TransitionSpec(trigger=["done", "truncated"], source="STEPPING", dest="DONE"),
+            TransitionSpec(
+                trigger=["answered", "tool_calls", "malformed", "truncated"], source="GENERATING", dest="STEPPING"
+            ),
+            *_STEPPED,
+            _CUT_SHORT,
+        ],
+    ),
+    "tools_and_step": MachineSpec(
+        initial="PENDING",
+        states=_PENDING | _GENERATING | _AWAITING_TOOL | _STEPPING | _DONE,
+        transitions=[
+            _READY,
+            TransitionSpec(trigger=["tool_calls", "malformed"], source="GENERATING", dest="AWAITING_TOOL"),
+            TransitionSpec(trigger=["answered", "truncated"], source="GENERATING", dest="STEPPING"),
+            TransitionSpec(trigger="results", source="AWAITING_TOOL", dest="GENERATING"),
+            *_STEPPED,
             _CUT_SHORT,
         ],
     ),
 }
-"""Each handles all events of its actions, `limit` and `failed`, with an unconditional last transition.
+"""Each handles all events of its actions, `limit` and `failed`, with an unconditional last transition."""
 
-`single_turn`: one reply. `tools`: replies and tool results until a reply calls no tool. `tools_and_user`: a user answers
-each reply that calls no tool, until the user is satisfied or out of turns. `retry_with_feedback`: the same without tools. `step`: the environment answers each reply, until it is
-done; its events are `continue`, `done` and, if it was cut short, `truncated`.
-"""
+ABOUT: Mapping[Preset, str] = {
+    "single_turn": "One reply.",
+    "tools": "Replies and tool results, until a reply calls no tool.",
+    "tools_and_user": "The user answers each reply that calls no tool, until satisfied or out of turns.",
+    "retry_with_feedback": "The same without tools.",
+    "step": "The environment's `step` answers each reply, until its event is `done` (or `truncated`, a limit of its own).",
+    "tools_and_step": "The same for each reply that calls no tool; the engine runs tool calls.",
+}
+"""A description of each preset, for docs/spec.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +166,8 @@ def resolve_machine(machine: MachineSpec) -> ResolvedMachine:
     """Merge a machine with its preset, and expand every transition.
 
     The spec's states are added to those of the preset and replace states of the same name. Its transitions are tried
-    first. A transition of the preset that can never be taken (an unconditional one of the spec precedes it, or its
-    source is now final) is left out. Names are not checked: a transition may name a state that does not exist.
+    first. A transition of the preset that can never be taken (an unconditional one precedes it, or its source is now final)
+    is left out. Names are not checked: a transition may name a state that does not exist.
     """
     preset = PRESETS[machine.preset] if machine.preset is not None else None
     states = {**(preset.states if preset else {}), **machine.states}
@@ -153,9 +177,11 @@ def resolve_machine(machine: MachineSpec) -> ResolvedMachine:
     transitions = [t for index, spec in enumerate(machine.transitions) for t in _spell_out(spec, standing, index)]
     settled = {(t.source, t.trigger) for t in transitions if t.conditions is None}
     for spec in preset.transitions if preset else ():
-        transitions += [
+        added = [
             t for t in _spell_out(spec, standing, None) if t.source in standing and (t.source, t.trigger) not in settled
         ]
+        transitions += added
+        settled |= {(t.source, t.trigger) for t in added if t.conditions is None}
     return ResolvedMachine(initial, states, transitions)
 
 

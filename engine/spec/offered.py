@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine.schemas.adapters import ADAPTERS, TOOL_ADAPTERS
+from engine.spec.source import is_function_environment
 
 GROUPS = {
     "episode_engine.environments": "environment",
@@ -66,14 +67,14 @@ def _adapters() -> Iterator[Offered]:
 
 
 def _shipped() -> Iterator[Offered]:
-    """Environments and users of `engine.environments`, by their methods; tools are the functions in `tools/`."""
+    """Environments and users of `engine.environments`, by their methods or `@environment`; tools are the functions in `tools/`."""
     package = find_spec("engine.environments")
     for root in (package.submodule_search_locations or []) if package is not None else []:
         for file in sorted(Path(root).rglob("*.py")):
             parts = file.relative_to(root).with_suffix("").parts
             for node in ast.parse(file.read_text()).body:
                 kind = _kind(node, in_tools=parts[0] == "tools")
-                if kind is not None and isinstance(node, ast.ClassDef | ast.FunctionDef):
+                if kind is not None and isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                     yield Offered(kind=kind, name=node.name, use=f"engine.environments.{'.'.join(parts)}:{node.name}")
 
 
@@ -83,6 +84,8 @@ def _kind(node: ast.stmt, *, in_tools: bool) -> str | None:
     if isinstance(node, ast.ClassDef):
         methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
         return next((kind for name, kind in _METHODS.items() if name in methods), None)
+    if is_function_environment(node):
+        return "environment"
     return "tool" if in_tools else None
 
 

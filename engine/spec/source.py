@@ -28,6 +28,8 @@ LARGEST_FOLLOWED = 400_000
 """Maximum size of a module that another one imports, in bytes."""
 MAX_STEPS = 20
 """Maximum number of re-exports, aliases and bases that are followed one after the other."""
+FUNCTION_EVENTS = ("continue", "done")
+"""The events of every environment that is a function."""
 _IMPLICIT = frozenset({"__name__", "__doc__", "__file__", "__package__", "__spec__", "__dict__", "__loader__"})
 Def = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -302,10 +304,12 @@ def inside(owner: Definition, name: str) -> Definition | None:
 
 
 def declared_events(node: ast.AST | None) -> tuple[str, ...] | None:
-    """The events that a definition declares: `events = ("done",)` in a class, `@action("done")` on a function.
+    """The events that a definition declares: `events = ("done",)` in a class, `@action("done")` or `@environment` on a function.
 
     None where its text does not say them as plain strings.
     """
+    if is_function_environment(node):
+        return FUNCTION_EVENTS
     if isinstance(node, ast.ClassDef):
         value = class_attribute(node, "events")
         return _strings(value.elts) if isinstance(value, ast.Tuple | ast.List) else None
@@ -314,6 +318,25 @@ def declared_events(node: ast.AST | None) -> tuple[str, ...] | None:
         if isinstance(call, ast.Call) and not call.keywords:
             return _strings(call.args) if last_name(call.func) == "action" else None
     return None
+
+
+def is_function_environment(node: ast.AST | None) -> bool:
+    """Whether a definition is a function that `@environment` (engine.environments.function) makes an environment of."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.decorator_list) != 1:
+        return False
+    return last_name(node.decorator_list[0]) == "environment"
+
+
+def has_yield(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function is a generator."""
+    waiting: list[ast.AST] = [*node.body]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, ast.Yield | ast.YieldFrom):
+            return True
+        if not isinstance(item, Def | ast.Lambda):
+            waiting += ast.iter_child_nodes(item)
+    return False
 
 
 def class_attribute(node: ast.ClassDef, name: str) -> ast.expr | None:

@@ -15,7 +15,7 @@ from engine.spec.load import load_spec
 from engine.store.store import RunStore, find_run
 
 GUIDE = Path(__file__).parents[2] / "docs" / "environments.md"
-BLOCK = re.compile(r"^```(?:python|yaml)\n# (\S+\.(?:py|yaml))\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(?:python|yaml)\n# (\S+\.(?:py|yaml))(?::[^\n]*)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,10 @@ def run(spec: Path, tokenizer: Path) -> Trajectory:
 
 def test_the_guide_prints_whole_files(folder: Path) -> None:
     assert sorted(file.name for file in folder.glob("*.*")) == [
+        "counter.py",
         "desk.py",
+        "guess.py",
+        "guess.yaml",
         "reader.py",
         "reader.yaml",
         "vault.py",
@@ -46,7 +49,7 @@ def test_the_guide_prints_whole_files(folder: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["vault.yaml", "reader.yaml"])
+@pytest.mark.parametrize("name", ["vault.yaml", "reader.yaml", "guess.yaml"])
 def test_its_specs_are_valid(folder: Path, name: str) -> None:
     assert [str(item) for item in check_spec(load_spec(folder / name)) if item.severity == "error"] == []
 
@@ -72,6 +75,24 @@ def test_the_vault_opens_at_its_own_steps(folder: Path, tiny_tokenizer_dir: Path
     ]
     assert [turn.rewards for turn in episode.turns] == [{}, {}, {"opened": 1.0, "brevity": -0.03}]
     assert episode.outcome.solved
+
+
+def test_a_game_is_one_function(folder: Path, tiny_tokenizer_dir: Path) -> None:
+    episode = run(folder / "guess.yaml", tiny_tokenizer_dir)
+    assert [message.text for message in episode.messages if message.role == "user"] == [
+        "Guess my number, from 1 to 15. Write <guess>7</guess>.",
+        "Higher.",
+        "I see no guess.",
+    ]
+    assert [turn.rewards for turn in episode.turns] == [{}, {"format": -0.1}, {"won": 1.0}]
+    assert episode.outcome.solved
+
+
+def test_a_function_without_a_generator_keeps_its_state_in_facts(folder: Path, tiny_tokenizer_dir: Path) -> None:
+    text = (folder / "guess.yaml").read_text().replace("guess:guess", "counter:counter").replace("most: 15", "most: 9")
+    (folder / "counter.yaml").write_text(re.sub("replies: .*]}", "replies: [a, abc, ab]}", text))
+    episode = run(folder / "counter.yaml", tiny_tokenizer_dir)
+    assert [turn.rewards["longer"] for turn in episode.turns] == [1.0, 1.0, -1.0]
 
 
 def test_the_reader_pays_the_turn_that_found_the_book(folder: Path, tiny_tokenizer_dir: Path) -> None:

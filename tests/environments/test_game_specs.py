@@ -13,7 +13,14 @@ from engine.cli.main import app
 from engine.spec.load import load_spec
 
 SPECS = Path(__file__).parents[2] / "specs"
-NAMES = ["countdown", "word_guess", "text_to_sql", "search", pytest.param("programs", marks=pytest.mark.slow)]
+NAMES = [
+    "countdown",
+    "guess_number",
+    "word_guess",
+    "text_to_sql",
+    "search",
+    pytest.param("programs", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

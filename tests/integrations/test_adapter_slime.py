@@ -78,6 +78,16 @@ def test_episodes_are_those_of_slimes_loop(
     assert "object" not in episode.facts  # JSON cannot hold it
 
 
+def test_a_reply_that_was_cut_off_ends_the_episode_without_a_step_as_in_slimes_loop(
+    tmp_path: Path, tiny_tokenizer_dir: Path, count: dict[str, Any]
+) -> None:
+    replies = [said(3)[0], {"text": said(7)[0], "finish": "length"}]
+    document = spec_of(tiny_tokenizer_dir, count, [ROW], replies, isolation="thread")
+    (episode,) = run_spec(tmp_path, document).values()
+    assert (shown(episode), earned(episode)) == (by_hand(said(3), ROW, max_turns=4)[0], [0.03, 0.0])
+    assert (episode.outcome.event, episode.facts["truncated"], episode.facts["said"]) == ("truncated", True, 3)
+
+
 def test_a_worker_process_is_the_default(tmp_path: Path, tiny_tokenizer_dir: Path, count: dict[str, Any]) -> None:
     """A hang ends at the deadline, which only a process can enforce on code that does not wait."""
     rows = [{**ROW, "fault": "hang"}]

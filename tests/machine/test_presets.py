@@ -6,7 +6,7 @@ import pytest
 
 from engine.actions.facts import ACTIONS, ALWAYS
 from engine.machine.guards import guard_problems
-from engine.machine.presets import PRESETS, ResolvedTransition, resolve_machine
+from engine.machine.presets import ABOUT, PRESETS, ResolvedTransition, resolve_machine
 from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
 
 
@@ -35,10 +35,21 @@ def test_a_presets_states_are_reachable_and_its_guards_right(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("event", ["truncated", "aborted", "limit", "failed"])
-def test_a_turn_that_was_cut_off_ends_the_episode(name: str, event: str) -> None:
+@pytest.mark.parametrize("event", ["aborted", "limit", "failed"])
+def test_a_turn_without_a_whole_reply_ends_the_episode(name: str, event: str) -> None:
     machine = resolve_machine(MachineSpec(preset=name))
     assert [(t.dest, t.conditions) for t in machine.leaving("GENERATING", event)] == [("DONE", None)]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_reply_that_was_cut_off_is_judged_where_the_environment_judges_replies(name: str) -> None:
+    machine = resolve_machine(MachineSpec(preset=name))
+    dest = "STEPPING" if "STEPPING" in machine.states else "DONE"
+    assert [(t.dest, t.conditions) for t in machine.leaving("GENERATING", "truncated")] == [(dest, None)]
+
+
+def test_every_preset_is_described() -> None:
+    assert list(ABOUT) == list(PRESETS)
 
 
 def test_the_default_preset_is_the_documented_machine() -> None:

@@ -107,6 +107,8 @@ class SlimeEnvironment:
             AdapterError: it did not answer (observation, done, info), or gave a reward that is no number.
         """
         who = self._who("step")
+        if view.finish == "length":  # slime's own loop ends the episode, without a step
+            return stepped(messages=[], reward=None, cause="", over=True, truncated=True)
         answer = self._env.step(view.written)
         if not isinstance(answer, tuple | list) or len(answer) != 3:
             raise AdapterError(f"{who} must return (observation, done, info), not {answer!r:.120}")
