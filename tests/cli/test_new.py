@@ -1,8 +1,9 @@
-"""`engine new`: what it makes is valid, runs as it stands, and never replaces anything."""
+"""`engine new`: each kind is valid, runs as it stands in any folder, is covered by its scenarios, and never replaces anything."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import engine
 from engine.checks import check_spec
 from engine.cli.main import app
-from engine.cli.new import scaffold
+from engine.cli.new import Kind, scaffold
+from engine.scenarios.suite import Formats, run_suite
 from engine.spec.load import load_spec
 
-FILES = ["spec.yaml", "environment.py", "replies.yaml", "test_shop_v2.py"]
+FILES = ["spec.yaml", "environment.py", "replies.yaml", "spec.scenarios.yaml", "test_shop_v2.py"]
+TEXT = [kind for kind in Kind if kind is not Kind.VISION]
+"""Kinds that any tokenizer can play."""
 
 
 @pytest.fixture
@@ -28,15 +33,22 @@ def test_it_prints_the_files_and_the_next_commands(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["new", "shop-v2", "--dir", str(tmp_path)])
     assert result.exit_code == 0
     folder = tmp_path / "shop-v2"
-    assert result.stdout.splitlines() == [
+    *lines, schema = result.stdout.splitlines()
+    assert lines == [
         f"Made {folder}/:",
         *(f"  {name}" for name in FILES),
         "",
         "Next:",
         f"  engine validate --import {folder}/spec.yaml",
+        f"  engine test {folder}/spec.yaml --require-coverage",
         f"  engine run {folder}/spec.yaml",
-        f"  pytest {folder}",
+        f"  python -m unittest discover -s {folder}    # or: pytest {folder}",
+        "",
+        "For completion and errors in an editor, begin spec.yaml with the line:",
     ]
+    assert schema.startswith("  # yaml-language-server: $schema=")
+    assert Path(schema.partition("=")[2]).name == "episode.schema.json"
+    assert Path(schema.partition("=")[2]).is_file()
     assert sorted(file.name for file in folder.iterdir()) == sorted(FILES)
 
 
@@ -48,33 +60,78 @@ def test_a_missing_parent_folder_is_made(tmp_path: Path) -> None:
     ]
 
 
-def test_the_spec_has_no_findings(shop: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer_dir: Path) -> None:
+@pytest.mark.parametrize("kind", Kind)
+def test_no_file_holds_a_path_of_this_machine(tmp_path: Path, kind: Kind) -> None:
+    for file in scaffold("shop", tmp_path, kind):
+        text = file.read_text()
+        assert re.findall(r"(?<![\w.:}])/(?:\w|\.)[\w./-]*", text.replace("http://", "").replace("</", "<")) == [], (
+            file.name
+        )
+        for place in (tmp_path, Path.home(), Path(engine.__file__).parents[1]):
+            assert str(place) not in text
+
+
+@pytest.mark.parametrize("kind", TEXT)
+def test_a_kind_has_no_findings_and_its_scenarios_take_every_transition(
+    tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer_dir: Path
+) -> None:
     monkeypatch.setenv("MODEL", str(tiny_tokenizer_dir))
-    loaded = load_spec(shop / "spec.yaml")
+    spec = scaffold("shop-v2", tmp_path, kind)[0]
+    loaded = load_spec(spec)
     assert [str(item) for item in check_spec(loaded) if item.severity != "info"] == []
-    assert loaded.spec.name == "shop-v2"
-    assert loaded.spec.model.path == str(tiny_tokenizer_dir)
+    assert [item.rule for item in check_spec(loaded) if item.rule == "rewards.truncated-pays"] == []
+    assert (loaded.spec.name, loaded.spec.model.path) == ("shop-v2", str(tiny_tokenizer_dir))
+    suite = run_suite(spec, Formats())
+    assert [(one.name, one.differences, one.problems) for one in suite.results if not one.passed] == []
+    assert suite.coverage is not None
+    assert suite.coverage.missing == []
 
 
-def test_one_override_puts_a_real_model_in(shop: Path) -> None:
-    loaded = load_spec(shop / "spec.yaml", ["backend={kind: local}"])
-    assert (loaded.spec.backend.kind, loaded.spec.model.path) == ("local", "smollm2-135m-instruct")
-
-
-def test_the_schema_that_the_editor_is_pointed_at_is_there(shop: Path) -> None:
-    line = (shop / "spec.yaml").read_text().splitlines()[0]
-    assert line.startswith("# yaml-language-server: $schema=")
-    assert Path(line.partition("=")[2]).name == "episode.schema.json"
-    assert Path(line.partition("=")[2]).is_file()
+@pytest.mark.parametrize("kind", Kind)
+def test_one_override_puts_a_real_model_in(tmp_path: Path, kind: Kind) -> None:
+    loaded = load_spec(scaffold("shop", tmp_path, kind)[0], ["backend={kind: local}"])
+    model = "tiny-qwen2_5-vl" if kind is Kind.VISION else "tiny-qwen2"
+    assert (loaded.spec.backend.kind, loaded.spec.model.path) == ("local", model)
+    assert [str(item) for item in check_spec(loaded) if item.severity != "info"] == []
 
 
 @pytest.mark.slow
-def test_its_own_tests_pass(shop: Path, tiny_tokenizer_dir: Path) -> None:
-    environment = os.environ | {"MODEL": str(tiny_tokenizer_dir)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(shop)]
-    result = subprocess.run(command, cwd=shop.parent, env=environment, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.splitlines()[-1].startswith("4 passed")
+@pytest.mark.parametrize("kind", Kind)
+def test_a_new_users_commands_all_succeed_in_any_folder(tmp_path: Path, kind: Kind) -> None:
+    """As printed, with the model that the spec names, and again after the folder was moved."""
+    environment = {key: value for key, value in os.environ.items() if key != "MODEL"}
+    environment["PYTHONPATH"] = str(Path(engine.__file__).parents[1])
+
+    def run(folder: Path, *command: str) -> str:
+        result = subprocess.run(
+            [sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout + result.stderr
+
+    home = tmp_path / "home"
+    home.mkdir()
+    run(home, "engine.cli.main", "new", "my-shop", "--kind", kind)
+    assert "1 spec valid" in run(home, "engine.cli.main", "validate", "--import", "my-shop/spec.yaml")
+    told = run(home, "engine.cli.main", "test", "my-shop/spec.yaml", "--require-coverage")
+    taken = re.search(r"(\d+) of (\d+) transitions taken", told)
+    assert taken is not None
+    assert taken[1] == taken[2]
+    assert "Run: runs/my-shop-" in run(home, "engine.cli.main", "run", "my-shop/spec.yaml")
+    assert "OK" in run(home, "unittest", "discover", "-s", "my-shop").splitlines()
+    moved = tmp_path / "elsewhere" / "moved"
+    moved.parent.mkdir()
+    (home / "my-shop").rename(moved)
+    assert "2 passed" in run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", str(moved))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", Kind)
+def test_a_kind_runs_with_its_tiny_model(tmp_path: Path, kind: Kind) -> None:
+    spec = scaffold("shop", tmp_path, kind)[0]
+    command = ["run", str(spec), "--set", "backend={kind: local}", "--set", "limits.turn_tokens=8", "--quiet"]
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "runs")])
+    assert result.exit_code == 0, result.output
 
 
 def test_what_is_there_is_never_replaced(shop: Path, tmp_path: Path) -> None:
@@ -91,6 +148,12 @@ def test_an_empty_folder_and_a_dangling_link_count_as_there(tmp_path: Path) -> N
     for name in ("empty", "link"):
         with pytest.raises(FileExistsError):
             scaffold(name, tmp_path)
+
+
+def test_a_kind_that_does_not_exist_makes_nothing(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["new", "shop", "--kind", "toys", "--dir", str(tmp_path)])
+    assert result.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "1st", ".hidden", "sp ace", "naïve", "x\n"])
