@@ -8,13 +8,14 @@ built: what edits one copies the nodes on the way.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
 
 from engine.spec.diagnostic import Diagnostic, Origin
 from engine.spec.scalars import ScalarValue, read_scalar
+from engine.spec.yaml_causes import likely_cause
 
 MAX_DEPTH = 64
 """Deepest nesting of mappings and lists."""
@@ -108,7 +109,7 @@ def parse(text: str, place: Place) -> tuple[Node | None, list[Diagnostic]]:
     Returns the tree, or None where the text is no YAML at all (or empty), and every problem that was met:
     rules `yaml.*`, of which `yaml.syntax` means that reading stopped.
     """
-    builder = _Builder(place)
+    builder = _Builder(place, text)
     try:
         loader = _LOADER(text)
     except (yaml.YAMLError, UnicodeError) as error:
@@ -125,8 +126,9 @@ def parse(text: str, place: Place) -> tuple[Node | None, list[Diagnostic]]:
 
 
 class _Builder:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, text: str) -> None:
         self.place = place
+        self._text = text
         self.root: Node | None = None
         self.problems: list[Diagnostic] = []
         self.stopped = False
@@ -240,7 +242,10 @@ class _Builder:
         """The key that a node stands for; None where it was refused, which is reported."""
         if not isinstance(node, Scalar):
             kind = "mapping" if isinstance(node, Mapping) else "list"
-            self.problem("yaml.key", f"a {kind} cannot be a key", "write a name", node.origin)
+            line = split_lines(self._text)[mapping.origin.line - 1]
+            template = re.search(r"\{\{.*?\}\}", line)
+            fix = f'quote the text: "{template[0]}"' if template else "write a name"
+            self.problem("yaml.key", f"a {kind} cannot be a key", fix, node.origin)
         elif not isinstance(node.value, str):
             fix = f'quote it: "{node.text}"' if node.text else "write a name before the colon"
             self.problem("yaml.key", f"the key `{node.text}` is no string", fix, node.origin)
@@ -306,7 +311,16 @@ def _unreadable(error: yaml.YAMLError | UnicodeError, text: str, place: Place) -
         if error.context and error.problem:
             words = f"{error.context}: {error.problem}"
         origin = place(mark) if mark else Origin(place.file, 1, 1, place.via)
-        return Diagnostic("yaml.syntax", "error", words, _syntax_fix(words, text, origin.line), origin)
+        fix = _syntax_fix(words, text, origin.line)
+        lines = split_lines(text)
+        cause = likely_cause(lines, mark.line) if mark and fix is None and len(lines) > 1 else None
+        if cause is not None:
+            said = "" if cause.line == origin.line else f" (the parser stops in line {origin.line})"
+            at = replace(origin, line=cause.line, column=cause.column)
+            return Diagnostic("yaml.syntax", "error", f"{cause.message}{said}", cause.fix, at)
+        if fix is None and "mapping values are not allowed" in words:
+            fix = "quote the value if it contains `: `, or check the indentation"
+        return Diagnostic("yaml.syntax", "error", words, fix, origin)
     if isinstance(error, yaml.reader.ReaderError):
         code = error.character if isinstance(error.character, int) else ord(str(error.character)[:1] or "\0")
         before = text.encode("utf-8", "replace")[: error.position].decode("utf-8", "ignore")
@@ -326,6 +340,4 @@ def _syntax_fix(words: str, text: str, line: int) -> str | None:
         return 'inside {…} or […] quote it: "${NAME:default}"'
     if "\\t" in words or (0 < line <= len(lines) and lines[line - 1].lstrip(" ").startswith("\t")):
         return "indent with spaces, not tabs"
-    if "mapping values are not allowed" in words:
-        return "quote the value if it contains `: `, or check the indentation"
     return None

@@ -86,8 +86,7 @@ def test_an_aliased_value_is_its_anchors_and_the_copies_are_separate() -> None:
         ),
         (
             "a: b: c\n",
-            "a.yaml:1:5: error[yaml.syntax] mapping values are not allowed in this context; "
-            "quote the value if it contains `: `, or check the indentation",
+            'a.yaml:1:4: error[yaml.syntax] the value contains `: `, so it needs quotes; write "b: c"',
         ),
         (
             "é: x\x07\n",

@@ -1,0 +1,256 @@
+"""The likely cause of a YAML syntax error, and its own line, which is often not the line where the parser stopped.
+
+Each suspicion is a repair of one place: a quote is closed, a line is moved to the indentation of its neighbours, a colon or a comma is
+added. The text with the repair is parsed again. The first repair after which the error is gone, or occurs further down, is the cause.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import yaml
+
+MAX_CHARACTERS = 100_000
+"""Maximum size of a text in which causes are looked for."""
+MAX_REPAIRS = 60
+"""Maximum number of repairs that are tried."""
+MAX_LINES = 25
+"""Maximum number of lines above the error that are suspected."""
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_KEY = re.compile(r"^(\s*(?:- +)?)([\w.-]+):(?=\s|$)")
+_GLUED = re.compile(r"^(\s*(?:- +)?[A-Za-z_][\w-]*):(?=[^\s/:\\])")
+_NO_COLON = re.compile(r"^(\s*(?:- +)?[A-Za-z_][\w-]*)(?: +(\S.*))?$")
+_VALUE = re.compile(r"^(\s*(?:- +)?(?:[\w.-]+: +)?)(\S.*?)\s*$")
+_MISSING_COMMA = re.compile(r"""(?<=[\w"'\]}])( +)(?=[A-Za-z_][\w-]*: )""")
+_OPENERS = {"{": "}", "[": "]"}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What is probably wrong."""
+
+    message: str
+    fix: str
+    line: int
+    """From 1."""
+    column: int
+    """From 1."""
+
+
+@dataclass(frozen=True)
+class _Repair:
+    cause: Cause
+    lines: dict[int, str]
+    """The lines that it replaces, by index."""
+    usual: bool = True
+    """Whether the result is usual: indented by a multiple of 2. Another repair is preferred to one that is not."""
+
+
+def likely_cause(lines: list[str], failed: int) -> Cause | None:
+    """Return the likely cause of a syntax error; None if no repair helps.
+
+    Args:
+        lines: The text, by lines.
+        failed: Index of the line where the parser stopped.
+    """
+    if sum(map(len, lines)) > MAX_CHARACTERS:
+        return None
+    unusual: Cause | None = None
+    further: Cause | None = None
+    for repair in islice(_repairs(lines, failed), MAX_REPAIRS):
+        stopped = _stops([repair.lines.get(at, line) for at, line in enumerate(lines)])
+        if stopped is None and repair.usual:
+            return repair.cause
+        if stopped is None:
+            unusual = unusual or repair.cause
+        elif stopped > failed + 1 and further is None:
+            further = repair.cause
+    return unusual or further
+
+
+def _stops(lines: list[str]) -> int | None:
+    """The index of the line where the parser stops; None if it reads everything."""
+    loader = _LOADER("\n".join(lines))
+    try:
+        while loader.check_event():
+            loader.get_event()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        return int(mark.line) if mark else 0
+    except (yaml.YAMLError, UnicodeError):
+        return 0
+    finally:
+        loader.dispose()
+    return None
+
+
+def _repairs(lines: list[str], failed: int) -> Iterator[_Repair]:
+    last = min(failed, len(lines) - 1)
+    near = range(last, max(-1, last - MAX_LINES), -1)
+    for at in near:
+        yield from _quotes(lines, at)
+    for at in near:
+        yield from _brackets(lines, at)
+    for at in (item for item in near if item >= last - 5):
+        yield from _within_line(lines, at)
+    for at in sorted(near, key=lambda item: _depth(lines[item]) % 2 == 0):  # an odd indentation is suspected first
+        yield from _indentation(lines, at)
+    for at in range(last):  # an open quote swallows lines, however many
+        if at < last - MAX_LINES + 1:
+            yield from _quotes(lines, at)
+
+
+def _quotes(lines: list[str], at: int) -> Iterator[_Repair]:
+    """A quote that is not closed in its line."""
+    opened = _open_quote(lines[at])
+    if opened is None:
+        return
+    column, quote = opened
+    line = lines[at].rstrip()
+    cause = Cause(
+        "a quote is opened here and not closed", f"close it with {quote} in the same line", at + 1, column + 1
+    )
+    for end in (len(line), *(index for index in range(len(line) - 1, column, -1) if line[index] in ",}]")):
+        yield _Repair(cause, {at: line[:end] + quote + line[end:]})
+
+
+def _open_quote(line: str) -> tuple[int, str] | None:
+    """Where a quoted value begins that the line does not close; its quote."""
+    quote, begun = "", 0
+    at = 0
+    while at < len(line):
+        char = line[at]
+        if quote:
+            if char == "\\" and quote == '"':
+                at += 1
+            elif char == quote:
+                if quote == "'" and line[at + 1 : at + 2] == "'":
+                    at += 1
+                else:
+                    quote = ""
+        elif char == "#" and (at == 0 or line[at - 1].isspace()):
+            break
+        elif char in "\"'" and (not line[:at].strip() or line[:at].rstrip()[-1:] in ":-,[{"):
+            quote, begun = char, at
+        at += 1
+    return (begun, quote) if quote else None
+
+
+def _brackets(lines: list[str], at: int) -> Iterator[_Repair]:
+    """A `{` or `[` that is not closed in its line, and a bracket that closes nothing."""
+    stack: list[tuple[int, str]] = []
+    quote = ""
+    line = lines[at].rstrip()
+    for index, char in enumerate(line):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char == "#" and (index == 0 or line[index - 1].isspace()):
+            break
+        elif char in _OPENERS and not (
+            stack == [] and line[:index].strip() and line[:index].rstrip()[-1:] not in ":-,[{"
+        ):
+            stack.append((index, char))
+        elif stack and char == _OPENERS[stack[-1][1]]:
+            stack.pop()
+        elif char in "}]":
+            cause = Cause(f"`{char}` closes nothing here", "remove it, or open it before", at + 1, index + 1)
+            yield _Repair(cause, {at: line[:index] + line[index + 1 :]})
+            return
+    if stack:
+        column, char = stack[-1]
+        closers = "".join(_OPENERS[item] for _, item in reversed(stack))
+        cause = Cause(
+            f"`{char}` is opened here and not closed", f"close it with `{_OPENERS[char]}`", at + 1, column + 1
+        )
+        yield _Repair(cause, {at: line + closers})
+        for end in (index for index in range(len(line) - 1, column, -1) if line[index] in "}],"):
+            yield _Repair(cause, {at: line[:end] + _OPENERS[char] + line[end:]})
+
+
+def _within_line(lines: list[str], at: int) -> Iterator[_Repair]:
+    """A colon, a space or a comma that is missing, and a value that needs quotes."""
+    line = lines[at]
+    if glued := _GLUED.match(line):
+        key = glued[1].strip().removeprefix("- ")
+        cause = Cause(f"there is no space after `{key}:`", f"write `{key}: …`", at + 1, glued.end(1) + 1)
+        yield _Repair(cause, {at: f"{glued[1]}: {line[glued.end() :]}"})
+    if (bare := _NO_COLON.match(line)) and not _KEY.match(line):
+        key = bare[1].strip().removeprefix("- ")
+        cause = Cause(f"there is no colon after `{key}`", f"write `{key}:`", at + 1, bare.end(1) + 1)
+        yield _Repair(cause, {at: f"{bare[1]}: {bare[2] or ''}".rstrip()})
+    for comma in _MISSING_COMMA.finditer(line):
+        cause = Cause(
+            "a comma is missing here", "separate the entries of {…} and […] by commas", at + 1, comma.start() + 1
+        )
+        yield _Repair(cause, {at: line[: comma.start()] + "," + line[comma.start() :]})
+    value = _VALUE.match(line)
+    if value and value[2][0] not in "\"'":
+        quoted = '"' + value[2].replace("\\", "\\\\").replace('"', '\\"') + '"'
+        why = "contains `: `" if ": " in value[2] else f"begins with `{value[2][0]}`"
+        cause = Cause(
+            f"the value {why}, so it needs quotes",
+            f"write {quoted}" if len(quoted) < 60 else "quote it",
+            at + 1,
+            value.start(2) + 1,
+        )
+        if ": " in value[2] or value[2][0] in "%@`*&!|>{[":
+            yield _Repair(cause, {at: value[1] + quoted})
+
+
+def _indentation(lines: list[str], at: int) -> Iterator[_Repair]:
+    """A line, with the lines below it that are deeper, at the indentation of a line above."""
+    line = lines[at]
+    own = len(line) - len(line.lstrip(" "))
+    if not line.strip() or line.lstrip().startswith("#"):
+        return
+    what = _what(line)
+    block = [at]
+    for below in range(at + 1, len(lines)):
+        depth = len(lines[below]) - len(lines[below].lstrip(" "))
+        if (
+            lines[below].strip()
+            and depth <= own
+            and not (what == "-" and depth == own and lines[below].lstrip().startswith("-"))
+        ):
+            break
+        block.append(below)
+    wanted: dict[int, tuple[str, int]] = {}  # depth -> what stands there, and the number of its line
+    for above in range(at - 1, -1, -1):
+        if not lines[above].strip() or lines[above].lstrip().startswith("#"):
+            continue
+        depth = len(lines[above]) - len(lines[above].lstrip(" "))
+        wanted.setdefault(depth, (_what(lines[above]), above + 1))
+        if lines[above].rstrip().endswith(":"):
+            wanted.setdefault(depth + 2, (_what(lines[above]), above + 1))
+        if depth == 0:
+            break
+    for depth, (name, number) in sorted(wanted.items(), key=lambda item: abs(item[0] - own)):
+        if depth != own:
+            has = f"{own} space{'s' * (own != 1)}"
+            relation = "as" if depth == _depth(lines[number - 1]) else "below"
+            message = f"the indentation of `{what}` is wrong: {has}"
+            fix = f"indent it by {depth}, {relation} `{name}` in line {number}"
+            moved = {item: " " * max(0, depth - own + _depth(lines[item])) + lines[item].lstrip(" ") for item in block}
+            cause = Cause(message, fix, at + 1, own + 1)
+            yield _Repair(cause, moved, depth % 2 == 0)
+            if len(block) > 1:
+                yield _Repair(cause, {at: moved[at]}, depth % 2 == 0)
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip(" "))
+
+
+def _what(line: str) -> str:
+    key = _KEY.match(line)
+    text = line.strip()
+    if key:
+        return f"{key[2]}:"
+    return "-" if text.startswith("-") else text[:20]
