@@ -58,6 +58,11 @@ def spec_of(args: argparse.Namespace) -> dict[str, Any]:
             "optimizer": {"lr": 0.003},
             "checkpoints": {"every": args.checkpoint_every, "keep": 2},
             "asynchrony": {"max_staleness": args.staleness, "oversample": args.oversample},
+            **(
+                {"difficulty": {"window": 4, "low": 0.3, "keep": 0.2, "solved_at": 0.4 * args.turns}}
+                if args.difficulty
+                else {}
+            ),
         },
     }
 
@@ -274,6 +279,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--staleness", type=int, default=0)
     parser.add_argument("--oversample", type=float, default=1.0)
     parser.add_argument("--mix", action="store_true", help="tasks of two sources, with the weights 3 and 1")
+    parser.add_argument(
+        "--difficulty", action="store_true", help="draw tasks less often that are always or never solved"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path)
     return parser.parse_args(arguments)

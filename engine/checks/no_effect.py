@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
 from engine.checks.sources import TASKS, each_source
+from engine.errors import SpecError
 from engine.schemas.tasks import TasksSpec
 from engine.schemas.train import TrainSpec
 from engine.spec.diagnostic import DataPath
+from engine.spec.tasks import count_tasks
 
 Option = tuple[DataPath, str]
 """The path of an option and the reason why it has no effect."""
@@ -23,7 +25,7 @@ def train_no_effect(ctx: CheckContext) -> Iterator[Finding]:
         return
     found = [*_steps(train), *_around(ctx, train)]
     if train.samples_episodes:
-        found += [*_loss(train), *_batch(train), *_rewards(train)]
+        found += [*_loss(train), *_batch(train), *_rewards(train), *_difficulty(ctx, train)]
     else:
         found += _data(train)
     for path, why in found:
@@ -83,6 +85,19 @@ def _batch(train: TrainSpec) -> Iterator[Option]:
     if oversample > 1 and round((oversample - 1) * groups) == 0:
         why = f"{oversample:g} × {groups} groups (`train.tasks_per_step`) is less than half a group more"
         yield ("train", "asynchrony", "oversample"), why
+
+
+def _difficulty(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
+    """The difficulty filter where no task is drawn a second time."""
+    if train.difficulty is None or train.epochs is not None:
+        return
+    try:
+        tasks = count_tasks(ctx.loaded)
+    except (SpecError, OSError):
+        return  # `tasks.unreadable` reports it
+    draws = train.steps * train.tasks_per_step * (train.max_sampling_rounds if train.dynamic_sampling else 1)
+    if tasks is not None and ctx.spec.tasks.mix is None and draws <= tasks:
+        yield ("train", "difficulty"), f"{draws} draws of {tasks} tasks draw no task a second time"
 
 
 def _steps(train: TrainSpec) -> Iterator[Option]:

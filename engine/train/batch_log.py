@@ -24,6 +24,7 @@ from engine.errors import TrainError
 
 if TYPE_CHECKING:
     from engine.train.batches import Batch
+    from engine.train.difficulty import DifficultyFilter
     from engine.train.rollouts import TaskOrder
 
 log = structlog.get_logger(__name__)
@@ -58,6 +59,10 @@ class BatchRecord:
     metrics: dict[str, float | None] = field(default_factory=dict)
     """Metrics of the step, without those of its evaluation; null is a value that is not finite."""
     step_made: bool = True
+    skipped: list[int] = field(default_factory=list)
+    """Numbers of the draws that the difficulty filter skipped."""
+    solved: dict[str, list[int]] = field(default_factory=dict)
+    """With the difficulty filter: solved and all episodes of each group that was sampled, by its number."""
 
     @classmethod
     def of(
@@ -70,6 +75,7 @@ class BatchRecord:
         metrics: Mapping[str, float],
         updates: int = 0,
         step_made: bool = True,
+        difficulty: DifficultyFilter | None = None,
     ) -> BatchRecord:
         """The record of a batch."""
         used, left_out = ([group.number for group in groups] for groups in (batch.used, batch.left_out))
@@ -77,12 +83,30 @@ class BatchRecord:
         tasks = {str(number): order[number].id for number in sorted([*used, *left_out, *dropped])}
         finite = {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
         rate = metrics.get("lr", 0.0)
-        return cls(step, version, used, left_out, dropped, tasks, len(batch.rows), updates, rate, finite, step_made)
+        solved: dict[str, list[int]] = {}
+        if difficulty is not None:
+            groups = [*batch.used, *batch.left_out]
+            solved = {str(group.number): list(difficulty.result(group.trajectories)) for group in groups}
+        return cls(
+            step,
+            version,
+            used,
+            left_out,
+            dropped,
+            tasks,
+            rows=len(batch.rows),
+            updates=updates,
+            rate=rate,
+            metrics=finite,
+            step_made=step_made,
+            skipped=batch.skipped,
+            solved=solved,
+        )
 
     @property
     def numbers(self) -> list[int]:
         """The groups that it consumed."""
-        return [*self.used, *self.left_out, *self.dropped]
+        return [*self.used, *self.left_out, *self.dropped, *self.skipped]
 
 
 class BatchLog:

@@ -72,6 +72,10 @@ class Batch:
     """Numbers of the cancelled groups: stragglers, or too stale for the next batch."""
     stale: list[int] = field(default_factory=list)
     """Numbers of the groups of an earlier launch that were too stale to continue."""
+    skipped: list[int] = field(default_factory=list)
+    """Numbers of the draws that the difficulty filter skipped."""
+    forced: int = 0
+    """Number of groups that were sampled although the filter skipped every other draw."""
 
     @property
     def rows(self) -> list[Row]:

@@ -14,6 +14,7 @@ Invariants:
 - With oversampling, a batch takes the groups that finish first. The other groups are cancelled.
 - Running groups that would be too old for the next batch are cancelled. They exist if `max_sampling_rounds` ends a batch early.
 - With `max_staleness` 0 nothing is sampled between the last episode of a batch and the weight update.
+- Draws of tasks that are always or never solved are skipped (`difficulty.py`), and a skipped draw is consumed.
 - A group that is consumed (see `groups.py`) is never started again. A group of an earlier launch that is not consumed is started again: its
   finished episodes are read from the store and the others continue from their journals, unless its oldest token is older than
   `max_staleness` allows.
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
     from engine.schemas.trajectory import Trajectory
     from engine.spec.mix import Mix
+    from engine.train.difficulty import DifficultyFilter
     from engine.train.stored import StoredEpisodes
 
 log = structlog.get_logger(__name__)
@@ -101,6 +103,11 @@ class TaskOrder:
                 _Epochs(len(indices), shuffle=shuffle, seed=f"{seed}/{name}") for name, indices in mix.indices.items()
             ]
 
+    @property
+    def count(self) -> int:
+        """Number of tasks."""
+        return len(self._tasks)
+
     def place(self, number: int) -> tuple[int, int]:
         """The index of a group's task in the list of tasks, and its epoch."""
         if self._mix is None:
@@ -144,6 +151,7 @@ class BatchCollector:
         version: Version of the weights that the backend samples with.
         consumed: Groups that must not be started.
         stored: Episodes of earlier launches of the training.
+        difficulty: Skips draws of tasks that are always or never solved.
         progress: Called at the end of each episode. An error that it raises ends the collection.
     """
 
@@ -160,6 +168,7 @@ class BatchCollector:
         version: int = 0,
         consumed: ConsumedGroups | None = None,
         stored: StoredEpisodes | None = None,
+        difficulty: DifficultyFilter | None = None,
         progress: Callable[[Trajectory], None] | None = None,
     ) -> None:
         self._runner = runner
@@ -179,6 +188,10 @@ class BatchCollector:
         self._stored = stored
         self._next = self._consumed.next
         """Number of the next group to start, unless it is consumed."""
+        self._difficulty = difficulty
+        self._skipped: list[int] = []
+        """Draws that the difficulty filter skipped since the last batch."""
+        self._forced = 0
         self._stale: list[int] = []
         """Groups of an earlier launch that were dropped as too stale since the last batch."""
         self._running: list[_RunningGroup] = []
@@ -207,12 +220,19 @@ class BatchCollector:
 
     def _next_to_start(self) -> tuple[int, int]:
         """The number of the next group, and the version of its oldest token, or of the current weights if it has none."""
+        skipped = 0
         while True:
             number = self._next
             self._next += 1
             if number in self._consumed:
                 continue
             versions = self._stored.versions(self._order[number].id) if self._stored is not None else None
+            if versions is None and self._difficulty is not None and self._difficulty.skips(number):
+                if skipped < self._difficulty.most_skipped:
+                    skipped += 1
+                    self._skipped.append(number)
+                    continue
+                self._forced += 1
             if versions is None:
                 return number, self.version
             # A newer version than the current one is lost, because the steps that made it could not be repeated.
@@ -294,6 +314,8 @@ class BatchCollector:
         await self._cancel_stale_groups(batch)
         batch.used.sort(key=lambda group: group.number)
         batch.stale, self._stale = self._stale, []
+        batch.skipped, self._skipped = self._skipped, []
+        batch.forced, self._forced = self._forced, 0
         return batch
 
     @staticmethod

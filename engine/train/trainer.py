@@ -24,6 +24,7 @@ from engine.train import folder as folders
 from engine.train.batch_log import BatchRecord, check_tasks
 from engine.train.batches import Batch, RowBuilder
 from engine.train.credit_reach import reach_of
+from engine.train.difficulty import DifficultyFilter
 from engine.train.loop import TrainingLoop, TrainResult
 from engine.train.repeat import StepRepeater, stored_rows
 from engine.train.rollouts import BatchCollector, TaskOrder
@@ -46,6 +47,7 @@ class Trainer(TrainingLoop):
 
     _kept = "; the episodes are kept"
     _order: TaskOrder
+    _difficulty: DifficultyFilter | None = None
 
     async def _run_prepared(self, stop: asyncio.Event | None) -> TrainResult:
         self._format = load_format(self.spec.model, self.loaded.base)
@@ -98,6 +100,10 @@ class Trainer(TrainingLoop):
         if self._state.version or self.spec.backend.weights_in_servers:
             # A server may have other weights: send the current ones before the first token is sampled.
             await self._push_weights()
+        if self.train.difficulty is not None:
+            self._difficulty = DifficultyFilter(self.train.difficulty, self._order, self.train.seed)
+            for record in repeater.records:
+                self._difficulty.add(record.solved)
         await self._write_missing_lines(repeater.records, stop)
         collector = self._collector(runner, rows, stored)
         result.faults = collector.faults
@@ -124,6 +130,7 @@ class Trainer(TrainingLoop):
             version=self._state.version,
             consumed=self._state.groups,
             stored=stored,
+            difficulty=self._difficulty,
             progress=ended,
         )
 
@@ -164,6 +171,14 @@ class Trainer(TrainingLoop):
         values = batch.metrics(tuple(self.spec.tasks.mix or ()))
         reach = reach_of(self.spec.rewards.credit, [*batch.used, *batch.left_out], self.loaded.base)
         values |= reach.metrics()
+        if self._difficulty is not None:
+            values |= self._difficulty.metrics(len(batch.skipped), batch.forced)
+            if batch.forced:
+                log.warning(
+                    "tasks were drawn although they are always or never solved, because the filter skipped all others",
+                    step=self._state.step + 1,
+                    groups=batch.forced,
+                )
         if unplaced := reach.unplaced():
             log.warning("rewards reach no token", step=self._state.step + 1, rewards=unplaced)
         if batch.used:
@@ -189,9 +204,12 @@ class Trainer(TrainingLoop):
             metrics=values,
             updates=updates,
             step_made=step_made,
+            difficulty=self._difficulty,
         )
         state.groups.add(record.numbers)
         self._batch_log.append(record)
+        if self._difficulty is not None:
+            self._difficulty.add(record.solved)
         self._weights_known = True
 
     async def _learn_batch(self, batch: Batch, values: Mapping[str, float]) -> dict[str, float]:

@@ -1,0 +1,99 @@
+"""The difficulty filter: tasks that the policy always or never solves are drawn less often (`train.difficulty`).
+
+The solve rate of a task is that of its newest `window` episodes, over all epochs. Results count when their step is written to the batch
+log. Whether a draw is skipped depends on these results, the draw's number and `train.seed` alone.
+
+Invariants:
+- A resumed training has the results of the batch log, and so skips the same draws after the same steps.
+- A draw is made after at most as many skipped ones as there are tasks, and at most `MAX_SKIPPED`: there is always a next task.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.schemas.train import DifficultySpec
+    from engine.schemas.trajectory import Trajectory
+    from engine.train.rollouts import TaskOrder
+
+MAX_SKIPPED = 4096
+"""Most draws that are skipped one after the other."""
+
+Result = tuple[int, int]
+"""Number of solved episodes of a group, and of all of its episodes."""
+
+
+class DifficultyFilter:
+    """Solve rates of tasks, and the draws that they skip.
+
+    Args:
+        spec: Window, bounds and part that is kept.
+        order: The task of each draw.
+        seed: `train.seed`.
+    """
+
+    def __init__(self, spec: DifficultySpec, order: TaskOrder, seed: int) -> None:
+        self._spec = spec
+        self._order = order
+        self._seed = seed
+        self._results: dict[int, deque[Result]] = {}
+        """The newest groups of each task, by its index."""
+        self.most_skipped = min(order.count, MAX_SKIPPED)
+
+    def result(self, trajectories: Sequence[Trajectory]) -> Result:
+        """Count the solved episodes of a group."""
+        at = self._spec.solved_at
+        solved = sum(
+            each.outcome.solved if at is None else each.outcome.reward >= at
+            for each in trajectories
+            if each.outcome.trainable
+        )
+        return solved, sum(each.outcome.trainable for each in trajectories)
+
+    def add(self, results: Mapping[str, Sequence[int]]) -> None:
+        """Add the results of a step.
+
+        Args:
+            results: Solved and all episodes of each group, by the number of its draw, as in the batch log.
+        """
+        for number in sorted(results, key=int):
+            solved, episodes = results[number]
+            index, _ = self._order.place(int(number))
+            mine = self._results.setdefault(index, deque())
+            mine.append((solved, episodes))
+            while sum(count for _, count in mine) - mine[0][1] >= self._spec.window:
+                mine.popleft()
+
+    def rate(self, index: int) -> float | None:
+        """The solve rate of a task, by its index; None if fewer than `window` episodes are known."""
+        mine = self._results.get(index, ())
+        episodes = sum(count for _, count in mine)
+        return sum(solved for solved, _ in mine) / episodes if episodes >= self._spec.window else None
+
+    def skips(self, number: int) -> bool:
+        """Whether a draw is skipped."""
+        rate = self.rate(self._order.place(number)[0])
+        if rate is None or self._spec.low < rate < self._spec.high:
+            return False
+        digest = blake2b(f"difficulty/{self._seed}/{number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") / 2**64 >= self._spec.keep
+
+    def metrics(self, skipped: int, forced: int) -> dict[str, float]:
+        """Metrics of a step.
+
+        Args:
+            skipped: Number of draws that were skipped.
+            forced: Number of draws that were made because as many draws as there are tasks had been skipped.
+        """
+        rates = [rate for index in self._results if (rate := self.rate(index)) is not None]
+        return {
+            "difficulty/skipped": float(skipped),
+            "difficulty/forced": float(forced),
+            "difficulty/easy": float(sum(rate >= self._spec.high for rate in rates)),
+            "difficulty/hard": float(sum(rate <= self._spec.low for rate in rates)),
+            "difficulty/measured": float(len(rates)),
+        }
