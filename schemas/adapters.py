@@ -8,7 +8,12 @@ library when an episode begins. To add an adapter: its file there, and its entry
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from importlib.metadata import entry_points
 from typing import Literal
 
 from engine.schemas.entry import Effects
@@ -57,6 +62,8 @@ class AdapterFacts:
     @property
     def install(self) -> str:
         """How its packages are installed."""
+        if not self.packages:
+            return ""
         if self.extra is None:
             return f"it needs {' and '.join(f'`{name}`' for name in self.packages)} on the import path (PYTHONPATH)"
         return _install(self.extra)
@@ -72,15 +79,15 @@ class ToolAdapterFacts:
     """Entry point of the class that runs. It is built once in a run, with `use`, `base` (the spec's folder) and `with`."""
     use: str
     """What the tool's `use` names, in words."""
-    packages: tuple[str, ...]
+    packages: tuple[str, ...] = ()
     """Top-level modules that must be importable."""
-    extra: str
-    """The engine's extra that installs them."""
+    extra: str | None = None
+    """The engine's extra that installs them; None: it needs none."""
 
     @property
     def install(self) -> str:
         """How its packages are installed."""
-        return _install(self.extra)
+        return "" if self.extra is None else _install(self.extra)
 
 
 ADAPTERS: dict[str, AdapterFacts] = {
@@ -172,24 +179,87 @@ TOOL_ADAPTERS: dict[str, ToolAdapterFacts] = {
 """The kinds of tool servers that ship, by name."""
 
 
+ADAPTERS_GROUP = "episode_engine.adapters"
+"""The entry points with which installed packages offer adapters: a name, and the class that runs."""
+TOOL_ADAPTERS_GROUP = "episode_engine.tool_adapters"
+"""The same for kinds of tool servers."""
+
+
+def installed_points(group: str) -> Mapping[str, Mapping[str, str]]:
+    """The entry points of a group: name -> entry point -> the package that offers it, with its version. Imports nothing."""
+    return _points(group, tuple(sys.path))
+
+
+@lru_cache(maxsize=16)
+def _points(group: str, path: tuple[str, ...]) -> dict[str, dict[str, str]]:
+    """The same for one import path."""
+    found: dict[str, dict[str, str]] = {}
+    for point in entry_points(group=group):
+        package = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "?"
+        found.setdefault(point.name, {})[point.value] = package
+    return found
+
+
+def installed_adapters() -> dict[str, AdapterFacts]:
+    """The adapters that installed packages offer. Of these, only the name and the class are known, so the facts are those
+    that forbid nothing; a spec may write `effects` and `isolation`."""
+    return {
+        name: AdapterFacts(
+            name=name,
+            runs=next(iter(points)),
+            use="what its package documents",
+            names="name",
+            rewards="turn and end",
+            images=True,
+            truncates=True,
+            tools="some",
+            reads_written=True,
+        )
+        for name, points in installed_points(ADAPTERS_GROUP).items()
+        if len(points) == 1
+    }
+
+
+def installed_tool_adapters() -> dict[str, ToolAdapterFacts]:
+    """The kinds of tool servers that installed packages offer."""
+    return {
+        name: ToolAdapterFacts(name=name, runs=next(iter(points)), use="what its package documents")
+        for name, points in installed_points(TOOL_ADAPTERS_GROUP).items()
+        if len(points) == 1
+    }
+
+
 def tool_adapter_facts(name: str) -> ToolAdapterFacts:
     """The facts of a kind of tool servers.
 
     Raises:
-        ValueError: there is none of this name; the message lists the names.
+        ValueError: there is none of this name; the message names the nearest and lists the names.
     """
-    if name not in TOOL_ADAPTERS:
-        known = ", ".join(f"`{known}`" for known in TOOL_ADAPTERS)
-        raise ValueError(f"there is no tool adapter `{name}`; write one of {known}")
-    return TOOL_ADAPTERS[name]
+    found = TOOL_ADAPTERS.get(name) or installed_tool_adapters().get(name)
+    if found is None:
+        raise ValueError(
+            _unknown("tool adapter", name, [*TOOL_ADAPTERS, *installed_tool_adapters()], TOOL_ADAPTERS_GROUP)
+        )
+    return found
 
 
 def adapter_facts(name: str) -> AdapterFacts:
     """The facts of an adapter.
 
     Raises:
-        ValueError: there is none of this name; the message lists the names.
+        ValueError: there is none of this name; the message names the nearest and lists the names.
     """
-    if name not in ADAPTERS:
-        raise ValueError(f"there is no adapter `{name}`; write one of {', '.join(f'`{known}`' for known in ADAPTERS)}")
-    return ADAPTERS[name]
+    found = ADAPTERS.get(name) or installed_adapters().get(name)
+    if found is None:
+        raise ValueError(_unknown("adapter", name, [*ADAPTERS, *installed_adapters()], ADAPTERS_GROUP))
+    return found
+
+
+def _unknown(what: str, name: str, known: list[str], group: str) -> str:
+    points = installed_points(group).get(name, {})
+    if points:
+        offers = ", ".join(sorted(points.values()))
+        return f"several packages offer the {what} `{name}`: {offers}; uninstall all but one"
+    near = get_close_matches(name, known, n=1)
+    hint = f"; did you mean `{near[0]}`?" if near else ""
+    return f"there is no {what} `{name}`{hint}; write one of {', '.join(f'`{item}`' for item in known)}"

@@ -20,7 +20,7 @@ class Entry(Contract):
     """An object of your own, by entry point."""
 
     use: str = Field(min_length=1)
-    """`package.module:Name`."""
+    """`package.module:Name`, or a name that an installed package offers."""
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """Keyword arguments for its constructor."""
 

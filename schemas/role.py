@@ -26,7 +26,7 @@ class RoleSpec(Contract):
     """What the user and the scorer share: code by entry point, or a model that plays the role."""
 
     use: str | None = Field(default=None, min_length=1)
-    """`package.module:Name`; not set for a model-played role."""
+    """`package.module:Name`, or a name that an installed package offers; not set for a model-played role."""
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """With `use`: keyword arguments of its constructor."""
     timeout: Seconds | None = None

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from engine.actions.facts import ACTIONS
+from engine.actions.facts import ACTIONS, SCORERS
 from engine.checks.code_facts import CodeFacts, Method, ReadCode
 from engine.checks.context import CheckContext, NamedEntry, nearest
 from engine.checks.registry import Finding, rule
@@ -14,6 +14,8 @@ from engine.checks.sources import each_source
 from engine.checks.tools import environment_tools
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
+from engine.spec.near import near_or_known
+from engine.spec.short_names import names_of
 from engine.spec.source import NotImported
 
 METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -46,7 +48,15 @@ def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
                 ctx.skip()
         elif isinstance(thing, EntryError):
             message, _, fix = str(thing).partition("; ")
-            yield Finding(message, path, fix or None)
+            short = None if ":" in use else _short_names(ctx, path, use)
+            yield Finding(message, path, short or fix or None)
+
+
+def _short_names(ctx: CheckContext, path: DataPath, use: str) -> str | None:
+    """What is said of a name without a colon: the nearest name that an installed package offers. None: none offers any."""
+    kind = next((item.role for item in ctx.spec_code if (*item.path, "use") == path), "")
+    known = [*names_of(kind), *(SCORERS if kind == "scorer" else ())]
+    return f"{near_or_known(use, known)}; or write `package.module:Name`" if known else None
 
 
 @rule(

@@ -10,10 +10,10 @@ from engine.terminal import echo_json
 def envs(
     as_json: bool = typer.Option(False, "--json", help="One JSON object a line, for programs."),
 ) -> None:
-    """List the adapters, environments, users and tools that a spec may name, and what each needs.
+    """List the adapters, environments, users, tools and scorers that a spec may name, and what each needs.
 
-    Installed packages add theirs by entry points of the groups `episode_engine.environments`, `episode_engine.users`
-    and `episode_engine.tools`.
+    Installed packages add theirs by entry points of the groups `episode_engine.environments`, `.users`, `.tools`, `.scorers`,
+    `.adapters` and `.tool_adapters`; a spec writes their names.
     """
     from rich.table import Table
 

@@ -30,6 +30,7 @@ from engine.spec.masking import mask_all
 from engine.spec.problems import diagnose
 from engine.spec.references import remember_secrets
 from engine.spec.resolve import Resolver
+from engine.spec.short_names import write_out
 from engine.spec.tree import Node, Scalar, split_lines
 from engine.spec.tree import Sequence as SequenceNode
 
@@ -267,8 +268,9 @@ def read_spec(
         return None, mask_all(resolver.problems, resolver.variables)
     document = flatten(tree)
     remember_secrets(document.references)
-    spec, problems = validate(document, EpisodeSpec)
-    problems = mask_all([*resolver.problems, *problems], resolver.variables)
+    problems = _named(document)
+    spec, wrong = validate(document, EpisodeSpec)
+    problems = mask_all([*resolver.problems, *problems, *wrong], resolver.variables)
     if spec is None or any(problem.severity == "error" for problem in problems):
         return None, problems
     loaded = LoadedSpec(
@@ -283,6 +285,14 @@ def read_spec(
         document.references,
     )
     return loaded, problems
+
+
+def _named(document: Document) -> list[Diagnostic]:
+    """Write the short names of a spec out as entry points, and say what is wrong with them."""
+    return [
+        Diagnostic("code.import", "error", message, None, document.origin(path))
+        for path, message in write_out(document.data)
+    ]
 
 
 def load_spec(path: str | Path, overrides: Sequence[str] = (), access: Access | None = None) -> LoadedSpec:
@@ -317,8 +327,9 @@ def override_spec(loaded: LoadedSpec, overrides: Sequence[str]) -> LoadedSpec:
         changes.rereads,
         references={**loaded.references, **changes.references},
     )
+    named = _named(merged)
     spec, problems = validate(merged, EpisodeSpec)
-    problems = mask_all([*resolver.problems, *problems], resolver.variables)
+    problems = mask_all([*resolver.problems, *named, *problems], resolver.variables)
     if spec is None or problems:
         raise SpecError(problems)
     return replace(

@@ -5,7 +5,7 @@ A package offers its own by entry points in its `pyproject.toml`:
     [project.entry-points."episode_engine.environments"]
     vault = "my_package.vault:Vault"
 
-The value is what a spec writes as `use`. Nothing is imported to list them.
+A spec writes the name (`use: vault`) or the entry point. Nothing is imported to list them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from engine.schemas.adapters import ADAPTERS, TOOL_ADAPTERS
+from engine.schemas.adapters import ADAPTERS, ADAPTERS_GROUP, TOOL_ADAPTERS, TOOL_ADAPTERS_GROUP, installed_points
+from engine.spec.short_names import GROUPS
 from engine.spec.source import is_function_environment
 
-GROUPS = {
-    "episode_engine.environments": "environment",
-    "episode_engine.users": "user",
-    "episode_engine.tools": "tool",
-}
-"""Group of entry points -> kind."""
 _METHODS = {"reset": "environment", "respond": "user"}
 
 
@@ -34,10 +28,12 @@ class Offered:
     """One thing that a spec may name."""
 
     kind: str
-    """`adapter`, `tool adapter`, `environment`, `user` or `tool`."""
+    """`adapter`, `tool adapter`, `environment`, `user`, `tool` or `scorer`."""
     name: str
     use: str
     """What a spec writes."""
+    entry: str = ""
+    """The entry point that the name of an installed package's offer stands for."""
     needs: tuple[str, ...] = ()
     """Packages that must be importable."""
     installed: bool = True
@@ -90,7 +86,9 @@ def _kind(node: ast.stmt, *, in_tools: bool) -> str | None:
 
 
 def _installed() -> Iterator[Offered]:
-    for group, kind in GROUPS.items():
-        for point in entry_points(group=group):
-            source = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "?"
-            yield Offered(kind=kind, name=point.name, use=point.value, source=source)
+    groups = {**GROUPS, "adapter": ADAPTERS_GROUP, "tool adapter": TOOL_ADAPTERS_GROUP}
+    for kind, group in groups.items():
+        for name, points in installed_points(group).items():
+            use = f"adapter: {name}" if kind.endswith("adapter") else name
+            for entry, source in points.items():
+                yield Offered(kind=kind, name=name, use=use, entry=entry, source=source)

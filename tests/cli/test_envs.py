@@ -16,15 +16,40 @@ from engine.spec.offered import offered
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package that offers an environment and a tool."""
-    info = tmp_path / "vaults-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vaults\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(
-        "[episode_engine.environments]\nvault = vaults:Vault\n\n[episode_engine.tools]\npick = vaults:pick\n"
+    """An installed package that offers something of each kind."""
+    offer(
+        tmp_path,
+        "vaults",
+        """\
+[episode_engine.environments]
+vault = vaults:Vault
+
+[episode_engine.tools]
+pick = vaults:pick
+
+[episode_engine.users]
+guard = vaults:Guard
+
+[episode_engine.scorers]
+open = vaults:score
+
+[episode_engine.adapters]
+lockgym = vaults:LockGym
+
+[episode_engine.tool_adapters]
+keyring = vaults:KeyRing
+""",
     )
-    (tmp_path / "vaults.py").write_text("raise SystemExit('it was imported')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def offer(folder: Path, package: str, points: str) -> None:
+    """Write an installed package whose module must not be imported."""
+    info = folder / f"{package}-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(points)
+    (folder / f"{package}.py").write_text("raise SystemExit('it was imported')\n")
 
 
 @pytest.mark.usefixtures("package")
@@ -33,8 +58,15 @@ def test_an_installed_package_offers_its_own() -> None:
     result = CliRunner().invoke(app, ["envs", "--json"])
     assert result.exit_code == 0, result.output
     listed = [json.loads(line) for line in result.output.splitlines()]
-    found = {(item["kind"], item["name"], item["use"]) for item in listed if item["source"] == "vaults 1.2"}
-    assert found == {("environment", "vault", "vaults:Vault"), ("tool", "pick", "vaults:pick")}
+    found = {(item["kind"], item["use"], item["entry"]) for item in listed if item["source"] == "vaults 1.2"}
+    assert found == {
+        ("environment", "vault", "vaults:Vault"),
+        ("tool", "pick", "vaults:pick"),
+        ("user", "guard", "vaults:Guard"),
+        ("scorer", "open", "vaults:score"),
+        ("adapter", "adapter: lockgym", "vaults:LockGym"),
+        ("tool adapter", "adapter: keyring", "vaults:KeyRing"),
+    }
 
 
 def test_every_adapter_is_listed_with_what_it_needs() -> None:
