@@ -13,6 +13,7 @@ import pytest
 import typer.testing
 from chat_kit import TEMPLATES, make_tokenizer
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
@@ -63,12 +64,24 @@ settings.register_profile("random", **_EVERY_PROFILE, print_blob=True, max_examp
 settings.load_profile("fixed")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of the real server in one worker process: one server then serves all of them."""
-    for item in items:
-        if item.get_closest_marker("sglang"):
-            item.add_marker(pytest.mark.xdist_group("sglang"))
+REAL_SERVER = ("tests/sglang/", "tests/vision/test_vision_sglang.py")
+"""Where the tests of the real server are."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Give all tests of a file to one worker process, so that a fixture of a module is made once.
+
+    All tests of the real server go to one process: one server then serves all of them. The plugin's own mark `xdist_group`
+    has no effect with pytest 9.2: the plugin sets a node id that this pytest does not read.
+    """
+
+    class FileScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "real server" if file.startswith(REAL_SERVER) else file
+
+    return FileScheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("docstrings")]  # one process parses the modules
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 FOLDERS = ["engine", "schemas", "environments"]
 ARRAYS = {"ndarray", "NDArray", "ArrayLike", "Tensor", "LongTensor", "FloatTensor", "BoolTensor"}

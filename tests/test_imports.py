@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
+import pytest
 
 import engine
 
@@ -50,6 +51,7 @@ def imported(path: Path, known: dict[str, Path]) -> set[str]:
     return found & known.keys()
 
 
+@pytest.mark.slow
 def test_no_module_imports_itself_by_way_of_others() -> None:
     known = modules()
     graph = nx.DiGraph((name, other) for name, path in known.items() for other in imported(path, known))

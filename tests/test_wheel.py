@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE", "engine", "schemas", "environments", "docs")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+pytestmark = pytest.mark.slow
 
 SPEC_CODE = """
 from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn

@@ -95,6 +95,7 @@ def test_a_role_s_sampling_is_checked_against_its_own_backend(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.slow
 def test_validate_imports_no_backend() -> None:
     code = (
         "import sys; from engine.checks import check_spec; from engine.spec.load import load_spec; "

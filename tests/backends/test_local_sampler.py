@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_cases import each_once
 
 from engine.backends.local.sampler import SamplingState, sample, uniforms
 from engine.schemas.generation import GenerateRequest, SamplingParams
@@ -90,11 +91,22 @@ def kept(chances: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p"),
-    [(5, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.2), (40, 0.9, 0.01), (0, 0.9999, 0.0), (600, 1.0, 0.0), (1, 1.0, 0.0)],
+    ("filters", "spread"),
+    each_once(
+        [
+            (5, 1.0, 0.0),
+            (0, 0.6, 0.0),
+            (0, 1.0, 0.2),
+            (40, 0.9, 0.01),
+            (0, 0.9999, 0.0),
+            (600, 1.0, 0.0),
+            (1, 1.0, 0.0),
+        ],
+        [3.0, 0.3],
+    ),
 )
-@pytest.mark.parametrize("spread", [0.3, 3.0])
-def test_filters_keep_what_their_definition_keeps(top_k: int, top_p: float, min_p: float, spread: float) -> None:
+def test_filters_keep_what_their_definition_keeps(filters: tuple[int, float, float], spread: float) -> None:
+    top_k, top_p, min_p = filters
     torch.manual_seed(1)
     count = 1000
     logits = (torch.randn(3000) * spread).double().float()

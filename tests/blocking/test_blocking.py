@@ -169,7 +169,7 @@ def test_episodes_whose_loop_was_blocked_go_on_from_their_journal_where_their_ef
 @pytest.mark.parametrize(
     "tool",
     [
-        "swallow",
+        pytest.param("swallow", marks=pytest.mark.slow),
         pytest.param("start_thread", marks=pytest.mark.slow),
         pytest.param("use_executor", marks=pytest.mark.slow),
     ],

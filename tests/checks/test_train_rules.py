@@ -281,6 +281,7 @@ def test_packages_that_are_missing_are_worth_knowing(monkeypatch: pytest.MonkeyP
     ]
 
 
+@pytest.mark.slow
 def test_a_spec_that_trains_is_validated_without_what_trains() -> None:
     Path("s.yaml").write_text(
         HEAD

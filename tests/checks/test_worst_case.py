@@ -39,7 +39,7 @@ def load(lines: str) -> CheckContext:
     return CheckContext(load_spec("s.yaml"))
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(75), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(machines())
 def test_it_agrees_with_every_episode_that_there_can_be(machine: str) -> None:
     ctx = load(machine)

@@ -92,6 +92,7 @@ def test_the_hooks_take_specs_and_leave_scenarios() -> None:
     assert set(validate) | set(test) == {str(path.relative_to(ROOT)) for path in (ROOT / "specs").glob("*.yaml")}
 
 
+@pytest.mark.slow
 def test_a_hook_fails_on_a_broken_spec(tmp_path: Path) -> None:
     file = tmp_path / "specs" / "bad.yaml"
     file.parent.mkdir()

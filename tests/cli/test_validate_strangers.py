@@ -20,8 +20,6 @@ from hostile_folders import CODE, FILES, FORGERIES, HANGING, NAMES, SECRET, VARI
 from engine.cli.validate import FORMATS, Format
 from engine.cli.validate_examine import Options, examine_all
 
-pytestmark = pytest.mark.xdist_group("strangers")  # one process examines all of them once
-
 ROOT = Path(__file__).parents[2]
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 

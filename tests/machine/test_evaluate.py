@@ -139,6 +139,7 @@ def test_a_value_that_is_nested_too_deeply_is_an_error_of_the_guard() -> None:
         Guard("facts.a == facts.b").evaluate({"facts": {"a": deep, "b": [deep[0]]}})
 
 
+@pytest.mark.slow
 def test_guards_import_nothing_large() -> None:
     code = "import sys, engine.machine.guards; print(sorted({'cel', 'pyarrow', 'torch', 'prompt_toolkit'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

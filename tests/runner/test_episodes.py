@@ -481,7 +481,9 @@ async def test_facts_that_json_cannot_hold_are_the_users_fault(make_spec, run_sp
     [
         (1000, "last", None),
         (1001, "last", "score: 1001 rewards in one answer; at most 1000 are allowed"),
-        (20_000, "last", "score: 20000 rewards in one answer; at most 1000 are allowed"),
+        pytest.param(
+            20_000, "last", "score: 20000 rewards in one answer; at most 1000 are allowed", marks=pytest.mark.slow
+        ),
         (1000, "all", "score: the rewards of one answer touch turns 10010 times; at most 10000 are allowed"),
     ],
 )

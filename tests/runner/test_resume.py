@@ -13,7 +13,7 @@ from typing import Any
 import code_for_tests as spec_code
 import pytest
 from endings import CASES, ONCE, ONE, filled
-from slow_cases import slow_but
+from slow_cases import each_once, slow_but
 from stopping import Resumed, content
 
 from engine.schemas.journal import JournalEntry
@@ -26,13 +26,11 @@ SIDE = ("an external tool", "the environment is external", "an external user")
 
 PAID: dict[str, Any] = {"user": None, "tools": None, "machine": "single_turn", "rewards": ONE}
 QUICK = {
-    "stopped": ["score at the end", "an external tool", "a later generation fails"],
+    "stopped": ["an external tool", "a later generation fails"],
     "starved": [
-        "score at the end",
         "a final state without an action",
         "tools and a user, and an environment that scores",
         "a user that a model plays",
-        "a step fails, and the episode goes on",
     ],
 }
 """Of the cases, those that the default run stops at every commit, by the way of stopping."""
@@ -218,10 +216,13 @@ async def copied(resumed: Resumed, source: Path, out: Path, extra: int = 0) -> N
             await store.append("a/0", entry)
 
 
-@pytest.mark.parametrize("extra", [0, 1, 2])
 @pytest.mark.parametrize(
-    "case", ["score at the end", "tools and a user, and an environment that scores", "an external tool", "a judge",
-             "nothing handles the failure", "a final state without an action", "the environment is external"],
+    ("case", "extra"),
+    each_once(
+        ["score at the end", "tools and a user, and an environment that scores", "an external tool", "a judge",
+         "nothing handles the failure", "a final state without an action", "the environment is external"],
+        [0, 1, 2],
+    ),
 )  # fmt: skip
 async def test_what_the_journal_says_has_ended_is_only_finished(
     make_spec: Any, tmp_path: Path, case: str, extra: int

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from slow_cases import slow_but
 
 from engine.errors import SpecError
 from engine.schemas.environment import Task
@@ -108,7 +109,7 @@ def test_tasks_by_index_are_those_of_the_stream(keys: str) -> None:
         table[40]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("kind", slow_but(["jsonl", "csv", "parquet"], "jsonl", "parquet"))
 def test_rows_of_a_file_are_not_held_in_memory(kind: str) -> None:
     """8 MB of rows are loaded, iterated and read in another order within 1 MB: an index and a few rows."""
     import tracemalloc

@@ -10,6 +10,7 @@ import pytest
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from slow_cases import slow_but
 
 from engine.errors import BackendError, BridgeError, RenderError
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
@@ -207,7 +208,7 @@ def test_every_prompt_is_its_branch_and_every_sampled_id_is_masked_once(
     check_exact(conversation, prompts, replies)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, "family", "plain keeps", "alternating", "unmarked", "prefilled"))
 @given(data=st.data())
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_prompt_that_gets_no_reply_leaves_nothing_behind(case: str, formats: Formats, data: st.DataObject) -> None:
@@ -254,7 +255,10 @@ def test_a_prompt_that_gets_no_reply_leaves_nothing_behind(case: str, formats: F
             raise
 
 
-@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case[1] == "branch"])
+@pytest.mark.parametrize(
+    "case",
+    slow_but([name for name, case in CASES.items() if case[1] == "branch"], "family", "plain", "unmarked", "counting"),
+)
 @given(data=st.data())
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_bridge_is_what_the_whole_conversation_renders_to(case: str, formats: Formats, data: st.DataObject) -> None:

@@ -15,8 +15,6 @@ from transformers import AutoTokenizer
 from engine.tokens.literal import MARK, Quoting, unquote
 from engine.tokens.tokenizer import FastTokenizer
 
-pytestmark = pytest.mark.xdist_group("shipped-tokenizers")  # one process loads them
-
 QUOTING = Quoting(["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|im|>"])
 PIECES = st.sampled_from(
     ["<|im_start|>", "<|im_end|>", "<think>", "</think>", MARK, "<|im_", "end|>", " a", "b\n", "é", "<", "|>"]

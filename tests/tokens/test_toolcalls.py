@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -232,7 +233,7 @@ CALLS = st.lists(
 
 @pytest.mark.parametrize("name", list(FORMATS))
 @given(text=st.sampled_from(["", "So:", "I add.\n\nThen"]), calls=CALLS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_format_reads_the_calls_that_it_writes(name: str, text: str, calls: list[tuple[str, Any]]) -> None:
     form = tool_call_format(name)
     found = form.parse(form.write(text, calls), [], "call_0")

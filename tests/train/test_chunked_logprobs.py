@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import each_once
 
 from engine.train import logprobs as module
 from engine.train.logprobs import chunked_logprobs
@@ -53,13 +54,11 @@ RULES: list[dict[str, Any]] = [
 CHUNK_ELEMENTS = [1, 7, VOCAB, 100, MAX_BLOCK_TOKENS * VOCAB, 1 << 20]
 
 
-@pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize(
-    ("chunk_elements", "biased", "entropy"), list(itertools.product(CHUNK_ELEMENTS, (False, True), (False, True)))
+    ("rules", "how"), each_once(RULES, list(itertools.product(CHUNK_ELEMENTS, (False, True), (False, True)))), ids=str
 )
-def test_values_and_gradients_are_autograds(
-    rules: dict[str, Any], chunk_elements: int, biased: bool, entropy: bool
-) -> None:
+def test_values_and_gradients_are_autograds(rules: dict[str, Any], how: tuple[int, bool, bool]) -> None:
+    chunk_elements, biased, entropy = how
     hidden, weight, labels, bias = tensors()
     inputs = [hidden.requires_grad_(), weight.requires_grad_(), *([bias.requires_grad_()] if biased else [])]
     weigh = torch.linspace(-1, 2, MAX_BLOCK_TOKENS, dtype=torch.float64)

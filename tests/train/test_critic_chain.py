@@ -75,13 +75,14 @@ def test_exact_values_give_exact_advantages(method: str, lam: float, gamma: floa
         assert found[-1][0].tolist() == pytest.approx([gamma * value(1, gamma) - value(0, gamma)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("critic", "method", "gamma", "lam"),
     [
         ({"kind": "probe", "width": 32, "lr": 1e-2}, "turn_ppo", 1.0, 1.0),
-        pytest.param({"kind": "probe", "width": 32, "lr": 1e-2}, "gae", 0.9, 0.5, marks=pytest.mark.slow),
-        pytest.param({"kind": "head", "lr": 3e-2}, "bilevel_gae", 0.9, 0.0, marks=pytest.mark.slow),
-        pytest.param({"kind": "network", "lr": 3e-3}, "gae", 1.0, 1.0, marks=pytest.mark.slow),
+        ({"kind": "probe", "width": 32, "lr": 1e-2}, "gae", 0.9, 0.5),
+        ({"kind": "head", "lr": 3e-2}, "bilevel_gae", 0.9, 0.0),
+        ({"kind": "network", "lr": 3e-3}, "gae", 1.0, 1.0),
     ],
 )
 def test_a_critic_learns_the_values(

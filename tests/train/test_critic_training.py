@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from slow_cases import each_once, slow_but
 from test_learner import make_rows
 
 from engine.errors import TrainError
@@ -71,11 +72,11 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
     return own | {name: tensor.clone() for name, tensor in learner.policy.state().items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("epochs", "critic_epochs"), [(2, None), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("kind", "passes"), each_once([*KINDS], [(2, None), (1, 2), (2, 1)]))
 def test_the_update_is_the_same_however_the_rows_are_packed(
-    kind: str, epochs: int, critic_epochs: int | None, tiny_model_dir: Path
+    kind: str, passes: tuple[int, int | None], tiny_model_dir: Path
 ) -> None:
+    epochs, critic_epochs = passes
     rows = valued(make_rows(), cut=True)
     told, after = [], []
     for memory in ({"max_tokens_per_microbatch": 1}, {"max_tokens_per_microbatch": 90, "share_prefixes": False}, {}):
@@ -97,7 +98,7 @@ def test_the_update_is_the_same_however_the_rows_are_packed(
             torch.testing.assert_close(moved[name], tensor, rtol=0, atol=5e-3, msg=name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "head", "network"))
 def test_further_passes_train_the_critic_alone(kind: str, tiny_model_dir: Path) -> None:
     """They come after the policy's passes, so the policy is that of a training without them; only the critic goes on."""
     rows = valued(make_rows())
@@ -113,7 +114,7 @@ def test_further_passes_train_the_critic_alone(kind: str, tiny_model_dir: Path) 
     assert after["critic/explained_variance"] > before["critic/explained_variance"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "head", "network"))
 def test_fewer_passes_leave_the_critic_as_it_is(kind: str, tiny_model_dir: Path) -> None:
     """In passes beyond the critic's, the policy alone is trained; the value loss of a `head` does not reach it there."""
     rows = valued(make_rows())
@@ -165,7 +166,7 @@ def test_a_pass_of_the_critic_that_is_not_finite_changes_nothing(
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "probe", "head"))
 def test_a_critic_learns_and_only_a_head_changes_the_policy(kind: str, tiny_model_dir: Path) -> None:
     """In the warm-up the critic alone is trained. The gradient of a value reaches the policy from a `head` only."""
     rows = valued(make_rows())
@@ -208,7 +209,7 @@ def test_values_of_cut_episodes_are_those_of_the_last_state(kind: str, tiny_mode
         np.testing.assert_allclose(learner._values([longer])[0][-1], one[-1], atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "head", "network"))
 def test_a_checkpoint_brings_the_critic_back(kind: str, tiny_model_dir: Path, tmp_path: Path) -> None:
     rows = valued(make_rows())
     whole = learner_of(tiny_model_dir, KINDS[kind], minibatches=2)
@@ -260,8 +261,7 @@ def test_a_value_that_is_not_finite_changes_nothing(tiny_model_dir: Path) -> Non
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(learner).items())
 
 
-@pytest.mark.parametrize("precision", ["mixed", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "precision"), each_once([*KINDS], ["mixed", "bfloat16"]))
 def test_half_precision_and_gradient_checkpointing(kind: str, precision: str, tiny_model_dir: Path) -> None:
     memory = {"gradient_checkpointing": True}
     learner = learner_of(tiny_model_dir, KINDS[kind], precision=precision, memory=memory)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slow_cases import each_once
 
 from engine.actions.role_models import RoleModel, RoleReply
 from engine.actions.role_weights import role_weights
@@ -49,8 +50,7 @@ async def probes(spec: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> dict
     return found
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
-@pytest.mark.parametrize("weights", ["frozen", "policy"])
+@pytest.mark.parametrize(("lora", "weights"), each_once([None, {"rank": 4}], ["frozen", "policy"]))
 async def test_the_log_probs_of_a_role_change_only_with_the_policys_weights(
     train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, int] | None, weights: str
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import slow_but
 from test_rollouts import TASKS, FakeRunner, make_trajectory, spec_of
 
 from engine.errors import TrainError
@@ -67,7 +68,7 @@ class Killable(FakeRunner):
         return self.store.done[name]
 
 
-@pytest.mark.parametrize("over", [1.0, 1.25, 1.5])
+@pytest.mark.parametrize("over", slow_but([1.0, 1.25, 1.5], 1.25))
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32), staleness=st.integers(0, 3), equal=st.sampled_from([0.0, 0.3]))
 def test_no_group_trains_twice_and_none_is_lost_however_often_it_is_killed(

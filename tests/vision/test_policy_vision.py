@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import vision_kit
+from slow_cases import slow_but
 from test_vision_episodes import GALLERY
 from transformers import AutoModelForImageTextToText
 
@@ -47,7 +48,7 @@ def plain_gradients(folder: Path, rows: list[dict[str, Any]], vision: Vision) ->
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", vision_kit.BUILDERS)
+@pytest.mark.parametrize("family", slow_but(vision_kit.BUILDERS, "qwen2_5_vl", "smolvlm"))
 async def test_rows_with_images_have_the_samplers_log_probs_and_plain_gradients(
     make_spec: Any, run_spec: Any, vlm: Any, family: str
 ) -> None:

@@ -29,6 +29,7 @@ def bias() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_documentation_are_current(bias: ModuleType) -> None:
     assert bias.main(["--check", str(ROOT / "docs/credit.md")]) == 0
 
