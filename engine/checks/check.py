@@ -42,6 +42,7 @@ def all_rules() -> list[Rule]:
         read_names,
         rewards,
         spec_code,
+        stepping,
         tasks,
         tools,
         train,

@@ -185,14 +185,14 @@ class ReadCode:
     def signature(self) -> inspect.Signature | None:
         """See `CodeFacts.signature`."""
         if self.kind == "function":
-            return _read_signature(self.definition)
+            return read_signature(self.definition)
         found = self._init
         if found == "missing":
             return inspect.Signature()
         return (
             None
             if not isinstance(found, Definition) or found.node.decorator_list
-            else _read_signature(found, bound=True)
+            else read_signature(found, bound=True)
         )
 
     def method(self, name: str) -> Method | Missing:
@@ -206,7 +206,7 @@ class ReadCode:
         names = {last_name(item) for item in found.node.decorator_list}
         if names - {"staticmethod", "classmethod", "abstractmethod", "override"}:
             return Method(None)  # a decorator may change anything
-        return Method(_read_signature(found, bound="staticmethod" not in names), found)
+        return Method(read_signature(found, bound="staticmethod" not in names), found)
 
     def tool_problem(self, name: str | None) -> str | None:
         """See `CodeFacts.tool_problem`."""
@@ -296,7 +296,7 @@ def _tool_problem(function: Definition, name: str) -> str | None:
     return None
 
 
-def _read_signature(function: Definition, *, bound: bool = False) -> inspect.Signature:
+def read_signature(function: Definition, *, bound: bool = False) -> inspect.Signature:
     """The signature of a function, with the text of annotations and defaults; `bound`: without its first parameter."""
     assert not isinstance(function.node, ast.ClassDef)
     given = function.node.args

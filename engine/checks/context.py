@@ -14,6 +14,7 @@ from engine.checks.alarm import deadline
 from engine.checks.chart import Chart, Edge
 from engine.checks.code_facts import CodeFacts, ImportedCode, ReadCode
 from engine.checks.explore import Graph, explore
+from engine.checks.function_code import read_code
 from engine.checks.logic import ALWAYS as ALWAYS_TRUE
 from engine.checks.logic import UNKNOWN, Formula, Ranges, formula
 from engine.checks.loops import Cycles, cycles_of
@@ -130,7 +131,7 @@ class CheckContext:
             if found.definition is None:
                 self.skip()
                 return None
-            return ReadCode(found.definition, self.sources)
+            return read_code(found.definition, self.sources)
         return None if isinstance(found, EntryError) else ImportedCode(found)
 
     def code_text(self, use: str) -> ReadCode | None:
@@ -141,7 +142,7 @@ class CheckContext:
                 found = self.sources.entry(use)
             except EntryError:
                 return None
-        return None if found.definition is None else ReadCode(found.definition, self.sources)
+        return None if found.definition is None else read_code(found.definition, self.sources)
 
     def described(self, use: str) -> Any:
         """Return the object of an entry point, the `NotImported` that stands for it, or the EntryError that says what is wrong.

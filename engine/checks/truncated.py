@@ -1,4 +1,4 @@
-"""Rules about what a reply that was cut off costs, and about environments that are functions."""
+"""A rule about what a reply that was cut off costs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from engine.checks.registry import Finding, rule
 from engine.schemas.reward_spec import ReassignRule
 from engine.schemas.train import OverlongPenalty
 from engine.spec.diagnostic import DataPath
-from engine.spec.entry import EntryError
-from engine.spec.source import NotImported, has_yield, is_function_environment, read_entry
+from engine.spec.source import Def
 
 _FINISH = "last.finish"
 Cost = tuple[float, str]
@@ -119,13 +118,10 @@ def _in_code(ctx: CheckContext, path: DataPath, use: str, with_: Mapping[str, An
                 yield -float(setting), f"`{where}`"
 
 
-def _node(ctx: CheckContext, use: str) -> ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | None:
+def _node(ctx: CheckContext, use: str) -> Def | None:
     """The definition of an entry point; None if its source cannot be read."""
-    try:
-        node = read_entry(use, ctx.loaded.base, ctx.loaded.access).node
-    except EntryError:
-        return None
-    return node if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else None
+    text = ctx.code_text(use)
+    return None if text is None else text.definition.node
 
 
 def _reward_values(node: ast.AST) -> Iterator[ast.expr]:
@@ -141,7 +137,7 @@ def _reward_values(node: ast.AST) -> Iterator[ast.expr]:
                 yield from keyword.value.values
 
 
-def _defaults(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, tuple[float, str]]:
+def _defaults(node: Def) -> dict[str, tuple[float, str]]:
     """Numbers that are defaults of the parameters, and where they are."""
     function: ast.AST | None = node
     if isinstance(node, ast.ClassDef):
@@ -162,27 +158,3 @@ def _number(node: ast.expr) -> float | None:
         sign, node = -1.0, node.operand
     known = isinstance(node, ast.Constant) and type(node.value) in (int, float)
     return sign * float(node.value) if known else None  # type: ignore[attr-defined]
-
-
-@rule("environment.effects", "error", "an environment keeps state, and `effects` says that it keeps none")
-def environment_effects(ctx: CheckContext) -> Iterator[Finding]:
-    """A generator with `@environment` and `effects: pure`: a resume would have no generator to continue."""
-    environment = ctx.spec.environment
-    if environment is None or environment.effects != "pure":
-        return
-    thing = ctx.described(environment.entry.use)
-    if isinstance(thing, NotImported):
-        node = thing.node
-        keeps = (
-            is_function_environment(node)
-            and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            and has_yield(node)
-        )
-    else:
-        keeps = getattr(thing, "keeps_state", False) is True
-    if keeps:
-        yield Finding(
-            f"`{environment.use}` is a generator, which keeps its state between turns; `pure` would lose it at a resume",
-            ("environment", "effects"),
-            "write `replayable` (the default), or `external`",
-        )
