@@ -59,7 +59,7 @@ class CodeFacts(Protocol):
         """A method of a class."""
 
     def tool_problem(self, name: str | None) -> str | None:
-        """Why a function cannot be a tool."""
+        """Why a function, or the objects of a class, cannot be a tool; None if they can, or if that is not known."""
 
     def tool(self, name: str | None) -> ToolFacts | None:
         """What it tells the model as a tool; None if it is no tool, or if that is not known."""
@@ -101,8 +101,11 @@ class ImportedCode:
 
     def tool_problem(self, name: str | None) -> str | None:
         """See `CodeFacts.tool_problem`."""
+        target = inspect.getattr_static(self._thing, "__call__", None) if self.kind == "class" else self._thing
+        if self.kind == "class" and not inspect.isfunction(target):
+            return None
         try:
-            shape_of(self._thing, name)
+            shape_of(target, name or getattr(self._thing, "__name__", None))
         except (TypeError, NameError, AttributeError, ValueError) as error:
             return str(error)
         return None
@@ -210,14 +213,19 @@ class ReadCode:
 
     def tool_problem(self, name: str | None) -> str | None:
         """See `CodeFacts.tool_problem`."""
-        return _tool_problem(self.definition, name or self._node.name) if self.kind == "function" else None
+        target = self._tool_function()
+        return None if target is None else _tool_problem(target, name or self._node.name)
+
+    def _tool_function(self) -> Definition | None:
+        """The function that is called as a tool, if it is certain."""
+        if self.kind == "class":
+            found = self.method("__call__")
+            return found.definition if isinstance(found, Method) else None
+        return self.definition if self.kind == "function" else None
 
     def tool(self, name: str | None) -> ToolFacts | None:
         """See `CodeFacts.tool`."""
-        target: Definition | None = self.definition if self.kind == "function" else None
-        if self.kind == "class":
-            found = self.method("__call__")
-            target = found.definition if isinstance(found, Method) else None
+        target = self._tool_function()
         if target is None or isinstance(target.node, ast.ClassDef) or _tool_problem(target, ""):
             return None
         scope = scope_of(target, self.sources)

@@ -14,7 +14,7 @@ from engine.checks.sources import each_source
 from engine.checks.tools import environment_tools
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
-from engine.spec.near import near_or_known
+from engine.spec.near import near_or_known, nearest_name
 from engine.spec.short_names import names_of
 from engine.spec.source import NotImported
 
@@ -151,7 +151,7 @@ def _tool(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Fin
             yield Finding(f"objects of `{item.entry.use}` cannot be called, so it is not a tool", use, fix)
         elif call == "unknown":
             ctx.skip()
-        elif isinstance(thing, ReadCode) and (problem := thing.tool_problem(getattr(item.entry, "name", None))):
+        elif (problem := thing.tool_problem(getattr(item.entry, "name", None))) is not None:
             message, _, said = problem.partition("; ")
             yield Finding(message, use, said or None)
         yield from _methods(item, thing, OPTIONAL["tool"])
@@ -272,15 +272,19 @@ def call_problems(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator
             ctx.skip()
         return
     accepted = _accepted(signature)
+    unknown: list[str] = []
     if accepted is not None:
-        for key in (key for key in with_ if key not in accepted):
-            known = [name for name in accepted if name not in arguments]
+        unknown = [key for key in with_ if key not in accepted]
+        known = [name for name in accepted if name not in arguments]
+        for key in unknown:
             yield Finding(f"`{use}` takes no argument `{key}`", (*call.path_with, key), nearest(key, known), key=True)
         with_ = {key: value for key, value in with_.items() if key in accepted}
     missing = _missing(signature, len(arguments), with_)
+    misspelled = {nearest_name(key, missing, cutoff=0.5) for key in unknown}
+    missing = [name for name in missing if name not in misspelled]
     for name in missing:
         yield Finding(f"`{use}` needs the argument `{name}`", call.path, f"add `with: {{{name}: …}}`")
-    problem = None if missing else _binding(signature, arguments, with_)
+    problem = None if missing or misspelled - {None} else _binding(signature, arguments, with_)
     if problem:
         fix = f"it is called with ({', '.join([*arguments, *with_])})"
         yield Finding(f"`{use}` cannot be called: {problem}", call.path, fix)

@@ -137,8 +137,8 @@ def _first_bad(loaded: LoadedSpec, most: int) -> Diagnostic | None:
     number = 0
     try:
         for index, row in enumerate(rows_of(loaded, min(most, spec.limit or most))):
-            number = index + 1
             task = task_of(row, index, spec, loaded)
+            number = index + 1
             if task.id in seen:
                 message = f"rows {seen[task.id]} and {row.number} share the id `{task.id}`"
                 fix = "name a field of unique values under `tasks.id`, or leave it out"

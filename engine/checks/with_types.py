@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.spec.annotations import (
     TOOL_RESULT,
     TOOLS,
     USER_TURN,
+    Scope,
     Wanted,
     excludes,
     returns_wrong,
@@ -58,7 +60,7 @@ def with_type(ctx: CheckContext) -> Iterator[Finding]:
                 or _from_environment(ctx, (*call.path_with, key))
             ):
                 continue
-            if excludes(parameter.annotation, value, scope) and not _like_default(parameter.default, value):
+            if excludes(parameter.annotation, value, scope) and not _like_default(parameter, value, scope):
                 wanted = ast.unparse(parameter.annotation).strip("'\"")
                 yield Finding(
                     f"`{call.use}` takes `{key}: {short(wanted)}`; it is {_shown(value)}",
@@ -79,9 +81,12 @@ def _from_environment(ctx: CheckContext, path: DataPath) -> bool:
     return any(known[: len(path)] == path for known in ctx.loaded.references)
 
 
-def _like_default(default: Any, value: Any) -> bool:
-    """Whether a value has the type of the default: annotations such as `limit: int = None` are common."""
-    return isinstance(default, ast.Constant) and type(default.value) is type(value)
+def _like_default(parameter: inspect.Parameter, value: Any, scope: Scope) -> bool:
+    """Whether a value has the type of a default that the annotation excludes too: annotations such as `limit: int = None` are common."""
+    default = parameter.default
+    if not isinstance(default, ast.Constant) or type(default.value) is not type(value):
+        return False
+    return excludes(parameter.annotation, default.value, scope)
 
 
 def _shown(value: Any) -> str:
