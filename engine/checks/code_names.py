@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,9 +27,10 @@ def code_names(ctx: CheckContext) -> WrittenNames:
 def _names_of(ctx: CheckContext, use: str, role: str) -> WrittenNames:
     """What the module of an entry point writes, with those of its base classes and the spec's own modules that it imports."""
     code = ctx.code_text(use)
-    if code is None or (code.kind != "class" and role in ("environment", "user")):
+    is_class = code is not None and isinstance(code.definition.node, ast.ClassDef)
+    if code is None or (not is_class and role in ("environment", "user")):
         return ANY_NAME  # what a function builds may be any class
-    family = lineage(code.definition, ctx.sources) if code.kind == "class" else None
+    family = lineage(code.definition, ctx.sources) if is_class else None
     if family is not None and not family.complete:
         return ANY_NAME
     found = WrittenNames()
