@@ -261,16 +261,16 @@ def test_a_thousand_episodes_with_faults(folder: Path, tiny_tokenizer_dir: Path)
         fault = faults[n]
         first = call("misbehave", how=fault) if fault else call("add", a=n, b=1)
         cases.append({"task": row["id"], "replies": [first, call("add", a=n, b=2), "Done."]})
-    document = mcp_spec(tiny_tokenizer_dir, rows, cases, timeout=8, **{"with": {"ping_seconds": 0.5}})
+    document = mcp_spec(tiny_tokenizer_dir, rows, cases, timeout=5, **{"with": {"ping_seconds": 0.5}})
     document["rollout"] = {"concurrency": 1, "live_episodes": 1}  # a hung server hangs for all of them
     episodes = run_spec(folder, document)
     assert (len(episodes), failures(episodes)) == (1000, {})
     words = {
-        "die": "`misbehave` failed: the server `python mcp_raw.py` ended",
+        "die": f"`misbehave` failed: the MCP server `{RAW}` ended during the call",
         "error": "`misbehave` failed: I was told to fail",
         "shape": "`misbehave` failed: ",
-        "hang": "`misbehave` did not answer within 8 s",
-        "garbage": "`misbehave` did not answer within 8 s",
+        "hang": "`misbehave` did not answer within 5 s",
+        "garbage": "`misbehave` did not answer within 5 s",
     }
     errors = Counter()
     for n, row in enumerate(rows):
