@@ -44,8 +44,11 @@ def test_the_guide_prints_whole_files(folder: Path) -> None:
         "guess.yaml",
         "reader.py",
         "reader.yaml",
+        "skyrl_gsm8k.yaml",
+        "slime_geo3k.yaml",
         "vault.py",
         "vault.yaml",
+        "verifiers_env.yaml",
     ]
 
 

@@ -16,7 +16,7 @@ from adapters_kit import FEW, earned, expected_failures, failures, planned_fault
 from engine.schemas.environment import Environment
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs the extra `gymnasium`")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.adapters
 
 HERE = Path(__file__).parent
 LAKE = {

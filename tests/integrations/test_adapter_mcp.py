@@ -81,7 +81,7 @@ def test_a_missing_library_says_what_to_install() -> None:
         asyncio.run(McpServer("python x.py").open())
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 @pytest.mark.parametrize("use", [RAW, f"{REAL} stdio"], ids=["raw", "real"])
 def test_tools_and_answers_of_a_process(folder: Path, use: str) -> None:
@@ -117,7 +117,7 @@ def address(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes], Callab
         process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 def test_a_server_over_http_which_is_started_again(folder: Path, address: Any) -> None:
     use, first, start = address
@@ -156,7 +156,7 @@ async def told(server: McpServer, tool: str, **arguments: Any) -> str:
         return str(error)
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 @pytest.mark.parametrize(
     ("how", "words", "starts"),
@@ -179,7 +179,7 @@ def test_a_failed_call_is_an_error_and_the_next_is_served(folder: Path, how: str
     assert len((folder / "starts.txt").read_text()) == starts
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 def test_other_tools_after_a_restart_are_refused(folder: Path) -> None:
     async def work(server: McpServer, tools: list[Any]) -> str:
@@ -189,7 +189,7 @@ def test_other_tools_after_a_restart_are_refused(folder: Path) -> None:
     assert "offers other tools than before its restart" in served(f"{RAW} changed", folder, work)
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 @pytest.mark.parametrize(
     ("use", "with_", "words"),
@@ -215,7 +215,7 @@ def mcp_spec(model: Path, rows: list[dict[str, Any]], replies: Any, **tool: Any)
     return document
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 def test_episodes_call_tools_of_one_server(folder: Path, tiny_tokenizer_dir: Path) -> None:
     """One server for all episodes: its state is theirs together, and it ends with the run."""
@@ -240,7 +240,7 @@ def _commands() -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 def test_a_server_that_does_not_start_fails_the_episodes(folder: Path, tiny_tokenizer_dir: Path) -> None:
     document = mcp_spec(tiny_tokenizer_dir, [{"id": "a"}], ["Done."], use="no-such-command-here")
@@ -250,7 +250,7 @@ def test_a_server_that_does_not_start_fails_the_episodes(folder: Path, tiny_toke
     assert "did not start" in episode.outcome.failure.message
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 def test_a_thousand_episodes_with_faults(folder: Path, tiny_tokenizer_dir: Path) -> None:
     """In 5 % the server dies, hangs or answers garbage: each is an error result of that call, and the rest is right."""

@@ -55,7 +55,7 @@ def test_a_data_set_in_another_form_is_refused(item: Any) -> None:
         list(problems([item]))
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 def test_scores_and_questions_are_the_librarys(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """Each of several data sets, once right and once wrong."""
@@ -73,7 +73,7 @@ def test_scores_and_questions_are_the_librarys(tmp_path: Path, tiny_tokenizer_di
             assert earned(episode) == [data.score_answer("5", data[index])]
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 def test_attempts_sum_to_the_best_score(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """A wrong answer, one without tags, and the right one, with what is said between them."""
@@ -96,7 +96,7 @@ def test_attempts_sum_to_the_best_score(tmp_path: Path, tiny_tokenizer_dir: Path
     assert (len(earned(episode)), episode.outcome.solved) == (2, False)
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 @pytest.mark.parametrize("name", RAISING)
 def test_a_scorer_that_raises_on_an_answer_gives_nothing(tmp_path: Path, tiny_tokenizer_dir: Path, name: str) -> None:
@@ -106,7 +106,7 @@ def test_a_scorer_that_raises_on_an_answer_gives_nothing(tmp_path: Path, tiny_to
     assert "Error: " in episode.facts["scorer_raised"]
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 def test_every_data_set_makes_the_items_of_its_seed() -> None:
     """All that need no other data set: questions and answers are those of the library, and its own answer can be graded."""
@@ -131,14 +131,14 @@ def test_every_data_set_makes_the_items_of_its_seed() -> None:
                     assert (name in RAISING, event.value) == (True, 0.0)
 
 
+@pytest.mark.adapters
 @needs_library
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"])
 def test_a_row_holds_its_item_where_it_changes_with_the_hash_seed(name: str) -> None:
     assert all("metadata" in row for row in problems(name, size=5, seed=11))
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """Whatever 5 % of the items do, the others give what the library gives."""

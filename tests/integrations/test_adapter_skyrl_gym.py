@@ -17,7 +17,7 @@ from engine.integrations.environments.base import load_target
 from engine.schemas.environment import Environment
 
 skyrl_gym = pytest.importorskip("skyrl_gym", reason="needs the extra `skyrl-gym`")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.adapters
 
 PROMPT = [{"role": "system", "content": "Do sums."}, {"role": "user", "content": "3 + 4?"}]
 OWN = """\

@@ -84,7 +84,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 @pytest.mark.parametrize("case", CASES)
 def test_episodes_are_those_of_the_librarys_rollout(tmp_path: Path, tiny_tokenizer_dir: Path, case: str) -> None:
@@ -102,7 +102,7 @@ def test_episodes_are_those_of_the_librarys_rollout(tmp_path: Path, tiny_tokeniz
     assert episode.facts["truncated"] is (case == "out of turns")
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 def test_rewards_over_groups_are_refused(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     with pytest.raises(AdapterError, match="reward functions over whole groups"):
@@ -119,7 +119,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.adapters
 @needs_library
 def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """Whatever 5 % of the environments do, the others give what the library gives."""
