@@ -12,17 +12,23 @@ from datasets import Dataset
 ROWS = [{"question": f"Guess a number below {n + 5}.", "answer": str(n)} for n in range(6)]
 
 
+def fault_of(state: Any) -> str | None:
+    """The fault that the row's `info` names."""
+    info: dict[str, Any] = state.get("info") or {}
+    return info.get("fault")
+
+
 class Guess(vf.MultiTurnEnv):
     """Says higher or lower; the step of a near guess has a reward of its own. Fails as the row's `info` says."""
 
     async def setup_state(self, state: Any) -> Any:
         state["guesses"] = 0
-        if state["info"].get("fault") == "setup":
+        if fault_of(state) == "setup":
             raise RuntimeError("no rollout today")
         return state
 
     async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-        fault = state["info"].get("fault")
+        fault = fault_of(state)
         if fault == "raise":
             raise RuntimeError("not today")
         if fault == "hang":
@@ -45,7 +51,7 @@ class Guess(vf.MultiTurnEnv):
 
 def right(completion: Any, answer: str, state: Any) -> float:
     """Whether the last guess was right."""
-    if state["info"].get("fault") == "reward":
+    if fault_of(state) == "reward":
         raise ValueError("no reward today")
     guesses = [message.content for message in completion if message.role == "assistant"]
     return float(guesses[-1] == answer)
