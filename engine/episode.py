@@ -7,7 +7,7 @@ it exactly. Large data is kept once: tokens on the tape, text in the conversatio
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ from engine.rewards.address import TurnPart
 from engine.rewards.ledger import Ledger
 from engine.schemas.environment import EpisodeView, Task
 from engine.schemas.generation import FinishReason
-from engine.schemas.message import MalformedCall, ToolCall
-from engine.schemas.trajectory import Failure, Outcome, Trajectory, Turn
+from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
+from engine.schemas.trajectory import Condensation, Failure, Outcome, Trajectory, Turn
 from engine.store.store import episode_id_of
 from engine.tokens.tape import as_seen
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine.schemas.reward import PartAddress
     from engine.tokens.conversation import Conversation
 
+_NO_BLOCKS: dict[int, str] = {}
 _NO_FEEDBACK: dict[str, Any] = {"solved": False, "satisfied": False, "malformed": False}
 
 
@@ -87,6 +88,10 @@ class Episode:
         "_seeds",
         "aborted",
         "attempts",
+        "blocks",
+        "condensations",
+        "condensed",
+        "condensed_at",
         "conversation",
         "event",
         "facts",
@@ -169,6 +174,13 @@ class Episode:
         self.solved = False
         self.solved_turn: int | None = None
         self.aborted = False
+        self.blocks: dict[int, str] = {}
+        """Original texts of the condensed blocks, by number."""
+        self.condensations: list[Condensation] = []
+        self.condensed = 0
+        """How often it was condensed, or could not be."""
+        self.condensed_at: int | None = None
+        """The newest assistant turn when that happened last; None: never."""
         self.shows_written = False
         """Whether views show the newest reply as it was sampled."""
 
@@ -203,6 +215,7 @@ class Episode:
             facts=dict(self.facts),
             rewards=self.ledger.totals(self.turn + 1),
             written=self.conversation.written if self.shows_written else "",
+            blocks=dict(self.blocks) if self.blocks else _NO_BLOCKS,
         )
 
     def context(self, names: frozenset[str]) -> dict[str, Any]:
@@ -287,10 +300,15 @@ class Episode:
                 **({"user_tokens": self.user_tokens} if self.user_tokens else {}),
                 "sampled_tokens": self.sampled,
                 "context_tokens": conversation.length,
-                **({"images": len(images)} if (images := conversation.images) else {}),
+                **({"images": len(images)} if (images := [*_images(conversation.messages)]) else {}),
             },
             seconds=self.seconds,
+            condensations=list(self.condensations),
         )
+
+
+def _images(messages: Sequence[Message]) -> Iterator[ImagePart]:
+    return (image for message in messages for image in message.images)
 
 
 def _counts(variable: str, others: Mapping[str, Callable[[Episode], int]]) -> Callable[[Episode], dict[str, int]]:

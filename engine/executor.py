@@ -27,11 +27,11 @@ import structlog
 
 from engine.actions.base import Action, EpisodeObjects
 from engine.actions.calls import LoopReplacedError
-from engine.actions.facts import FAILED, LIMIT
+from engine.actions.facts import FAILED, LIMIT, OVERFLOW
 from engine.deadline import EpisodeDeadline
 from engine.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, SpecCodeError
-from engine.limits import CONTEXT, EPISODE_SECONDS, MAX_STEPS
+from engine.limits import CONTEXT, EPISODE_SECONDS, MAX_STEPS, PROMPT_LIMITS
 from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
 from engine.schemas.trajectory import Blame, Failure
 from engine.storable import valid_text, words_of
@@ -54,6 +54,8 @@ class _StateWork(NamedTuple):
 
     action: Action | None
     final: bool
+    makes_room: bool
+    """Whether the state handles the event `overflow`."""
 
 
 _UNTIMED = nullcontext()
@@ -89,7 +91,12 @@ class Executor:
         self._machine = machine
         self._actions = actions
         self._names = {state: str(machine.resolved.states[state].action) for state in actions}
-        self._stages = {state: _StateWork(actions.get(state), state in machine.final) for state in machine.states}
+        self._stages = {
+            state: _StateWork(
+                actions.get(state), state in machine.final, bool(machine.resolved.leaving(state, OVERFLOW))
+            )
+            for state in machine.states
+        }
         self._rules = rules
         self._ruled = rules.states
         self._seconds = episode_seconds
@@ -209,6 +216,10 @@ class Executor:
             if (preparing := action.prepare(episode)) is not None:
                 await preparing
             reached = None if stage.final else action.limit(episode)
+            if stage.makes_room and (reached is None or reached[0] in PROMPT_LIMITS):
+                full = action.overflow(episode)
+                if full is not None:
+                    return LimitRecord(limit=full[0], value=full[1], overflow=True)
             if reached is not None:
                 return LimitRecord(limit=reached[0], value=float(reached[1]))
             try:
@@ -274,6 +285,8 @@ class Executor:
             return event
         episode.conversation.take_back()  # a prompt may have been made for a reply that never arrived
         if isinstance(record, LimitRecord):
+            if record.overflow:
+                return OVERFLOW
             episode.limit = record.limit
             return LIMIT
         return self._failed(episode, record.failure)

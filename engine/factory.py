@@ -24,7 +24,7 @@ from engine.actions.role_models import RoleModels
 from engine.episode import Episode, limit_variables
 from engine.executor import Executor
 from engine.machine.compile import EpisodeMachine
-from engine.machine.presets import resolve_machine
+from engine.machine.presets import machine_of
 from engine.rewards.rules import compile_rules
 from engine.tokens.conversation import Conversation
 
@@ -75,7 +75,7 @@ class EpisodeFactory:
         self.roles = RoleModels(loaded, format, backend, generations, allowed=role_backends, training=training)
         """Models of model-played users and judges; the caller who needs them calls `start` and `close`."""
         self._services = Services(spec, format, backend, workers, generations, self.roles)
-        resolved = resolve_machine(spec.machine)
+        resolved = machine_of(spec)
         self.machine = EpisodeMachine(resolved)
         self.object_builder = ObjectBuilder(self._services, loaded.base)
         self.actions = build_actions(resolved.states, self._services, loaded.base)

@@ -20,7 +20,7 @@ UNBOUNDED = 2**53 - 1
 MAX_STEPS = 100_000
 """Steps of an episode after which the executor stops it, whatever its machine and its limits say."""
 
-Unit = Literal["turns", "calls", "steps", "images", "tokens", "seconds"]
+Unit = Literal["turns", "calls", "steps", "images", "condensations", "tokens", "seconds"]
 Owner = Literal["limits", "model", "user"]
 """Which part of the spec sets a limit: `limits`, `model` or the `limits` of a user."""
 
@@ -132,6 +132,17 @@ LIMITS: tuple[Limit, ...] = (
     Limit("episode_tokens", "tokens", "Length of the prompt.", "generate", _prompt_tokens, examples=(4096,)),
     CONTEXT,
     Limit(
+        "condensations",
+        "condensations",
+        "Condensations of the conversation so far.",
+        "condense",
+        lambda episode: episode.condensed,
+        per_use="one",
+        variable="condensed.times",
+        budget="condensations",
+        examples=(4,),
+    ),
+    Limit(
         "user_turns",
         "turns",
         "Turns of the user so far.",
@@ -185,6 +196,9 @@ LIMITS: tuple[Limit, ...] = (
 
 FIELDS: tuple[str, ...] = tuple(limit.name for limit in LIMITS if limit.owner == "limits")
 """The fields of `LimitsSpec` that are limits; the others say how a text is cut."""
+
+PROMPT_LIMITS = frozenset(limit.name for limit in LIMITS if limit.count is _prompt_tokens)
+"""The limits on the length of the prompt."""
 
 COUNTERS: tuple[Limit, ...] = tuple(limit for limit in LIMITS if limit.per_use is not None)
 """The limits whose counts follow from which actions ran; the order is that of the counters in `engine.checks`."""

@@ -8,7 +8,7 @@ of their own episode.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import Field
@@ -57,6 +57,8 @@ class EpisodeView:
     written: str = ""
     """The newest reply as it was sampled, with calls and reasoning, without the token that ended it. Only for adapters whose
     library reads replies so; empty for others."""
+    blocks: Mapping[int, str] = field(default_factory=dict)
+    """Original texts of the condensed blocks, by number."""
 
     @property
     def reply(self) -> str:

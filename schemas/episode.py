@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from engine.schemas.backend import BackendSpec, LocalBackendSpec
 from engine.schemas.base import Contract
+from engine.schemas.condense import CondenseSpec
 from engine.schemas.entry import IsolationSpec
 from engine.schemas.environment_spec import EnvironmentSpec, ToolSpec
 from engine.schemas.generation import SamplingParams
@@ -60,6 +61,8 @@ class EpisodeSpec(Contract):
     """Several users by name, instead of `user`; `tasks.user` selects the user of a task."""
     machine: MachineSpec = Field(default_factory=lambda: MachineSpec(preset="tools_and_user"))
     limits: LimitsSpec = Field(default_factory=LimitsSpec)
+    condense: CondenseSpec | None = None
+    """How the action `condense` shortens a conversation that has become too long."""
     rewards: RewardsSpec = Field(default_factory=RewardsSpec)
     recover: RecoverSpec = Field(default_factory=RecoverSpec)
     isolation: IsolationSpec | None = None

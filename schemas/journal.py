@@ -8,7 +8,7 @@ fork use one mechanism: they apply the records again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -18,7 +18,7 @@ from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.generation import Generation
 from engine.schemas.message import Message, ToolResult
 from engine.schemas.reward import RewardEvent
-from engine.schemas.trajectory import Blame, Failure
+from engine.schemas.trajectory import Blame, Block, Failure
 
 
 class RecordBase(Struct):
@@ -123,6 +123,27 @@ class ScoreRecord(RecordBase):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CondenseRecord(RecordBase):
+    """The conversation was condensed, or could not be."""
+
+    kind: Literal["condense"] = "condense"
+    thread: list[int | Message] | None = None
+    """What the model is shown from now on: numbers of messages, and messages that stand for others; None: nothing was shorter."""
+    blocks: list[Block] = field(default_factory=list)
+    """The new blocks."""
+    before: int = 0
+    """Tokens of the prompt before."""
+    after: int = 0
+    """Tokens of the prompt after."""
+    sampled: int = 0
+    """Tokens that a summarising model sampled, other than the policy."""
+
+    def answers(self) -> Mapping[str, Any]:
+        """No free values; the texts are validated."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LimitRecord(RecordBase):
     """A limit was reached: before an action began or, for `episode_seconds`, while it waited."""
 
@@ -132,6 +153,8 @@ class LimitRecord(RecordBase):
     """The count that was reached."""
     began: bool = False
     """Whether the action had begun: the episode's time ended before it had a result."""
+    overflow: bool = False
+    """Whether the state handles the event `overflow`, so that the episode makes room and goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +168,15 @@ class FailureRecord(RecordBase):
 
 
 Record = Annotated[
-    ResetRecord | GenerationRecord | ToolsRecord | UserRecord | StepRecord | ScoreRecord | LimitRecord | FailureRecord,
+    ResetRecord
+    | GenerationRecord
+    | ToolsRecord
+    | UserRecord
+    | StepRecord
+    | CondenseRecord
+    | ScoreRecord
+    | LimitRecord
+    | FailureRecord,
     Field(discriminator="kind"),
 ]
 

@@ -127,6 +127,36 @@ class Branch(Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Block(Struct):
+    """One condensed chunk, which the model sees as `<block_N>`."""
+
+    number: int
+    """N, from 1; numbers grow over the whole episode."""
+    text: str
+    """The text that the model sees inside the block."""
+    original: str
+    """The text of the chunk, which the tool `expand` returns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condensation(Struct):
+    """One condensation of a conversation."""
+
+    turn: int
+    """The newest assistant turn before it; -1 before the first."""
+    reason: str
+    """The reason of the branch that it began."""
+    thread: list[int | Message]
+    """What the model was shown from then on: numbers of the episode's messages, and messages that stand for others."""
+    blocks: list[int]
+    """The blocks that it made."""
+    before: int
+    """Tokens of the prompt before it."""
+    after: int
+    """Tokens of the prompt after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory(Struct):
     """A finished episode."""
 
@@ -150,6 +180,8 @@ class Trajectory(Struct):
     """tool_calls, tool_errors, user_turns, user_tokens (of a model that plays the user, where there are any), sampled_tokens, context_tokens, images."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by state."""
+    condensations: list[Condensation] = field(default_factory=list)
+    """How the conversation was condensed, in order. `messages` holds all messages as they were said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,6 +78,10 @@ class Action(Protocol):
         """Return work that `limit` needs first and that would block the event loop; None if there is none."""
         return None
 
+    def overflow(self, episode: Episode) -> tuple[str, float] | None:
+        """Return the limit that leaves no room for the action, and the count; asked only in states that handle `overflow`."""
+        return None
+
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> Record:
         """Do the I/O of the action. Raises an `EngineError` if it fails."""
         ...

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from engine.limits import limits_of
@@ -24,6 +25,8 @@ Seconds = Callable[["EpisodeSpec", "StateSpec"], float]
 
 LIMIT = "limit"
 """The event of a state whose action did not start because a limit was reached."""
+OVERFLOW = "overflow"
+"""The event of `generate` before a prompt that leaves no room for a reply, in states that have a transition for it."""
 FAILED = "failed"
 """The event of a state whose action failed."""
 ALWAYS: tuple[str, ...] = (LIMIT, FAILED)
@@ -54,6 +57,8 @@ class ActionFacts:
     """Role of the message that it adds to the conversation; None if it adds no message or several roles."""
     calls: Mapping[str, int] | None = None
     """For an action that samples a reply: what its events say about tool calls; `MAYBE_CALLS` for events not listed."""
+    overflows: bool = False
+    """Whether it may end with `OVERFLOW` in a state that has a transition for it."""
     answers_calls: bool = False
     """Whether it runs the tool calls of the newest reply, and so takes no time without calls."""
 
@@ -75,6 +80,12 @@ def _users(spec: EpisodeSpec, state: StateSpec) -> float:
     return max((user.seconds for user in spec.users_by_name.values()), default=0.0)
 
 
+def _condensing(spec: EpisodeSpec, state: StateSpec) -> float:
+    """One summary at a time, in the worst case: as many as the limits allow is not known, so the episode's time bounds them."""
+    condenser = spec.condense.condenser if spec.condense is not None else None
+    return inf if condenser is not None and condenser.kind in ("summary", "own") else 0.0
+
+
 def _scoring(spec: EpisodeSpec, state: StateSpec) -> float:
     scorer = spec.rewards.scorer
     return _environment(spec, state) + (scorer.seconds if scorer is not None else 0.0)
@@ -94,6 +105,7 @@ ACTIONS: Mapping[str, ActionFacts] = {
         _generation,
         speaks="assistant",
         calls={"tool_calls": SURE_CALLS, "answered": NO_CALLS},
+        overflows=True,
     ),
     "call_tools": ActionFacts(
         "engine.actions.call_tools:CallToolsAction",
@@ -109,6 +121,18 @@ ACTIONS: Mapping[str, ActionFacts] = {
         ("feedback", "satisfied"),
         _users,
         speaks="user",
+    ),
+    "condense": ActionFacts(
+        "engine.actions.condense:CondenseAction",
+        "Show the model a shorter conversation.",
+        ("condensed", "unchanged"),
+        _condensing,
+    ),
+    "ask_summary": ActionFacts(
+        "engine.actions.condense:AskSummaryAction",
+        "Ask the model for a summary of its history, which `condense` then puts in the place of the history.",
+        ("asked",),
+        lambda spec, state: 0.0,
     ),
     "score": ActionFacts(
         "engine.actions.score:ScoreAction", "Ask the environment and the scorer for the last rewards.", (), _scoring

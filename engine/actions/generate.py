@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from math import inf
 from pathlib import Path
 
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services
 from engine.episode import Episode
-from engine.errors import BackendError
+from engine.errors import BackendError, RenderError
 from engine.limits import CONTEXT, Limit, limits_of
 from engine.rewards.state_key import compile_state_key
+from engine.schemas.condense import CondenseSpec, PolicySummarySpec
 from engine.schemas.generation import GenerateRequest, Generation
 from engine.schemas.journal import GenerationRecord
+from engine.schemas.message import Message
 from engine.schemas.trajectory import Turn
 
+_ASKED, _REPLIED = Message(role="user", content="Q"), Message(role="assistant", content="A")
 LONG_TEXT = 1 << 16
 """Maximum number of characters that are tokenised on the event loop."""
 _TOKENIZING = ThreadPoolExecutor(1, "tokenize")
@@ -60,6 +64,38 @@ class GenerateAction(BuiltInAction):
         least = episode.conversation.length + waiting // self._longest
         return least if least > self._longest_prompt else None
 
+    def overflow(self, episode: Episode) -> tuple[str, float] | None:
+        """Return the limit under which the prompt leaves no room for a reply, and the prompt's tokens; at most once per turn."""
+        if episode.condensed_at == episode.turn:
+            return None
+        bounds = [(limit, most) for limit, most in self._bounds if limit.unit == "tokens"]
+        least = self._too_long(episode)
+        count = len(episode.conversation.prompt()) if bounds and least is None else least or 0
+        return next(
+            ((limit.name, float(count)) for limit, most in bounds if count + self._reserve(int(most)) > most), None
+        )
+
+    def _reserve(self, most: int) -> int:
+        """Tokens that must be free: for a reply; if the policy summarises, also for what follows the reply, and for the summary."""
+        spec = self._services.spec.condense or CondenseSpec()
+        if spec.reserve_tokens is not None:
+            return spec.reserve_tokens
+        free = min(self._most, most // 4)
+        if not isinstance(spec.condenser, PolicySummarySpec):
+            return free
+        follows = self._services.spec.limits.tool_result_tokens or 0
+        return free + follows + spec.condenser.tokens + self._request_tokens(spec.condenser.prompt)
+
+    @cache  # noqa: B019  (there is one action of a state in a run, and one request)
+    def _request_tokens(self, words: str) -> int:
+        """Tokens that a request of a user adds to a prompt that already has one."""
+        form = self._services.format
+        request = Message(role="user", content=words)
+        try:
+            return len(form.render([_ASKED, _REPLIED, request])) - len(form.render([_ASKED]))
+        except RenderError:  # a template that refuses such a conversation
+            return len(form.encode(words))
+
     def prepare(self, episode: Episode) -> Awaitable[object] | None:
         """Tokenise a long text in a thread, one at a time: a megabyte takes about a second and much memory."""
         if episode.conversation.pending <= LONG_TEXT or self._too_long(episode) is not None:
@@ -85,7 +121,7 @@ class GenerateAction(BuiltInAction):
             images=images,
             image_spans=spans,
             adapter=self._adapter,
-            messages=list(episode.conversation.messages) if self._sends_messages else None,
+            messages=list(episode.conversation.thread) if self._sends_messages else None,
             tools=objects.toolbox.schemas if self._sends_messages and objects.toolbox else None,
         )
         async with self._services.slots:

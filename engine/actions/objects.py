@@ -12,6 +12,7 @@ import structlog
 
 from engine.actions.base import EpisodeObjects, Services
 from engine.actions.call_tools import CallToolsAction
+from engine.actions.expand import expand_tool
 from engine.actions.llm_user import ModelUser
 from engine.actions.tool_servers import ToolServers
 from engine.actions.toolbox import BoundTool, Toolbox, bind_tool
@@ -19,7 +20,7 @@ from engine.actions.workers import call_spec_code
 from engine.errors import EngineError, SpecCodeError
 from engine.isolation.pool import FunctionTool, HeldObject, Pool, RemoteFunction
 from engine.isolation.remote import Cell, Origin, RemoteObject, RemoteTool
-from engine.machine.presets import resolve_machine
+from engine.machine.presets import machine_of
 from engine.schemas.entry import IsolationSpec
 from engine.spec.conversation import tools_of
 from engine.spec.entry import load_entry
@@ -132,7 +133,7 @@ class ObjectBuilder:
             for name, user in spec.users_by_name.items()
         }
         """The factory of each user, by name; for a model-played user, the factory of its grader."""
-        states = resolve_machine(spec.machine).states.values()
+        states = machine_of(spec).states.values()
         self._calls_tools = any(state.action == CallToolsAction.name for state in states)
         tools = [(factory(tool, "tool", tool.isolation), tool) for tool in spec.tools if tool.facts is None]
         self._servers = ToolServers([tool for tool in spec.tools if tool.facts is not None], base, services)
@@ -140,8 +141,10 @@ class ObjectBuilder:
         self._classes = [(item, tool) for item, tool in tools if item.is_class]
         self._static: list[BoundTool] = [self._bind_function(item, tool) for item, tool in self._functions]
         """Tools that are plain functions: the same object for every episode."""
+        self._expands = spec.condense is not None and spec.condense.expand
+        """Whether the model has the tool `expand`."""
         self.shared_toolbox = (
-            Toolbox(self._static, services.workers)
+            Toolbox([*self._static, *([expand_tool()] if self._expands else [])], services.workers)
             if not self._classes and self._environment is None and not self._servers
             else None
         )
@@ -275,6 +278,8 @@ class ObjectBuilder:
                         function, name=None, seconds=limits.tool_seconds, effects=effects, where="environment tools"
                     )
                 )
+        if self._expands:
+            tools.append(expand_tool())
         names = [tool.shape.name for tool in tools]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

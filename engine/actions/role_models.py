@@ -22,6 +22,7 @@ from engine.actions.role_weights import frozen_refusal, role_weights, shares_pol
 from engine.backends.registry import open_backend
 from engine.errors import ContextOverflow, EngineError, SpecCodeError, TrainError
 from engine.schemas.backend import LocalBackendSpec
+from engine.schemas.condense import SummarySpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import Message
@@ -96,7 +97,7 @@ class RoleModel:
         self._served = served
         self._blame: Blame = blame
         self._stop = sorted({*format.stop_token_ids, *spec.sampling.stop_token_ids})
-        self._kind = _kind(blame)
+        self._kind = _kind(name, blame)
 
     def request_episode(self, episode_id: str) -> str:
         """The episode's id in the role's requests; it differs from the policy's id if they share a backend."""
@@ -190,9 +191,9 @@ class RoleModel:
         self._served.backend.release(self.request_episode(episode_id))
 
 
-def _kind(blame: Blame) -> str:
+def _kind(name: str, blame: Blame) -> str:
     """Prefix of the kinds of this role's failures."""
-    return "user" if blame == "user" else "judge"
+    return "user" if blame == "user" else "condense" if name == "condense" else "judge"
 
 
 def without_reasoning(text: str) -> str:
@@ -283,7 +284,7 @@ class RoleModels:
             raise SpecCodeError(
                 f"no model plays `{name}` here: script its answers, or give it a scripted backend",
                 blame=blame,
-                kind=f"{_kind(blame)}_not_played",
+                kind=f"{_kind(name, blame)}_not_played",
             ) from None
 
     def release(self, episode_id: str) -> None:
@@ -320,6 +321,8 @@ def roles_of(spec: EpisodeSpec) -> dict[DataPath, tuple[str, RoleSpec, Blame]]:
     scorer = spec.rewards.scorer
     if scorer is not None and scorer.model_played:
         found["rewards", "scorer"] = (scorer.name, scorer, "environment")
+    if spec.condense is not None and isinstance(spec.condense.condenser, SummarySpec):
+        found["condense", "condenser"] = ("condense", spec.condense.condenser.role, "environment")
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from engine.actions.facts import ACTIONS, ALWAYS, SCORERS
+from engine.actions.facts import ACTIONS, ALWAYS, OVERFLOW, SCORERS
 from engine.checks.alarm import deadline
 from engine.checks.chart import Chart, Edge
 from engine.checks.code_facts import CodeFacts, ImportedCode, ReadCode
@@ -21,7 +21,7 @@ from engine.checks.loops import Cycles, cycles_of
 from engine.checks.work import Work, WorkLimitError
 from engine.errors import SpecError
 from engine.limits import COUNTERS, EPISODE_SECONDS, FIELDS, UNBOUNDED, limits_of
-from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, resolve_machine
+from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, machine_of
 from engine.schemas.entry import Entry
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.limits import LimitsSpec
@@ -108,7 +108,7 @@ class CheckContext:
             raise WorkLimitError(
                 f"the machine has more than {MAX_TRANSITIONS:,} transitions, with lists and `*` expanded"
             )
-        return resolve_machine(self.spec.machine)
+        return machine_of(self.spec)
 
     @property
     def states(self) -> dict[str, StateSpec]:
@@ -246,6 +246,14 @@ class CheckContext:
             return self.declared(self.spec.environment.entry.use) if self.spec.environment else None
         return self.declared(state.action) if ":" in state.action else ()
 
+    def events_in(self, name: str) -> tuple[str, ...] | None:
+        """Return the events of a state's action there: `overflow` is one only where a transition handles it."""
+        events = self.events_of(self.states[name])
+        facts = ACTIONS.get(str(self.states[name].action))
+        if events is None or facts is None or not facts.overflows or not self.machine.leaving(name, OVERFLOW):
+            return events
+        return (*events, OVERFLOW)
+
     def speaking(self, role: Literal["user", "tool"]) -> list[str]:
         """The reachable states whose action adds a message of a role."""
         return [
@@ -265,7 +273,7 @@ class CheckContext:
     @cached_property
     def may_happen(self) -> Mapping[str, frozenset[str] | None]:
         """All events that may occur in each state that is not final; None if those of its action are not known."""
-        events = {name: self.events_of(self.states[name]) for name in self.working}
+        events = {name: self.events_in(name) for name in self.working}
         return {name: None if known is None else frozenset((*known, *ALWAYS)) for name, known in events.items()}
 
     @cached_property
@@ -318,7 +326,7 @@ class CheckContext:
         for source, trigger in groups:
             triggers.setdefault(source, []).append(trigger)
         working = [name for name in self.working if self.states[name].action is not None]
-        own = {name: self.events_of(self.states[name]) for name in working}
+        own = {name: self.events_in(name) for name in working}
         events = {name: triggers.get(name, []) if known is None else known for name, known in own.items()}
         sampled = self.spec.sampling.max_new_tokens
         spec = self.spec.model_copy(update={"limits": within})

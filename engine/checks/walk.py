@@ -14,7 +14,7 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
-from engine.actions.facts import ACTIONS, FAILED, LIMIT, MAYBE_CALLS, NO_CALLS, SURE_CALLS
+from engine.actions.facts import ACTIONS, FAILED, LIMIT, MAYBE_CALLS, NO_CALLS, OVERFLOW, SURE_CALLS
 from engine.actions.facts import ALWAYS as ALWAYS_EVENTS
 from engine.checks.chart import TURNS, Chart, Counts, Edge, Limits, Place, WalkStep
 from engine.checks.logic import ALWAYS, UNKNOWN, Formula, Ranges
@@ -90,6 +90,8 @@ class Walk:
 
     def after(self, place: Place, action: str, event: str) -> list[After]:
         """The places after an action's own event, each with the counters that increased."""
+        if event == OVERFLOW:  # the action does not run
+            return [(place, ())]
         facts = ACTIONS.get(action)
         newest = place.newest
         if facts is not None and facts.calls is not None:

@@ -257,6 +257,7 @@ def what_happened(entry: JournalEntry) -> Text:
     from rich.text import Text
 
     from engine.schemas.journal import (
+        CondenseRecord,
         FailureRecord,
         GenerationRecord,
         LimitRecord,
@@ -280,6 +281,14 @@ def what_happened(entry: JournalEntry) -> Text:
             words = _count(len(record.reset.messages), "message")
         case StepRecord():
             words = _count(len(record.step.messages), "message")
+        case CondenseRecord():
+            words = (
+                "nothing shorter"
+                if record.thread is None
+                else f"{_count(len(record.blocks), 'block')}, {record.before} → {record.after} tokens"
+            )
+        case LimitRecord(overflow=True):
+            words = f"no room for a reply under {record.limit}: {record.value:g} tokens"
         case LimitRecord():
             words = f"{record.limit} reached {record.value:g}"
         case FailureRecord():

@@ -45,12 +45,12 @@ def graph(
     from engine.errors import EngineError
     from engine.machine.draw import svg
     from engine.machine.graph import mermaid
-    from engine.machine.presets import resolve_machine
+    from engine.machine.presets import machine_of
     from engine.spec.load import load_spec
 
     try:
         loaded = load_spec(spec, list(overrides or ()))
-        machine = resolve_machine(loaded.spec.machine)
+        machine = machine_of(loaded.spec)
         counts = _counts(run, Path(loaded.spec.rollout.out)) if run is not None else None
     except EngineError as error:
         echo(str(error), err=True)
@@ -76,10 +76,10 @@ def graph(
 
 def _events(machine: ResolvedMachine) -> Events:
     """The events that may occur in each state with a built-in action."""
-    from engine.actions.facts import ACTIONS, ALWAYS
+    from engine.actions.facts import ACTIONS, ALWAYS, OVERFLOW
 
     return {
-        name: frozenset((*facts.events, *ALWAYS))
+        name: frozenset((*facts.events, *ALWAYS, *([OVERFLOW] if facts.overflows else [])))
         for name, state in machine.states.items()
         if (facts := ACTIONS.get(str(state.action))) is not None and facts.events is not None
     }

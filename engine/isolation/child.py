@@ -126,6 +126,10 @@ def _encoded(value: Any, expects: str) -> bytes:
         if not isinstance(value, list) or not all(isinstance(item, RewardEvent) for item in value):
             raise _Answered(WRONG, type(value).__name__)
         return b"[" + b",".join(map(_json, value)) + b"]"
+    if expects == "text":
+        if not isinstance(value, str):
+            raise _Answered(WRONG, type(value).__name__)
+        return json.dumps(value).encode()
     if expects == "tool":
         try:
             return _json(reply_of(value))

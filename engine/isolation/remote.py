@@ -37,6 +37,7 @@ _ANSWERS: Mapping[str, tuple[TypeAdapter[Any], str]] = {
     "step": (TypeAdapter(Step), "a Step"),
     "user": (TypeAdapter(UserTurn), "a UserTurn"),
     "rewards": (TypeAdapter(list[RewardEvent]), "a list of RewardEvent"),
+    "text": (TypeAdapter(str), "a text"),
     "tool": (TypeAdapter(ToolReply), "a ToolReply"),
     "none": (TypeAdapter(Any), "anything"),
 }

@@ -45,7 +45,7 @@ class _Step:
 class EpisodeMachine:
     """The machine of all episodes of one spec.
 
-        machine = EpisodeMachine(resolve_machine(spec.machine))
+        machine = EpisodeMachine(machine_of(spec))
         machine.next("GENERATING", "answered", episode.context)     # "AWAITING_USER_FEEDBACK"
 
     Raises:

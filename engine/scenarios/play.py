@@ -13,7 +13,7 @@ from engine.actions.images import ImageStorer, MemoryImages
 from engine.backends.scripted import ScriptedBackend
 from engine.errors import EngineError
 from engine.factory import EpisodeFactory
-from engine.machine.presets import resolve_machine
+from engine.machine.presets import machine_of
 from engine.scenarios.coverage import Edge, Watcher
 from engine.scenarios.load import ScenarioSet, ScenarioSpecs, check_scenario, check_tools
 from engine.scenarios.scripted import script_actions, script_objects
@@ -57,7 +57,7 @@ async def play(specs: ScenarioSpecs, scenarios: ScenarioSet, index: int, form: C
     """
     scenario = scenarios.file.scenarios[index]
     loaded = specs.loaded(scenarios, index)
-    resolved = resolve_machine(loaded.spec.machine)
+    resolved = machine_of(loaded.spec)
     check_scenario(loaded, resolved, scenarios, index)
     task = specs.task(loaded, scenarios, index)
     backend = ScriptedBackend(_script(scenario), form)

@@ -76,7 +76,7 @@ def literals(annotation: Any) -> list[str]:
 def tagged(annotation: Any, discriminator: str) -> dict[str, type[BaseModel]]:
     """The members of a discriminated union by their tags."""
     found: dict[str, type[BaseModel]] = {}
-    for member in branches(annotation):
+    for member in (member for branch in branches(annotation) for member in branches(branch)):
         if is_model(member):
             for tag in literals(fields_by_key(member)[discriminator].annotation):
                 found[tag] = member
@@ -91,6 +91,9 @@ def discriminator_of(annotation: Any, info: FieldInfo | None) -> str | None:
         for item in typing.get_args(annotation)[1:]:
             if isinstance(item, FieldInfo) and isinstance(item.discriminator, str):
                 return item.discriminator
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):  # a union with tags, or None
+        present = [item for item in typing.get_args(annotation) if item is not type(None)]
+        return discriminator_of(present[0], None) if len(present) == 1 else None
     return None
 
 

@@ -5,6 +5,8 @@ and encoded again. After a reply, the next prompt continues the tape with a chec
 `history: branch` begins a new tape from the whole conversation as the template writes it now, and `history: keep` continues
 with the sampled tokens as they are, or raises `BridgeError`. Each sampled token is on exactly one tape. A prompt that gets no
 reply is removed (`take_back`), so the tape depends on messages and samples only, and not on failed attempts.
+
+The model is shown the `thread`: all messages so far, until `condense` replaces it by a shorter one. `messages` keeps them all.
 """
 
 from __future__ import annotations
@@ -98,13 +100,17 @@ class Conversation:
         "_asked",
         "_before",
         "_checked",
+        "_condensed",
         "_end",
         "_intended",
         "_newest",
+        "_opening",
         "_pending",
         "_places",
         "_prompted",
+        "_said_at",
         "_tapes",
+        "_tokens",
         "_tools",
         "_trail",
         "_verbatim",
@@ -113,6 +119,7 @@ class Conversation:
         "form",
         "history",
         "messages",
+        "thread",
     )
 
     def __init__(
@@ -125,13 +132,23 @@ class Conversation:
         """What to do where the template rewrites history."""
         self.messages: list[Message] = []
         """All messages so far, in order."""
+        self.thread: list[Message] = self.messages
+        """The messages that the model is shown: `messages` itself, until the conversation is condensed."""
+        self._said_at: list[int | None] | None = None
+        """By message of the thread: its number in `messages`, None for one that stands for others. None: the thread is `messages`."""
+        self._condensed = ""
+        """Why the next prompt begins a branch with a shorter thread; empty where it does not."""
+        self._tokens = 0
+        """Tokens of that thread."""
+        self._opening: int | None = None
+        """How many messages preceded the first reply; None before it."""
         self._tools = list(tools) or None
         self._verbatim: dict[int, View] = {}
-        """By message: views of replies that a template gets as they were written (their calls, or text that only spells a token)."""
+        """By message of the thread: views of replies that a template gets as they were written (their calls, or text that only spells a token)."""
         self._intended: dict[int, IntendedTokens] = {}
-        """By message: where special tokens in the prompt's messages are intended as tokens."""
+        """By message of the thread: where special tokens in the prompt's messages are intended as tokens."""
         self._pending: dict[int, View] = {}
-        """By message: views of the messages since the last prompt."""
+        """By message of the thread: views of the messages since the last prompt."""
         self._waiting = 0
         """Characters of the messages since the last prompt."""
         self._trail = Trail()
@@ -140,7 +157,7 @@ class Conversation:
         self._written = ""
         """The newest reply of a backend that gives text and no ids."""
         self._prompted = 0
-        """How many messages are in the current prompt, or were in it when its reply came."""
+        """How many messages of the thread are in the current prompt, or were in it when its reply came."""
         self._asked = False
         self._before: _Mark | None = None
         """The state before the prompt that has no reply yet."""
@@ -180,6 +197,54 @@ class Conversation:
         for message in messages:
             self._say(message)
 
+    def condense(self, thread: Sequence[int | Message], reason: str, tokens: int) -> None:
+        """Show the model another thread from the next prompt on, which begins a branch.
+
+        Args:
+            thread: Its messages: numbers of `messages` that are in the thread now, or messages that stand for others.
+            reason: The branch's reason.
+            tokens: How many tokens it has (`measure`).
+
+        Raises:
+            ValueError: A number is not in the thread, or a prompt waits for its reply.
+        """
+        if self._asked:
+            raise ValueError("a prompt waits for its reply: call take_back() before condense()")
+        places = {at: place for place, at in enumerate(self.said_at) if at is not None}
+        if missing := [at for at in thread if isinstance(at, int) and at not in places]:
+            raise ValueError(f"message {missing[0]} is not in the thread")
+        kept = {new: places[at] for new, at in enumerate(thread) if isinstance(at, int)}
+        self._verbatim = {new: self._verbatim[old] for new, old in kept.items() if old in self._verbatim}
+        self._intended = {new: self._intended[old] for new, old in kept.items() if old in self._intended}
+        self._said_at = [at if isinstance(at, int) else None for at in thread]
+        self.thread = [self.messages[at] if isinstance(at, int) else at for at in thread]
+        self._pending, self._trail, self._prompted = {}, Trail(), 0
+        self._waiting, self._condensed, self._tokens = 0, reason, tokens
+
+    @property
+    def said_at(self) -> Sequence[int | None]:
+        """By message of the thread: its number in `messages`; None for one that stands for others."""
+        return range(len(self.messages)) if self._said_at is None else self._said_at
+
+    @property
+    def opening(self) -> int:
+        """How many messages precede the first reply."""
+        return len(self.thread) if self._opening is None else self._opening
+
+    def measure(self, thread: Sequence[Message]) -> int:
+        """Tokens of a prompt that shows these messages; O(conversation).
+
+        Raises:
+            RenderError: The template refuses them.
+        """
+        views = [self.form.views.of(message) for message in thread]
+        if self.form.alternates:
+            views = _alternating(views)
+        ids = self.form.render_views(views, self._tools)
+        if self.form.vision is None:
+            return len(ids)
+        return len(self.form.vision.expand(ids, [image.image for message in thread for image in message.images])[0])
+
     def prompt(self) -> IntVector:
         """The ids that the next reply is sampled from: the whole current tape. int32 [tokens], read-only.
 
@@ -190,7 +255,7 @@ class Conversation:
             ImageError: The template's image markers are not those of the messages' images.
             BridgeError: `history: keep` is set, and the tape cannot be continued.
         """
-        if self._asked and self._prompted == len(self.messages):
+        if self._asked and self._prompted == len(self.thread):
             return self._tapes[-1][0].ids
         if self._before is None:
             tape = self._tapes[-1][0].mark() if self._tapes else (0, 0, 0)
@@ -199,14 +264,14 @@ class Conversation:
         kinds = bytes([self.form.views.kind(view) for view in new])
         if not self._tapes:
             self._begin("")
-        elif self._asked:
-            self._begin("the prompt was changed before its reply came")
+        elif self._asked or self._condensed:
+            self._begin(self._condensed or "the prompt was changed before its reply came")
         else:
             self._go_on(new, kinds)
         self._pending, self._waiting = {}, 0
         for kind in kinds:
             self._trail.add(kind)
-        self._prompted = len(self.messages)
+        self._prompted = len(self.thread)
         self._asked = True
         return self._tapes[-1][0].ids
 
@@ -271,7 +336,9 @@ class Conversation:
 
     @property
     def length(self) -> int:
-        """Tokens of the current tape."""
+        """Tokens of the current tape; after `condense`, of the thread that the next one begins with."""
+        if self._condensed and not self._asked:
+            return self._tokens
         return len(self._tapes[-1][0]) if self._tapes else 0
 
     @property
@@ -292,8 +359,8 @@ class Conversation:
 
     @property
     def images(self) -> list[ImagePart]:
-        """The images of all messages so far, in order."""
-        return [image for message in self.messages for image in message.images]
+        """The images of the thread, in order."""
+        return [image for message in self.thread for image in message.images]
 
     def shown(self) -> tuple[list[ImagePart], list[tuple[int, int]]]:
         """The images of `prompt()`, in order, and the tokens [start, end) of each. They are checked again.
@@ -324,22 +391,26 @@ class Conversation:
 
     def _say(self, message: Message) -> None:
         # Raises for a message that cannot be shown before the conversation changes.
-        view = self.form.views.of(message, self._intended.get(len(self.messages), ()))
-        self._pending[len(self.messages)] = view
+        view = self.form.views.of(message, self._intended.get(len(self.thread), ()))
+        self._pending[len(self.thread)] = view
         self._waiting += len(message.text)
+        self._keep(message)
+
+    def _keep(self, message: Message) -> None:
+        if self._said_at is not None:
+            self._said_at.append(len(self.messages))
+            self.thread.append(message)
         self.messages.append(message)
 
     def _views(self, start: int, end: int | None = None) -> list[View]:
-        """Messages from number `start` up to `end`, as the template gets them."""
+        """Messages of the thread from number `start` up to `end`, as the template gets them."""
         views: list[View] = []
-        for index in range(start, len(self.messages) if end is None else end):
+        for index in range(start, len(self.thread) if end is None else end):
             view = self._verbatim.get(index) or self._pending.get(index)
             if view is None:
-                view = self.form.views.of(self.messages[index], self._intended.get(index, ()))
-            if self.form.alternates and views and views[-1]["role"] == view["role"] == "user":
-                view = {**view, "content": _joined(views.pop()["content"], view["content"])}
+                view = self.form.views.of(self.thread[index], self._intended.get(index, ()))
             views.append(view)
-        return views
+        return _alternating(views) if self.form.alternates else views
 
     def _go_on(self, new: list[View], kinds: bytes) -> None:
         """Continue the tape after its newest reply, or begin a new one."""
@@ -391,7 +462,7 @@ class Conversation:
         """Rendered ids in which markers are replaced by the images of the messages from number `start` on."""
         if self.form.vision is None:
             return np.asarray(ids, np.int32), []
-        digests = [image.image for message in self.messages[start:] for image in message.images]
+        digests = [image.image for message in self.thread[start:] for image in message.images]
         return self.form.vision.expand(ids, digests)
 
     # --- replies ------------------------------------------------------------------------------------------
@@ -443,15 +514,28 @@ class Conversation:
         )
         view = self.form.views.of_reply(parsed, () if ids is None else ids)
         if (parsed.attempts and not parsed.as_calls) or self.form.views.spells_tokens(view):
-            self._verbatim[len(self.messages)] = view
-        self.messages.append(message)
+            self._verbatim[len(self.thread)] = view
+        if self._opening is None:
+            self._opening = len(self.thread)
+        self._keep(message)
         self._trail.add(self.form.views.kind(view))
-        self._prompted = len(self.messages)
+        self._prompted = len(self.thread)
+        self._condensed = ""
         self._places.append(place)
         self._newest = view
         self._end = end
         self._asked = False
         return Reply(message, parsed.attempts, parsed.content)
+
+
+def _alternating(views: Sequence[View]) -> list[View]:
+    """Messages in which no message of a user follows another: their contents are joined."""
+    found: list[View] = []
+    for view in views:
+        if found and found[-1]["role"] == view["role"] == "user":
+            view = {**view, "content": _joined(found.pop()["content"], view["content"])}
+        found.append(view)
+    return found
 
 
 def _joined(first: Any, second: Any) -> Any:

@@ -1,0 +1,283 @@
+"""`condense`: shows the model a shorter thread. `ask_summary`: asks the policy to summarise its own history first.
+
+Invariant: `perform` finds the shorter texts, and its record holds the whole new thread, so `apply`, resume and replay condense
+nothing again. A thread that would not be shorter is not used (event `unchanged`). Replies that were sampled are not rewritten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.actions.base import BuiltInAction, EpisodeObjects, Services
+from engine.actions.workers import call_spec_code
+from engine.condensing.chunks import Chunk, block_text, chunks_of, history_of, history_text, replaced
+from engine.condensing.keywords import keywords
+from engine.episode import Episode, derive_seed
+from engine.errors import SpecCodeError
+from engine.isolation.pool import RemoteFunction
+from engine.isolation.remote import Origin, function_in
+from engine.schemas.condense import (
+    ByHistory,
+    CondenseSpec,
+    DropSpec,
+    KeywordsSpec,
+    OwnCondenserSpec,
+    PolicySummarySpec,
+    SummarySpec,
+)
+from engine.schemas.environment import Step
+from engine.schemas.journal import CondenseRecord, StepRecord
+from engine.schemas.message import Message
+from engine.schemas.trajectory import Block, Condensation
+from engine.spec.entry import load_entry
+from engine.spec.template import fill, own_spans
+
+SUMMARY_ROLE = "condense"
+"""The name of the summarising model among the roles."""
+
+
+def condense_spec(services: Services) -> CondenseSpec:
+    """The spec's `condense`, or the defaults."""
+    return services.spec.condense or CondenseSpec()
+
+
+class CondenseAction(BuiltInAction):
+    """Put shorter texts in the place of the oldest chunks, until the prompt is short enough."""
+
+    name = "condense"
+
+    def __init__(self, services: Services, base: Path) -> None:
+        super().__init__(services)
+        self._spec = condense_spec(services)
+        self._base = base
+        spec, form = services.spec, services.format
+        known = (spec.limits.episode_tokens, spec.model.context or form.context, services.backend.context)
+        self._room = min((value for value in known if value), default=None)
+        self._own: Callable[..., Any] | None = None
+        self._origin: Origin | None = None
+        if isinstance(self._spec.condenser, OwnCondenserSpec):
+            self._load(self._spec.condenser, services, base)
+
+    def _load(self, own: OwnCondenserSpec, services: Services, base: Path) -> None:
+        self._origin = Origin(own.use, base, own.with_, "function")
+        isolation = services.spec.isolation_of(own.isolation)
+        if isolation.mode == "process":
+            services.workers.isolation.describe(own.use, base, isolation)
+            self._own = RemoteFunction(self._origin, services.workers.isolation.pool(isolation, functions=True), "text")
+        else:
+            self._own = partial(load_entry(own.use, base), **own.with_)
+
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> CondenseRecord:
+        """Return the shorter thread; a record without a thread if nothing is shorter.
+
+        Raises:
+            EngineError: the condenser failed, or its package is not installed.
+        """
+        conversation = episode.conversation
+        before = conversation.measure(conversation.thread)
+        if isinstance(self._spec.chunks, ByHistory):
+            found = await self._history(episode, objects)
+        else:
+            found = await self._chunks(episode, objects, before)
+        sampled = found[2]
+        after = conversation.measure(found[0]) if found[1] else before
+        if not found[1] or after >= before:
+            return CondenseRecord(before=before, after=before, sampled=sampled)
+        numbers = {id(message): at for message, at in zip(conversation.thread, conversation.said_at, strict=True)}
+        thread = [message if (at := numbers.get(id(message))) is None else at for message in found[0]]
+        return CondenseRecord(thread=thread, blocks=found[1], before=before, after=after, sampled=sampled)
+
+    async def _chunks(
+        self, episode: Episode, objects: EpisodeObjects, before: int
+    ) -> tuple[list[Message], list[Block], int]:
+        """Condense chunks, oldest first, until the prompt has the target's length: (thread, blocks, sampled tokens)."""
+        conversation = episode.conversation
+        waiting = chunks_of(self._spec, conversation.thread, conversation.opening, self._count)
+        target = self._target(before)
+        over = before - target
+        budget = self._budget()
+        done: dict[Chunk, str] = {}
+        sampled = 0
+        while waiting and over > 0:
+            batch: list[Chunk] = []
+            expected = 0
+            while waiting and expected < over:
+                chunk = waiting.pop(0)
+                pictured = chunk.part < 0 and bool(conversation.thread[chunk.place].images)
+                if pictured or chunk.tokens > budget:
+                    batch.append(chunk)
+                    expected += max(1, chunk.tokens - budget)
+                if pictured:  # how many tokens its images have, the new thread shows
+                    break
+            answers = await asyncio.gather(
+                *(self._condensed(chunk.text, episode, objects, len(done) + at) for at, chunk in enumerate(batch))
+            )
+            for chunk, (text, used) in zip(batch, answers, strict=True):
+                sampled += used
+                pictured = chunk.part < 0 and bool(conversation.thread[chunk.place].images)
+                shorter = chunk.tokens - self._count(block_text(len(episode.blocks) + 1, text))
+                if text and (shorter > 0 or pictured):
+                    done[chunk] = text
+            over = conversation.measure(self._rebuilt(episode, done)[0]) - target
+        return *self._rebuilt(episode, done), sampled
+
+    def _rebuilt(self, episode: Episode, done: dict[Chunk, str]) -> tuple[list[Message], list[Block]]:
+        blocks: list[Block] = []
+        by_place: dict[int, list[tuple[Chunk, str]]] = {}
+        for chunk in sorted(done, key=lambda chunk: (chunk.place, chunk.part, chunk.start)):
+            number = len(episode.blocks) + len(blocks) + 1
+            blocks.append(Block(number=number, text=done[chunk], original=chunk.text))
+            by_place.setdefault(chunk.place, []).append((chunk, block_text(number, done[chunk])))
+        thread = [
+            replaced(message, by_place[place]) if place in by_place else message
+            for place, message in enumerate(episode.conversation.thread)
+        ]
+        return thread, blocks
+
+    async def _history(self, episode: Episode, objects: EpisodeObjects) -> tuple[list[Message], list[Block], int]:
+        """One message stands for the history: (thread, blocks, sampled tokens)."""
+        conversation = episode.conversation
+        by_policy = isinstance(self._spec.condenser, PolicySummarySpec)
+        thread = conversation.thread
+        said = thread[:-2] if by_policy else thread  # without the request for a summary, and the summary
+        start, end = history_of(said, conversation.opening, self._spec.keep_last)
+        if start == end:
+            return [], [], 0
+        text = history_text(said[start:end])
+        summary, sampled = (episode.text, 0) if by_policy else await self._condensed(text, episode, objects, 0)
+        if not summary.strip():
+            return [], [], sampled
+        number = len(episode.blocks) + 1
+        stands = Message(role="user", content=block_text(number, summary.strip()))
+        blocks = [Block(number=number, text=summary.strip(), original=text)]
+        return [*said[:start], stands, *said[end:]], blocks, sampled
+
+    async def _condensed(self, text: str, episode: Episode, objects: EpisodeObjects, index: int) -> tuple[str, int]:
+        """What stands for a text, and how many tokens a model sampled for it; an empty text if it is over the budget."""
+        condenser = self._spec.condenser
+        if isinstance(condenser, DropSpec):
+            return condenser.text, 0
+        if isinstance(condenser, KeywordsSpec):
+            return await asyncio.to_thread(keywords, text, condenser, self._count), 0
+        if isinstance(condenser, SummarySpec):
+            return await self._summary(condenser, text, episode, index)
+        assert isinstance(condenser, OwnCondenserSpec)
+        return await self._by_own(condenser, text, episode, objects), 0
+
+    async def _summary(self, spec: SummarySpec, text: str, episode: Episode, index: int) -> tuple[str, int]:
+        model = self._services.roles.model("condense", "condenser")
+        fields = {"text": text, "tokens": spec.tokens, "task": episode.task.fields}
+        reply = await model.reply(
+            [Message(role=item.role, content=fill(item.content, fields)) for item in spec.prompt],
+            episode_id=episode.id,
+            turn=len(episode.blocks) + index,
+            seed=derive_seed(episode.seed, SUMMARY_ROLE, episode.condensed, index),
+            intended=[own_spans(item.content, fields) for item in spec.prompt],
+        )
+        return "" if reply.cut else reply.text, reply.tokens
+
+    async def _by_own(self, own: OwnCondenserSpec, text: str, episode: Episode, objects: EpisodeObjects) -> str:
+        assert self._own is not None
+        assert self._origin is not None
+        function = self._own if objects.cell is None else function_in(objects.cell, self._origin, "text")
+        answer = await call_spec_code(
+            self._services.workers,
+            function,
+            text,
+            own.tokens,
+            episode.view(),
+            seconds=own.timeout,
+            blame="environment",
+            what=f"`{own.use}`",
+        )
+        if not isinstance(answer, str):
+            raise SpecCodeError(
+                f"`{own.use}` returned {type(answer).__name__}; a condenser must return a text",
+                blame="environment",
+                kind="environment_bad_reply",
+            )
+        return answer if self._count(answer) <= own.tokens else ""
+
+    def _target(self, before: int) -> int:
+        if self._spec.target_tokens is not None:
+            return self._spec.target_tokens
+        return (self._room or before) // 2
+
+    def _budget(self) -> int:
+        """Maximum number of tokens of what stands for a chunk."""
+        condenser = self._spec.condenser
+        return self._count(condenser.text) if isinstance(condenser, DropSpec) else condenser.tokens
+
+    def _count(self, text: str) -> int:
+        """Tokens of a text as a conversation has it: special tokens that it spells are plain text."""
+        form = self._services.format
+        return len(form.encode(text if form.allow_special else form.fast.quoting.quote(text)))
+
+    def apply(self, episode: Episode, record: CondenseRecord) -> str:
+        """Show the new thread from the next prompt on."""
+        episode.condensed += 1
+        episode.condensed_at = episode.turn
+        if record.thread is None:
+            return "unchanged"
+        blocks = [block.number for block in record.blocks]
+        saved = record.before - record.after
+        reason = f"condensed: {len(blocks)} block{'s' * (len(blocks) > 1)}, {saved} tokens fewer"
+        episode.conversation.condense(record.thread, reason, record.after)
+        episode.blocks |= {block.number: block.original for block in record.blocks}
+        episode.condensations.append(
+            Condensation(
+                turn=episode.turn,
+                reason=reason,
+                thread=record.thread,
+                blocks=blocks,
+                before=record.before,
+                after=record.after,
+            )
+        )
+        return "condensed"
+
+    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
+        """Return whether it calls no code outside of the engine."""
+        return self._own is None
+
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
+        """`pure`: its record is enough."""
+        return "pure"
+
+
+class AskSummaryAction(BuiltInAction):
+    """Add the message that asks the policy for a summary of its history."""
+
+    name = "ask_summary"
+
+    def __init__(self, services: Services, base: Path) -> None:
+        super().__init__(services)
+        condenser = condense_spec(services).condenser
+        if not isinstance(condenser, PolicySummarySpec):
+            raise SpecCodeError(
+                "a state's action is `ask_summary`, which needs `condense: {chunks: history, condenser: policy}`",
+                blame="spec",
+                kind="bad_action",
+            )
+        self._step = Step(event="asked", messages=[Message(role="user", content=condenser.prompt)])
+
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> StepRecord:
+        """Return the request."""
+        return StepRecord(step=self._step)
+
+    def apply(self, episode: Episode, record: StepRecord) -> str:
+        """Add the request."""
+        episode.conversation.add(list(record.step.messages))
+        return record.step.event
+
+    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
+        """True: it has no effect outside the engine."""
+        return True
+
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
+        """`pure`: its record is enough."""
+        return "pure"

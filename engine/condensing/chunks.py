@@ -1,0 +1,176 @@
+"""Cuts the messages of a thread into chunks, and puts other texts in the place of chunks.
+
+Invariant: the chunks of a text are disjoint and in order. `replaced` changes the characters of its chunks and nothing else.
+A text that is already a condensed block is in no chunk, so nothing is condensed twice (except as part of the history).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from engine.errors import EngineError
+from engine.schemas.condense import ByPassage, ByTokens, CondenseSpec
+from engine.schemas.message import ContentPart, Message, TextPart
+
+Count = Callable[[str], int]
+"""Tokens of a text."""
+
+_BLOCK = re.compile(r"<block_(\d+)>\n.*?\n</block_\1>", re.DOTALL)
+
+
+class Chunk(NamedTuple):
+    """A part of a thread that may be condensed."""
+
+    place: int
+    """The message's number in the thread."""
+    part: int
+    """The number of the message's text part; -1 for all of its content, images included."""
+    start: int
+    """Its first character in the part."""
+    end: int
+    """One past its last character."""
+    text: str
+    tokens: int
+
+
+def block_text(number: int, text: str) -> str:
+    """What the model sees of a condensed chunk."""
+    return f"<block_{number}>\n{text}\n</block_{number}>"
+
+
+def chunks_of(spec: CondenseSpec, thread: Sequence[Message], opening: int, count: Count) -> list[Chunk]:
+    """The chunks of a thread, oldest first.
+
+    Args:
+        spec: Which messages may be condensed, and how they are cut.
+        thread: The messages that the model is shown.
+        opening: How many of them precede the model's first reply.
+        count: Counts tokens.
+
+    Raises:
+        EngineError: the package that cuts texts by tokens is not installed (kind `no_package`).
+    """
+    first = 0 if spec.opening else opening
+    cut = _cutter(spec, count)
+    found: list[Chunk] = []
+    for place in range(first, max(first, len(thread) - spec.keep_last)):
+        message = thread[place]
+        if message.role not in spec.roles:
+            continue
+        if spec.condenser.kind == "drop" and spec.chunks.by == "message":
+            if not _BLOCK.fullmatch(message.text) and (message.text or message.images):
+                found.append(Chunk(place, -1, 0, 0, message.text, count(message.text)))
+            continue
+        for part, text in enumerate(_texts(message)):
+            for start, end in _outside_blocks(text):
+                for low, high in cut(text[start:end]):
+                    words = text[start + low : start + high]
+                    if words.strip():
+                        found.append(Chunk(place, part, start + low, start + high, words, count(words)))
+    return found
+
+
+def history_of(thread: Sequence[Message], opening: int, keep_last: int) -> tuple[int, int]:
+    """The messages [start, end) between the opening and the newest `keep_last`; a tool's result stays with its call."""
+    end = max(opening, len(thread) - keep_last)
+    while end > opening and end < len(thread) and thread[end].role == "tool":
+        end -= 1
+    return opening, end
+
+
+def history_text(messages: Sequence[Message]) -> str:
+    """Messages as one text, for a model that summarises them and for the tool `expand`."""
+    lines = []
+    for message in messages:
+        calls = [f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in message.tool_calls]
+        lines.append(f"{message.role}: " + "\n".join(filter(None, [message.text, *calls])))
+    return "\n\n".join(lines)
+
+
+def replaced(message: Message, texts: Sequence[tuple[Chunk, str]]) -> Message:
+    """A message with other texts in the place of its chunks.
+
+    Args:
+        message: The message.
+        texts: Its chunks, in order, each with the text that stands for it.
+    """
+    if texts[0][0].part < 0:
+        return replace(message, content=texts[0][1])
+    by_part: dict[int, list[tuple[Chunk, str]]] = {}
+    for chunk, text in texts:
+        by_part.setdefault(chunk.part, []).append((chunk, text))
+    if isinstance(message.content, str):
+        return replace(message, content=_spliced(message.content, by_part[0]))
+    parts: list[ContentPart] = []
+    number = 0
+    for part in message.content:
+        if isinstance(part, TextPart):
+            if number in by_part:
+                part = part.model_copy(update={"text": _spliced(part.text, by_part[number])})
+            number += 1
+        parts.append(part)
+    return replace(message, content=parts)
+
+
+def _spliced(text: str, texts: Sequence[tuple[Chunk, str]]) -> str:
+    pieces, at = [], 0
+    for chunk, new in texts:
+        pieces += [text[at : chunk.start], new]
+        at = chunk.end
+    return "".join([*pieces, text[at:]])
+
+
+def _texts(message: Message) -> list[str]:
+    if isinstance(message.content, str):
+        return [message.content]
+    return [part.text for part in message.content if isinstance(part, TextPart)]
+
+
+def _outside_blocks(text: str) -> Iterator[tuple[int, int]]:
+    at = 0
+    for block in _BLOCK.finditer(text):
+        yield at, block.start()
+        at = block.end()
+    yield at, len(text)
+
+
+def _cutter(spec: CondenseSpec, count: Count) -> Callable[[str], list[tuple[int, int]]]:
+    """The function that cuts a text: [start, end) of each chunk."""
+    if isinstance(spec.chunks, ByTokens):
+        return _by_tokens(spec.chunks.size, count)
+    if isinstance(spec.chunks, ByPassage):
+        return _by_passage(re.compile(spec.chunks.pattern, re.MULTILINE))
+    return lambda text: [(0, len(text))]
+
+
+def _by_passage(pattern: re.Pattern[str]) -> Callable[[str], list[tuple[int, int]]]:
+    def cut(text: str) -> list[tuple[int, int]]:
+        at = sorted({0, *(found.start() for found in pattern.finditer(text)), len(text)})
+        return list(pairwise(at))
+
+    return cut
+
+
+def _by_tokens(size: int, count: Count) -> Callable[[str], list[tuple[int, int]]]:
+    try:
+        from semantic_text_splitter import TextSplitter
+    except ImportError as error:
+        raise missing_package("condense.chunks: {by: tokens}", error) from error
+    splitter = TextSplitter.from_callback(count, size, trim=False)
+
+    def cut(text: str) -> list[tuple[int, int]]:
+        return [(start, start + len(words)) for start, words in splitter.chunk_indices(text)]
+
+    return cut
+
+
+def missing_package(key: str, error: ImportError) -> EngineError:
+    """The error of a setting whose package is not installed."""
+    fault = EngineError(f"`{key}` needs a package ({error}): pip install 'episode-engine[condense]'")
+    fault.kind, fault.blame = "no_package", "spec"
+    return fault
