@@ -177,7 +177,7 @@ class Episode:
         self.blocks: dict[int, str] = {}
         """Original texts of the condensed blocks, by number."""
         self.condensations: list[Condensation] = []
-        self.condensed = 0
+        self.condensed: int = 0
         """How often it was condensed, or could not be."""
         self.condensed_at: int | None = None
         """The newest assistant turn when that happened last; None: never."""
