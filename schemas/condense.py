@@ -14,6 +14,8 @@ from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.schemas.role import RoleMessage, RoleSpec
 
+SUMMARY_PROMPT = "Summarise the text between the lines. Keep names, numbers and facts. Use at most {{tokens}} tokens.\n---\n{{text}}\n---"
+
 
 class ByMessage(Contract):
     """Each text of a message is one chunk."""
@@ -81,16 +83,9 @@ class SummarySpec(Contract):
     kind: Literal["summary"]
     tokens: int = Field(default=128, ge=4)
     """Maximum number of tokens of a summary."""
-    prompt: list[RoleMessage] = Field(
-        default_factory=lambda: [
-            RoleMessage(
-                role="user",
-                content="Summarise the text between the lines. Keep names, numbers and facts. "
-                "Use at most {{tokens}} tokens.\n---\n{{text}}\n---",
-            )
-        ]
-    )
-    """The messages that the model gets: `{{text}}` is the chunk, `{{tokens}}` the budget, `{{task.…}}` a field of the task."""
+    prompt: list[RoleMessage] = Field(default_factory=list)
+    """The messages that the model gets: `{{text}}` is the chunk, `{{tokens}}` the budget, `{{task.…}}` a field of the task.
+    Default: one message that asks for a summary with names, numbers and facts."""
     model: ModelSpec | None = None
     """The model; the policy's own if left out."""
     backend: BackendSpec | None = None
@@ -98,8 +93,14 @@ class SummarySpec(Contract):
     weights: Literal["frozen", "policy"] = "frozen"
     """Its weights during a training of the same model, as for a model-played user."""
     sampling: SamplingParams = Field(default_factory=SamplingParams)
+    """Its sampling parameters."""
     timeout: Seconds | None = None
     """Deadline of one summary. Default: 10m."""
+
+    @property
+    def messages(self) -> list[RoleMessage]:
+        """`prompt`, or the default."""
+        return self.prompt or [RoleMessage(role="user", content=SUMMARY_PROMPT)]
 
     @property
     def role(self) -> RoleSpec:
@@ -110,7 +111,7 @@ class SummarySpec(Contract):
             weights=self.weights,
             sampling=self.sampling,
             timeout=self.timeout,
-            prompt=self.prompt,
+            prompt=self.messages,
             turn_tokens=self.tokens,
         )
 

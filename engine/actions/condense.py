@@ -172,11 +172,11 @@ class CondenseAction(BuiltInAction):
         model = self._services.roles.model("condense", "condenser")
         fields = {"text": text, "tokens": spec.tokens, "task": episode.task.fields}
         reply = await model.reply(
-            [Message(role=item.role, content=fill(item.content, fields)) for item in spec.prompt],
+            [Message(role=item.role, content=fill(item.content, fields)) for item in spec.messages],
             episode_id=episode.id,
             turn=len(episode.blocks) + index,
             seed=derive_seed(episode.seed, SUMMARY_ROLE, episode.condensed, index),
-            intended=[own_spans(item.content, fields) for item in spec.prompt],
+            intended=[own_spans(item.content, fields) for item in spec.messages],
         )
         return "" if reply.cut else reply.text, reply.tokens
 

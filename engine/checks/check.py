@@ -29,6 +29,7 @@ def all_rules() -> list[Rule]:
         adapters,
         backend,
         building,
+        condensing,
         credit_reach,
         cycles,
         guards,

@@ -22,6 +22,7 @@ from engine.checks.work import Work, WorkLimitError
 from engine.errors import SpecError
 from engine.limits import COUNTERS, EPISODE_SECONDS, FIELDS, UNBOUNDED, limits_of
 from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, machine_of
+from engine.schemas.condense import OwnCondenserSpec
 from engine.schemas.entry import Entry
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.limits import LimitsSpec
@@ -58,7 +59,7 @@ class NamedEntry(NamedTuple):
     """Path of the mapping with `use` and `with`."""
     entry: Entry
     role: str
-    """`environment`, `user`, `tool`, `tool server`, `scorer`."""
+    """`environment`, `user`, `tool`, `tool server`, `scorer`, `condenser`."""
 
 
 @dataclass
@@ -396,6 +397,8 @@ class CheckContext:
         if scorer is not None and scorer.use is not None:
             entry = Entry(use=SCORERS.get(scorer.use, scorer.use), with_=scorer.with_)
             found.append(NamedEntry(("rewards", "scorer"), entry, "scorer"))
+        if spec.condense is not None and isinstance(own := spec.condense.condenser, OwnCondenserSpec):
+            found.append(NamedEntry(("condense", "condenser"), Entry(use=own.use, with_=own.with_), "condenser"))
         return found
 
     @property

@@ -7,6 +7,7 @@ from typing import Literal
 
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
+from engine.schemas.condense import OwnCondenserSpec
 from engine.schemas.entry import IsolationSpec
 from engine.spec.diagnostic import DataPath
 
@@ -24,6 +25,8 @@ def _parts(ctx: CheckContext) -> Iterator[tuple[DataPath, IsolationSpec | None, 
         yield path, user.isolation, not user.model_played or user.grader is not None
     if spec.rewards.scorer is not None:
         yield ("rewards", "scorer"), spec.rewards.scorer.isolation, not spec.rewards.scorer.model_played
+    if spec.condense is not None and isinstance(spec.condense.condenser, OwnCondenserSpec):
+        yield ("condense", "condenser"), spec.condense.condenser.isolation, True
 
 
 @rule("isolation.no-effect", "error", "a setting of `isolation` has no effect")

@@ -17,7 +17,13 @@ from engine.spec.template import fields_of, has_field
 def _has_model_roles(ctx: CheckContext) -> bool:
     """Whether a model plays a user or judge. Most specs have no such role, and do not import the slow code for it."""
     scorer = ctx.spec.rewards.scorer
-    return any(user.model_played for _, user in ctx.users) or (scorer is not None and scorer.model_played)
+    judged = scorer is not None and scorer.model_played
+    summarised = ctx.spec.condense is not None and ctx.spec.condense.condenser.kind == "summary"
+    return any(user.model_played for _, user in ctx.users) or judged or summarised
+
+
+SUMMARY_FIELDS = ("task", "text", "tokens")
+"""What the prompt of a summarising model may name."""
 
 
 @rule("role.unknown-field", "error", "the prompt of a user or judge names a field that does not exist")
@@ -31,7 +37,7 @@ def role_field(ctx: CheckContext) -> Iterator[Finding]:
 
     rows = list(known_fields(ctx))
     for path, (_, part, blame) in roles_of(ctx.spec).items():
-        known = USER_FIELDS if blame == "user" else JUDGE_FIELDS
+        known = USER_FIELDS if blame == "user" else SUMMARY_FIELDS if path[0] == "condense" else JUDGE_FIELDS
         for index, message in enumerate(part.prompt):
             at = (*path, "prompt", index, "content")
             for name in fields_of(message.content):

@@ -181,6 +181,11 @@ def _scorer(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[F
     yield from _function(ctx, thing, call_of(item, "view"))
 
 
+def _condenser(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
+    """Check a condenser: a function of a text, a budget and the episode's view."""
+    yield from _function(ctx, thing, call_of(item, "text", "budget", "view"))
+
+
 def _function(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Finding]:
     if thing.kind == "class" and not call.may_be_class:
         fix = f"name a function that takes the {call.arguments[0]}"
@@ -195,6 +200,7 @@ _PARTS: Mapping[str, Callable[[CheckContext, NamedEntry, CodeFacts], Iterator[Fi
     "tool": _tool,
     "tool server": _built,
     "scorer": _scorer,
+    "condenser": _condenser,
 }
 
 

@@ -200,15 +200,14 @@ def _with_condensing(machine: ResolvedMachine, *, by_policy: bool) -> ResolvedMa
         actions = {CONDENSING: "condense", ASKING_SUMMARY: "ask_summary", SUMMARIZING: "generate"}
         for name in way:
             states.setdefault(name, StateSpec(action=actions[name.removesuffix(suffix)]))
-        steps = [("overflow", source, way[0])]
+        steps = [ResolvedTransition("overflow", source, way[0])]
         if by_policy:
-            steps.append(("asked", way[0], way[1]))
-            steps += [(event, way[1], way[2]) for event in ("answered", "tool_calls", "malformed", "truncated")]
-        steps += [(event, way[-1], source) for event in ("condensed", "unchanged")]
+            steps.append(ResolvedTransition("asked", way[0], way[1]))
+            replied = ("answered", "tool_calls", "malformed", "truncated")
+            steps += [ResolvedTransition(event, way[1], way[2]) for event in replied]
+        steps += [ResolvedTransition(event, way[-1], source) for event in ("unchanged", "condensed")]
         ends = [t for t in machine.transitions if t.source == source and t.trigger in ("limit", "failed", "aborted")]
-        for trigger, start, dest in steps:
-            if (start, trigger) not in handled:
-                transitions.append(ResolvedTransition(trigger, start, dest))
+        transitions += [step for step in steps if (step.source, step.trigger) not in handled]
         for name in way:
             transitions += [replace(t, source=name) for t in ends if (name, t.trigger) not in handled]
     return replace(machine, states=states, transitions=transitions)

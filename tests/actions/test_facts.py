@@ -48,8 +48,12 @@ def test_every_limit_of_a_spec_is_in_the_table() -> None:
     fields = {LimitsSpec: "limits", ModelUserLimits: "user"}
     for owner, name in fields.items():
         listed = {limit.name.rpartition(".")[2] for limit in LIMITS if limit.owner == name}
-        how_to_cut = {"tool_result_keep", "tool_result_mark"}  # settings of `tool_result_tokens`
-        assert listed == set(owner.model_fields) - how_to_cut
+        settings = {
+            "tool_result_keep",
+            "tool_result_mark",
+            "on_overflow",
+        }  # of `tool_result_tokens`, of `episode_tokens`
+        assert listed == set(owner.model_fields) - settings
 
 
 def test_no_other_module_lists_the_events_of_an_action_or_the_count_limits() -> None:

@@ -36,6 +36,7 @@ ELSEWHERE = {
     "tasks.not-read",
     "train.no-package",
     "code.no-package",
+    "condense.no-package",
     STOPPED,
     FAILED,
 }

@@ -23,6 +23,7 @@ def context(**changes: Any) -> dict[str, Any]:
         "tools": {"calls": 3, "errors": 1},
         "tokens": {"sampled": 50, "context": 200},
         "images": {"shown": 0},
+        "condensed": {"times": 0},
         "limits": {name: 9007199254740991 if value is None else value for name, value in LimitsSpec()},
         "rewards": {"total": 1.5, "last": 1.0, "previous": 0.5},
         "last": {"finish": "stop", "tokens": 20, "calls": 1, "malformed": False, "text": "It is 42."},
