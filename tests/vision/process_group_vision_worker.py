@@ -24,7 +24,12 @@ def told_by(
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]] | None:
     """Metrics and weights; None in a process that follows."""
     spec = TrainSpec.model_validate(
-        {"device": "cpu", "optimizer": {"lr": 1e-2, "eps": 1e-3}, "memory": {"max_tokens_per_microbatch": 1}}
+        {
+            "device": "cpu",
+            "loss": {"kind": "dr_grpo", "length": 16},
+            "optimizer": {"lr": 1e-2, "eps": 1e-3},
+            "memory": {"max_tokens_per_microbatch": 1},
+        }
     )
     vision = load_format(ModelSpec(path=str(model)), path.parent).vision
     assert vision is not None
