@@ -300,6 +300,7 @@ class Episode:
                 **({"user_tokens": self.user_tokens} if self.user_tokens else {}),
                 "sampled_tokens": self.sampled,
                 "context_tokens": conversation.length,
+                **({"condensations": len(self.condensations)} if self.condensations else {}),
                 **({"images": len(images)} if (images := [*_images(conversation.messages)]) else {}),
             },
             seconds=self.seconds,

@@ -50,6 +50,43 @@ def problems(count: int = 48, seed: int = 0, held_out: bool = False) -> Iterator
         yield {**row, "id": f"{row['id']}-{index // len(rows)}"}
 
 
+def surveys(count: int = 16, seed: int = 0, parts: int = 8, held_out: bool = False) -> Iterator[dict[str, Any]]:
+    """Rows with `id`, `question` and `answers`: several questions at once, whose answers are to be given together.
+
+    Args:
+        count: How many.
+        seed: Seeds which questions come together.
+        parts: Questions in one row.
+        held_out: Ask the questions that are kept from training, instead of the others.
+    """
+    rows = list(problems(count * parts, seed, held_out))
+    for index in range(count):
+        asked = rows[index * parts : (index + 1) * parts]
+        lines = [f"{number}. {row['question']}" for number, row in enumerate(asked, 1)]
+        yield {
+            "id": f"survey-{seed}-{index:03d}",
+            "question": "\n".join(
+                ["Answer all questions, in this order, with semicolons between the answers.", *lines]
+            ),
+            "answers": ["; ".join(row["answers"][0] for row in asked)],
+        }
+
+
+def readings(count: int = 16, seed: int = 0, held_out: bool = False) -> Iterator[dict[str, Any]]:
+    """Rows with `id`, `question`, `answers` and `passages`: all passages of the corpus that ships, numbered, as one text.
+
+    Args:
+        count: How many.
+        seed: Seeds the order of questions and passages.
+        held_out: Ask the questions that are kept from training, instead of the others.
+    """
+    lines = (DATA / "passages.jsonl").read_text(encoding="utf-8").splitlines()
+    passages = [json.loads(line)["text"] for line in lines]
+    for row in problems(count, seed, held_out):
+        random.Random(f"readings/{seed}/{row['id']}").shuffle(passages)
+        yield {**row, "passages": "\n".join(f"[{number}] {text}" for number, text in enumerate(passages, 1))}
+
+
 def words_of(text: str) -> list[str]:
     """The words of a text, in lower case."""
     return _WORD.findall(text.lower())
@@ -232,12 +269,36 @@ class Search:
 
     def step(self, view: EpisodeView) -> Step:
         """Grade the last answer in tags by exact match with one of the task's `answers`."""
-        found = _ANSWER.findall(view.reply)
-        right = bool(found) and normalised(found[-1]) in {normalised(answer) for answer in _answers(view.task)}
-        rewards = [RewardEvent(name="form", value=self._form, cause="an answer in tags")] if found else []
-        if right:
-            rewards.append(RewardEvent(name="correct", value=self._correct, cause="the right answer"))
-        return Step(event="graded", rewards=rewards, facts={"solved": right})
+        rewards = exact_answer(view, self._correct, self._form)
+        return Step(event="graded", rewards=rewards, facts={"solved": any(item.name == "correct" for item in rewards)})
+
+
+def exact_answer(view: EpisodeView, correct: float = 1.0, form: float = 0.1) -> list[RewardEvent]:
+    """Grade the last answer in tags by exact match with one of the task's `answers`. A scorer.
+
+    Args:
+        view: The episode.
+        correct: Reward `correct` of the right answer.
+        form: Reward `form` of any answer in tags.
+    """
+    found = _ANSWER.findall(view.reply)
+    rewards = [RewardEvent(name="form", value=form, cause="an answer in tags")] if found else []
+    if found and normalised(found[-1]) in {normalised(answer) for answer in _answers(view.task)}:
+        rewards.append(RewardEvent(name="correct", value=correct, cause="the right answer"))
+    return rewards
+
+
+def first_words(text: str, budget: int, view: EpisodeView, words: int = 6) -> str:
+    """The first words of a text, and an ellipsis. A condenser.
+
+    Args:
+        text: The text.
+        budget: Most tokens of the result; a longer one is not used.
+        view: The episode.
+        words: How many words.
+    """
+    found = text.split()
+    return text if len(found) <= words else " ".join(found[:words]) + " …"
 
 
 def _answers(task: Task) -> list[str]:

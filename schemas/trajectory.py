@@ -177,7 +177,7 @@ class Trajectory(Struct):
     path: list[tuple[str, str, str]] = field(default_factory=list)
     """The transitions taken: (source, event, dest)."""
     counts: dict[str, int] = field(default_factory=dict)
-    """tool_calls, tool_errors, user_turns, user_tokens (of a model that plays the user, where there are any), sampled_tokens, context_tokens, images."""
+    """tool_calls, tool_errors, user_turns, user_tokens (of a model that plays the user, where there are any), sampled_tokens, context_tokens, images, condensations."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by state."""
     condensations: list[Condensation] = field(default_factory=list)

@@ -259,7 +259,8 @@ def no_user(ctx: CheckContext) -> Iterator[Finding]:
 @rule("tools.missing", "warning", "a state calls tools, and the spec has none")
 def no_tools(ctx: CheckContext) -> Iterator[Finding]:
     """A reachable state with the action `call_tools`, and neither `tools` nor an environment with `tools()`."""
-    if ctx.spec.tools or environment_tools(ctx) is not False:
+    expands = ctx.spec.condense is not None and ctx.spec.condense.expand
+    if ctx.spec.tools or expands or environment_tools(ctx) is not False:
         return
     for name in ctx.speaking("tool"):
         fix = "add `tools: [{use: …}]`, or use a machine without them (`machine: retry_with_feedback` or `single_turn`)"

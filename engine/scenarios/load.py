@@ -178,7 +178,8 @@ def _misfits(loaded: LoadedSpec, machine: ResolvedMachine, scenario: Scenario) -
     environment = scenario.environment
     if (environment.reset or environment.score) and spec.environment is None:
         yield "no-environment", "the environment answers here, but the spec has none", None, ("environment",)
-    if scenario.tools and not spec.tools and spec.environment is None:
+    expands = spec.condense is not None and spec.condense.expand
+    if scenario.tools and not spec.tools and spec.environment is None and not expands:
         yield "no-tools", "tools answer here, but the spec has none", None, ("tools",)
     for state in scenario.steps:
         yield from _step_misfit(machine, state)

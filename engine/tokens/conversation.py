@@ -234,10 +234,17 @@ class Conversation:
     def measure(self, thread: Sequence[Message]) -> int:
         """Tokens of a prompt that shows these messages; O(conversation).
 
+        Args:
+            thread: Messages of the thread (the same objects), and others.
+
         Raises:
             RenderError: The template refuses them.
         """
-        views = [self.form.views.of(message) for message in thread]
+        own = {
+            id(message): view
+            for message, view in zip(self.thread, map(self._view, range(len(self.thread))), strict=True)
+        }
+        views = [own.get(id(message)) or self.form.views.of(message) for message in thread]
         if self.form.alternates:
             views = _alternating(views)
         ids = self.form.render_views(views, self._tools)
@@ -402,14 +409,14 @@ class Conversation:
             self.thread.append(message)
         self.messages.append(message)
 
+    def _view(self, index: int) -> View:
+        """A message of the thread, as the template gets it."""
+        view = self._verbatim.get(index) or self._pending.get(index)
+        return self.form.views.of(self.thread[index], self._intended.get(index, ())) if view is None else view
+
     def _views(self, start: int, end: int | None = None) -> list[View]:
         """Messages of the thread from number `start` up to `end`, as the template gets them."""
-        views: list[View] = []
-        for index in range(start, len(self.thread) if end is None else end):
-            view = self._verbatim.get(index) or self._pending.get(index)
-            if view is None:
-                view = self.form.views.of(self.thread[index], self._intended.get(index, ()))
-            views.append(view)
+        views = [self._view(index) for index in range(start, len(self.thread) if end is None else end)]
         return _alternating(views) if self.form.alternates else views
 
     def _go_on(self, new: list[View], kinds: bytes) -> None:
