@@ -30,6 +30,8 @@ def tools_at(ctx: CheckContext) -> DataPath | None:
     """Where the spec says that the model has tools: `tools`, or an environment of which this is known. None: nowhere."""
     if ctx.spec.tools:
         return ("tools",)
+    if ctx.spec.condense is not None and ctx.spec.condense.expand:
+        return ("condense", "expand")
     return ("environment", "use") if environment_tools(ctx) else None
 
 
