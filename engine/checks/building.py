@@ -15,10 +15,11 @@ from engine.checks.context import CheckContext, NamedEntry
 from engine.checks.registry import Finding, rule
 from engine.checks.spec_code import METHODS, call_of, call_problems
 from engine.spec.entry import raised_at
-from engine.spec.near import short
 from engine.spec.signature import waits
 from engine.storable import words_of
 
+MAX_WORDS = 400
+"""Characters of what a constructor raised that are shown."""
 CLOSE_SECONDS = 5.0
 """Deadline of one `close`."""
 
@@ -71,7 +72,7 @@ def _built(item: NamedEntry, target: Any, with_: Mapping[str, Any], seconds: flo
     except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever code of a spec raises)
         where = raised_at(error).removeprefix(" at ")
         fix = f"raised in {where}" if where else None
-        yield Finding(f"`{use}` cannot be built: {short(words_of(error))}", path, fix, key=True)
+        yield Finding(f"`{use}` cannot be built: {words_of(error)[:MAX_WORDS]}", path, fix, key=True)
         return
     try:
         name, arguments = METHODS.get(item.role, ("__call__", ()))

@@ -53,4 +53,45 @@ class Cellar(gymnasium.Env):
         return "Say a word."
 
 
+class Panel(gymnasium.Env):
+    """Says which action it was given, for an action space of any form."""
+
+    metadata = {"render_modes": []}
+
+    def __init__(self, space: spaces.Space[Any], render_mode: str | None = None) -> None:
+        self.action_space = space
+        self.observation_space = spaces.Text(400)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        return "ready", {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action)
+        return repr(action), 1.0, False, False, {}
+
+
+SPACES: dict[str, spaces.Space[Any]] = {
+    "discrete": spaces.Discrete(3),
+    "shifted": spaces.Discrete(3, start=-1),
+    "multi": spaces.MultiDiscrete([3, 2]),
+    "grid": spaces.MultiDiscrete([[3, 2], [4, 5]]),
+    "binary": spaces.MultiBinary(3),
+    "box": spaces.Box(-1.0, 1.0, (2,)),
+    "number": spaces.Box(0.0, 1.0, ()),
+    "unbounded": spaces.Box(-np.inf, np.inf, (2,)),
+    "pixels": spaces.Box(0, 255, (2, 2), np.uint8),
+    "text": spaces.Text(5),
+    "tuple": spaces.Tuple((spaces.Discrete(2), spaces.Box(-1.0, 1.0, (2,)))),
+    "dict": spaces.Dict({"move": spaces.Discrete(4), "speed": spaces.Box(0.0, 1.0, (1,)), "say": spaces.Text(5)}),
+    "nested": spaces.Dict({"arm": spaces.Tuple((spaces.MultiBinary(2), spaces.Dict({"grip": spaces.Discrete(2)})))}),
+    "sequence": spaces.Sequence(spaces.Discrete(3)),
+    "graph": spaces.Graph(spaces.Discrete(3), None),
+    "hidden": spaces.Dict(
+        {"a": spaces.Tuple((spaces.Discrete(2), spaces.OneOf((spaces.Discrete(2), spaces.Discrete(3)))))}
+    ),
+}
+for _name, _space in SPACES.items():
+    gymnasium.register(f"Panel-{_name}-v0", Panel, kwargs={"space": _space})
+
 gymnasium.register("Cellar-v0", Cellar, max_episode_steps=4)

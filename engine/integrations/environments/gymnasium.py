@@ -12,7 +12,6 @@ that say what is wrong, and the environment is not stepped. `terminated` ends th
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from engine.integrations.environments.base import (
     reward_of,
     stepped,
 )
+from engine.integrations.environments.gymnasium_actions import as_element, example_of, read_action, unwritable
 from engine.schemas.environment import EpisodeView, Reset, Step, Task
 from engine.schemas.message import ContentPart, Message, TextPart, image_part
 
@@ -52,8 +52,8 @@ class GymnasiumEnvironment:
         kwargs: Arguments of `gymnasium.make`.
         show: What each turn shows: `observation`, `ansi`, `rgb_array`, or several in this order (one of the last two).
         pass_render_mode: Whether `make` is given `render_mode`; VisGym's environments do not take it and render without it.
-        actions: The names of a discrete space's actions in order, or by name; `text`: the reply's action is passed on as it is.
-            Left out: the action is read as the environment's action space has it.
+        actions: The names of a discrete space's actions in order, or elements of any space by name; `text`: the reply's action
+            is passed on as it is. Left out: the action is read as a Python literal of the environment's action space.
         answer: Regular expression for the action in a reply: its last match, group 1; without a match, the whole reply.
         prompt: A method of the environment's that gives the first message's text, such as VisGym's `get_prompt`.
         feedback: A key of `info` or an attribute of the environment's whose text each step shows first.
@@ -64,7 +64,8 @@ class GymnasiumEnvironment:
         path: Folders to put on the import path; relative to the spec.
 
     Raises:
-        AdapterError: Gymnasium is not installed, `show` or `answer` is not valid, or a folder of `path` is not there.
+        AdapterError: Gymnasium is not installed, `show`, `actions` or `answer` does not fit the environment, its actions cannot
+            be written, or a folder of `path` is not there.
     """
 
     events = ("continue", "done", "truncated")
@@ -97,14 +98,20 @@ class GymnasiumEnvironment:
             raise AdapterError("`answer` needs a group: write `<answer>(.*?)</answer>`")
         self._gym = load(use, base, path, modules)
         self._as_text = actions == "text"
-        named = None if actions is None or isinstance(actions, str) else actions
-        pairs = named.items() if isinstance(named, Mapping) else ((name, at) for at, name in enumerate(named or ()))
-        self._names = {str(name).strip().lower(): value for name, value in pairs}
         if isinstance(actions, str) and not self._as_text:
             raise AdapterError(f"`actions` is a list of names, a mapping, or `text`; not {actions!r}")
         self._prompt, self._feedback, self._seed, self._options = prompt, feedback, seed, options
         rendering = {"render_mode": modes[0]} if modes and pass_render_mode else {}
         self._env = self._gym.make(use, **{**dict(kwargs or {}), **rendering})
+        known = self._env.metadata.get("render_modes") or []
+        if rendering and modes[0] not in known:
+            raise AdapterError(f"`show: {modes[0]}`: `{use}` renders {', '.join(map(str, known)) or 'nothing'}")
+        self._names = {} if actions is None or isinstance(actions, str) else self._named(actions)
+        unread = [] if actions is not None else list(unwritable(self._env.action_space, self._gym.spaces))
+        if unread:
+            raise AdapterError(
+                f"actions of `{use}` cannot be written: {unread[0]}; name some (`actions: {{…}}`) or write `actions: text`"
+            )
 
     def reset(self, task: Task, seed: int) -> Reset:
         """Reset the environment with the task's seed and options."""
@@ -190,29 +197,33 @@ class GymnasiumEnvironment:
                 return None, f"`{written[:80]}` is no action. Write one of: {', '.join(self._names)}."
             return self._names[written.lower()], None
         space = self._env.action_space
-        if isinstance(space, self._gym.spaces.Text):
-            value: Any = written
-        else:
+        try:
+            return read_action(written, space, self._gym.spaces), None
+        except ValueError:
+            return None, f"`{written[:80]}` is no action. Write an element of {space}, such as {example_of(space)}."
+
+    def _named(self, actions: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+        """The elements of the action space, by their names.
+
+        Raises:
+            AdapterError: a name stands for what is not in the space.
+        """
+        space = self._env.action_space
+        first = int(getattr(space, "start", 0))
+        pairs = (
+            actions.items() if isinstance(actions, Mapping) else ((name, first + at) for at, name in enumerate(actions))
+        )
+        found = {}
+        for name, value in pairs:
             try:
-                value = _as_space(space, ast.literal_eval(written), self._gym.spaces)
-            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, OverflowError):
-                return None, f"`{written[:80]}` is no action. Write an element of {space}."
-        if not space.contains(value):
-            return None, f"`{written[:80]}` is no action. Write an element of {space}."
-        return value, None
-
-
-def _as_space(space: Any, value: Any, spaces: Any) -> Any:
-    """A literal as the type that the space checks for: arrays for `Box` and the like."""
-    if isinstance(space, spaces.Dict):
-        return {key: _as_space(space[key], value[key], spaces) if key in space.spaces else value[key] for key in value}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_as_space(part, item, spaces) for part, item in zip(space.spaces, value, strict=True))
-    if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
-        import numpy as np
-
-        return np.asarray(value, dtype=space.dtype)
-    return value
+                element = as_element(space, value, self._gym.spaces)
+                fits = space.contains(element)
+            except (ValueError, TypeError, KeyError):
+                element, fits = value, False
+            if not fits:
+                raise AdapterError(f"`actions`: `{name}` is {value!r}, which is not in {space}")
+            found[str(name).strip().lower()] = element
+        return found
 
 
 def _text_of(observation: Any) -> str:
