@@ -34,6 +34,8 @@ class CreditMethod(Contract):
     """For a method that groups turns by state: when two states are the same if `state_key` is not set."""
     reward_keys: ClassVar[tuple[str, ...]] = ()
     """Keys that hold names of rewards."""
+    turn_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys that change nothing in an episode of one turn."""
 
     @property
     def uses_turn_rewards(self) -> bool:
@@ -96,6 +98,8 @@ class ComparedCredit(CreditMethod):
 class DiscountedCredit(ComparedCredit):
     """Base class of the methods that discount the rewards of later turns."""
 
+    turn_keys: ClassVar[tuple[str, ...]] = ("gamma",)
+
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount per turn."""
 
@@ -124,6 +128,7 @@ class TurnDiscountCredit(DiscountedCredit):
     """Discounting by turns, as in AReaL: the later a reward, the less it is worth to the turns before it."""
 
     formula: ClassVar[str] = "engine.rewards.credit.turn_discount:turn_discount"
+    turn_keys: ClassVar[tuple[str, ...]] = ("gamma", "form")
 
     method: Literal["turn_discount"] = "turn_discount"
     form: Literal["sum", "max", "attempts"] = "sum"
@@ -162,6 +167,7 @@ class GigpoCredit(ComparedCredit):
     formula: ClassVar[str] = "engine.rewards.credit.gigpo:gigpo"
     needs_state_key: ClassVar[bool] = True
     default_state: ClassVar[str | None] = "the model was shown the same messages since its previous turn"
+    turn_keys: ClassVar[tuple[str, ...]] = ("gamma",)
 
     method: Literal["gigpo"] = "gigpo"
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
@@ -190,6 +196,7 @@ class ScoreCredit(DiscountedCredit):
     """SCoRe: `turn_return` with a bonus for an attempt that is better than the previous one, and a penalty for a worse one."""
 
     formula: ClassVar[str] = "engine.rewards.credit.score:score"
+    turn_keys: ClassVar[tuple[str, ...]] = ("gamma", "alpha", "reward")
     reward_keys: ClassVar[tuple[str, ...]] = ("reward",)
 
     method: Literal["score"] = "score"
@@ -207,6 +214,7 @@ class ProgressCredit(DiscountedCredit):
     """`turn_return` of the increases of a score, each spread over the turns since the previous score."""
 
     formula: ClassVar[str] = "engine.rewards.credit.progress:progress"
+    turn_keys: ClassVar[tuple[str, ...]] = ("gamma", "decay", "reward")
     reward_keys: ClassVar[tuple[str, ...]] = ("reward",)
 
     method: Literal["progress"] = "progress"
@@ -236,6 +244,7 @@ class BilevelGaeCredit(CreditMethod):
 
     formula: ClassVar[str] = "engine.rewards.credit.bilevel_gae:bilevel_gae"
     token_formula: ClassVar[str | None] = "engine.rewards.credit.bilevel_gae:bilevel_token_gae"
+    turn_keys: ClassVar[tuple[str, ...]] = ("lam",)
     needs_values: ClassVar[bool] = True
 
     method: Literal["bilevel_gae"] = "bilevel_gae"
@@ -253,6 +262,7 @@ class TurnPpoCredit(CreditMethod):
     """Turn-PPO: GAE with one turn as one action. Needs a critic's values."""
 
     formula: ClassVar[str] = "engine.rewards.credit.turn_ppo:turn_ppo"
+    turn_keys: ClassVar[tuple[str, ...]] = ("lam",)
     needs_values: ClassVar[bool] = True
     value_level: ClassVar[Literal["token", "turn"]] = "turn"
 

@@ -71,6 +71,10 @@ class BonusSpec(Contract):
     """Factor of the function's values."""
 
 
+OVERLONG_PENALTY = "overlong_penalty"
+"""Name of the reward that holds the penalties of long replies."""
+
+
 class OverlongPenalty(Contract):
     """DAPO's soft overlong punishment: a reply's reward falls linearly over the last tokens before `limits.turn_tokens`."""
 

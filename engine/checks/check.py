@@ -49,6 +49,7 @@ def all_rules() -> list[Rule]:
         train,
         train_critic,
         train_eval,
+        train_published,
         train_sft,
         transitions,
         truncated,

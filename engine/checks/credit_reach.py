@@ -8,6 +8,7 @@ from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
 from engine.checks.rewards import REWARD
 from engine.schemas.reward import RewardEvent
+from engine.schemas.train import OVERLONG_PENALTY, OverlongPenalty
 from engine.spec.diagnostic import DataPath
 from engine.spec.written_names import written_names
 
@@ -42,7 +43,7 @@ def credit_ignores(ctx: CheckContext) -> Iterator[Finding]:
 def turns_in_sum(ctx: CheckContext) -> Iterator[Finding]:
     """Code that may write rewards during an episode of several turns, under a method that reads only the episode's sum."""
     credit = ctx.spec.rewards.credit
-    if credit.uses_turn_rewards or not ctx.written("rewards", "credit") or not _several_turns(ctx):
+    if credit.uses_turn_rewards or not ctx.written("rewards", "credit") or not several_turns(ctx):
         return
     for item in ctx.spec_code:
         if item.role == "scorer":
@@ -54,7 +55,7 @@ def turns_in_sum(ctx: CheckContext) -> Iterator[Finding]:
             return
 
 
-def _several_turns(ctx: CheckContext) -> bool:
+def several_turns(ctx: CheckContext) -> bool:
     """Whether an episode may have more than one turn of the model."""
     places = [place.turns for name in ctx.states for place in ctx.graph.moments(name)]
     ctx.work.spend(len(places))
@@ -82,6 +83,8 @@ def _last_turn_rewards(ctx: CheckContext) -> Iterator[str]:
     rewards = ctx.spec.rewards
     if rewards.scorer is not None and rewards.scorer.model_played:
         yield rewards.scorer.name
+    if ctx.spec.train is not None and isinstance(ctx.spec.train.overlong, OverlongPenalty):
+        yield OVERLONG_PENALTY
     for item in rewards.reassign:
         if item.op != "transfer" and item.to in ("last", "all", "each"):
             yield item.name or REWARD

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from engine.checks.context import CheckContext
+from engine.checks.credit_reach import several_turns
 from engine.checks.registry import Finding, rule
 from engine.checks.sources import TASKS, each_source
 from engine.errors import SpecError
@@ -23,7 +25,10 @@ def train_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     train = ctx.spec.train
     if train is None:
         return
-    found = [*_steps(train), *_around(ctx, train)]
+    found = [*_steps(ctx, train), *_random(train), *_evaluations(train)]
+    if train.uses_backend:
+        found += _sync(ctx, train)
+    found += _reports(train)
     if train.samples_episodes:
         found += [*_loss(train), *_batch(train), *_rewards(train), *_difficulty(ctx, train)]
     else:
@@ -56,6 +61,12 @@ def _loss(train: TrainSpec) -> Iterator[Option]:
                     ("train", "loss", key),
                     "with one update per batch every probability ratio is 1; set `train.minibatches` or `train.update_epochs`",
                 )
+    if train.proximal_logprobs == "recompute" and not several and not noisy:
+        why = "with one update per batch the current log-probs are already those before it; set `train.minibatches` or `train.update_epochs`"
+        yield ("train", "proximal_logprobs"), why
+    elif train.loss.ratio_level is None and train.rollout_correction.kind == "none":
+        why = f"the loss `{train.loss.kind}` has no ratio, and `train.rollout_correction.kind` is `none`"
+        yield ("train", "proximal_logprobs"), why
     correction: DataPath = ("train", "rollout_correction")
     if train.rollout_correction.kind == "none":
         for key in ("level", "low", "high"):
@@ -88,30 +99,71 @@ def _batch(train: TrainSpec) -> Iterator[Option]:
 
 
 def _difficulty(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
-    """The difficulty filter where no task is drawn a second time."""
-    if train.difficulty is None or train.epochs is not None:
+    """The difficulty filter where no task is drawn again after its window is full."""
+    if train.difficulty is None or train.epochs is not None or ctx.spec.tasks.mix is not None:
         return
     try:
         tasks = count_tasks(ctx.loaded)
     except (SpecError, OSError):
         return  # `tasks.unreadable` reports it
     draws = train.steps * train.tasks_per_step * (train.max_sampling_rounds if train.dynamic_sampling else 1)
-    if tasks is not None and ctx.spec.tasks.mix is None and draws <= tasks:
-        yield ("train", "difficulty"), f"{draws} draws of {tasks} tasks draw no task a second time"
+    if tasks:
+        known = (math.ceil(draws / tasks) - 1) * ctx.spec.rollout.samples_per_task
+        if known < train.difficulty.window:
+            why = f"{draws} draws of {tasks} tasks leave at most {known} episodes of a task before its last draw (`window` is {train.difficulty.window})"
+            yield ("train", "difficulty"), why
 
 
-def _steps(train: TrainSpec) -> Iterator[Option]:
-    """Options of the number of steps and of the learning rate."""
+def _steps(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
+    """Options of the number of steps, of the learning rate and of the seed."""
     warmup = train.optimizer.warmup_steps
     if train.epochs is not None:
-        yield ("train", "steps"), "`train.epochs` sets the number of steps"
+        if not _replaced(ctx, ("train", "steps"), ("train", "epochs")):
+            yield ("train", "steps"), "`train.epochs` sets the number of steps"
     elif warmup >= train.steps and train.optimizer.schedule != "constant":
         why = f"the warm-up of {warmup} steps does not end before the {train.steps} steps of the training"
         yield ("train", "optimizer", "schedule"), why
 
 
-def _around(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
-    """Options of weight sync, notifications and placement."""
+def _replaced(ctx: CheckContext, path: DataPath, by: DataPath) -> bool:
+    """Whether a key of an extended spec is replaced on purpose by another key of the extending one."""
+    own = next(iter(ctx.loaded.sources), "")
+    file = ctx.loaded.origin(path).file
+    return file in ctx.loaded.sources and file not in (own, ctx.loaded.origin(by).file)
+
+
+def _random(train: TrainSpec) -> Iterator[Option]:
+    """The seed where nothing is random, and prefixes that dropout does not share."""
+    train_ = train.effective()
+    if not (train_.shuffle or train_.lora or train_.critic or train_.difficulty or train_.minibatches > 1):
+        yield ("train", "seed"), "`train.shuffle` is false, and there are neither mini-batches nor new weights to draw"
+    if train.lora is not None and train.lora.dropout > 0:
+        why = "with `train.lora.dropout` each row has its own dropout, so no prefix is shared"
+        yield ("train", "memory", "share_prefixes"), why
+    if train_.critic is not None and train_.critic.model[0] is None:
+        yield (
+            ("train", "critic", "revision"),
+            "`train.critic.path` is not set, so the critic begins as the policy's model",
+        )
+
+
+def _evaluations(train: TrainSpec) -> Iterator[Option]:
+    """Keys of `train.eval` that each of its sets replaces."""
+    if train.eval is None or not train.eval.sets:
+        return
+    sets = train.eval.sets.values()
+    for key in ("every", "limit", "samples"):
+        if all(getattr(one, key) is not None for one in sets):
+            yield ("train", "eval", key), f"each of `train.eval.sets` has its own `{key}`"
+    for key in train.eval.sampling:
+        if all(key in one.sampling for one in sets):
+            yield ("train", "eval", "sampling", key), f"each of `train.eval.sets` has its own `sampling.{key}`"
+    if len(train.eval.sets) == 1:
+        yield ("train", "eval", "best"), "there is one evaluation"
+
+
+def _sync(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
+    """Options of weight sync."""
     sync, lora = train.weight_sync, train.lora is not None
     method = ctx.spec.backend.sync_method(sync.method, lora=lora)
     if not ctx.spec.backend.weights_in_servers:
@@ -123,6 +175,10 @@ def _around(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
         yield ("train", "weight_sync", "pause_generation"), "sending an adapter pauses nothing"
     if method == "tensors":
         yield ("train", "weight_sync", "folder"), "the weights are sent in memory"
+
+
+def _reports(train: TrainSpec) -> Iterator[Option]:
+    """Options of trackers and notifications."""
     for key, trackers in _TRACKED.items():
         if not set(train.report_to) & set(trackers):
             yield ("train", "tracking", key), f"`train.report_to` names none of {', '.join(trackers)}"
@@ -130,6 +186,9 @@ def _around(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
     if notify.webhook_env is None and notify.command is None and notify.use is None:
         for key in ("on", "stall_timeout"):
             yield ("train", "notify", key), "no channel is set (`webhook_env`, `command` or `use`)"
+    elif not notify.on:
+        for key in ("webhook_env", "command", "use"):
+            yield ("train", "notify", key), "`train.notify.on` is empty, so nothing is sent"
     elif "stalled" not in notify.on:
         yield ("train", "notify", "stall_timeout"), "`train.notify.on` does not contain `stalled`"
 
@@ -178,6 +237,13 @@ def rewards_no_effect(ctx: CheckContext) -> Iterator[Finding]:
         path: DataPath = ("rewards", "credit", key)
         if ctx.written(*path):
             yield Finding(f"`{key}` has no effect: {why}", path, "remove it", key=True)
+    without = rewards.credit.keys_without_effect
+    turn_keys = [
+        key for key in rewards.credit.turn_keys if ctx.written("rewards", "credit", key) and key not in without
+    ]
+    for key in turn_keys if turn_keys and _one_turn(ctx) else ():
+        message = f"`{key}` has no effect: an episode has one turn of the model, and it acts between turns"
+        yield Finding(message, ("rewards", "credit", key), "remove it, or allow more turns", key=True)
     alone = ctx.spec.train is not None and ctx.spec.train.samples_episodes and ctx.spec.rollout.samples_per_task == 1
     if alone and not rewards.credit.needs_state_key and getattr(rewards.credit, "scale", "none") != "none":
         message = "`scale` has no effect: a group of one episode (`rollout.samples_per_task`) has no standard deviation"
@@ -190,6 +256,11 @@ def rewards_no_effect(ctx: CheckContext) -> Iterator[Finding]:
         for key in ("share", "value"):
             if getattr(item, key) == 0 and item.op != "set":
                 yield Finding(f"`{key}: 0` has no effect: nothing is moved or added", (*path, key), "remove the rule")
+
+
+def _one_turn(ctx: CheckContext) -> bool:
+    """Whether no episode has more than one turn of the model."""
+    return ctx.spec.limits.assistant_turns == 1 or not several_turns(ctx)
 
 
 _KEYS: dict[str, tuple[str, ...]] = {

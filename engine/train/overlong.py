@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.schemas.reward import Posting
+from engine.schemas.train import OVERLONG_PENALTY
 
 if TYPE_CHECKING:
     from engine.schemas.limits import LimitsSpec
     from engine.schemas.train import OverlongPenalty
     from engine.schemas.trajectory import Trajectory
     from engine.store.export import Row
-
-PENALTY = "overlong_penalty"
-"""Name of the reward that holds the penalties."""
 
 
 def cut_by(trajectory: Trajectory, limits: LimitsSpec) -> str | None:
@@ -66,7 +64,7 @@ def penalized(trajectory: Trajectory, penalty: OverlongPenalty, most: int) -> Tr
                 Posting(
                     seq=len(postings),
                     turn=turn.index,
-                    name=PENALTY,
+                    name=OVERLONG_PENALTY,
                     delta=value,
                     after=value,
                     at_turn=turn.index,

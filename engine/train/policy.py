@@ -73,6 +73,7 @@ class Policy:
         return policy
 
     def _freeze(self, patterns: list[str]) -> None:
+        trained = {name for name, _ in self.named_parameters()}
         for pattern in patterns:
             found = re.compile(pattern)
             named = [parameter for name, parameter in self.net.model.named_parameters() if found.search(name)]
@@ -80,6 +81,12 @@ class Policy:
                 raise TrainError(
                     f"`train.freeze`: {pattern!r} matches no parameter's name; an example of a name is "
                     f"{next(self.net.model.named_parameters())[0]!r}",
+                    kind="train_setup",
+                )
+            if not any(found.search(name) for name in trained):
+                raise TrainError(
+                    f"`train.freeze`: {pattern!r} has no effect: with `train.lora` the weights that it matches are frozen already; an "
+                    f"example of a trained weight is {min(trained)!r}",
                     kind="train_setup",
                 )
             for parameter in named:

@@ -72,7 +72,7 @@ NO_EFFECT = [
     (
         "proximal_logprobs: sampler, rollout_correction: {high: 3.0}",
         "train.rollout_correction.high",
-        "train: {proximal_logprobs: recompute, rollout_correction: {high: 3.0}}",
+        "train: {proximal_logprobs: recompute, minibatches: 2, rollout_correction: {high: 3.0}}",
     ),
     ("kl: {estimator: k2}", "train.kl.estimator", "train: {kl: {estimator: k2, coefficient: 0.1}}"),
     (
@@ -170,7 +170,10 @@ def test_every_key_that_acts_on_a_ratio_is_declared() -> None:
         ),
         (
             "rewards: {credit: {method: score, alpha: 0, reward: a}}",
-            ["warning[rewards.no-effect] `reward` has no effect: `alpha: 0` gives no bonus"],
+            [
+                "warning[rewards.no-effect] `alpha` has no effect: an episode has one turn of the model, and it acts between turns",
+                "warning[rewards.no-effect] `reward` has no effect: `alpha: 0` gives no bonus",
+            ],
         ),
     ],
 )

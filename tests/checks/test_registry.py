@@ -125,6 +125,7 @@ def test_ids_are_stable() -> None:
         ("train.no-package", "info"),
         ("train.nothing-to-learn", "error"),
         ("train.overlong", "warning"),
+        ("train.published-steps", "warning"),
         ("train.sft", "error"),
         ("train.shifted-sampling", "error"),
         ("train.weight-sync", "error"),

@@ -149,3 +149,51 @@ def test_a_resolved_spec_with_every_default_can_be_written_and_read_again(name: 
     spec = load_spec("s.yaml").spec
     Path("whole.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json", by_alias=True)))
     assert load_spec("whole.yaml").spec == spec
+
+
+def told(text: str) -> list[str]:
+    Path("s.yaml").write_text(text)
+    found = [f"{item.origin.line}: {item.message}" for item in check_spec(load_spec("s.yaml"))]
+    return [line for line in found if "`train.steps`" in line or "not comparable" in line]
+
+
+@pytest.mark.parametrize(
+    ("train", "messages"),
+    [
+        ("{}", []),
+        ("{seed: 3}", []),
+        ("{steps: 435}", []),
+        (
+            "{steps: 20}",
+            [
+                "2: `verl-gsm8k-grpo` trains for 435 steps of 256 groups, and this spec for 20 steps of 256 groups: results are not "
+                "comparable"
+            ],
+        ),
+        (
+            "{epochs: 512}",
+            [
+                "2: `verl-gsm8k-grpo` trains for 435 steps of 256 groups, and this spec for 512 epochs = 2 steps of 256 groups: results "
+                "are not comparable"
+            ],
+        ),
+        (
+            "{tasks_per_step: 8}",
+            [
+                "2: `verl-gsm8k-grpo` trains for 435 steps of 256 groups, and this spec for 435 steps of 8 groups: results are not "
+                "comparable"
+            ],
+        ),
+    ],
+)
+def test_another_length_than_the_published_one_is_reported(train: str, messages: list[str]) -> None:
+    """`steps` of the settings beside `epochs` of the spec is reported once, at the key of the spec."""
+    assert told(f"extends: verl-gsm8k-grpo\ntrain: {train}\n{OWN}") == messages
+
+
+def test_epochs_of_an_extended_spec_make_steps_without_effect() -> None:
+    Path("base.yaml").write_text(f"{OWN}model: {{path: m}}\nrollout: {{samples_per_task: 4}}\ntrain: {{epochs: 3}}\n")
+    text = "extends: base.yaml\nspec: episode/v1\nname: own\ntrain: {steps: 5}\n"
+    assert told(text) == ["4: `train.steps` has no effect: `train.epochs` sets the number of steps"]
+    Path("base.yaml").write_text(f"{OWN}model: {{path: m}}\nrollout: {{samples_per_task: 4}}\ntrain: {{steps: 3}}\n")
+    assert told(text.replace("steps: 5", "epochs: 5")) == []

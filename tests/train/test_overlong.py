@@ -10,14 +10,14 @@ import pytest
 
 from engine.schemas.generation import FinishReason
 from engine.schemas.limits import LimitsSpec
-from engine.schemas.train import OverlongPenalty
+from engine.schemas.train import OVERLONG_PENALTY, OverlongPenalty
 from engine.schemas.trajectory import Outcome, Trajectory, Turn
 from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.header import RunHeader
 from engine.train import folder as folders
 from engine.train.batches import RowBuilder
-from engine.train.overlong import PENALTY, cut_by, penalized
+from engine.train.overlong import cut_by, penalized
 from engine.train.trainer import Trainer
 
 
@@ -39,7 +39,7 @@ def test_the_penalty_is_equation_13_of_dapo(size: int, reward: float) -> None:
     penalty = OverlongPenalty(margin=20)
     found = penalized(trajectory(5, size), penalty, 100).postings
     assert [(each.turn, each.name, each.delta) for each in found] == (
-        [(1, PENALTY, pytest.approx(reward))] if reward else []
+        [(1, OVERLONG_PENALTY, pytest.approx(reward))] if reward else []
     )
     doubled = penalized(trajectory(5, size), OverlongPenalty(margin=20, coefficient=2.0), 100).postings
     assert sum(each.delta for each in doubled) == pytest.approx(2 * reward)

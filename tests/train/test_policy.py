@@ -99,6 +99,14 @@ def test_frozen_parameters_stay(folder: Path) -> None:
     assert changed == names
 
 
+def test_what_is_frozen_already_is_refused(folder: Path) -> None:
+    with pytest.raises(
+        TrainError, match=r"'embed' has no effect: with `train.lora` the weights that it matches are frozen already"
+    ):
+        open_policy(folder, lora=LORA, freeze=["embed"])
+    assert list(open_policy(folder, lora=LORA, freeze=[r"layers\.0\.", r"layers\.0\.self"]).parameters())
+
+
 @pytest.mark.parametrize(
     ("freeze", "why"), [(["."], "nothing to train"), (["visual"], "'visual' matches no parameter's name")]
 )
