@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import shutil
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,7 +126,7 @@ async def test_deterministic_replies_are_the_same_bits_in_any_batch_and_after_a_
 ) -> None:
     form = form_of(vlm(family))
     alone, _ = await play(vlm(family), form, max_batch=1, together=False, same=True)
-    among, _ = await play(vlm(family), form, max_batch=5, together=True, restart=True, same=True)
+    among, _ = await play(vlm(family), form, max_batch=5, together=True, restart=True, same=True, prefill_tokens=12)
     for turn, expected in zip(among, alone, strict=True):
         for found, wanted in zip(turn, expected, strict=True):
             assert found.cached_tokens == 0
@@ -198,6 +202,35 @@ async def test_images_without_spans_are_refused(vlm: Callable[[str], Path]) -> N
         await backend.generate(GenerateRequest.read({**fields, "image_spans": []}))
     assert caught.value.kind == "bad_request"
     await backend.close()
+
+
+async def test_deterministic_prompts_are_never_split(vlm: Callable[[str], Path], tmp_path: Path) -> None:
+    """Also if all prompts of a step together are longer than the model's context."""
+    folder = shutil.copytree(vlm("qwen2_5_vl"), tmp_path / "short")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 100
+    (folder / "config.json").write_text(json.dumps(config))
+    form = form_of(folder)
+    backend = opened(folder, form, max_batch=8, same=True, prefill_tokens=60)
+    await backend.start()
+    assert backend._worker is not None
+    model = backend._worker.packed
+    passes: list[int] = []
+    true, here = model._forward_packed, threading.Event()
+
+    def counted(chunks: Any, wanted: Any) -> Any:
+        here.wait(60)
+        passes.extend(len(chunk.ids) for chunk in chunks if len(chunk.ids) > 1)
+        return true(chunks, wanted)
+
+    model._forward_packed = counted  # type: ignore[method-assign]
+    requests = [ask(form, each, 0, first_prompt(form, each), SHOWN[each]) for each in range(8)]
+    calls = [asyncio.ensure_future(backend.generate(request)) for request in requests]
+    await asyncio.sleep(0)  # all requests are queued; at most the first one is in a pass
+    here.set()
+    await asyncio.gather(*calls)
+    await backend.close()
+    assert sorted(passes) == sorted(len(request.input_ids) for request in requests)
 
 
 def test_a_prompt_is_split_between_images_only(vlm: Callable[[str], Path]) -> None:

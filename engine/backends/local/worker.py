@@ -115,7 +115,7 @@ class Worker:
             self._flush()
             return
         if not self.packed.reuses_prefixes:
-            self._prefill_tokens = self.packed.context or 1 << 30  # a prompt is one chunk
+            self._prefill_tokens = 1 << 30  # each prompt is one chunk, however many prompts a step has
         if self._prefill_tokens is None:
             self._prefill_tokens = 512 if self.packed.device.type == "cpu" else 4096
         self._answer(loop, ready, None)
