@@ -174,6 +174,7 @@ class ObjectBuilder:
         if self._environment is not None:
             effects = self._services.spec.environment.effects if self._services.spec.environment else "pure"
             objects.environment = await self._construct(self._environment, "environment", effects, objects)
+            _must_have(objects.environment, "reset", self._environment.use)
         if self._people:
             objects.user_name = self._chosen(task)
             objects.user = await self._build_user(objects.user_name, objects)
@@ -239,6 +240,8 @@ class ObjectBuilder:
         spec = self._services.spec.users_by_name[name]
         factory = self._people[name]
         built = await self._construct(factory, "user", spec.effects, objects) if factory is not None else None
+        if factory is not None:
+            _must_have(built, "respond", factory.use)
         if not spec.model_played:
             return built
         path = ("users", name) if name else ("user",)
@@ -336,6 +339,13 @@ class ObjectBuilder:
         objects.opened.clear()
         if objects.cell is not None:
             objects.cell.kill()
+
+
+def _must_have(thing: Any, method: str, use: str) -> None:
+    """Raise: SpecCodeError if an object lacks the method that the engine calls; a function may have built it."""
+    if not callable(getattr(thing, method, None)):
+        words = f"`{use}` is, or returned, an object of `{type(thing).__name__}`, which has no method `{method}`"
+        raise SpecCodeError(words, blame="spec", kind="missing_method")
 
 
 def _offered(owner: RemoteObject, seconds: float, effects: Effects) -> list[BoundTool]:

@@ -6,7 +6,7 @@ for problem in check_spec(load_spec("specs/quickstart.yaml")):
 
 from __future__ import annotations
 
-from engine.checks.check import all_rules, check_spec, refuse_errors
+from engine.checks.check import all_rules, check_spec, refuse_errors, refuse_first_tasks
 from engine.checks.registry import Rule
 
-__all__ = ["Rule", "all_rules", "check_spec", "refuse_errors"]
+__all__ = ["Rule", "all_rules", "check_spec", "refuse_errors", "refuse_first_tasks"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from engine.checks.context import MAX_WORK, CheckContext
@@ -13,10 +13,13 @@ from engine.spec.diagnostic import Diagnostic
 from engine.spec.masking import mask_all
 
 if TYPE_CHECKING:
+    from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
 
 MAX_FINDINGS = 100
 """Findings of one rule that are reported."""
+FIRST_TASKS = 8
+"""Number of tasks that `refuse_first_tasks` reads."""
 MORE = "check.more"
 """The id of the finding that reports that a rule has more findings."""
 UNFINISHED = "check.unfinished"
@@ -113,6 +116,23 @@ def refuse_errors(loaded: LoadedSpec) -> list[Diagnostic]:
     if errors:
         raise SpecError(errors)
     return [item for item in found if item.severity == "warning"]
+
+
+def refuse_first_tasks(loaded: LoadedSpec, tasks: Sequence[Task]) -> None:
+    """Check that prompts name fields of the first tasks, before the first episode.
+
+    For rows that code makes, and for those of a hub, `check_spec` cannot do this: they are read only once, when they are needed.
+
+    Raises:
+        SpecError: a prompt names a field that one of them does not have.
+    """
+    if loaded.spec.tasks.source not in ("python", "hub"):
+        return
+    all_rules()
+    ctx = CheckContext(loaded, read_tasks=list(tasks[:FIRST_TASKS]))
+    found = [item for rule in ("prompt.unknown-field", "role.unknown-field") for item in RULES[rule].check(ctx)]
+    if found:
+        raise SpecError(mask_all(found, loaded.variables))
 
 
 def _more(ctx: CheckContext, item: Rule) -> Diagnostic:

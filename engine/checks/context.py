@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -24,6 +24,7 @@ from engine.limits import COUNTERS, EPISODE_SECONDS, FIELDS, UNBOUNDED, limits_o
 from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, machine_of
 from engine.schemas.condense import OwnCondenserSpec
 from engine.schemas.entry import Entry
+from engine.schemas.environment import Task
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.machine import StateSpec
@@ -77,6 +78,8 @@ class CheckContext:
     """Whether code that runs only in worker processes is not imported, because this process runs the spec afterwards."""
     calls: bool = False
     """Whether code may be called for checks: objects are built, and the first rows of a function are made."""
+    read_tasks: Sequence[Task] | None = None
+    """Tasks that were read, if the rules are about these and not about the source."""
     _with_tasks: dict[DataPath, CheckContext] = field(default_factory=dict)
     _first_rows: list[Row] | SpecError | None = None
     _entries: dict[str, Any] = field(default_factory=dict)

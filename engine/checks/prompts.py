@@ -25,6 +25,9 @@ RECOVER_FIELDS = ("problem", "raw")
 
 def known_fields(ctx: CheckContext) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(row number, fields) of tasks; if only `map` is known, one row of empty fields."""
+    if ctx.read_tasks is not None:
+        yield from ((task.index + 1, task.fields) for task in ctx.read_tasks)
+        return
     for _, source in each_source(ctx):
         tasks = source.spec.tasks
         if tasks.map:

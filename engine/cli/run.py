@@ -192,7 +192,7 @@ def prepare(
         SpecError: the spec has errors.
         StoreError: the run to resume cannot be opened, or the new one cannot be created.
     """
-    from engine.checks import refuse_errors
+    from engine.checks import refuse_errors, refuse_first_tasks
     from engine.spec.load import load_spec
     from engine.spec.tasks import load_tasks
     from engine.store import RunHeader, RunStore, find_run
@@ -214,6 +214,7 @@ def prepare(
     for item in refuse_errors(loaded):
         console.print(str(item), style="yellow")
     tasks = load_tasks(loaded)
+    refuse_first_tasks(loaded, tasks)
     folder = out or Path(loaded.spec.rollout.out)
     return loaded, tasks, RunStore.create(folder, RunHeader.of(loaded, overrides=changes, evaluation=evaluation))
 

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.checks import refuse_first_tasks
 from engine.errors import SpecError
 from engine.schemas.scenario import Scenario, ScenarioFile
 from engine.spec.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
@@ -126,7 +127,9 @@ class ScenarioSpecs:
             return task_of(Row(1, wanted, place), 0, loaded.spec.tasks, loaded)
         tasks = self._tasks.get(id(loaded))
         if tasks is None:
-            tasks = self._tasks[id(loaded)] = load_tasks(loaded)
+            tasks = load_tasks(loaded)
+            refuse_first_tasks(loaded, tasks)
+            self._tasks[id(loaded)] = tasks
         if wanted is None:
             return tasks[0]
         found = next((task for task in tasks if task.id == wanted), None)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from engine.backends.registry import open_backend
+from engine.checks import refuse_first_tasks
 from engine.errors import TrainError
 from engine.runner.overlong import fitting_tasks
 from engine.runner.run import Runner
@@ -51,7 +52,9 @@ class Trainer(TrainingLoop):
 
     async def _run_prepared(self, stop: asyncio.Event | None) -> TrainResult:
         self._format = load_format(self.spec.model, self.loaded.base)
-        tasks = fitting_tasks(load_tasks(self.loaded), self.loaded, self._format)
+        every = load_tasks(self.loaded)
+        refuse_first_tasks(self.loaded, every)
+        tasks = fitting_tasks(every, self.loaded, self._format)
         self._order = TaskOrder(tasks, shuffle=self.train.shuffle, seed=self.train.seed, mix=tasks.mix)
         self._backend = open_backend(self.loaded, self._format)
         try:
