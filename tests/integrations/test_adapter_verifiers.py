@@ -26,14 +26,14 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def spec(model: Path, load: str, given: list[dict[str, Any]], replies: list[str], **args: Any) -> dict[str, Any]:
+def spec(model: Path, load: str, given: list[dict[str, Any]], replies: list[Any], **args: Any) -> dict[str, Any]:
     environment = {"adapter": "verifiers", "use": f"env_vf.py:{load}", "with": {"args": args}}
     document = spec_of(model, environment, given, replies)
     del document["prompt"]
     return document
 
 
-def by_hand(load: str, row: dict[str, Any], replies: list[str], **args: Any) -> tuple[list[str], float]:
+def by_hand(load: str, row: dict[str, Any], replies: list[Any], **args: Any) -> tuple[list[str], float]:
     """The library's own `rollout`, with a client that gives the replies."""
     import env_vf
     from verifiers.clients import Client
@@ -42,12 +42,14 @@ def by_hand(load: str, row: dict[str, Any], replies: list[str], **args: Any) -> 
     said = iter(replies)
 
     async def get_response(*_: Any, **__: Any) -> Any:
-        text, calls = next(said), None
+        reply, calls = next(said), None
+        text, cut = (reply, False) if isinstance(reply, str) else (reply["text"], reply["finish"] == "length")
         if text.startswith("<tool_call>"):
             asked = json.loads(text[11:-12])
             calls = [ToolCall(id="c", name=asked["name"], arguments=json.dumps(asked["arguments"]))]
             text = ""
-        message = ResponseMessage(content=text, tool_calls=calls, finish_reason="stop", is_truncated=False)
+        why = "length" if cut else "stop"
+        message = ResponseMessage(content=text, tool_calls=calls, finish_reason=why, is_truncated=cut)
         return Response(id="r", created=0, model="m", message=message)
 
     methods = dict.fromkeys(Client.__abstractmethods__, get_response) | {"get_response": get_response}
@@ -76,7 +78,8 @@ def test_a_missing_library_says_what_to_install() -> None:
         VerifiersEnvironment("env_vf:load_environment")
 
 
-CASES = {
+CASES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
+    "cut off": ("load_environment", ["5", {"text": "3", "finish": "length"}, "2"], {}),
     "won": ("load_environment", ["1", "3", "2"], {}),
     "out of turns": ("load_environment", ["5", "5", "5", "5"], {"max_turns": 2}),
     "tools": ("load_tools", [call("add", a=1, b=1), call("add", a="x", b=1), "It is 2."], {}),
@@ -97,7 +100,8 @@ def test_episodes_are_those_of_the_librarys_rollout(tmp_path: Path, tiny_tokeniz
     assert episode.outcome.failure is None
     said = [message.text for message in episode.messages if message.role != "assistant"]
     assert said == [text for text in messages if text != "Right."]  # the last word of an episode is shown to nobody
-    steps = 0.25 * sum(reply in ("1", "3") for reply in replies) if load == "load_environment" else 0.0
+    texts = [reply if isinstance(reply, str) else reply["text"] for reply in replies]
+    steps = 0.25 * sum(text in ("1", "3") for text in texts) if load == "load_environment" else 0.0
     assert sum(earned(episode)) == pytest.approx(reward + steps, abs=1e-12)
     assert episode.facts["truncated"] is (case == "out of turns")
 
