@@ -203,7 +203,9 @@ def _rules(name: str, definition: Schema) -> list[Schema]:
 
 
 def _task_rules() -> list[Schema]:
-    needs = {"inline": "rows", "jsonl": "path", "parquet": "path", "hub": "path", "python": "use"}
+    needs = {"inline": "rows", "python": "use", "mix": "mix"} | dict.fromkeys(
+        ("jsonl", "csv", "parquet", "hub"), "path"
+    )
     return [
         {"if": {"required": ["source"], "properties": {"source": {"const": source}}}, "then": {"required": [key]}}
         for source, key in needs.items()

@@ -37,7 +37,8 @@ WORDS: dict[str, dict[str, str]] = {
     },
     "TransitionSpec": {"dest": "The state that comes next."},
     "TasksSpec": {
-        "source": "`inline` rows, a `jsonl` or `parquet` file, a data set on the `hub`, or a `python` function."
+        "source": "`inline` rows, a `jsonl`, `csv` or `parquet` file, a data set on the `hub`, a `python` function, or a `mix` of "
+        "several sources."
     },
     "PromptMessage": {"role": "The role of the message."},
     "RoleMessage": {"role": "The role of the message.", "content": "The text; `{{field}}` is filled in."},
