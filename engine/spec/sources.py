@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import tempfile
 import threading
 from abc import ABC, abstractmethod
@@ -34,6 +35,8 @@ MAX_CELL = 2**27
 GROUP_BYTES = 64 * 2**20
 """Largest row group of a Parquet file, uncompressed, that is decoded whole to read one row. A file with a larger one is copied once
 into a temporary file, from which any row can be read."""
+KEPT_BYTES = 64 * 2**20
+"""Decoded row groups of a Parquet file that are kept in memory, in bytes; the newest is always kept."""
 BATCH_BYTES = 8 * 2**20
 """Rows of a Parquet file that are decoded at a time, in bytes."""
 
@@ -338,25 +341,47 @@ def _batch_rows(metadata: Any) -> int:
 
 
 def _by_position(path: Path) -> Callable[[int], dict[str, Any]]:
-    """A function from a position in a Parquet file to its row."""
+    """A function from a position in a Parquet file to its row.
+
+    It decodes whole row groups and keeps the newest, up to KEPT_BYTES. When it has decoded twice as many groups as the file has,
+    as in a shuffled order, it copies the file once, if there is space: then each row is found without decoding others.
+    """
     file = _parquet_file(path)
     groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)]
     if any(group.total_byte_size > GROUP_BYTES for group in groups):
         return _copied(file)
     starts = [0, *accumulate(group.num_rows for group in groups)]
     kept: OrderedDict[int, Any] = OrderedDict()
+    copied: list[Callable[[int], dict[str, Any]]] = []
+    decoded = 0
+    may_copy = True
 
     def row(position: int) -> dict[str, Any]:
+        nonlocal decoded, may_copy
+        if copied:
+            return copied[0](position)
         at = bisect_right(starts, position) - 1
         if at not in kept:
+            decoded += 1
+            if may_copy and decoded > 2 * len(groups):
+                may_copy = _space_for(sum(group.total_byte_size for group in groups))
+                if may_copy:
+                    kept.clear()
+                    copied.append(_copied(file))
+                    return copied[0](position)
             kept[at] = file.read_row_group(at)
-            if len(kept) > 2:
+            while len(kept) > 1 and sum(table.nbytes for table in kept.values()) > KEPT_BYTES:
                 kept.popitem(last=False)
         kept.move_to_end(at)
         found: dict[str, Any] = kept[at].slice(position - starts[at], 1).to_pylist()[0]
         return found
 
     return row
+
+
+def _space_for(size: int) -> bool:
+    """Whether a copy of so many bytes leaves at least as many free where temporary files are."""
+    return shutil.disk_usage(tempfile.gettempdir()).free > 2 * size
 
 
 def _copied(file: Any) -> Callable[[int], dict[str, Any]]:

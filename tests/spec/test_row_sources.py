@@ -225,6 +225,42 @@ def test_a_file_that_changes_during_a_run_is_an_error() -> None:
         table[3]
 
 
+@pytest.mark.parametrize("space", [True, False])
+def test_a_file_that_is_read_in_another_order_is_decoded_at_most_three_times(
+    space: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory for more than one row group. With space on the disk the file is copied; without, it is decoded on."""
+    data = rows(40)
+    pq.write_table(pa.Table.from_pylist(data), "a.parquet", row_group_size=2)
+    monkeypatch.setattr(sources, "KEPT_BYTES", 0)
+    monkeypatch.setattr(sources, "_space_for", lambda size: space)
+    decoded: list[int] = []
+    opened = sources._parquet_file
+
+    def watched(path: Path) -> Any:
+        class Watched(pq.ParquetFile):
+            def read_row_group(self, at: int) -> Any:
+                decoded.append(at)
+                return super().read_row_group(at)
+
+        assert opened(path).num_row_groups == 20
+        return Watched(path)
+
+    monkeypatch.setattr(sources, "_parquet_file", watched)
+    source = ParquetRows([Path("a.parquet")])
+    order = random.Random(3).sample([*range(40)] * 5, 200)
+    assert [source.row(at).fields for at in order] == [data[at] for at in order]
+    assert len(decoded) == 40 if space else len(decoded) > 100  # and once more for the copy
+
+
+def test_row_groups_that_fit_in_memory_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(pa.Table.from_pylist(rows(40)), "a.parquet", row_group_size=2)
+    monkeypatch.setattr(sources, "_copied", lambda file: pytest.fail("it was copied"))
+    source = ParquetRows([Path("a.parquet")])
+    for at in random.Random(3).sample([*range(40)] * 5, 200):
+        assert source.row(at).fields == rows(40)[at]
+
+
 def test_an_object_with_rows_by_position_is_not_copied() -> None:
     Path("big_rows.py").write_text(
         "class Rows:\n    def __len__(self): return 10**9\n"
