@@ -137,13 +137,12 @@ async def test_training_stops_with_a_checkpoint_when_the_only_server_dies_during
     """The checkpoint holds the update whose weights could not be sent; its folder is in the message."""
     backend = {"urls": [second_server.url], "wait": "3s", "timeout": "10s"}
     trainer = begin(tmp_path, tiny_model_dir, backend, {"weight_sync": {"method": "disk"}})
-    kill_in_push(monkeypatch, second_server, 2, sent=True)
-    with pytest.raises(OutageError, match="no server") as caught:
+    kill_in_push(monkeypatch, second_server, 3, sent=True)  # the weights at the start, those of step 1, those of step 2
+    with pytest.raises(OutageError, match=r"`backend\.wait`") as caught:
         await trainer.run()
     (kept,) = checkpoints_of(trainer.folder)
     assert kept.name == "step-000002"
     assert str(kept) in str(caught.value)
-    assert [line["step"] for line in read_metrics(trainer.folder)] == [1, 2]
 
 
 class Probes:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from slow_cases import slow_but
 from vision_code import FIRST, SECOND, THIRD
 
 from engine.backends.local.images import PromptImages
@@ -107,7 +108,7 @@ async def play(
     return [first, second], stats
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3_vl", "smolvlm"))
 async def test_a_batch_gives_the_ids_and_log_probs_of_one_at_a_time(vlm: Callable[[str], Path], family: str) -> None:
     """Also where a prompt is computed in pieces, and where an image has more tokens than a pass is given."""
     form = form_of(vlm(family))
@@ -120,7 +121,7 @@ async def test_a_batch_gives_the_ids_and_log_probs_of_one_at_a_time(vlm: Callabl
             np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow), "smolvlm"])
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen2_5_vl"))
 async def test_deterministic_replies_are_the_same_bits_in_any_batch_and_after_a_restart(
     vlm: Callable[[str], Path], family: str
 ) -> None:
