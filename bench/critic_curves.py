@@ -1,6 +1,6 @@
 """Learning curves of credit methods with and without a critic, on the sorting office of specs/train_critic.yaml.
 
-    python bench/critic_curves.py                               five settings, three seeds: about fifteen minutes on two cores
+    python bench/critic_curves.py                               five settings, three seeds: about half an hour on two cores
     python bench/critic_curves.py --seeds 0 --only turn_ppo     one training
     python bench/critic_curves.py --write docs/credit.md        and write the table between the marks of the document
     python bench/critic_curves.py --out runs/curves             keep the trainings; those that are there are not trained again
