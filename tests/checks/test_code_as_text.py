@@ -50,7 +50,8 @@ def found(spec: str, code: str, files: dict[str, str] | None = None) -> list[str
     for name, text in {"parts.py": IMPORTS + code, **(files or {})}.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
-    head = "\n".join(line for line in HEAD.splitlines() if line.partition(":")[0] + ":" not in spec)
+    given = {line.partition(":")[0] for line in spec.splitlines() if not line.startswith(" ")}
+    head = "\n".join(line for line in HEAD.splitlines() if line.partition(":")[0] not in given)
     Path("s.yaml").write_text(f"{head}\n{spec}")
     problems, _ = check_rules(load_spec("s.yaml", access=Access.for_spec(Path("s.yaml"))))
     assert "parts" not in sys.modules
@@ -276,3 +277,66 @@ def test_a_method_that_a_protocol_only_declares_is_missing() -> None:
     assert found(USER, "class X(User):\n    def answer(self, view): ...") == [
         "code.protocol: `parts:X` has no method `respond`, so it is not a user"
     ]
+
+
+GUARD = """\
+user: {use: "parts:X"}
+machine:
+  preset: retry_with_feedback
+  transitions:
+    - {trigger: feedback, source: AWAITING_USER_FEEDBACK, dest: DONE, conditions: facts.wrong > 2}
+    - {trigger: feedback, source: AWAITING_USER_FEEDBACK, dest: GENERATING}
+rewards:
+  reassign:
+    - {at: AWAITING_USER_FEEDBACK, from: last, to: first, share: 0.3, name: right, when: turns.assistant > 1}
+"""
+NOBODY = [
+    "guard.unknown-fact: nothing writes the fact `facts.wrong`: the code of environments, users and tools does not mention it",
+    "rewards.unknown-name: nothing writes a reward `right`: no rule does, and the code of environments, users and tools does not mention it",
+]
+TURN = "class X:\n    def respond(self, view):\n        return UserTurn(content='no', {})\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        TURN.format("facts={'wrong': 1}, rewards=[RewardEvent(name='right', value=1.0)]"),
+        TURN.format("facts=dict(wrong=1), rewards=[RewardEvent(name='right' if 1 else 'x', value=1.0)]"),
+        TURN.format("facts=self.facts(), rewards=[RewardEvent(name=self.kind, value=1.0)]"),
+        TURN.format("facts=vars(self), rewards=[RewardEvent(name=f'r{1}', value=1.0)]"),
+        TURN.format("facts={key: 1 for key in KEYS}, rewards=[RewardEvent(**given)]"),
+        TURN.format("facts={f'{a}': 1}, rewards=[RewardEvent(**given)]"),
+        TURN.format("facts={**other}, rewards=[RewardEvent(**given)]"),
+        TURN.format("facts=facts | other(), rewards=[RewardEvent(**given)]"),
+        TURN.format("**made"),
+        "class X:\n    def respond(self, view):\n        return UserTurn.model_validate(self.turn)\n",
+        "class X:\n    def respond(self, view):\n        facts = {}\n        facts[self.key] = 1\n"
+        "        return UserTurn(content='no', facts=facts, rewards=[RewardEvent(**given)])\n",
+        "class X:\n    def respond(self, view):\n        facts = {}\n        facts.update(self.more)\n"
+        "        return UserTurn(content='no', facts=facts, rewards=[RewardEvent(**given)])\n",
+        "class X:\n    def respond(self, view, facts={}):\n"
+        "        return UserTurn(content='no', facts=facts, rewards=[RewardEvent(**given)])\n",
+        "from engine.schemas.environment import UserTurn as Turn\nclass X:\n    def respond(self, view):\n        return Turn(**self.turn)\n",
+        "class Turn(UserTurn): ...\nclass X:\n    def respond(self, view):\n        return Turn(**self.turn)\n",
+        "def X():\n    return make()\n",
+        "from nowhere_at_all import Base\nclass X(Base):\n    def respond(self, view): ...\n",
+        "from helpers import turn\nclass X:\n    def respond(self, view):\n        return turn()\n",
+    ],
+)
+def test_a_name_that_code_may_write_is_no_mistake(code: str) -> None:
+    helpers = "def turn():\n    return UserTurn(facts={'wrong': 1}, rewards=[RewardEvent(name='right', value=1.0)])\n"
+    assert found(GUARD, code, {"helpers.py": helpers}) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        TURN.format("facts={'mistakes': 1}, rewards=[RewardEvent(name='correct', value=1.0)]"),
+        TURN.format("facts={**view.facts, 'mistakes': 1}, rewards=[RewardEvent(value=1.0)]"),
+        "class A:\n    facts = {'mistakes': 1}\nclass X(A):\n    def respond(self, view):\n        return UserTurn(content='no', facts=self.facts)\n",
+        "class X:\n    def _facts(self):\n        return {'mistakes': 1}\n    def respond(self, view):\n"
+        "        facts = self._facts()\n        facts['more'] = 2\n        return UserTurn(content='no', facts=facts)\n",
+    ],
+)
+def test_a_name_that_nobody_writes_is_a_warning(code: str) -> None:
+    assert found(GUARD, code) == NOBODY
