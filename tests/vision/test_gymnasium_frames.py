@@ -79,7 +79,7 @@ async def test_the_model_sees_the_frames_that_the_environment_renders(
     assert not (branch.loss_mask[inside] == 1).any()
     assert trajectory.facts["invalid_actions"] == 1
     (row,) = export_rows(ran.store, vision=ran.vision)
-    assert len(row.images) == 3
+    assert len(row["images"]) == 3
 
 
 async def test_a_tiny_vision_model_plays_and_a_replay_gives_the_same(make_spec: Any, run_spec: Any) -> None:
