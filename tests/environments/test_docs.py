@@ -49,6 +49,7 @@ def test_the_guide_prints_whole_files(folder: Path) -> None:
         "vault.py",
         "vault.yaml",
         "verifiers_env.yaml",
+        "verl_gsm8k.yaml",
     ]
 
 

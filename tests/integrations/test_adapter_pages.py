@@ -55,7 +55,7 @@ def said(episode: Trajectory) -> list[str]:
     return [message.text for message in episode.messages if message.role != "assistant"]
 
 
-@pytest.mark.parametrize("name", ["slime_geo3k.yaml", "skyrl_gsm8k.yaml", "verifiers_env.yaml"])
+@pytest.mark.parametrize("name", ["slime_geo3k.yaml", "skyrl_gsm8k.yaml", "verifiers_env.yaml", "verl_gsm8k.yaml"])
 def test_a_spec_has_at_most_15_lines(name: str) -> None:
     assert len(printed(name).splitlines()) <= MAX_LINES
 
@@ -126,3 +126,18 @@ def test_an_environment_of_verifiers(tmp_path: Path, tiny_tokenizer_dir: Path) -
     messages, reward = by_hand("load_environment", row, replies, max_turns=4)
     assert said(episode) == messages[:-1]  # "Right.", the last word, is shown to nobody
     assert sum(earned(episode)) == pytest.approx(reward + 0.25, abs=1e-12)
+
+
+def test_verls_gsm8k(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """verl need not be installed. The tool is one of ours, in verl's form; verl's own one runs in `test_adapter_verl.py`."""
+    from test_adapter_verl import ITEM, row, went, write
+
+    write(tmp_path, [ITEM], [row()])
+    (tmp_path / "tools.yaml").rename(tmp_path / "gsm8k_tool_config.yaml")
+    replies = ['<call>grade(answer="41")</call>', '<call>grade(answer="42")</call>', "It is 42."]
+    settings = ["model.tool_calls=plain", "model.tool_role=user"]
+    episode = run(tmp_path, "verl_gsm8k.yaml", tiny_tokenizer_dir, replies, *settings)
+    assert went(episode) == (
+        ["Current parsed answer='41' reward=0.0", "Current parsed answer='42' reward=1.0"],
+        [-0.05, 0.0],
+    )

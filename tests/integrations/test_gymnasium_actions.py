@@ -16,7 +16,7 @@ from engine.cli.main import app
 from engine.schemas.environment import Task
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs the extra `gymnasium`")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.adapters
 
 HERE = Path(__file__).parent
 WRITTEN = ["discrete", "shifted", "multi", "grid", "binary", "box", "number", "unbounded", "pixels", "text", "tuple", "dict", "nested"]  # fmt: skip

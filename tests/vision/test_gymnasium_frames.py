@@ -17,7 +17,7 @@ from engine.tokens.loading import load_format
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs the extra `gymnasium`")
 pytest.importorskip("pygame", reason="FrozenLake draws its pictures with pygame")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.adapters
 
 ACTIONS = ["left", "down", "right", "up"]
 MOVES = ["down", "<answer>down</answer>", "jump", "right"]
