@@ -233,6 +233,11 @@ class Odometer:
         return ToolReply(content=str(self.miles), rewards=[RewardEvent(name="driven", value=float(miles))])
 
 
+def repeat(word: str, times: int) -> str:
+    """Say a word many times."""
+    return " ".join([word] * times)
+
+
 def odd(word: str) -> list[object]:
     """Answer with what JSON cannot hold.
 

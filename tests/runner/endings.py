@@ -78,6 +78,20 @@ PATIENT = {
 ONCE = "a generation fails once, and the user goes on"
 """For replays alone: the script counts its attempts from the start of the process."""
 
+CONDENSING = {
+    "user": None,
+    "machine": "tools",
+    "limits": {"episode_tokens": 900, "turn_tokens": 60, "assistant_turns": 20, "on_overflow": "condense"},
+}
+EXPAND = {"tool_calls": [{"name": "expand", "arguments": {"block": 1}}]}
+BY_POLICY = {
+    "chunks": "history",
+    "condenser": {"kind": "policy", "tokens": 40, "prompt": "Sum up."},
+    "reserve_tokens": 250,
+}
+SUMMARISED = {"kind": "summary", "backend": {"kind": "scripted", "replies": ["two numbers"] * 9}, "tokens": 16}
+LONG = {"tool_calls": [{"name": "repeat", "arguments": {"word": "number", "times": 215}}]}
+
 CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "score at the end": (["It is 42."], {**PLAIN, "machine": "single_turn", "rewards": ONE}),
     "a final state without an action": (
@@ -92,6 +106,22 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "a replayable user": (["no", "It is 42."], critic(effects="replayable")),
     "an external user": (["no", "It is 42."], critic(effects="external")),
     "steps": (["left", "right"], {**STEPS, **board()}),
+    "condensed, and a block is expanded": (
+        [LONG, LONG, LONG, EXPAND, "It is 42."],
+        {**CONDENSING, "condense": {"expand": True}, "tools": [{"use": "code_for_tests:repeat"}]},
+    ),
+    "condensed by the policy": (
+        [LONG, LONG, "I saw numbers.", LONG, "I saw more.", "It is 42."],
+        {**CONDENSING, "condense": BY_POLICY, "tools": [{"use": "code_for_tests:repeat"}]},
+    ),
+    "condensed by a model": (
+        [LONG, LONG, LONG, LONG, "It is 42."],
+        {**CONDENSING, "condense": {"condenser": SUMMARISED}, "tools": [{"use": "code_for_tests:repeat"}]},
+    ),
+    "nothing shorter": (
+        [LONG, LONG, LONG, LONG, "It is 42."],
+        {**CONDENSING, "condense": {"keep_last": 50}, "tools": [{"use": "code_for_tests:repeat"}]},
+    ),
     "a judge": (["It is 42."], {"rewards": {"scorer": JUDGE}}),
     "a user that a model plays": (["It is 41.", "It is 42."], {"user": PLAYED, "rewards": {"scorer": JUDGE}}),
     "malformed calls": (["<tool_call>{", "It is 42."], board()),
@@ -184,6 +214,10 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
 
 
 ENDS: dict[str, tuple[str, str | None, str | None]] = {
+    "condensed, and a block is expanded": ("answered", None, None),
+    "condensed by the policy": ("answered", None, None),
+    "condensed by a model": ("answered", None, None),
+    "nothing shorter": ("limit", "episode_tokens", None),
     "score at the end": ("answered", None, None),
     "steps": ("won", None, None),
     "truncated": ("truncated", None, None),
