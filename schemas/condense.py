@@ -72,7 +72,7 @@ class KeywordsSpec(Contract):
     language: str = Field(default="en", pattern=r"^[a-z]{2}$")
     """Language of the stop words. Chinese, Japanese and Thai (`zh`, `ja`, `th`) are split into phrases by BudouX."""
     ngram: int = Field(default=3, ge=1, le=5)
-    """Maximum number of words of a keyword."""
+    """Maximum number of words of a keyword; in `zh`, `ja` and `th` a keyword is one phrase."""
     tokens: int = Field(default=64, ge=4)
     """Maximum number of tokens of what remains of a chunk."""
 

@@ -1,6 +1,7 @@
 """Keywords of a text, by YAKE: statistical, without a model and without a download (Campos et al., 2020).
 
-YAKE separates words at white space. Chinese, Japanese and Thai have none, so BudouX splits their text into phrases first.
+YAKE separates words at white space. Chinese, Japanese and Thai have none, so BudouX splits their text into phrases first, and a
+keyword is one phrase.
 """
 
 from __future__ import annotations
@@ -28,16 +29,14 @@ def keywords(text: str, spec: KeywordsSpec, count: Count) -> str:
         EngineError: a package is not installed (kind `no_package`).
     """
     extractor, phrases = _tools(spec.language, spec.ngram)
-    joint = "" if phrases is not None else " "
     words = text if phrases is None else " ".join(phrases(text))
-    ranked = [str(keyword).replace(" ", joint) if phrases else str(keyword) for keyword, _ in _ranked(extractor, words)]
+    ranked = [keyword for keyword, _ in _ranked(extractor, words)]
     chosen: list[str] = []
     for keyword in ranked:
-        if any(keyword.lower() in other.lower() for other in chosen):
-            continue
-        if count("; ".join([*chosen, keyword])) > spec.tokens:
-            break
-        chosen.append(keyword)
+        if not any(keyword.lower() in other.lower() for other in chosen) and (
+            count("; ".join([*chosen, keyword])) <= spec.tokens
+        ):
+            chosen.append(keyword)
     lowered = text.lower()
     return "; ".join(sorted(chosen, key=lambda keyword: lowered.find(keyword.lower())))
 
@@ -63,4 +62,6 @@ def _tools(language: str, ngram: int) -> tuple[Any, Callable[[str], list[str]] |
         "th": budoux.load_default_thai_parser,
     }
     parser = parsers[language]() if language in parsers else None
-    return yake.KeywordExtractor(lan=language, n=ngram, top=_MOST), None if parser is None else parser.parse
+    if parser is None:
+        return yake.KeywordExtractor(lan=language, n=ngram, top=_MOST), None
+    return yake.KeywordExtractor(lan=language, n=1, top=_MOST), parser.parse
