@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -189,12 +189,12 @@ def test_runs_are_held_against_each_other_by_turn_and_by_k_too() -> None:
 
 
 def test_tasks_that_are_not_the_same_are_left_out() -> None:
-    runs: Sequence[list[Trajectory]] = ([episode("a"), episode("b", 0)], [episode("a", 0), episode("b", 0)])
-    found = compare(*runs, lambda task: task != "b")
+    first, second = [episode("a"), episode("b", 0)], [episode("a", 0), episode("b", 0)]
+    found = compare(first, second, lambda task: task != "b")
     assert (found.tasks, found.changed) == (1, 1)
     assert found.differences["success"][:3] == (0.0, 1.0, 1.0)
     assert found.differences["success"].plain()["low"] is None
-    assert compare(*runs, lambda task: False).differences == {}
+    assert compare(first, second, lambda task: False).differences == {}
 
 
 async def test_the_turn_that_solved_it_is_written_down(

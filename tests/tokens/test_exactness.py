@@ -1,7 +1,7 @@
 """The prompt is what the template renders, or a branch begins: every scenario on every chat template at hand.
 
-A folder with a template in `tests/data/templates` (or under EPISODE_ENGINE_TEMPLATES) is one more case. `-m slow` adds the
-templates that `trl` ships and the real tokenizers under EPISODE_ENGINE_TOKENIZERS.
+A folder with a template in `tests/data/templates` (or under EPISODE_ENGINE_TEMPLATES) is one more case. `-m slow` runs the
+cases that the default run leaves out, and the templates that `trl` ships and the real tokenizers under EPISODE_ENGINE_TOKENIZERS.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from chat_kit import make_tokenizer
 from exactness import SCENARIOS, Player, Said, aligned, all_cases, cases, load_case, play
+from slow_cases import slow_but
 
 from engine.errors import RenderError
 from engine.schemas.message import Message, ToolCall
@@ -38,7 +39,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     return get
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", slow_but(cases(), "gemma3", "gptoss", "lfm2_v2", "qwen3", "qwen3_5_think"))
 def test_every_prompt_is_the_templates_or_begins_a_branch(load: Load, name: str) -> None:
     form = load(name)
     for scenario in SCENARIOS:

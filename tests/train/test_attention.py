@@ -101,7 +101,8 @@ def test_a_pack_computes_each_row_as_if_it_were_alone(
             attention._Parts, "apply", lambda q, k, v, segments, scale: attention._paths(q, k, v, pack, None, scale)
         )
         (pack,) = pack_rows([make_row(ids) for ids in TREE], 1000, share_prefixes=True, min_shared_tokens=1)
-    same_as_alone(*nets[family], [make_row(ids) for ids in TREE], temperature=0.8, vocab=38)
+    net, reference = nets[family]
+    same_as_alone(net, reference, [make_row(ids) for ids in TREE], temperature=0.8, vocab=38)
 
 
 ids_strategy = st.lists(st.lists(st.integers(1, 2), min_size=2, max_size=12), min_size=1, max_size=6)
@@ -113,7 +114,8 @@ def test_random_tries(
     nets: Any, raw: list[list[int]], family: str, min_shared_tokens: int, max_tokens_per_microbatch: int
 ) -> None:
     rows = [make_row(ids) for ids in raw]
-    same_as_alone(*nets[family], rows, max_tokens_per_microbatch, min_shared_tokens, temperature=0.8, vocab=38)
+    net, reference = nets[family]
+    same_as_alone(net, reference, rows, max_tokens_per_microbatch, min_shared_tokens, temperature=0.8, vocab=38)
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
