@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,6 +56,7 @@ def evaluate(
     a whole has no estimates.
     """
     from engine.cli.console import make_console
+    from engine.cli.report import sources_table
     from engine.cli.run import print_stopped
     from engine.errors import EngineError
     from engine.logs import configure_logging
@@ -76,9 +78,12 @@ def evaluate(
         echo(str(error), err=True)
         raise typer.Exit(FAILED if error.stops_run else ERROR) from None
     if format is Format.JSON:
-        echo_json(plain(found) | {"run": str(folder)})
+        sources = {name: asdict(sums) for name, sums in result.summary.sources.items()}
+        echo_json(plain(found) | {"run": str(folder)} | ({"sources": sources} if sources else {}))
     else:
         print_evaluation(console, found)
+        if result.summary.mix:
+            console.print(sources_table(result.summary))
         console.print(f"Run: {folder}")
     for fault in result.faults:
         console.print(f"could not be finished: {fault}", style="red")

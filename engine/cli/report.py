@@ -87,7 +87,8 @@ def _transitions(summary: Summary) -> Table:
     return table
 
 
-def _sources(summary: Summary) -> Table:
+def sources_table(summary: Summary) -> Table:
+    """Episodes, mean reward and part of solved episodes of each source of a mix of tasks."""
     table = Table(
         "source", "episodes", "share", "mean reward", "solved", title="Sources of the tasks", title_justify="left"
     )
@@ -124,7 +125,7 @@ def print_summary(
     """
     tables = (
         _outcomes(summary),
-        _sources(summary),
+        sources_table(summary),
         _causes(summary),
         _turns(summary),
         _transitions(summary),
