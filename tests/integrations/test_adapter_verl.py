@@ -155,6 +155,30 @@ machine: tools
     assert went(episode) == (["Current parsed answer='42' reward=1.0"], [0.0])
 
 
+def test_tools_and_an_interaction_in_one_spec(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """As in verl's configurations with both: the interaction answers what calls no tool."""
+    shutil.copy(HERE / "interactions_for_tests.py", tmp_path / "my_interactions.py")
+    listed = [{"name": "gsm8k", "class_name": "my_interactions.Gsm8kInteraction", "config": {}}]
+    (tmp_path / "interactions.yaml").write_text(yaml.safe_dump({"interaction": listed}))
+    content = row()
+    content["extra_info"]["interaction_kwargs"] = {"name": "gsm8k", "query": "Say 42.", "ground_truth": "42"}
+    write(tmp_path, [ITEM], [content])
+    user = {
+        "use": "engine.integrations.verl:Interactions",
+        "effects": "replayable",
+        "with": {"config": "interactions.yaml"},
+    }
+    replies = ["It is 41.", '<call>grade(answer="42")</call>', "It is 42."]
+    spec = document(tiny_tokenizer_dir, replies, user=user, machine="tools_and_user")
+    (episode,) = run_spec(tmp_path, spec).values()
+    assert episode.outcome.event == "satisfied"
+    assert [turn.rewards for turn in episode.turns] == [
+        {"interaction": 0.0},
+        {"tool_reward": 0.0},
+        {"interaction": 1.0},
+    ]
+
+
 def test_the_schema_is_the_one_that_verl_shows(tmp_path: Path) -> None:
     write(tmp_path, [ITEM, {"class_name": "my_tools.HistoryTool", "config": {"type": "native"}}], [row()])
 
