@@ -40,6 +40,8 @@ def constructs(ctx: CheckContext) -> Iterator[Finding]:
             continue
         if any(True for _ in call_problems(ctx, code, call_of(item))):
             continue  # `code.protocol` reports it
+        if code.method(METHODS.get(item.role, ("__call__", ()))[0]) == "missing" and code.kind == "class":
+            continue  # the same
         with_ = item.entry.with_
         if item.role == "environment" and ctx.spec.environment is not None:
             with_ = ctx.spec.environment.entry_in(ctx.loaded.base).with_
@@ -76,10 +78,10 @@ def _built(item: NamedEntry, target: Any, with_: Mapping[str, Any], seconds: flo
         return
     try:
         name, arguments = METHODS.get(item.role, ("__call__", ()))
-        if not inspect.isclass(target) and not callable(getattr(thing, name, None)):
+        if not callable(getattr(thing, name, None)):
             kind = type(thing).__name__
-            fix = f"return an object with `{name}({', '.join(arguments)})`"
-            yield Finding(f"`{use}` returns `{kind}`, which has no method `{name}`", (*item.path, "use"), fix)
+            fix = f"give it a method `{name}({', '.join(arguments)})`"
+            yield Finding(f"`{use}` builds a `{kind}`, which has no method `{name}`", (*item.path, "use"), fix)
     finally:
         _close(thing)
 

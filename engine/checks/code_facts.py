@@ -72,10 +72,16 @@ class CodeFacts(Protocol):
 
 
 class ImportedCode:
-    """An object that was imported."""
+    """An object that was imported.
 
-    def __init__(self, thing: Any) -> None:
+    Args:
+        thing: The object.
+        text: Its text, if it can be read: it shows methods that a constructor sets.
+    """
+
+    def __init__(self, thing: Any, text: CodeFacts | None = None) -> None:
         self._thing = thing
+        self._text = text
         self.kind: Kind = "class" if inspect.isclass(thing) else "function" if callable(thing) else "value"
         name = type(thing).__name__
         self.what = f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
@@ -89,7 +95,9 @@ class ImportedCode:
         """See `CodeFacts.method`."""
         found = getattr(self._thing, name, None) if name != "__call__" or "__call__" in dir(self._thing) else None
         if not callable(found):
-            return "unknown" if hasattr(self._thing, "__getattr__") else "missing"
+            computed = isinstance(inspect.getattr_static(self._thing, name, None), property)
+            set_ = self._text is not None and self._text.method(name) == "unknown"
+            return "unknown" if hasattr(self._thing, "__getattr__") or computed or set_ else "missing"
         signature = _signature(found)
         static = inspect.getattr_static(self._thing, name)
         if signature is None or isinstance(static, staticmethod | classmethod):
@@ -207,6 +215,8 @@ class ReadCode:
             open_ = found == "missing" and member(self.definition, "__getattr__", self.sources) != "missing"
             return "unknown" if open_ else found
         names = {last_name(item) for item in found.node.decorator_list}
+        if names & {"property", "cached_property"}:
+            return "unknown"
         if names - {"staticmethod", "classmethod", "abstractmethod", "override"}:
             return Method(None)  # a decorator may change anything
         return Method(read_signature(found, bound="staticmethod" not in names), found)

@@ -136,7 +136,7 @@ class CheckContext:
                 self.skip()
                 return None
             return read_code(found.definition, self.sources)
-        return None if isinstance(found, EntryError) else ImportedCode(found)
+        return None if isinstance(found, EntryError) else ImportedCode(found, self.code_text(use))
 
     def code_text(self, use: str) -> ReadCode | None:
         """Return the text of an entry point, whether or not it is imported; None if it cannot be read."""

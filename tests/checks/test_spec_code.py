@@ -304,3 +304,14 @@ def test_a_tool_state_without_tools_is_a_warning() -> None:
     assert found("tools: [{use: 'checked_code:tool'}]\n", "tools") == []
     assert found("environment: {use: 'checked_code:Good'}\n", "tools") == []
     assert len(found("environment: {use: 'checked_code:Needs', with: {size: 1, path: x}}\n", "tools")) == 1
+
+
+def test_methods_that_the_class_does_not_show_are_no_mistake() -> None:
+    Path("check_shown.py").write_text(
+        "class Set:\n    def __init__(self):\n        self.respond = print\n"
+        "class Computed:\n    @property\n    def respond(self):\n        return print\n"
+        "class Asked:\n    def __getattr__(self, name):\n        return print\n"
+    )
+    sys.modules.pop("check_shown", None)
+    for name in ("Set", "Computed", "Asked"):
+        assert found(f"user: {{use: 'check_shown:{name}'}}\n", "retry_with_feedback") == []

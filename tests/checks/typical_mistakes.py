@@ -271,7 +271,7 @@ MISTAKES: list[Mistake] = [
         KIOSK,
         "  use: kiosk:open_kiosk",
         "code.construct",
-        "returns `dict`, which has no method `reset`",
+        "builds a `dict`, which has no method `reset`",
         "kiosk:open_kiosk",
         imports=True,
         before=(("tries: 3, tone: plain", "tries: 3"),),
