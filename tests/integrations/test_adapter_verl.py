@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from adapters_kit import FAULTY_EVERY, FEW, run_spec
+from stopping import Resumed, content
 
 from engine.errors import EngineError
 from engine.integrations.environments.base import AdapterError
@@ -160,9 +161,9 @@ def test_tools_and_an_interaction_in_one_spec(tmp_path: Path, tiny_tokenizer_dir
     shutil.copy(HERE / "interactions_for_tests.py", tmp_path / "my_interactions.py")
     listed = [{"name": "gsm8k", "class_name": "my_interactions.Gsm8kInteraction", "config": {}}]
     (tmp_path / "interactions.yaml").write_text(yaml.safe_dump({"interaction": listed}))
-    content = row()
-    content["extra_info"]["interaction_kwargs"] = {"name": "gsm8k", "query": "Say 42.", "ground_truth": "42"}
-    write(tmp_path, [ITEM], [content])
+    fields = row()
+    fields["extra_info"]["interaction_kwargs"] = {"name": "gsm8k", "query": "Say 42.", "ground_truth": "42"}
+    write(tmp_path, [ITEM], [fields])
     user = {
         "use": "engine.integrations.verl:Interactions",
         "effects": "replayable",
@@ -347,6 +348,29 @@ def _has_verl() -> bool:
     from importlib.util import find_spec
 
     return find_spec("verl") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lifetime", ["call", "episode"])
+async def test_a_resume_calls_the_tools_again(tmp_path: Path, tiny_tokenizer_dir: Path, lifetime: str) -> None:
+    """`effects: replayable`: stopped after any commit, the episode comes to the same."""
+    write(tmp_path, [ITEM], [row()])
+    environment = {"with": {"lifetime": lifetime}}
+    (tmp_path / "resumed.yaml").write_text(yaml.safe_dump(document(tiny_tokenizer_dir, REPLIES, environment)))
+    resumed = Resumed(tmp_path / "resumed.yaml")
+    await resumed.run(tmp_path / "whole")
+    with resumed.store(tmp_path / "whole") as store:
+        (wanted,) = map(content, store.trajectories())
+    for commit in range(1, 20):
+        out = tmp_path / str(commit)
+        struck = await resumed.starved(out, commit)
+        await resumed.run(out)
+        with resumed.store(out) as store:
+            assert list(map(content, store.trajectories())) == [wanted]
+        assert await resumed.differences(out) == []
+        if not struck:
+            return
+    raise AssertionError("more than 20 commits")
 
 
 @pytest.mark.slow
