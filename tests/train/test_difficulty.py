@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow_cases import slow_but
 from test_rollouts import TASKS, FakeRunner, make_trajectory, spec_of
 from test_surviving import EXACT, Killed, begin, kill_at, lines, policy_of, resumed, sampled, trained
 
@@ -114,7 +115,7 @@ def filtered_spec(train_spec: Any) -> Any:
     return make
 
 
-@pytest.mark.parametrize("call", [17, 27, 45])
+@pytest.mark.parametrize("call", slow_but([17, 27, 45], 27))
 async def test_a_killed_training_skips_the_same_draws(
     call: int, filtered_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

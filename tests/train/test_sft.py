@@ -13,6 +13,7 @@ import torch
 import yaml
 from nets_for_tests import plain
 from safetensors.torch import load_file
+from slow_cases import slow_but
 from transformers import AutoModelForCausalLM
 
 from engine.backends.registry import open_backend
@@ -184,18 +185,19 @@ class Killed(BaseException):
     """Ends a training as a kill does."""
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "call", "after"),
-    [
-        (BatchLog, "append", 3, False),
-        (BatchLog, "append", 3, True),
-        (Checkpoints, "write", 1, True),
-        (MetricsLog, "write", 3, True),
-    ],
-)
+KILLS = [
+    (BatchLog, "append", 3, False),
+    (BatchLog, "append", 3, True),
+    (Checkpoints, "write", 1, True),
+    (MetricsLog, "write", 3, True),
+]
+
+
+@pytest.mark.parametrize("kill", slow_but(KILLS, KILLS[1]))
 async def test_a_killed_training_that_is_resumed_is_the_one_that_was_not_killed(
-    owner: Any, name: str, call: int, after: bool, sft_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kill: tuple[Any, str, int, bool], sft_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    owner, name, call, after = kill
     spec = sft_spec(train={"steps": 5, "optimizer": {"lr": 0.003, "schedule": "cosine"}})
     whole = begin(spec, tmp_path / "whole")
     await whole.run()

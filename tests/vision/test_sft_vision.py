@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from slow_cases import slow_but
 from test_vision_episodes import GALLERY
 from transformers import AutoModelForImageTextToText
 
@@ -20,7 +21,7 @@ from engine.train import folder as folders
 from engine.train.sft import SftTrainer
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl", "idefics3"], "qwen2_5_vl"))
 async def test_the_loss_of_rows_with_images_is_the_cross_entropy(
     family: str, make_spec: Any, run_spec: Any, vlm: Any, tmp_path: Path
 ) -> None:
