@@ -95,6 +95,43 @@ def test_tools_and_answers_of_a_process(folder: Path, use: str) -> None:
     assert answers == [str(n + 1) for n in range(20)]
 
 
+@pytest.mark.adapters
+@needs_library
+@pytest.mark.parametrize("use", [RAW, f"{REAL} stdio"], ids=["raw", "real"])
+def test_tools_and_answers_are_those_of_the_librarys_client(folder: Path, use: str) -> None:
+    """The list of tools, and the texts and errors of the same calls, by the library's own session."""
+    calls = [("add", {"a": 1, "b": 2}), ("add", {"a": -3, "b": 3}), ("add", {"a": 10**9, "b": 1})]
+
+    async def work(server: McpServer, tools: list[Any]) -> Any:
+        shapes = [tool.shape().schema["function"] for tool in tools]
+        return shapes, [(await server.call(name, arguments)).content for name, arguments in calls]
+
+    async def by_hand() -> Any:
+        import mcp
+        from mcp.client.stdio import stdio_client
+
+        command, *arguments = use.split()
+        place = mcp.StdioServerParameters(
+            command=command, args=arguments, cwd=folder, env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        )
+        async with stdio_client(place) as (read, write), mcp.ClientSession(read, write) as session:
+            await session.initialize()
+            tools = (await session.list_tools()).tools
+            answers = [await session.call_tool(name, given) for name, given in calls]
+        shapes = [
+            (tool.name, tool.description, getattr(tool, "input_schema", None) or tool.inputSchema) for tool in tools
+        ]
+        return shapes, [answer.content[0].text for answer in answers]
+
+    shapes, answers = served(use, folder, work)
+    expected_shapes, expected_answers = asyncio.run(by_hand())
+    assert answers == expected_answers
+    assert [(item["name"], item["description"]) for item in shapes] == [item[:2] for item in expected_shapes]
+    for item, (_, _, schema) in zip(shapes, expected_shapes, strict=True):
+        assert item["parameters"]["properties"] == schema["properties"]
+        assert item["parameters"].get("required", []) == schema.get("required", [])
+
+
 @pytest.fixture
 def address(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes], Callable[[], subprocess.Popen[bytes]]]]:
     with socket.socket() as free:
