@@ -72,7 +72,8 @@ def test_what_cannot_be_read_exits_with_2() -> None:
     Path("t.yaml").write_text("a: [1\n")
     assert run("t.yaml") == (
         2,
-        "t.yaml:2:1: error[yaml.syntax] while parsing a flow sequence: did not find expected ',' or ']'\n"
+        "t.yaml:1:4: error[yaml.syntax] `[` is opened here and not closed (the parser stops in line 2)\n"
+        "     1 | a: [1\n       |    ^\n        fix: close it with `]`\n"
         "1 spec, 1 invalid: 1 error\n",
     )
 
