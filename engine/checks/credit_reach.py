@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
 from engine.checks.rewards import REWARD
+from engine.checks.worst_case import count_bound
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import OVERLONG_PENALTY, OverlongPenalty
 from engine.spec.diagnostic import DataPath
@@ -57,6 +58,9 @@ def turns_in_sum(ctx: CheckContext) -> Iterator[Finding]:
 
 def several_turns(ctx: CheckContext) -> bool:
     """Whether an episode may have more than one turn of the model."""
+    if not ctx.graph.exact:  # its counters only tell whether a limit is reached
+        most = count_bound(ctx, "assistant_turns").most
+        return most is None or most > 1
     places = [place.turns for name in ctx.states for place in ctx.graph.moments(name)]
     ctx.work.spend(len(places))
     return max(places, default=0) > 1
