@@ -148,6 +148,7 @@ def test_the_worst_case_is_a_table() -> None:
         "s.yaml",
         "  the most of      one episode  2 episodes  bounded by",
         "  assistant_turns            1           2  machine",
+        "  condensations              0           0  machine",
         "  user_turns                 0           0  machine",
         "  tool_calls                 0           0  machine",
         "  sampled_tokens            64         128  machine × limits.turn_tokens",
