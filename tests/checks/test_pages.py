@@ -1,4 +1,7 @@
-"""Each rule has one page, and the examples on it are what they say: the bad one breaks the rule, the good one does not."""
+"""Each rule has one page, and the examples on it are what they say: the bad one breaks the rule, the good one does not.
+
+The default run takes half of the examples. After a change of a page, run all of this file: `pytest -m "" tests/checks/test_pages.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slow_cases import slow_but
 
 from engine.checks import all_rules
 from engine.checks.budget import read_budget
@@ -110,7 +114,10 @@ def test_a_page_says_what_the_rule_says(rule: str) -> None:
         assert (found.severity, found.about) == (known[rule].severity, known[rule].about)
 
 
-@pytest.mark.parametrize("rule", sorted(set(page_ids()) - {"spec.unreadable"} - ELSEWHERE))
+BAD = sorted(set(page_ids()) - {"spec.unreadable"} - ELSEWHERE)
+
+
+@pytest.mark.parametrize("rule", slow_but(BAD, *BAD[::2]))
 def test_the_bad_example_breaks_the_rule(rule: str, tmp_path: Path) -> None:
     example = page(rule).example("Bad")
     assert example is not None
@@ -121,7 +128,10 @@ def test_a_file_that_is_not_there_is_unreadable(tmp_path: Path) -> None:
     assert broken(page("spec.unreadable"), tmp_path / "none.yaml") == {"spec.unreadable"}
 
 
-@pytest.mark.parametrize("rule", sorted(set(page_ids()) - NO_GOOD))
+GOOD = sorted(set(page_ids()) - NO_GOOD)
+
+
+@pytest.mark.parametrize("rule", slow_but(GOOD, *GOOD[1::2]))
 def test_the_good_example_does_not(rule: str, tmp_path: Path) -> None:
     found = page(rule)
     example = found.example("Good")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 SPEC_CODE = '''
@@ -44,6 +45,7 @@ VALUES = {
 }
 
 
+@pytest.mark.slow
 async def test_threads_and_processes_refuse_the_same(
     tmp_path: Path, tiny_tokenizer_dir: Path, run_here: Callable[..., Any]
 ) -> None:

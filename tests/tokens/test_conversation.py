@@ -190,7 +190,12 @@ def check_exact(conversation: Conversation, prompts: list[np.ndarray], replies: 
         assert set(row.turn_ids[mask == 0].tolist()) <= {-1}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    slow_but(
+        CASES, "family", "family keeps", "thinking", "plain", "alternating", "unmarked", "counting", "prefilled keeps"
+    ),
+)
 @given(data=st.data())
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_prompt_is_its_branch_and_every_sampled_id_is_masked_once(
