@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
             file = nodeid.partition("::")[0]
             return "real server" if file.startswith(REAL_SERVER) else file
 
+    config.option.loadscopereorder = False  # the plugin's order begins with the files of many tests: see below
     return FileScheduling(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of few tests: long tests are in these, and would otherwise be waited for at the end."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        counts = Counter(item.path for item in items)
+        items.sort(key=lambda item: counts[item.path])
 
 
 def pytest_collection_finish() -> None:
