@@ -46,6 +46,7 @@ def test_the_guide_has_two_jobs_with_a_time_limit() -> None:
         assert job["timeout-minutes"] == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     slow_but(

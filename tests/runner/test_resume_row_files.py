@@ -36,6 +36,7 @@ def kill(path: Path, lines: str) -> str:
     return subprocess.run(command, input=lines, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["jsonl", "csv", "parquet"], "parquet"))
 async def test_a_killed_run_over_a_shuffled_file_comes_to_the_same(make_spec: Any, tmp_path: Path, kind: str) -> None:
     write(tmp_path, kind)

@@ -31,6 +31,7 @@ def mixed_spec(train_spec: Any) -> Any:
     return make
 
 
+@pytest.mark.slow
 async def test_a_killed_training_on_a_mix_is_the_one_that_was_not_killed(
     mixed_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
