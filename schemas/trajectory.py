@@ -154,6 +154,8 @@ class Condensation(Struct):
     """Tokens of the prompt before it."""
     after: int
     """Tokens of the prompt after it."""
+    said: int = -1
+    """Number of the episode's messages before it; -1 in a run of a version that did not store it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

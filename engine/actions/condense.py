@@ -236,6 +236,7 @@ class CondenseAction(BuiltInAction):
                 blocks=blocks,
                 before=record.before,
                 after=record.after,
+                said=len(episode.conversation.messages),
             )
         )
         return "condensed"

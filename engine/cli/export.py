@@ -1,4 +1,4 @@
-"""`engine export`: writes a run's training rows as JSONL or Parquet."""
+"""`engine export`: writes a run's training rows as JSONL or Parquet, or rows for supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import typer
 from engine.terminal import echo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from engine.schemas.credit import CreditSpec
+    from engine.schemas.trajectory import Trajectory
     from engine.store.export import Row
     from engine.store.store import RunStore
 
@@ -24,14 +25,37 @@ class Format(StrEnum):
 
     JSONL = "jsonl"
     PARQUET = "parquet"
+    SFT = "sft"
 
 
 def export(
     run: Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")],
     format: Annotated[
-        Format | None, typer.Option(help="File format; the default follows the suffix of --out, else jsonl.")
+        Format | None,
+        typer.Option(
+            help="jsonl or parquet: training rows; the default follows the suffix of --out, else jsonl. "
+            "sft: JSON lines for supervised fine-tuning, here or with TRL."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The file; by default rows.FORMAT in the run's folder.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file; by default rows.FORMAT in the run's folder, with --format sft: sft.jsonl."),
+    ] = None,
+    filter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CEL",
+            help="Only episodes for which this holds: an expression over the variables of guards and `outcome`, "
+            "such as 'outcome.solved && turns.assistant <= 4'.",
+        ),
+    ] = None,
+    turns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CEL",
+            help="With --format sft: train only turns for which this holds, also over `turn`, such as 'turn.event != \"malformed\"'.",
+        ),
+    ] = None,
     runs: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
     trainable_only: Annotated[
         bool, typer.Option("--trainable-only", help="Leave out rows that are not trainable.")
@@ -57,6 +81,8 @@ def export(
     All rows of finished episodes are written, with a column `trainable`; a run that is still running can be
     exported too. Rewards and advantages are computed from the stored ledgers, so --credit needs no new run. The tensors that a
     forward pass needs for images are written to a folder beside the file, FILE.images, one file per image.
+
+    With --format sft: one row per branch of the chosen episodes, with ids, masks by turn and the messages that the model was shown.
     """
     from engine.cli.console import make_console
     from engine.errors import EngineError
@@ -66,6 +92,12 @@ def export(
     from engine.store.store import RunStore
 
     chosen = format or (Format.PARQUET if out is not None and out.suffix == ".parquet" else Format.JSONL)
+    if unused := _without_effect(chosen, out, turns, trainable_only, credit, values):
+        echo(f"error: {unused}", err=True)
+        raise typer.Exit(2)
+    if chosen is Format.SFT:
+        _export_sft(run, runs, out, filter, turns, score)
+        return
     try:
         with RunStore.open(find_run(run, runs), readonly=True) as store:
             path = out or store.folder / f"rows.{chosen}"
@@ -75,6 +107,7 @@ def export(
                 trainable_only=trainable_only,
                 score=score,
                 values=_values(values) if values is not None else None,
+                keep=_filter(store, filter),
             )
             rows = with_image_files(rows, path, partial(vision_of, store))
             count = _write(store, chosen, path, rows, method, score)
@@ -91,6 +124,62 @@ def export(
         console.print(
             f"{partly} tasks have episodes that are not done: their advantages are computed from the episodes that are done"
         )
+
+
+def _without_effect(
+    chosen: Format,
+    out: Path | None,
+    turns: str | None,
+    trainable_only: bool,
+    credit: list[str] | None,
+    values: Path | None,
+) -> str | None:
+    """Why the options do not go together; None if they do."""
+    if chosen is not Format.SFT:
+        return "--turns has an effect only with --format sft; leave it out, or add --format sft" if turns else None
+    named = {"--credit": credit, "--values": values, "--trainable-only": trainable_only}
+    if given := [option for option, value in named.items() if value]:
+        return f"{given[0]} has no effect with --format sft, whose rows have no advantages and are all trainable; leave it out"
+    if out is not None and out.suffix == ".parquet":
+        return f"--format sft writes JSON lines; name a file with the suffix .jsonl instead of {out.name}"
+    return None
+
+
+def _filter(store: RunStore, expression: str | None) -> Callable[[Trajectory], bool] | None:
+    from engine.runner.finished import EpisodeFilter
+
+    return EpisodeFilter(store, expression) if expression is not None else None
+
+
+def _export_sft(
+    run: str, runs: Path, out: Path | None, filter: str | None, turns: str | None, score: str | None
+) -> None:
+    from engine.cli.console import make_console
+    from engine.errors import EngineError
+    from engine.runner.finished import TURN_VARIABLES, EpisodeFilter
+    from engine.store.export import write_jsonl
+    from engine.store.find import find_run
+    from engine.store.loader import vision_of, with_image_files
+    from engine.store.sft_rows import SftSelection, sft_rows
+    from engine.store.store import RunStore
+
+    try:
+        with RunStore.open(find_run(run, runs), readonly=True) as store:
+            path = out or store.folder / "sft.jsonl"
+            selection = SftSelection()
+            if filter is not None:
+                selection.episode = EpisodeFilter(store, filter)
+            if turns is not None:
+                selection.turn = EpisodeFilter(store, turns, "--turns", TURN_VARIABLES)
+            rows = with_image_files(sft_rows(store, selection, score=score), path, partial(vision_of, store))
+            count = write_jsonl(rows, path)
+    except EngineError as error:
+        echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    console = make_console(soft_wrap=True)
+    console.print(f"{count} rows of {selection.episodes} episodes: {path}")
+    for line in selection.summary():
+        console.print(line)
 
 
 def _write(

@@ -1,4 +1,4 @@
-"""Generates `docs/rows.md`: every column of a training row, from the schema that Parquet files are written with."""
+"""Generates `docs/rows.md`: every column of a training row and of a row for supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -17,6 +17,28 @@ datasets (`load_dataset("parquet", data_files="rows.parquet")`). Columns that ho
 | column | type | shape | meaning |
 |---|---|---|---|
 """
+_SFT = """
+## Rows for supervised fine-tuning
+
+`engine export RUN --format sft` writes JSON lines, one for each branch of each chosen episode. `--filter CEL` chooses episodes: an expression
+in the language of guards ([spec.md](spec.md#guards)) over their variables, with the values at the end of the episode, and `outcome`. `--turns CEL`
+chooses the turns whose tokens are trained, also over `turn`. Without them all episodes are written, except those of an evaluation and
+those with a failure that is not the policy's, and all turns are trained. `--filter` works for the other formats too.
+
+```sh
+engine export latest --format sft --filter 'outcome.solved && turns.assistant <= 4' --turns 'turn.event != "malformed"' --out good.jsonl
+```
+
+- The messages and ids of a row are what the model was shown. After a condensation they are the shorter thread, not the whole conversation.
+- Each sampled token has loss mask 1 in at most one row. Rows with the same ids and masks are written once; the command prints how many
+  episodes and rows it left out, and why.
+- The file is data for `train.kind: sft` ([training.md](training.md)) and for TRL's `SFTTrainer`, which reads `input_ids` and `assistant_masks` and
+  renders nothing again: `SFTTrainer(model, args=SFTConfig(max_length=None), train_dataset=load_dataset("json", data_files="good.jsonl"))`.
+  TRL's default `max_length` would cut rows. TRL does not read the images of rows; `train.kind: sft` does.
+- A backend that gives no token ids (`openai`) gives rows with `messages` and `message_turns` only. A trainer then renders them with its own chat
+  template, and `message_turns` says which replies to train. Turns with malformed calls are not trained there: a message holds no malformed call.
+
+"""
 _BY_TOKEN = (
     "input_ids",
     "loss_mask",
@@ -29,6 +51,25 @@ _BY_TOKEN = (
 _SHAPES = {**dict.fromkeys(_BY_TOKEN, "[tokens]"), "turn_rewards": "[turns]"}
 
 
+def _sft() -> str:
+    from engine.runner.finished import OUTCOME, TURN
+    from engine.store.sft_rows import SFT_MEANINGS
+
+    lines = ["| column | meaning |", "|---|---|"]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in SFT_MEANINGS.items()]
+    lines += [
+        "",
+        "Variables of `--filter` and `--turns` besides those of guards (`condensed.times` counts only condensations that made the prompt",
+    ]
+    lines += ["shorter):", "", "| name | type | |", "|---|---|---|"]
+    for name, variable in (("outcome", OUTCOME), ("turn", TURN)):
+        lines += [
+            f"| `{name}.{field}` | {' or '.join(sorted(member.types))} | {member.doc} |"
+            for field, member in variable.fields.items()
+        ]
+    return _SFT + "\n".join(lines) + "\n"
+
+
 def rows_reference() -> str:
     """Return the page."""
     from engine.store.columns import MEANINGS
@@ -38,4 +79,4 @@ def rows_reference() -> str:
     lines = [
         f"| `{name}` | {types[name]} | {_SHAPES.get(name, '')} | {meaning} |" for name, meaning in MEANINGS.items()
     ]
-    return _HEAD + "\n".join(lines) + "\n"
+    return _HEAD + "\n".join(lines) + "\n" + _sft()

@@ -15,7 +15,7 @@ from engine.machine.evaluate import EvaluationError, compile_tree
 from engine.machine.expression import ExpressionError, Name, parse
 from engine.machine.inference import GuardProblem, TypeInference, describe
 from engine.machine.operators import NUMBERS
-from engine.machine.variables import BOOL, DYN, STRING, VARIABLES
+from engine.machine.variables import BOOL, DYN, STRING, VARIABLES, Variable
 
 MAX_CHARACTERS = 4_000
 """Characters that an expression may have."""
@@ -34,7 +34,7 @@ class Guard:
 
     __slots__ = ("_evaluate", "_looping_tree", "expression", "names")
 
-    def __init__(self, expression: str) -> None:
+    def __init__(self, expression: str, variables: Mapping[str, Variable] = VARIABLES) -> None:
         self.expression = expression
         if len(expression) > MAX_CHARACTERS:
             raise GuardError(f"a guard has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed")
@@ -44,7 +44,7 @@ class Guard:
         except ExpressionError as error:
             fix = f"; {error.fix}" if error.fix else ""
             raise GuardError(f"guard `{expression}`, column {error.offset + 1}: {error}{fix}") from error
-        self.names = frozenset(node.name for node in tree.walk() if isinstance(node, Name)) & frozenset(VARIABLES)
+        self.names = frozenset(node.name for node in tree.walk() if isinstance(node, Name)) & frozenset(variables)
         """The variables that it reads."""
         self._looping_tree = tree if is_looping(tree) else None
         """The tree, if the work depends on the sizes of the variables."""
@@ -87,7 +87,7 @@ class Guard:
         return f"Guard({self.expression!r})"
 
 
-def guard_problems(expression: str) -> list[GuardProblem]:
+def guard_problems(expression: str, variables: Mapping[str, Variable] = VARIABLES) -> list[GuardProblem]:
     """Return everything that is wrong with an expression and can be found without evaluating it, by column.
 
     Syntax errors; variables, fields and functions that do not exist, with the nearest name that does; types that do not
@@ -100,7 +100,7 @@ def guard_problems(expression: str) -> list[GuardProblem]:
         tree = parse(expression)
     except ExpressionError as error:
         return [GuardProblem(str(error), error.offset + 1, error.fix, "parse")]
-    inference = TypeInference(expression)
+    inference = TypeInference(expression, variables)
     types = inference.types(tree)
     problems = inference.problems
     if types.isdisjoint(BOOL | DYN):

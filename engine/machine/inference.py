@@ -1,6 +1,6 @@
 """Types of the parts of an expression, and the mistakes that can be found without evaluating it.
 
-Every reported problem is an error on all contexts that `VARIABLES` allows. What is known only during a run (facts, fields
+Every reported problem is an error on all contexts that the variables allow. What is known only during a run (facts, fields
 of the task, what a user adds to `feedback`) has the type `dyn` and is never reported.
 """
 
@@ -24,7 +24,7 @@ from engine.machine.expression import (
     Select,
 )
 from engine.machine.operators import FUNCTIONS, NEGATION, NUMBERS, OPERATORS, TYPE_NAMES, Overloads, cannot_apply
-from engine.machine.variables import BOOL, DYN, STRING, VARIABLES, Types
+from engine.machine.variables import BOOL, DYN, STRING, VARIABLES, Types, Variable
 
 MAP: Types = frozenset({"map"})
 LIST: Types = frozenset({"list"})
@@ -74,8 +74,9 @@ class TypeInference:
     inference.problems                          # [GuardProblem("`turns` has no field `usr`", 7, "did you mean `user`?", ...)]
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, variables: Mapping[str, Variable] = VARIABLES) -> None:
         self.text = text
+        self._variables = variables
         self.problems: list[GuardProblem] = []
         self._loop_variables: list[str] = []
 
@@ -105,11 +106,11 @@ class TypeInference:
     def name(self, node: Name) -> Types:
         if node.name in self._loop_variables:
             return DYN
-        if node.name in VARIABLES:
+        if node.name in self._variables:
             return MAP
         if node.name in TYPE_NAMES:
             return TYPE
-        return self.unknown(f"there is no variable `{node.name}`", node.start, node.name, VARIABLES)
+        return self.unknown(f"there is no variable `{node.name}`", node.start, node.name, self._variables)
 
     def constant(self, node: Constant) -> Types:
         return frozenset({node.type})
@@ -132,8 +133,8 @@ class TypeInference:
     def _field(self, of: Node, field: str, offset: int) -> Types:
         """The types of a field."""
         types = self.types(of)
-        if isinstance(of, Name) and of.name in VARIABLES and of.name not in self._loop_variables:
-            variable = VARIABLES[of.name]
+        if isinstance(of, Name) and of.name in self._variables and of.name not in self._loop_variables:
+            variable = self._variables[of.name]
             if field in variable.fields:
                 return variable.fields[field].types
             if not variable.open:

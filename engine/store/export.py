@@ -17,7 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -71,6 +71,7 @@ def export_rows(
     score: str | None = None,
     values: Mapping[str, Sequence[Sequence[float]]] | None = None,
     vision: Vision | None = None,
+    keep: Callable[[Trajectory], bool] | None = None,
 ) -> Iterator[Row]:
     """Yield the training rows of every finished episode, in the order of tasks, samples and branches.
 
@@ -83,6 +84,7 @@ def export_rows(
         score: Label of a score of `engine rescore`, whose rewards are used.
         values: A critic's values, for methods that need them: episode id -> for each turn, one for each sampled token.
         vision: The model's images (`vision_of(store)`, or a run's own `format.vision`): rows then carry their tensors.
+        keep: Which episodes have rows. Advantages are computed from all episodes of the group, as without it.
 
     Raises:
         StoreError: the run has no such score.
@@ -94,7 +96,10 @@ def export_rows(
     metadata = _metadata(store, method, score)
     plan = Plan(method, rewards.placement, base, values or {}, vision, store.header.evaluation, metadata)
     for task_id, group in groupby(store.trajectories(score), key=lambda trajectory: trajectory.task_id):
-        yield from group_rows(list(group), plan, trainable_only, store.task(task_id))
+        episodes = list(group)
+        kept = {each.episode_id for each in episodes if keep is None or keep(each)}
+        rows = group_rows(episodes, plan, trainable_only, store.task(task_id)) if kept else ()
+        yield from (row for row in rows if row["episode_id"] in kept)
 
 
 def credit_of(store: RunReader, score: str | None = None) -> CreditSpec:

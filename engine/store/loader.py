@@ -120,7 +120,7 @@ def with_image_files(rows: Iterable[Row], path: Path, vision: Callable[[], Visio
     folder: TensorFolder | None = None
     seeing: Vision | None = None
     for row in rows:
-        for image in row["images"]:
+        for image in row.get("images", ()):
             if folder is None or seeing is None:
                 folder, seeing = TensorFolder(images_folder(path)), vision()
                 if seeing is None:

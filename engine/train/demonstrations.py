@@ -50,9 +50,8 @@ COLUMNS = (
     "loss_mask",
     "turn_ids",
     "outcome",
-    "images",
 )
-"""Columns of a row that are read."""
+"""Columns that a row needs."""
 _known: dict[str, Demonstrations] = {}
 """The newest demonstrations by the files, their times and the settings that they depend on."""
 
@@ -248,7 +247,13 @@ class Demonstrations:
             fields = self._sources[place.file].row(place.position).fields
         except RowFault as error:
             raise TrainError(f"{self.files[place.file]}: {error}", kind="train_setup") from error
-        read = {"token_rewards": None, "advantages": None, "logprobs": None, "weight_versions": []} | fields
+        read = {
+            "images": [],
+            "token_rewards": None,
+            "advantages": None,
+            "logprobs": None,
+            "weight_versions": [],
+        } | fields
         row = typed_row(read | {"logprobs": None})
         trained = row["loss_mask"].astype(np.float32)
         return row | {"advantages": trained, "logprobs": np.zeros_like(trained)}
@@ -310,7 +315,8 @@ def _checked(fields: Any, where: str) -> Row:
     elif fields["loss_mask"][0] == 1:
         words = "its first token is trained, and nothing predicts it"
     else:
-        return dict(fields)
+        row: Row = {"images": []} | fields
+        return row
     raise TrainError(f"{where} is not a row of `engine export`: {words}", kind="train_setup")
 
 
@@ -329,8 +335,14 @@ def _check_text(row: Row, form: ChatFormat, file: Path) -> None:
         TrainError: kind `train_setup`: they have not: the row is of a model with another tokenizer.
     """
     message: dict[str, Any] = next((each for each in row.get("messages") or [] if each["role"] == "user"), {})
-    parts = [part["text"] for part in message.get("parts") or [] if part["type"] == "text"]
-    text = next((each for each in parts or [message.get("content")] if each), "")
+    content = message.get("content")
+    listed = (
+        content if isinstance(content, list) else message.get("parts") or []
+    )  # `engine export --format sft` lists parts in `content`
+    parts = [part["text"] for part in listed if part["type"] == "text"] or (
+        [content] if isinstance(content, str) else []
+    )
+    text = next((each for each in parts if each), "")
     wanted, decoded = ("".join(each.split()) for each in (text, form.decode(row["input_ids"])))
     if wanted in decoded or "***" in text or "${" in text:  # secrets are masked in messages
         return

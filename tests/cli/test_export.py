@@ -112,12 +112,25 @@ def test_groups_that_are_not_whole_are_told(tmp_path: Path) -> None:
     )
 
 
+def test_a_filter_leaves_out_rows_and_changes_no_advantage(runs: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    result = call(runs, "demo", "--out", str(path), "--filter", "outcome.reward < 1.0")
+    assert result.output == f"1 rows: {path}\n"
+    assert [row["advantages"] for row in read(path)] == [[0.0, -0.5, -0.5]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["demo", "--credit", "methd=outcome"], "--credit methd: Extra inputs are not permitted (keys: method, "),
         (["demo", "--credit", "gamma"], "--credit gamma: write KEY=VALUE, such as method=turn_return"),
         (["other"], "no run `other` in "),
+        (["demo", "--turns", "true"], "error: --turns has an effect only with --format sft"),
+        (["demo", "--format", "sft", "--credit", "gamma=1"], "error: --credit has no effect with --format sft"),
+        (["demo", "--format", "sft", "--values", "v.jsonl"], "error: --values has no effect with --format sft"),
+        (["demo", "--format", "sft", "--trainable-only"], "error: --trainable-only has no effect with --format sft"),
+        (["demo", "--format", "sft", "--out", "a.parquet"], "error: --format sft writes JSON lines"),
+        (["demo", "--filter", "outcome.solvd"], "--filter `outcome.solvd`, column 9: "),
     ],
 )
 def test_what_cannot_be_done_is_said_and_exits_with_2(runs: Path, arguments: list[str], message: str) -> None:

@@ -14,7 +14,7 @@ import yaml
 from nets_for_tests import plain
 from safetensors.torch import load_file
 from slow_cases import slow_but
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.backends.registry import open_backend
 from engine.checks import check_spec
@@ -321,6 +321,56 @@ def test_rows_are_read_from_their_files(sft_spec: Any) -> None:
     assert first["advantages"].tolist() == first["loss_mask"].tolist()
     assert first["logprobs"].tolist() == [0.0] * len(first["input_ids"])
     assert first["input_ids"].dtype == np.int32
+
+
+@pytest.fixture(scope="session")
+def sft_rows_file(exported: Path) -> Path:
+    """The same episodes as `engine export --format sft` writes them, without the first turns' loss."""
+    from typer.testing import CliRunner
+
+    from engine.cli.main import app
+
+    out = exported.with_name("sft.jsonl")
+    words = ["export", "run", "--runs", str(exported.parent), "--format", "sft", "--out", str(out)]
+    result = CliRunner().invoke(app, [*words, "--turns", "turn.index == 1", "--filter", "outcome.reward > -1000.0"])
+    assert result.exit_code == 0, result.output
+    return out
+
+
+async def test_rows_for_fine_tuning_are_trained_on_with_their_masks(
+    sft_spec: Any, sft_rows_file: Path, tmp_path: Path
+) -> None:
+    trainer = begin(sft_spec(data={"path": str(sft_rows_file)}, train={"steps": 1}), tmp_path)
+    await trainer.run()
+    data = demonstrations(trainer.loaded)
+    rows = data.rows(data.batch(0, None))
+    assert data.left_out == {}
+    assert {int(turn) for row in rows for turn in row["turn_ids"][row["loss_mask"] == 1]} == {1}
+    assert len(losses(trainer)) == 1
+
+
+@pytest.mark.slow  # importing trl takes seconds
+def test_rows_for_fine_tuning_load_in_trl(sft_rows_file: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    """TRL's own preparation of the file gives the ids and the labels of every row."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    written = [json.loads(line) for line in sft_rows_file.read_text().splitlines()]
+    trainer = trl.SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32),
+        args=trl.SFTConfig(output_dir=str(tmp_path), max_length=None, report_to="none", use_cpu=True, bf16=False),
+        train_dataset=datasets.load_dataset(
+            "json", data_files=str(sft_rows_file), split="train", cache_dir=str(tmp_path / "cache")
+        ),
+        processing_class=AutoTokenizer.from_pretrained(tiny_model_dir),
+    )
+    found = [(row["input_ids"], row["labels"]) for row in trainer.train_dataset]
+    assert found == [
+        (
+            row["input_ids"],
+            [id_ if mask else -100 for id_, mask in zip(row["input_ids"], row["loss_mask"], strict=True)],
+        )
+        for row in written
+    ]
+    assert any(label != -100 for _, labels in found for label in labels)
 
 
 @pytest.mark.slow  # importing trl takes seconds

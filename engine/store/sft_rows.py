@@ -1,0 +1,227 @@
+"""Converts stored episodes to rows for supervised fine-tuning (`engine export --format sft`).
+
+    chosen = SftSelection()                     # every episode without a failure that is not the policy's
+    write_jsonl(sft_rows(store, chosen), Path("sft.jsonl"))
+    chosen.summary()
+
+`docs/rows.md` has the columns. A row is one branch: the ids that the model was shown and sampled, and the same conversation as messages.
+
+Invariants:
+- `messages` are those that the model was shown in this branch: after a condensation the shorter thread, not the whole conversation.
+- A sampled token has loss mask 1 in at most one row; in none if its turn is not chosen or its row is a copy of another.
+- Two rows never have equal ids with equal masks (or equal messages, where a backend gives no ids).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from engine.schemas.message import ImagePart
+from engine.store.columns import json_text, outcome_row
+
+if TYPE_CHECKING:
+    from engine.schemas.message import Message
+    from engine.schemas.trajectory import Branch, Trajectory, Turn
+    from engine.store.export import Row
+    from engine.store.reader import RunReader
+
+SFT_MEANINGS: dict[str, str] = {
+    "run_id": "The run.",
+    "task_id": "The task.",
+    "episode_id": "The episode: `<task_id>/<sample_index>`.",
+    "branch": "Index of the branch in the episode, from 0.",
+    "trainable": "Always true.",
+    "input_ids": "The token ids of the branch: what the model saw and sampled.",
+    "loss_mask": "1 on the sampled tokens of the chosen turns, 0 elsewhere.",
+    "assistant_masks": "As `loss_mask`, under the name that TRL reads.",
+    "turn_ids": "The assistant turn, from 0, on sampled tokens; -1 elsewhere.",
+    "images": "Images of the branch, as in training rows; only in a run with images.",
+    "messages": "The conversation that the model was shown in this branch, up to its newest reply, in OpenAI's form: `role`, `content`, "
+    "`reasoning_content`, `tool_calls` (arguments as JSON texts), `tool_call_id`, `name`. A condensed part is the block that stood for it.",
+    "message_turns": "For each message: the assistant turn, from 0, if its tokens are trained in this row; -1 for all others.",
+    "outcome": "How the episode ended, as in training rows.",
+    "metadata": "The origin of the row: spec, model, engine_version, created, score.",
+}
+"""The meaning of every column of a row for supervised fine-tuning, in order."""
+
+
+def _all(*_: Any) -> bool:
+    return True
+
+
+@dataclass(slots=True)
+class SftSelection:
+    """Which episodes and turns are exported, and how many rows were left out."""
+
+    episode: Callable[[Trajectory], bool] = _all
+    """Whether an episode is exported."""
+    turn: Callable[[Trajectory, Turn], bool] = _all
+    """Whether a turn's tokens are trained."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Number of episodes and rows that are not exported, by reason."""
+    episodes: int = 0
+    """Number of episodes with at least one row."""
+
+    def summary(self) -> list[str]:
+        """One line per reason for which something was left out."""
+        return [f"left out: {count} {reason}" for reason, count in sorted(self.left_out.items())]
+
+
+def sft_rows(store: RunReader, chosen: SftSelection, *, score: str | None = None) -> Iterator[Row]:
+    """Yield the rows of the chosen episodes, in the order of tasks, samples and branches.
+
+    Args:
+        store: The run, which may still be running.
+        chosen: Which episodes and turns; it counts what is left out.
+        score: Label of a score of `engine rescore`, whose outcomes and rewards are used.
+
+    Raises:
+        StoreError: the run has no such score.
+    """
+    seen: set[bytes] = set()
+    in_parts = bool(store.image_digests())
+    header = store.header
+    metadata = {
+        "spec": header.name,
+        "model": (header.spec.get("model") or {}).get("path"),
+        "engine_version": header.engine_version,
+        "created": header.created,
+        "score": score,
+    }
+    for trajectory in store.trajectories(score):
+        reason = "episodes of an evaluation" if header.evaluation else _unusable(trajectory)
+        if reason is None and not chosen.episode(trajectory):
+            reason = "episodes by the filter"
+        if reason is not None:
+            chosen.left_out[reason] += 1
+            continue
+        trained = {turn.index for turn in trajectory.turns if chosen.turn(trajectory, turn)}
+        found = False
+        for branch in trajectory.branches:
+            row = _row(trajectory, branch, trained, in_parts)
+            if row is None:
+                chosen.left_out["rows without a chosen turn"] += 1
+                continue
+            identity = _identity(row)
+            if identity in seen:
+                chosen.left_out["copies of other rows"] += 1
+                continue
+            seen.add(identity)
+            found = True
+            yield row | {"outcome": outcome_row(trajectory.outcome), "metadata": metadata}
+        chosen.episodes += found
+
+
+def _unusable(trajectory: Trajectory) -> str | None:
+    """Why nothing of an episode may be trained on; None if something may."""
+    failure = trajectory.outcome.failure
+    if failure is not None and failure.blame != "policy":
+        return f"episodes with a failure of blame {failure.blame}"
+    if any(turn.finish.type == "abort" for turn in trajectory.turns):
+        return "episodes with an aborted turn"
+    return None if trajectory.turns else "episodes without a turn"
+
+
+def _row(trajectory: Trajectory, branch: Branch, trained: set[int], in_parts: bool) -> Row | None:
+    """The row of a branch without outcome and metadata; None if none of its turns is trained."""
+    own = [turn for turn in trajectory.turns if turn.branch == branch.index]
+    sampled = any(turn.end > turn.start for turn in trajectory.turns)
+    # A backend that gives no ids gives malformed calls as no part of a message: such a turn is not whole.
+    turns = {turn.index for turn in own if turn.index in trained and (sampled or turn.event != "malformed")}
+    if not turns:
+        return None
+    messages, numbers = shown_messages(trajectory, own[-1].index)
+    row: Row = {
+        "run_id": trajectory.run_id,
+        "task_id": trajectory.task_id,
+        "episode_id": trajectory.episode_id,
+        "branch": branch.index,
+        "trainable": True,
+    }
+    if sampled:
+        mask = (branch.loss_mask == 1) & np.isin(branch.turn_ids, sorted(turns))
+        if not mask.any():
+            return None
+        row |= {
+            "input_ids": branch.input_ids,
+            "loss_mask": mask.astype(np.int32),
+            "assistant_masks": mask.astype(np.int32),
+            "turn_ids": branch.turn_ids,
+        }
+    turn_of = {at: turn for turn, at in enumerate(reply_numbers(trajectory))}
+    if in_parts:  # TRL takes rows with such a column for those of a vision-language model
+        row["images"] = [image.plain() for image in branch.images]
+    return row | {
+        "messages": [_openai(message, in_parts) for message in messages],
+        "message_turns": [turn if (turn := turn_of.get(at, -1)) in turns else -1 for at in numbers],
+    }
+
+
+def reply_numbers(trajectory: Trajectory) -> list[int]:
+    """For each turn: the number of its reply in `Trajectory.messages`. Examples of replies in the prompt come before all of them."""
+    replies = [at for at, message in enumerate(trajectory.messages) if message.role == "assistant"]
+    return replies[len(replies) - len(trajectory.turns) :]
+
+
+def shown_messages(trajectory: Trajectory, turn: int) -> tuple[list[Message], list[int]]:
+    """The messages that the model was shown when it sampled a turn, with the reply at the end.
+
+    Returns:
+        The messages, and for each its number in `Trajectory.messages`; -1 for one that stands for others.
+    """
+    replies = reply_numbers(trajectory)
+    before = list(takewhile(lambda each: each.turn < turn, trajectory.condensations))
+    thread: list[int | Message] = []
+    start = 0
+    if before:
+        newest = before[-1]
+        thread = newest.thread
+        start = newest.said if newest.said >= 0 else replies[newest.turn + 1]
+    thread = [*thread, *range(start, replies[turn] + 1)]
+    messages = [trajectory.messages[each] if isinstance(each, int) else each for each in thread]
+    return messages, [each if isinstance(each, int) else -1 for each in thread]
+
+
+def _openai(message: Message, in_parts: bool) -> dict[str, Any]:
+    """A message in OpenAI's form. With `in_parts` every content is a list, since all rows of a file need one type."""
+    content: Any = message.text
+    if in_parts:
+        parts = [message.content] if isinstance(message.content, str) else message.content
+        content = [
+            {"type": "image", "text": None}
+            if isinstance(part, ImagePart)
+            else {"type": "text", "text": part if isinstance(part, str) else part.text}
+            for part in parts
+        ]
+    calls = [
+        {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": json_text(call.arguments)}}
+        for call in message.tool_calls
+    ]
+    more = {
+        "reasoning_content": message.reasoning,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+    }
+    return {"role": message.role, "content": content} | {key: value for key, value in more.items() if value}
+
+
+def _identity(row: Row) -> bytes:
+    """Digest of what a row trains."""
+    digest = blake2b(digest_size=16)
+    if "input_ids" in row:
+        digest.update(np.asarray(row["input_ids"], np.int64).tobytes())
+        digest.update(b"|")
+        digest.update(np.asarray(row["loss_mask"], np.int8).tobytes())
+        digest.update(orjson.dumps([image["image"] for image in row.get("images", ())]))
+    else:
+        digest.update(orjson.dumps([row["messages"], [turn >= 0 for turn in row["message_turns"]]]))
+    return digest.digest()

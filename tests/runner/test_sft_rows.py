@@ -1,0 +1,161 @@
+"""Rows for supervised fine-tuning: what the model was shown, each sampled token at most once, and which episodes and turns are chosen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.errors import StoreError
+from engine.runner.finished import EPISODE_VARIABLES, TURN_VARIABLES, EpisodeFilter
+from engine.schemas.message import Message
+from engine.store.sft_rows import SftSelection, sft_rows, shown_messages
+
+WORLD = """
+def read(page: int) -> str:
+    return f'page {page}: ' + ' '.join(f'w{page}x{i}' for i in range(40))
+"""
+POLICY_SUMMARY = {
+    "chunks": "history",
+    "condenser": {"kind": "policy", "tokens": 60, "prompt": "Summarise."},
+    "reserve_tokens": 400,
+}
+
+
+def call(page: int) -> dict[str, Any]:
+    return {"tool_calls": [{"name": "read", "arguments": {"page": page}}]}
+
+
+@pytest.fixture
+def play(make_spec: Callable[..., Path], run_spec: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Run episodes that read pages under a short context, and return what ran."""
+
+    async def play(replies: list[Any], **changes: Any) -> Any:
+        (tmp_path / "book.py").write_text(WORLD)
+        limits = {"episode_tokens": 1300, "turn_tokens": 60, "assistant_turns": 40, "on_overflow": "condense"}
+        base: dict[str, Any] = {
+            "user": None,
+            "prompt": [
+                {"role": "user", "content": "What is on page 1?"},
+                {"role": "assistant", "content": "Nothing."},
+                {"role": "user", "content": "Read the book."},
+            ],
+            "tools": [{"use": "book:read"}],
+            "machine": "tools",
+            "limits": limits,
+        }
+        return await run_spec(make_spec(replies, **(base | changes)))
+
+    return play
+
+
+def plain(message: Message) -> tuple[str, str, list[str]]:
+    return message.role, message.text, [each.name for each in message.tool_calls]
+
+
+@pytest.mark.parametrize("condense", [{}, {"keep_last": 0}, {"chunks": "history"}, POLICY_SUMMARY], ids=str)
+async def test_messages_are_what_the_model_was_shown(play: Any, condense: dict[str, Any]) -> None:
+    """The chat format renders a row's messages, without the newest reply, to the ids that this reply was sampled from."""
+    if condense.get("chunks") == "history" and "condenser" not in condense:
+        condense = condense | {"condenser": {"kind": "drop", "text": "pages were read"}}
+    replies = [*map(call, range(3)), "I have read two pages.", call(4), "done"]
+    ran = await play([*map(call, range(9)), "done"] if condense is not POLICY_SUMMARY else replies, condense=condense)
+    trajectory = ran.only
+    assert trajectory.condensations
+    schemas = ran.runner._factory.object_builder.shared_toolbox.schemas
+    rows = list(sft_rows(ran.store, SftSelection()))
+    assert len(rows) == len(trajectory.branches) > 1
+    trained: Counter[int] = Counter()
+    for row, branch in zip(rows, trajectory.branches, strict=True):
+        own = [turn for turn in trajectory.turns if turn.branch == branch.index]
+        shown, numbers = shown_messages(trajectory, own[-1].index)
+        assert ran.form.render(shown[:-1], schemas) == row["input_ids"][: own[-1].start].tolist()
+        assert [(each["role"], each["content"]) for each in row["messages"]] == [plain(each)[:2] for each in shown]
+        assert [turn for turn in row["message_turns"] if turn >= 0] == [turn.index for turn in own]
+        assert [numbers[at] for at, turn in enumerate(row["message_turns"]) if turn == own[-1].index] == [numbers[-1]]
+        assert row["assistant_masks"].tolist() == row["loss_mask"].tolist() == branch.loss_mask.tolist()
+        trained.update(row["turn_ids"][row["loss_mask"] == 1].tolist())
+    assert trained == {turn.index: turn.end - turn.start for turn in trajectory.turns}
+
+
+async def test_turns_are_chosen_by_an_expression(play: Any) -> None:
+    ran = await play([*map(call, range(3)), "done"])
+    selection = SftSelection()
+    selection.turn = EpisodeFilter(ran.store, 'turn.index > 0 && turn.event == "tool_calls"', "--turns", TURN_VARIABLES)
+    (row,) = sft_rows(ran.store, selection)
+    assert sorted(set(row["turn_ids"][row["loss_mask"] == 1].tolist())) == [1, 2]
+    assert [turn for turn in row["message_turns"] if turn >= 0] == [1, 2]
+    selection = SftSelection(turn=lambda episode, turn: False)
+    assert list(sft_rows(ran.store, selection)) == []
+    assert selection.summary() == ["left out: 1 rows without a chosen turn"]
+
+
+async def test_copies_are_left_out(play: Any) -> None:
+    rollout = {"samples_per_task": 4, "seed": 0}
+    ran = await play([call(1), "done"], rollout=rollout)
+    selection = SftSelection()
+    rows = list(sft_rows(ran.store, selection))
+    assert [row["episode_id"] for row in rows] == ["a/0"]
+    assert (selection.episodes, selection.summary()) == (1, ["left out: 3 copies of other rows"])
+
+
+TRUE = [
+    "turns.assistant == 4 && turns.user == 0",
+    "tools.calls == 3 && tools.errors == 0",
+    "tokens.sampled > 0 && tokens.context > tokens.sampled",
+    "images.shown == 0 && condensed.times == 0",
+    "limits.turn_tokens == 60 && limits.assistant_turns == 40 && limits.images == 9007199254740991",
+    "rewards.total == 0.0 && rewards.last == 0.0 && rewards.previous == 0.0",
+    'last.finish == "stop" && last.calls == 0 && !last.malformed && last.text == "done" && last.tokens > 0',
+    "!feedback.solved && !feedback.satisfied && !feedback.malformed",
+    "size(facts) == 0",
+    "size(task) > 0",
+    'outcome.event == "answered" && outcome.limit == "" && outcome.failure == "" && outcome.blame == ""',
+    "!outcome.solved && outcome.solved_turn == -1 && outcome.reward == 0.0",
+    'outcome.state != "" && !("x" in outcome.rewards)',
+]
+
+
+@pytest.mark.parametrize("expression", TRUE)
+async def test_a_filter_reads_every_variable(play: Any, expression: str) -> None:
+    ran = await play([*map(call, range(3)), "done"])
+    assert EpisodeFilter(ran.store, expression)(ran.only) is True
+    assert EpisodeFilter(ran.store, f"!({expression})")(ran.only) is False
+
+
+def test_every_variable_is_in_a_filter_above() -> None:
+    named = {name for name in EPISODE_VARIABLES if any(f"{name}." in text or f"({name})" in text for text in TRUE)}
+    assert named == set(EPISODE_VARIABLES)
+    fields = [
+        f"{name}.{field}"
+        for name in ("outcome", "rewards", "last", "turns")
+        for field in EPISODE_VARIABLES[name].fields
+    ]
+    assert [each for each in fields if not any(each in text for text in TRUE)] == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("outcome.solvd", "--filter `outcome.solvd`, column 9: `outcome` has no field `solvd`; did you mean `solved`?"),
+        ("turn.index == 0", "there is no variable `turn`"),
+        ("outcome.reward", "a guard must be true or false"),
+        ("facts.score > 1", "--filter: a/0: guard `facts.score > 1`"),
+    ],
+)
+async def test_a_wrong_filter_is_refused_with_its_place(play: Any, expression: str, words: str) -> None:
+    ran = await play(["done"])
+    with pytest.raises(StoreError) as caught:
+        EpisodeFilter(ran.store, expression)(ran.only)
+    assert words in str(caught.value)
+
+
+async def test_a_failure_of_others_is_left_out(play: Any) -> None:
+    ran = await play([call(1), {"error": "gone"}, "done"])
+    selection = SftSelection()
+    assert [np.sum(row["loss_mask"]) for row in sft_rows(ran.store, selection)] == []
+    assert selection.summary() == ["left out: 1 episodes with a failure of blame backend"]
