@@ -55,14 +55,14 @@ def guess(task, format=-0.4) -> Dialogue:
 """
 RETRY = "machine: retry_with_feedback\n"
 ENDS = "machine: {preset: step, transitions: [{trigger: truncated, source: GENERATING, dest: DONE}]}\n"
-TEACHER = 'user: {use: "worlds:Teacher"}\n'
+TEACHER = 'user: {use: "my_code:Teacher"}\n'
 RULE = "{at: AWAITING_USER_FEEDBACK, op: add, value: -0.5, when: '!feedback.solved'}"
 MARK = "{text: '[NO]', rewards: [{name: wrong, value: -0.6}]}"
 PLAYED = f"user: {{prompt: [{{role: user, content: '{{{{reply}}}}'}}], marks: [{MARK}]}}\n"
 
 
 def found(folder: Path, lines: str) -> list[str]:
-    (folder / "worlds.py").write_text(CODE)
+    (folder / "my_code.py").write_text(CODE)
     (folder / "s.yaml").write_text(HEAD + lines)
     items = [item for item in check_spec(load_spec(folder / "s.yaml")) if item.rule == "rewards.truncated-pays"]
     return [item.message.partition("ends the episode and ")[2].partition(", so")[0] for item in items]
@@ -73,20 +73,20 @@ def found(folder: Path, lines: str) -> list[str]:
     [
         (RETRY + TEACHER, "costs 0; a wrong reply may cost 0.2 (`Teacher(wrong=-0.2)`)"),
         (
-            RETRY + 'user: {use: "worlds:Teacher", with: {wrong: -0.1}}',
+            RETRY + 'user: {use: "my_code:Teacher", with: {wrong: -0.1}}',
             "costs 0; a wrong reply may cost 0.1 (`user.with.wrong`)",
         ),
         (
-            f'{RETRY}user: {{use: "worlds:Kind"}}\nrewards: {{reassign: [{RULE}]}}',
+            f'{RETRY}user: {{use: "my_code:Kind"}}\nrewards: {{reassign: [{RULE}]}}',
             "costs 0; a wrong reply may cost 0.5 (`rewards.reassign` at `AWAITING_USER_FEEDBACK`)",
         ),
         (RETRY + PLAYED, "costs 0; a wrong reply may cost 0.6 (`user.marks.0`)"),
         (
-            ENDS + 'environment: {use: "worlds:Game"}',
-            "costs 0; a wrong reply may cost 0.3 (`worlds:Game`)",
+            ENDS + 'environment: {use: "my_code:Game"}',
+            "costs 0; a wrong reply may cost 0.3 (`my_code:Game`)",
         ),
         (
-            ENDS + 'environment: {use: "worlds:guess"}',
+            ENDS + 'environment: {use: "my_code:guess"}',
             "costs 0; a wrong reply may cost 0.4 (`guess(format=-0.4)`)",
         ),
         (
@@ -106,8 +106,8 @@ def test_it_is_found_where_the_spec_or_its_code_says_so(tmp_path: Path, lines: s
 @pytest.mark.parametrize(
     "lines",
     [
-        pytest.param(RETRY + 'user: {use: "worlds:Kind"}', id="a negative number that is no reward"),
-        pytest.param(RETRY + 'user: {use: "worlds:Teacher", with: {wrong: 0.0}}', id="a wrong reply costs nothing"),
+        pytest.param(RETRY + 'user: {use: "my_code:Kind"}', id="a negative number that is no reward"),
+        pytest.param(RETRY + 'user: {use: "my_code:Teacher", with: {wrong: 0.0}}', id="a wrong reply costs nothing"),
         pytest.param(RETRY + 'user: {use: "json:loads"}', id="code that is not of this form"),
         pytest.param(
             TEACHER
@@ -115,8 +115,8 @@ def test_it_is_found_where_the_spec_or_its_code_says_so(tmp_path: Path, lines: s
             + "[{trigger: truncated, source: GENERATING, dest: AWAITING_USER_FEEDBACK}]}",
             id="it is judged",
         ),
-        pytest.param('machine: step\nenvironment: {use: "worlds:Game"}', id="the preset has it judged"),
-        pytest.param(ENDS + 'environment: {use: "worlds:Scored"}', id="score judges at the end"),
+        pytest.param('machine: step\nenvironment: {use: "my_code:Game"}', id="the preset has it judged"),
+        pytest.param(ENDS + 'environment: {use: "my_code:Scored"}', id="score judges at the end"),
         pytest.param(RETRY + TEACHER + "rewards: {scorer: {use: math-verify}}", id="a scorer judges at the end"),
         pytest.param(
             RETRY + TEACHER + "rewards: {reassign: [{at: DONE, when: last.finish == 'length', op: add, value: -0.2}]}",
