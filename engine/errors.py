@@ -15,6 +15,7 @@
     ├── StoreError           a run cannot be read or written
     ├── ReplayError          replaying a journal gives other transitions than it records
     ├── FailingError         the first episodes of a run all failed in the same way: the run stops
+    ├── NoticeError          a channel of `notify` cannot work
     └── TrainError           training cannot start or must stop
 
 The failure of an episode is a value (`engine.schemas.trajectory.Failure`). An exception of this tree carries it
@@ -177,6 +178,13 @@ class ReplayError(EngineError):
     """Replaying a journal gives other transitions than it records."""
 
     kind = "replay_error"
+
+
+class NoticeError(EngineError):
+    """A channel of `notify` cannot work: a variable is not set, or a command or a package is missing."""
+
+    kind = "notice_setup"
+    blame: Blame = "spec"
 
 
 class TrainError(EngineError):

@@ -15,6 +15,7 @@ from engine.schemas.generation import SamplingParams
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.machine import MachineSpec
 from engine.schemas.model import ModelSpec
+from engine.schemas.notify import NotifySpec
 from engine.schemas.prompt import PromptField, PromptMessage, RecoverSpec
 from engine.schemas.reward_spec import RewardsSpec
 from engine.schemas.role import UserSpec
@@ -69,6 +70,8 @@ class EpisodeSpec(Contract):
     """Where environment, tools, users, scorer and actions of the spec's own run, unless they say so themselves: `thread`
     (when left out) or `process`."""
     rollout: RolloutSpec = Field(default_factory=RolloutSpec)
+    notify: NotifySpec = Field(default_factory=NotifySpec)
+    """Where notices of runs, evaluations and trainings go, and which events send one."""
     train: TrainSpec | None = None
     """The settings of `engine train`; other commands ignore them."""
 

@@ -255,23 +255,6 @@ class TrainEvalSpec(Contract):
         return f"eval/{self.metric}" if name is None else f"eval/{name}/{self.metric}"
 
 
-class NotifySpec(Contract):
-    """Notifications when training fails, stalls, diverges or finishes."""
-
-    webhook_env: str | None = None
-    """Name of the environment variable that holds a URL. Events are POSTed to it as JSON (`text` and the event's fields)."""
-    command: list[str] | None = None
-    """A command that reads the event as JSON from its standard input."""
-    use: str | None = None
-    """A function, as `package.module:function(event: dict)`."""
-    on: list[Literal["failed", "stalled", "diverged", "finished"]] = Field(
-        default_factory=lambda: ["failed", "stalled", "diverged", "finished"]  # type: ignore[arg-type]
-    )
-    """The events that send a notification."""
-    stall_timeout: Seconds = 1800.0
-    """Training is stalled after this time without a finished episode or step."""
-
-
 class TrackingSpec(Contract):
     """How a training is named in the trackers of `report_to`. A key that is set wins over the tracker's environment variable."""
 
@@ -382,8 +365,6 @@ class TrainSpec(Contract):
     """Checkpoints."""
     eval: TrainEvalSpec | None = None
     """Evaluation during training; none if not set."""
-    notify: NotifySpec = Field(default_factory=NotifySpec)
-    """Where notifications go when training fails, stalls, diverges or finishes."""
     report_to: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
     """Trackers that get the metrics in addition to the training's `metrics.jsonl`."""
     tracking: TrackingSpec = Field(default_factory=TrackingSpec)

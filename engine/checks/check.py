@@ -41,6 +41,7 @@ def all_rules() -> list[Rule]:
         machine,
         model,
         no_effect,
+        notify,
         people,
         prompts,
         read_names,

@@ -178,19 +178,10 @@ def _sync(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
 
 
 def _reports(train: TrainSpec) -> Iterator[Option]:
-    """Options of trackers and notifications."""
+    """Options of trackers."""
     for key, trackers in _TRACKED.items():
         if not set(train.report_to) & set(trackers):
             yield ("train", "tracking", key), f"`train.report_to` names none of {', '.join(trackers)}"
-    notify = train.notify
-    if notify.webhook_env is None and notify.command is None and notify.use is None:
-        for key in ("on", "stall_timeout"):
-            yield ("train", "notify", key), "no channel is set (`webhook_env`, `command` or `use`)"
-    elif not notify.on:
-        for key in ("webhook_env", "command", "use"):
-            yield ("train", "notify", key), "`train.notify.on` is empty, so nothing is sent"
-    elif "stalled" not in notify.on:
-        yield ("train", "notify", "stall_timeout"), "`train.notify.on` does not contain `stalled`"
 
 
 def _rewards(train: TrainSpec) -> Iterator[Option]:

@@ -97,15 +97,14 @@ def called(ctx: CheckContext) -> Iterator[Called]:
         tasks = source.spec.tasks
         if tasks.source == "python" and tasks.use:
             yield Called(tasks.use, (), tasks.with_, (*at, "use"), (*at, "with"), True)
+    if (use := ctx.spec.notify.use) is not None:
+        yield Called(use, ("event",), {}, ("notify", "use"), ("notify", "with"))
     train = ctx.spec.train
     if train is None:
         return
     for index, bonus in enumerate(train.advantage_bonuses):
         path: DataPath = ("train", "advantage_bonuses", index)
         yield Called(bonus.use, ("row",), bonus.with_, (*path, "use"), (*path, "with"))
-    if train.notify.use is not None:
-        path = ("train", "notify")
-        yield Called(train.notify.use, ("event",), {}, (*path, "use"), (*path, "with"))
 
 
 def _built(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:

@@ -246,6 +246,7 @@ async def drive(
     from engine.cli.report import print_summary
     from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
+    from engine.runner.noticed import RunNotices
     from engine.runner.overlong import fitting_tasks
     from engine.runner.run import Runner
     from engine.store.private import private_file
@@ -256,20 +257,24 @@ async def drive(
     tasks = fitting_tasks(tasks, loaded, chat_format)
     backend = open_backend(loaded, chat_format)
     stop = asyncio.Event()
+    notices = RunNotices(loaded, store)
     with stop_on_signals(stop, f"To finish it: engine run --resume {store.folder}"):
-        try:
-            await backend.start()
-            console.print(
-                f"{loaded.spec.name}: {len(tasks)} tasks × {loaded.spec.rollout.samples_per_task} samples on "
-                f"{loaded.spec.backend.kind}, ready after {time.perf_counter() - began:.1f} s",
-            )
-            runner = Runner(loaded, tasks, chat_format, backend, store, keep_going=keep_going)
-            if again:
-                console.print(f"{len(await store.begin_again(again))} failed episodes are run again")
-            began = time.perf_counter()
-            result = await _with_progress(runner, stop, console, quiet=quiet)
-        finally:
-            await backend.close()
+        async with notices.of_errors():
+            try:
+                await backend.start()
+                console.print(
+                    f"{loaded.spec.name}: {len(tasks)} tasks × {loaded.spec.rollout.samples_per_task} samples on "
+                    f"{loaded.spec.backend.kind}, ready after {time.perf_counter() - began:.1f} s",
+                )
+                runner = Runner(loaded, tasks, chat_format, backend, store, keep_going=keep_going)
+                if again:
+                    console.print(f"{len(await store.begin_again(again))} failed episodes are run again")
+                began = time.perf_counter()
+                with notices.watch(runner):
+                    result = await _with_progress(runner, stop, console, quiet=quiet)
+            finally:
+                await backend.close()
+        await notices.of_result(result)
     told = backend.stats() | ({"played": runner.role_stats} if runner.role_stats else {})
     try:
         report = private_file(store.folder / "backend.json")

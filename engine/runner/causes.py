@@ -65,6 +65,11 @@ class Causes:
         self.first.setdefault(cause, failure)
         return cause
 
+    @property
+    def failures(self) -> int:
+        """Return the number of failures."""
+        return sum(self.counts.values())
+
     def blamed(self, blame: Blame) -> int:
         """Return the number of failures with this blame."""
         return sum(count for cause, count in self.counts.items() if cause.blame == blame)

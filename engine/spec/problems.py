@@ -24,7 +24,7 @@ from engine.spec.places import (
     locate,
     tagged,
 )
-from engine.spec.renamed import new_key
+from engine.spec.renamed import new_key, new_place
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -120,7 +120,9 @@ def _unknown_key(model: type[BaseModel], fault: _Fault, document: Document) -> D
     elsewhere = [place for place in homes(model).get(key, []) if place != ".".join(map(str, path[:-1]))]
     highest = min((place.count(".") for place in elsewhere), default=0)
     elsewhere = [place for place in elsewhere if place.count(".") == highest]  # not each part's own sampling, say
-    if near:
+    if place := new_place(owner, key):
+        fix = f"write `{place}:` at the top level of the spec"
+    elif near:
         fix = f"did you mean `{near}`?"
     elif elsewhere:
         fix = f"`{key}` belongs under {' or '.join(f'`{place}`' for place in elsewhere[:3])}"

@@ -13,8 +13,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from engine.schemas.backend import SGLangBackendSpec
+from engine.schemas.notify import NotifySpec
 from engine.schemas.scenario import ScriptedFault
-from engine.schemas.train import LoraSpec, MemorySpec, NotifySpec, TrainSpec, WeightSyncSpec
+from engine.schemas.train import LoraSpec, MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.diagnostic import show_path
 from engine.spec.places import locate
 
@@ -44,6 +45,14 @@ RENAMED: Mapping[type[BaseModel], Mapping[str, str]] = {
 }
 """Class of a section -> old key -> new key; it also holds for the classes that inherit from it."""
 
+MOVED: Mapping[type[BaseModel], Mapping[str, str]] = {TrainSpec: {"notify": "notify"}}
+"""Class of a section -> key -> path from the top level of the spec at which the key is now."""
+
+
+def new_place(owner: type[BaseModel] | None, key: str) -> str | None:
+    """The path to which `key` was moved out of a section of the class `owner`; None if it was not moved."""
+    return MOVED.get(owner, {}).get(key) if owner is not None else None
+
 
 def new_key(owner: type[BaseModel] | None, key: str) -> str | None:
     """The key that replaced `key` in a section of the class `owner`; None if `key` was not renamed."""
@@ -57,6 +66,9 @@ def renamed_keys(error: ValidationError, model: type[BaseModel]) -> list[str]:
     for item in error.errors(include_url=False):
         if item["type"] == "extra_forbidden":
             spot = locate(model, item["loc"])
-            if new := new_key(spot.owner, str(spot.path[-1])):
+            key = str(spot.path[-1])
+            if new := new_key(spot.owner, key):
                 found.append(f"`{show_path(spot.path)}` is now `{new}`")
+            elif place := new_place(spot.owner, key):
+                found.append(f"`{show_path(spot.path)}` is now `{place}` at the top level")
     return found

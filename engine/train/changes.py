@@ -25,7 +25,7 @@ ALLOWED = (
     "train.eval",
     "train.eval.*",
     "train.checkpoints.*",
-    "train.notify.*",
+    "notify.*",
     "train.report_to",
     "train.tracking.*",
     "train.memory.*",

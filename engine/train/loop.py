@@ -1,4 +1,4 @@
-"""What every training has: checkpoints, metrics, evaluations, notifications, and the last finite state that is saved at its end.
+"""What every training has: checkpoints, metrics, evaluations, notices, and the last finite state that is saved at its end.
 
 Invariants:
 - Whenever a training ends, by an error, a divergence, a signal or a lost server, the weights after the last update are
@@ -25,12 +25,13 @@ import torch
 
 from engine.errors import EngineError, TrainError
 from engine.masking import mask_values
+from engine.notices.notifier import Notifier
+from engine.notices.watch import Watch
 from engine.train.batch_log import BatchLog, BatchRecord
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
 from engine.train.evaluation import Evaluator
 from engine.train.metrics import MetricsLog, read_metrics
-from engine.train.notify import Notifier, StallWatch
 from engine.train.setup import train_spec_of
 from engine.train.stopping import unless_stopped
 
@@ -113,8 +114,10 @@ class TrainingLoop(ABC):
         self._weights_known = True
         """Whether the learner's weights are those after the updates that `_state` counts."""
         self._seconds: dict[str, float] = {}
-        self._notifier = Notifier(self.train.notify, folder.name, base=loaded.base)
-        self._stall = StallWatch(self._notifier, self.train.notify.stall_timeout, lambda: {"step": self._state.step})
+        self._notifier = Notifier(self.spec.notify, folder.name, "training", folder=folder, base=loaded.base)
+        self._stall = Watch(
+            self._notifier, self.spec.notify, lambda: {"step": self._state.step}, tokens=lambda: self._sampled_tokens()
+        )
         self._format: ChatFormat
         self._backend: Backend
         self._learner: Learner
@@ -144,6 +147,10 @@ class TrainingLoop(ABC):
     @abstractmethod
     async def _run_prepared(self, stop: asyncio.Event | None) -> TrainResult:
         """Open what the training needs, and train."""
+
+    def _sampled_tokens(self) -> int:
+        """Return the number of tokens that were sampled since the launch."""
+        return 0
 
     # --- beginning and end ----------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from engine.train.stored import StoredEpisodes
 from engine.train.sync import open_sync
 
 if TYPE_CHECKING:
+    from engine.runner.stats import Live
     from engine.schemas.trajectory import Trajectory
     from engine.store import RunStore
 
@@ -71,12 +72,18 @@ class Trainer(TrainingLoop):
         finally:
             await self._backend.close()
 
+    _live: Live | None = None
+
+    def _sampled_tokens(self) -> int:
+        return self._live.tokens if self._live is not None else 0
+
     async def _run_with_store(self, store: RunStore, stop: asyncio.Event | None) -> TrainResult:
         await self._open_state()
         try:
             runner = Runner(
                 self.loaded, [], self._format, self._backend, store, keep_going=self._keep_going, training=True
             )
+            self._live = runner.live
             runner.live.total = self.train.steps * self.train.tasks_per_step * self.spec.rollout.samples_per_task
             if self._watch is not None:
                 self._watch(runner)

@@ -127,12 +127,6 @@ FOUND: dict[str, Case] = {
         "`tasks` has no effect beside `sets`",
     ),
     **{
-        f"train.notify.{key}": no_effect(f"notify.{key}", f"notify: {{on: [], {key}: {value}}}")
-        for key, value in (("webhook_env", "HOOK"), ("command", "['true']"), ("use", "'math:floor'"))
-    },
-    "train.notify.on": no_effect("notify.on", "notify: {on: [failed]}"),
-    "train.notify.stall_timeout": no_effect("notify.stall_timeout", "notify: {stall_timeout: 1m}"),
-    **{
         f"train.tracking.{key}": no_effect(f"tracking.{key}", f"report_to: [tensorboard], tracking: {{{key}: {value}}}")
         for key, value in (("project", "p"), ("name", "n"), ("group", "g"), ("tags", "[t]"))
     },

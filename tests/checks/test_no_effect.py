@@ -109,12 +109,6 @@ NO_EFFECT = [
         SERVER + "train: {weight_sync: {pause_generation: false}}",
     ),
     ("weight_sync: {folder: /tmp/w}", "train.weight_sync.folder", SERVER + "train: {weight_sync: {folder: /tmp/w}}"),
-    ("notify: {on: [failed]}", "train.notify.on", 'train: {notify: {on: [failed], command: ["true"]}}'),
-    (
-        'notify: {on: [failed], command: ["true"], stall_timeout: 1m}',
-        "train.notify.stall_timeout",
-        'train: {notify: {command: ["true"], stall_timeout: 1m}}',
-    ),
 ]
 
 
@@ -248,3 +242,29 @@ def test_a_transfer_between_two_calls_of_a_turn_is_no_transfer_to_itself(
     for text, rules in ((rule, []), (rule.replace("call: 1", "call: 0"), ["rewards.unpayable"])):
         Path("s.yaml").write_text(f"{HEAD}{USER}rewards: {{reassign: [{text}]}}\n")
         assert [one.rule for one in check_spec(load_spec("s.yaml")) if one.rule.startswith("rewards.")] == rules
+
+
+NOTIFY = [
+    ("notify: {on: [failed]}", ["notify.on"]),
+    (
+        "notify: {stall_timeout: 1m, repeat_after: 1m, budget: {tokens: 5}}",
+        ["notify.stall_timeout", "notify.repeat_after", "notify.budget"],
+    ),
+    ('notify: {on: [], command: ["true"]}', ["notify.command"]),
+    (
+        "notify: {on: [], webhook_env: HOOK, services_env: [HOOK], use: 'math:floor'}",
+        ["notify.webhook_env", "notify.services_env", "notify.use"],
+    ),
+    ('notify: {on: [failed], command: ["true"], stall_timeout: 1m}', ["notify.stall_timeout"]),
+    ('notify: {on: [failed], command: ["true"], budget: {time: 1m}}', ["notify.budget"]),
+    ('notify: {command: ["true"], budget: {}}', ["notify.budget"]),
+    ('notify: {command: ["true"], stall_timeout: 1m, repeat_after: 1m, budget: {time: 1m}}', []),
+]
+
+
+@pytest.mark.parametrize(("lines", "options"), NOTIFY)
+def test_an_option_of_notify_without_effect_is_found(
+    lines: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [line for line in found(f"machine: single_turn\n{lines}\n", tmp_path, monkeypatch) if "[notify." in line]
+    assert sorted(line.split("`")[1] for line in told) == sorted(options)

@@ -261,13 +261,13 @@ def test_bonuses_and_notices_import_and_can_be_called() -> None:
         "    - {use: 'train_entries:curious', with: {scal: 2.0}}\n"
         "    - {use: 'train_entries:curios'}\n"
         "    - {use: 'train_entries:Bonus'}\n"
-        "  notify: {use: 'train_entries:tell'}\n"
+        "notify: {use: 'train_entries:tell'}\n"
     )
     assert found(lines) == [
         "11:45: error[code.protocol] `train_entries:curious` takes no argument `scal`",
         "12:13: error[code.import] `train_entries` has no `curios`",
         "13:13: error[code.protocol] `train_entries:Bonus` is a class, and a function is called here",
-        "14:17: error[code.protocol] `train_entries:tell` cannot be called: too many positional arguments",
+        "14:15: error[code.protocol] `train_entries:tell` cannot be called: too many positional arguments",
     ]
 
 

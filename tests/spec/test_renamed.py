@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from engine.errors import StoreError
 from engine.schemas.backend import SGLangBackendSpec
-from engine.schemas.train import LoraSpec, MemorySpec, NotifySpec, TrainSpec, WeightSyncSpec
+from engine.schemas.notify import NotifySpec
+from engine.schemas.train import LoraSpec, MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.load import load_spec, read_spec
 from engine.spec.places import fields_by_key
 from engine.spec.renamed import RENAMED, new_key
@@ -24,7 +25,8 @@ SPEC: dict[str, Any] = {
     "model": {"path": "some-model"},
     "tasks": {"source": "inline", "rows": [{"question": "1 + 1"}]},
     "backend": {"kind": "sglang", "urls": ["http://127.0.0.1:30000"]},
-    "train": {"lora": {}, "memory": {}, "weight_sync": {}, "notify": {}},
+    "train": {"lora": {}, "memory": {}, "weight_sync": {}},
+    "notify": {},
 }
 PLACES: dict[type[BaseModel], tuple[str, ...]] = {
     SGLangBackendSpec: ("backend",),
@@ -32,7 +34,7 @@ PLACES: dict[type[BaseModel], tuple[str, ...]] = {
     MemorySpec: ("train", "memory"),
     LoraSpec: ("train", "lora"),
     WeightSyncSpec: ("train", "weight_sync"),
-    NotifySpec: ("train", "notify"),
+    NotifySpec: ("notify",),
 }
 KEYS = [(owner, old, new) for owner, keys in RENAMED.items() if owner in PLACES for old, new in keys.items()]
 
@@ -100,3 +102,18 @@ def test_a_header_of_an_older_run_is_refused_by_name(
     assert str(caught.value) == (
         f"old-run: its spec has keys that were renamed: `{place}` is now `{new}`; read it with engine 0.9, which wrote it"
     )
+
+
+def test_a_key_that_was_moved_to_the_top_level_is_refused_and_its_place_named(tmp_path: Path) -> None:
+    document = deepcopy(SPEC)
+    document["train"]["notify"] = {"on": ["failed"]}
+    loaded, problems = read_spec(write(tmp_path, document))
+    assert loaded is None
+    assert [(each.rule, each.message, each.fix) for each in problems] == [
+        ("spec.unknown-key", "unknown key `notify`", "write `notify:` at the top level of the spec")
+    ]
+    header = RunHeader.of(load_spec(write(tmp_path, SPEC)), run_id="old-run")
+    spec = deepcopy(header.spec)
+    spec["train"]["notify"] = {"stall": 5}
+    with pytest.raises(StoreError, match=r"`train\.notify` is now `notify` at the top level"):
+        header.model_copy(update={"spec": spec}).loaded_spec()

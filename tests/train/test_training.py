@@ -204,13 +204,9 @@ async def test_divergence_stops_it_and_the_last_good_weights_are_kept(
     train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = tmp_path / "told.jsonl"
-    train = {
-        "steps": 5,
-        "notify": {
-            "command": [sys.executable, "-c", f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + '\\n')"]
-        },
-    }
-    trainer = begin(train_spec(train=train), tmp_path / "runs")
+    command = [sys.executable, "-c", f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + '\\n')"]
+    spec = train_spec(train={"steps": 5}, notify={"command": command})
+    trainer = begin(spec, tmp_path / "runs")
     from engine.train import learner
 
     true, calls = learner.objective, []

@@ -1,4 +1,4 @@
-"""Telling of events: a real server, real commands, a function; none of them can hurt the training."""
+"""Notices to a real server, real commands and a function; none of them can harm a run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import structlog
 
-from engine.errors import TrainError
-from engine.schemas.train import NotifySpec
+from engine.errors import NoticeError
+from engine.masking import remember
+from engine.notices.notifier import Notifier
+from engine.notices.watch import Watch
+from engine.schemas.notify import NoticeBudget, NotifySpec
 from engine.spec.entry import EntryError
-from engine.train.notify import Notifier, StallWatch
 
 
 class Hook:
@@ -64,7 +66,7 @@ def hook() -> Iterator[Hook]:
 
 
 async def test_a_webhook_gets_the_event_as_json(hook: Hook) -> None:
-    notifier = Notifier(NotifySpec(webhook_env="HOOK"), "run-1", environ=hook.environ)
+    notifier = Notifier(NotifySpec(webhook_env="HOOK"), "run-1", "training", environ=hook.environ)
     await notifier.notify("diverged", step=12, reason="the loss is nan", loss=float("nan"), folder=Path("x"))
     event = hook.next()
     assert isinstance(event.pop("time"), float)
@@ -115,7 +117,7 @@ async def test_a_command_reads_the_event_from_its_standard_input(tmp_path: Path)
     code = f"import sys; open({str(out)!r}, 'w').write(sys.stdin.read())"
     await Notifier(NotifySpec(command=[sys.executable, "-c", code]), "run").notify("finished", step=3)
     event = json.loads(out.read_text())
-    assert (event["kind"], event["step"], event["text"]) == ("finished", 3, "run: training finished at step 3")
+    assert (event["kind"], event["step"], event["text"]) == ("finished", 3, "run: run finished at step 3")
 
 
 async def test_a_command_that_fails_is_told_with_what_it_said() -> None:
@@ -171,15 +173,15 @@ async def test_one_way_that_fails_does_not_keep_the_others_from_it(hook: Hook) -
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (NotifySpec(webhook_env="NO_HOOK"), r"NO_HOOK \(train.notify.webhook_env\) is not set"),
+        (NotifySpec(webhook_env="NO_HOOK"), r"NO_HOOK \(notify.webhook_env\) is not set"),
         (NotifySpec(command=["no-such-command"]), "there is no command 'no-such-command'"),
         (NotifySpec(command=[]), "there is no command ''"),
     ],
 )
 def test_a_way_that_cannot_work_is_an_error_at_the_start(spec: NotifySpec, said: str) -> None:
-    with pytest.raises(TrainError, match=said) as caught:
+    with pytest.raises(NoticeError, match=said) as caught:
         Notifier(spec, "run", environ={})
-    assert caught.value.kind == "train_setup"
+    assert caught.value.kind == "notice_setup"
 
 
 def test_a_function_that_is_not_there_is_an_error_at_the_start() -> None:
@@ -187,10 +189,15 @@ def test_a_function_that_is_not_there_is_an_error_at_the_start() -> None:
         Notifier(NotifySpec(use="json:no_such"), "run")
 
 
+def stalling(seconds: float) -> NotifySpec:
+    return NotifySpec(webhook_env="HOOK", stall_timeout=seconds)
+
+
 def test_a_stall_is_told_once_until_something_happens(hook: Hook) -> None:
     now = [0.0]
-    notifier = Notifier(NotifySpec(webhook_env="HOOK"), "run", environ=hook.environ)
-    watch = StallWatch(notifier, 60.0, lambda: {"step": 4}, clock=lambda: now[0])
+    spec = stalling(60.0)
+    notifier = Notifier(spec.model_copy(update={"repeat_after": 0.0}), "run", "training", environ=hook.environ)
+    watch = Watch(notifier, spec, lambda: {"step": 4}, clock=lambda: now[0])
     now[0] = 45.0
     assert watch.check() == 15.0
     now[0] = 61.0
@@ -207,9 +214,96 @@ def test_a_stall_is_told_once_until_something_happens(hook: Hook) -> None:
     assert hook.next()["seconds"] == 61.0
 
 
+def test_a_change_of_the_progress_value_is_progress(hook: Hook) -> None:
+    now, tokens = [0.0], [0]
+    spec = stalling(60.0)
+    notifier = Notifier(spec, "run", environ=hook.environ)
+    watch = Watch(notifier, spec, progress=lambda: tokens[0], waits_for="no reply", clock=lambda: now[0])
+    assert watch.check() == 15.0
+    now[0], tokens[0] = 59.0, 7
+    assert watch.check() == 15.0
+    now[0] = 118.0
+    assert watch.check() == 1.0
+    assert hook.events.empty()
+    now[0] = 119.0
+    watch.check()
+    assert hook.next()["text"] == "run: run stalled: no reply for 60 s"
+
+
+def test_each_amount_of_a_budget_is_told_once(hook: Hook) -> None:
+    now, tokens = [0.0], [99]
+    spec = NotifySpec(webhook_env="HOOK", budget=NoticeBudget(tokens=100, time=3600.0))
+    notifier = Notifier(spec, "run", environ=hook.environ)
+    watch = Watch(notifier, spec, tokens=lambda: tokens[0], clock=lambda: now[0])
+    assert watch.check_budget()
+    assert hook.events.empty()
+    tokens[0] = 130
+    assert watch.check_budget()
+    event = hook.next()
+    assert (event["kind"], event["tokens"]) == ("budget", 130)
+    assert event["text"] == "run: run reached a budget: 130 of 100 tokens are used"
+    now[0] = 3600.0
+    assert not watch.check_budget()
+    assert hook.next()["text"] == "run: run reached a budget: 3600 of 3600 seconds are used"
+    watch.check_budget()
+    assert hook.events.empty()
+
+
 def test_the_watch_tells_by_itself_even_when_its_facts_cannot_be_had(hook: Hook) -> None:
-    notifier = Notifier(NotifySpec(webhook_env="HOOK"), "run", environ=hook.environ)
-    with StallWatch(notifier, 0.05, lambda: {"step": 1 // 0}):
+    notifier = Notifier(stalling(0.05), "run", environ=hook.environ)
+    with Watch(notifier, stalling(0.05), lambda: {"step": 1 // 0}):
         event = hook.next()
     assert event["kind"] == "stalled"
     assert event["problem"] == "ZeroDivisionError('integer division or modulo by zero')"
+
+
+async def test_a_notice_is_not_repeated_by_this_launch_or_the_next_one(hook: Hook, tmp_path: Path) -> None:
+    now = [1000.0]
+
+    def launched() -> Notifier:
+        spec = NotifySpec(webhook_env="HOOK", repeat_after=3600.0)
+        return Notifier(spec, "run", folder=tmp_path, environ=hook.environ, clock=lambda: now[0])
+
+    first = launched()
+    await first.notify("failed", reason="port 4001 refused the connection")
+    await first.notify("failed", reason="port 4002 refused the connection")
+    assert hook.next()["reason"] == "port 4001 refused the connection"
+    (tmp_path / "notices.jsonl").open("a").write('{"at": "torn\n')
+    now[0] += 3599
+    await launched().notify("failed", reason="port 4003 refused the connection")
+    assert hook.events.empty()
+    await launched().notify("failed", reason="the disk is full")
+    assert hook.next()["reason"] == "the disk is full"
+    now[0] += 1
+    await launched().notify("failed", reason="port 4004 refused the connection")
+    assert hook.next()["reason"] == "port 4004 refused the connection"
+
+
+async def test_a_notice_that_nobody_received_is_sent_again(hook: Hook, tmp_path: Path) -> None:
+    hook.status = 500
+    notifier = Notifier(NotifySpec(webhook_env="HOOK"), "run", folder=tmp_path, environ=hook.environ)
+    await notifier.notify("failed", reason="x")
+    hook.status = 200
+    await notifier.notify("failed", reason="x")
+    await notifier.notify("failed", reason="x")
+    assert [hook.next()["reason"], hook.next()["reason"]] == ["x", "x"]
+    assert hook.events.empty()
+
+
+async def test_a_folder_that_cannot_be_written_does_no_harm(hook: Hook, tmp_path: Path) -> None:
+    notifier = Notifier(NotifySpec(webhook_env="HOOK"), "run", folder=tmp_path / "gone", environ=hook.environ)
+    await notifier.notify("failed", reason="x")
+    assert hook.next()["reason"] == "x"
+
+
+async def test_no_notice_holds_a_secret(hook: Hook) -> None:
+    remember("SEARCH_KEY", "correct-horse-battery")
+    notifier = Notifier(NotifySpec(webhook_env="HOOK"), "run", environ=hook.environ)
+    reason = (
+        f"GET https://me:hunter22@host refused correct-horse-battery and {hook.environ['HOOK']}, Bearer abcdefghijkl"
+    )
+    await notifier.notify("failed", reason=reason, detail={"sent": ["correct-horse-battery"]})
+    event = hook.next()
+    assert event["reason"] == "GET https://me:***@host refused ${SEARCH_KEY} and ${HOOK}, Bearer ***"
+    assert event["text"] == f"run: run failed: {event['reason']}"
+    assert event["detail"] == {"sent": ["${SEARCH_KEY}"]}

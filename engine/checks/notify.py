@@ -1,0 +1,41 @@
+"""Rules about `notify` and `traces`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from engine.checks.context import CheckContext
+from engine.checks.registry import Finding, rule
+
+
+@rule("notify.no-effect", "warning", "an option of `notify` has no effect in this combination")
+def notify_no_effect(ctx: CheckContext) -> Iterator[Finding]:
+    """Options without a channel, channels without an event, and options of events that send nothing."""
+    notify = ctx.spec.notify
+    found: list[tuple[str, str]] = []
+    if not notify.has_channel:
+        why = "no channel is set (`webhook_env`, `services_env`, `command` or `use`)"
+        found += [(key, why) for key in ("on", "stall_timeout", "repeat_after", "budget")]
+    elif not notify.on:
+        keys = ("webhook_env", "services_env", "command", "use", "stall_timeout", "repeat_after", "budget")
+        found += [(key, "`notify.on` is empty, so nothing is sent") for key in keys]
+    else:
+        if "stalled" not in notify.on:
+            found.append(("stall_timeout", "`notify.on` does not contain `stalled`"))
+        if "budget" not in notify.on:
+            found.append(("budget", "`notify.on` does not contain `budget`"))
+    if notify.budget is not None and notify.budget.tokens is None and notify.budget.time is None:
+        found.append(("budget", "it has neither `tokens` nor `time`"))
+    for key, why in dict(found).items():
+        if ctx.written("notify", key):
+            message = f"`notify.{key}` has no effect: {why}"
+            yield Finding(message, ("notify", key), "remove it, or change what the message names", key=True)
+
+
+@rule("notify.no-package", "info", "the package that sends notices to services is not installed")
+def notify_no_package(ctx: CheckContext) -> Iterator[Finding]:
+    """apprise, for `notify.services_env`."""
+    if ctx.spec.notify.services_env and find_spec("apprise") is None:
+        message = "`apprise` is not installed, and `notify.services_env` needs it"
+        yield Finding(message, ("notify", "services_env"), "pip install 'episode-engine[notify]'", key=True)

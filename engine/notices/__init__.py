@@ -1,0 +1,1 @@
+"""Notices of runs, evaluations and trainings."""

@@ -1,0 +1,89 @@
+"""Notices of one run or evaluation: while it runs, when it fails as a whole, and when it is finished."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from engine.notices.notifier import Notifier
+from engine.notices.watch import Watch
+
+if TYPE_CHECKING:
+    from engine.runner.run import Runner, RunResult
+    from engine.runner.stats import Summary
+    from engine.spec.load import LoadedSpec
+    from engine.store.store import RunStore
+
+
+class RunNotices:
+    """Sends the notices that `notify` of the spec asks for. A run that a signal stops sends none.
+
+    notices = RunNotices(loaded, store)
+    async with notices.of_errors():
+        with notices.watch(runner):
+            result = await runner.run()
+    await notices.of_result(result)
+    """
+
+    def __init__(self, loaded: LoadedSpec, store: RunStore) -> None:
+        """
+        Raises:
+            NoticeError: a channel cannot work.
+        """
+        what = "evaluation" if store.header.evaluation else "run"
+        self._spec = loaded.spec.notify
+        self._notifier = Notifier(self._spec, store.run_id, what, folder=store.folder, base=loaded.base)
+
+    @asynccontextmanager
+    async def of_errors(self) -> AsyncIterator[None]:
+        """Send `failed` if the block raises an error, and let the error pass."""
+        try:
+            yield
+        except Exception as error:
+            await self._notifier.notify("failed", reason=f"{type(error).__name__}: {error}")
+            raise
+
+    def watch(self, runner: Runner) -> Watch:
+        """The thread that sends `stalled` and `budget` while the runner works."""
+        live, summary = runner.live, runner.summary
+        return Watch(
+            self._notifier,
+            self._spec,
+            lambda: {**_counts(summary), "sampled_tokens": live.tokens},
+            tokens=lambda: live.tokens,
+            progress=lambda: (live.tokens, summary.episodes),
+            waits_for="no reply and no finished episode",
+        )
+
+    async def of_result(self, result: RunResult) -> None:
+        """Send `finished`, or `failed` if the run failed as a whole."""
+        counts = _counts(result.summary)
+        if result.interrupted:
+            return
+        if (stopped := result.stopped) is not None:
+            kind = "budget" if "budget" in stopped.kind else "failed"
+            await self._notifier.notify(kind, reason=f"{type(stopped).__name__}: {stopped}", **counts)
+        elif result.summary.backend_failed:
+            blamed = result.summary.causes.blamed("backend")
+            reason = f"the backend failed {blamed} of {result.summary.episodes} episodes"
+            await self._notifier.notify("failed", reason=reason, **counts)
+        elif result.faults:
+            reason = f"{len(result.faults)} episodes could not be finished; the first: {result.faults[0]}"
+            await self._notifier.notify("failed", reason=reason, **counts)
+        else:
+            await self._notifier.notify("finished", reason=_sentence(result.summary), **counts)
+
+
+def _counts(summary: Summary) -> dict[str, Any]:
+    return {
+        "episodes": summary.episodes,
+        "solved": summary.solved,
+        "failed_episodes": summary.causes.failures,
+        "mean_reward": summary.mean_reward,
+    }
+
+
+def _sentence(summary: Summary) -> str:
+    failed = f", {summary.causes.failures} failed" if summary.causes.failures else ""
+    return f"{summary.episodes} episodes, {summary.solved} solved{failed}, mean reward {summary.mean_reward:.3f}"

@@ -1,0 +1,49 @@
+"""NotifySpec: the `notify:` section of a spec."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pydantic import Field
+
+from engine.schemas.base import Contract, Seconds
+
+NoticeKind = Literal["failed", "stalled", "diverged", "finished", "budget"]
+"""The events that can send a notice."""
+
+
+class NoticeBudget(Contract):
+    """Amounts after which a notice of kind `budget` is sent, once per launch. Nothing is stopped."""
+
+    tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the policy sampled since the launch of the command."""
+    time: Seconds | None = None
+    """Time since the launch of the command."""
+
+
+class NotifySpec(Contract):
+    """Notices of `engine run`, `engine eval` and `engine train`: where they go, and which events send one."""
+
+    webhook_env: str | None = None
+    """Name of the environment variable that holds a URL. Notices are POSTed to it as JSON (`text` and the event's fields)."""
+    services_env: list[str] = Field(default_factory=list)
+    """Names of environment variables that each hold the apprise URL of a service: Slack, Discord, Feishu, DingTalk (signed), e-mail
+    and others (extra `notify`)."""
+    command: list[str] | None = None
+    """A command that reads the notice as JSON from its standard input."""
+    use: str | None = None
+    """A function, as `package.module:function(event: dict)`."""
+    on: list[NoticeKind] = Field(default_factory=lambda: list(get_args(NoticeKind)))
+    """The events that send a notice."""
+    stall_timeout: Seconds = 1800.0
+    """A run is stalled after this time without a sampled reply or a finished episode, a training after this time without a finished
+    episode or step."""
+    repeat_after: Seconds = 3600.0
+    """A notice that differs from an earlier one of the same run only in numbers is sent again only after this time, also by a resumed run."""
+    budget: NoticeBudget | None = None
+    """Amounts after which a notice of kind `budget` is sent."""
+
+    @property
+    def has_channel(self) -> bool:
+        """Whether notices go anywhere."""
+        return bool(self.webhook_env or self.services_env or self.command is not None or self.use)
