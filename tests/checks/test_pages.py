@@ -41,6 +41,7 @@ ELSEWHERE = {
     "train.no-package",
     "code.no-package",
     "condense.no-package",
+    "notify.no-package",
     STOPPED,
     FAILED,
 }

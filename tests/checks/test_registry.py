@@ -72,6 +72,8 @@ def test_ids_are_stable() -> None:
         ("model.special-text", "warning"),
         ("model.stop-in-token", "warning"),
         ("model.template", "error"),
+        ("notify.no-effect", "warning"),
+        ("notify.no-package", "info"),
         ("prompt.empty", "error"),
         ("prompt.unknown-field", "error"),
         ("recover.unused", "warning"),
