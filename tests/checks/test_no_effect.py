@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -268,3 +269,13 @@ def test_an_option_of_notify_without_effect_is_found(
 ) -> None:
     told = [line for line in found(f"machine: single_turn\n{lines}\n", tmp_path, monkeypatch) if "[notify." in line]
     assert sorted(line.split("`")[1] for line in told) == sorted(options)
+
+
+def test_the_package_of_notices_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "apprise", None)
+    monkeypatch.chdir(tmp_path)
+    Path("s.yaml").write_text(f"{HEAD}machine: single_turn\nnotify: {{services_env: [SLACK]}}\n")
+    told = [str(item) for item in check_spec(load_spec("s.yaml")) if item.rule == "notify.no-package"]
+    assert [line.partition("; ")[0] for line in told] == [
+        "s.yaml:7:10: info[notify.no-package] `apprise` is not installed, and `notify.services_env` needs it"
+    ]

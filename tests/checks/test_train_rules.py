@@ -271,13 +271,6 @@ def test_bonuses_and_notices_import_and_can_be_called() -> None:
     ]
 
 
-def test_the_package_of_notices_that_is_missing_is_worth_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "apprise", None)
-    assert found(GROUP + "notify: {services_env: [SLACK]}\ntrain: {}\n") == [
-        "8:10: info[notify.no-package] `apprise` is not installed, and `notify.services_env` needs it"
-    ]
-
-
 def test_packages_that_are_missing_are_worth_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("tensorboard", "mlflow", "peft"):
         monkeypatch.setitem(sys.modules, package, None)
