@@ -24,6 +24,9 @@ class ModelSpec(Contract):
     """`auto` or `template`: the model's own chat template renders; or the name of a family in the library `renderers`, which then renders in its place."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, for example `enable_thinking: false`."""
+    template_patches: bool | list[str] = False
+    """Patches of the chat template's known defects: `true` for all that are known for it, or their names. `engine template MODEL` lists them.
+    A server or a program that renders text itself must have the patched template too (`engine template MODEL --patches --write FILE`)."""
     history: Literal["branch", "keep"] = "branch"
     """If the template rewrites history (for example drops old reasoning): begin a new exact branch, or keep the sampled tokens."""
     tool_calls: str = "auto"

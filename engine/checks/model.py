@@ -18,12 +18,13 @@ from engine.checks.sources import each_source
 from engine.checks.templates import Shown, rendered, shown
 from engine.checks.tools import tools_at
 from engine.checks.worst_case import context_bound, count_bound
-from engine.errors import EngineError, SpecError
+from engine.errors import EngineError, RenderError, SpecError
 from engine.limits import UNBOUNDED
 from engine.schemas.model import ModelSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.tasks import rows_of, task_of
 from engine.spec.template import fill, texts_of
+from engine.tokens.patches import patched, patches_of
 from engine.tokens.toolcalls import FORMATS
 
 CHARACTER = 0.5
@@ -46,11 +47,27 @@ def not_at_hand(ctx: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _render(ctx: CheckContext, files: ModelFiles) -> Shown | None:
-    """What the template does; None without a template."""
-    if files.template is None:
+_STABLE = ("keep-thinking", "orphan-think")
+"""Patches after which the template shows earlier reasoning as it was sampled."""
+
+
+def _template(ctx: CheckContext, files: ModelFiles) -> str | None:
+    """The chat template with the spec's patches; without those that `model.template-patch` reports."""
+    source = files.template
+    if source is None:
         return None
-    return shown(files.template, _variables(ctx, files), trusted=files.trusted)
+    try:
+        return patched(source, ctx.spec.model.template_patches)[0]
+    except RenderError:
+        return source
+
+
+def _render(ctx: CheckContext, files: ModelFiles) -> Shown | None:
+    """What the template does, with the spec's patches; None without a template."""
+    source = _template(ctx, files)
+    if source is None:
+        return None
+    return shown(source, _variables(ctx, files), trusted=files.trusted)
 
 
 def _variables(ctx: CheckContext, files: ModelFiles) -> dict[str, Any]:
@@ -74,6 +91,34 @@ def template_renders(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(message, path, "give one: `model.chat_template: chat.jinja`")
     elif shown is not None and shown.problem is not None:
         yield Finding(f"the chat template cannot be used: {shown.problem}", path, "give another: `model.chat_template`")
+
+
+@rule("model.template-patch", "error", "a patch of the chat template that is unknown, or is none of this template")
+def template_patch(ctx: CheckContext) -> Iterator[Finding]:
+    """`model.template_patches` asks for patches that cannot be applied."""
+    wanted = ctx.spec.model.template_patches
+    if not wanted:
+        return
+    path: DataPath = ("model", "template_patches")
+    if ctx.spec.model.renderer not in ("auto", "template"):
+        yield Finding(
+            f"`renderer: {ctx.spec.model.renderer}` renders without the chat template", path, "leave one of them out"
+        )
+        return
+    files = _files(ctx)
+    if files is None or files.template is None:
+        return
+    try:
+        names = patched(files.template, wanted)[1]
+    except RenderError as error:
+        yield Finding(
+            str(error).removeprefix("model.template_patches: "), path, "`engine template MODEL` lists its patches"
+        )
+        return
+    if not names:
+        yield Finding(
+            "no patch is known for this chat template", path, "leave it out; `engine template MODEL` lists the patches"
+        )
 
 
 @rule("model.no-tools", "warning", "the chat template does not show tools, and the spec has some")
@@ -149,6 +194,9 @@ def rewrites_history(ctx: CheckContext) -> Iterator[Finding]:
     many = "as many branches as it has user turns, and one more" if turns is None else f"up to {turns + 1:.0f} branches"
     message = f"the chat template drops {shown.rewrites} when a user speaks again: an episode comes to {many}"
     fix = "that is exact, and costs their tokens; `model.history: keep` keeps what was sampled in one"
+    files = _files(ctx)
+    if files is not None and files.template is not None and any(p.name in _STABLE for p in patches_of(files.template)):
+        fix += ", `model.template_patches: true` keeps it in the template as well"
     yield Finding(message, ("model", "history"), fix)
 
 
@@ -290,7 +338,7 @@ def _tokens_of(ctx: CheckContext, files: ModelFiles, messages: list[View]) -> in
         {**view, "role": "user"} if view["role"] == "tool" and ctx.spec.model.tool_role == "user" else view
         for view in messages
     ]
-    text = rendered(files.template, _variables(ctx, files), views, trusted=files.trusted)
+    text = rendered(_template(ctx, files) or files.template, _variables(ctx, files), views, trusted=files.trusted)
     if text is None:
         return None
     tokenizer = _tokenizer(files, (files.source / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""`engine template`: what is checked about a model's chat template: rendering, parsing of replies, bridges."""
+"""`engine template`: what is checked about a model's chat template: rendering, parsing of replies, turns, masks, patches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.tokens.format import ChatFormat
+    from engine.tokens.template_report import Piece, Turn
+
+
+_LONG = 320
+"""Characters of a text that is not trained beyond which its middle is left out; `--json` has all of it."""
 
 
 def template(
@@ -15,9 +22,18 @@ def template(
     chat_template: str = typer.Option(None, "--chat-template", help="A Jinja file that replaces the tokenizer's."),
     renderer: str = typer.Option("auto", "--renderer", help="As `model.renderer` of a spec."),
     tool_calls: str = typer.Option("auto", "--tool-calls", help="As `model.tool_calls` of a spec."),
+    patches: bool = typer.Option(
+        False, "--patches", help="With all patches that are known for it, as `model.template_patches: true`."
+    ),
+    history: str = typer.Option("branch", "--history", help="As `model.history` of a spec: branch or keep."),
+    write: str = typer.Option(
+        None, "--write", metavar="FILE", help="Write the chat template, with its patches, to a new file."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object, for programs."),
 ) -> None:
-    """Show what is checked about a model's chat template: which reader parses replies, and which turns continue the tape or branch."""
+    """Show what is checked about a model's chat template: which reader parses replies, which turns continue the tape or begin a branch and
+    where the two renderings part, which tokens are trained, and which patches there are.
+    """
     import json
     from pathlib import Path
 
@@ -25,17 +41,32 @@ def template(
     from engine.schemas.model import ModelSpec
     from engine.terminal import echo
     from engine.tokens.loading import load_format
+    from engine.tokens.template_report import plain
 
-    spec = ModelSpec(path=model, chat_template=chat_template, renderer=renderer, tool_calls=tool_calls)
+    if history not in ("branch", "keep"):
+        echo(f"error: --history {history}: write branch or keep", err=True)
+        raise typer.Exit(2)
+    spec = ModelSpec(
+        path=model,
+        chat_template=chat_template,
+        renderer=renderer,
+        tool_calls=tool_calls,
+        template_patches=patches,
+        history="keep" if history == "keep" else "branch",
+    )
     try:
         form = load_format(spec, Path())
+        if write is not None:
+            _write(form, Path(write))
     except EngineError as error:
         echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     found = describe(form, spec)
     if as_json:
-        echo(json.dumps(found, ensure_ascii=False))
+        echo(json.dumps(plain(found), ensure_ascii=False))
         return
+    rows = found.pop("trained")
+    turns = found.pop("turns")
     for key, value in found.items():
         if isinstance(value, dict):
             echo(f"{key}:" if value else f"{key}: none")
@@ -43,18 +74,67 @@ def template(
                 echo(f"  {name}: {text}")
         else:
             echo(f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+    _echo_turns(turns)
+    _echo_rows(rows)
+
+
+def _echo_turns(turns: dict[str, Turn]) -> None:
+    from engine.terminal import echo
+
+    echo("turns:")
+    for name, turn in turns.items():
+        echo(f"  {name}: {'goes on' if turn.goes_on else f'a branch: {turn.why}'}")
+        if turn.was or turn.now:
+            echo(f"    before: {turn.was!r}")
+            echo(f"    now:    {turn.now!r}")
+
+
+def _echo_rows(rows: list[list[Piece]] | str) -> None:
+    from engine.terminal import echo
+
+    if isinstance(rows, str):
+        echo(f"trained: not shown, because {rows}")
+        return
+    echo("trained in a short episode:")
+    for number, row in enumerate(rows):
+        echo(f"  row {number}:")
+        for piece in row:
+            text = piece.text
+            if len(text) > _LONG and not piece.trained:
+                text = f"{text[: _LONG // 2]} […] {text[-_LONG // 2 :]}"
+            echo(f"    {'trained' if piece.trained else 'masked '} {text!r}")
+
+
+def _write(form: ChatFormat, path: Path) -> None:
+    """Write a template to a new file.
+
+    Raises:
+        RenderError: The file exists or cannot be written, or the model has no template of this kind.
+    """
+    from engine.errors import RenderError
+    from engine.tokens.template import TemplateFormat
+
+    if not isinstance(form, TemplateFormat) or len(form.sources) > 1:
+        raise RenderError("--write needs a model with one chat template, and `--renderer auto`")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(form.sources[0])
+    except OSError as error:
+        raise RenderError(f"--write {path}: {error.strerror}; name a new file") from error
 
 
 def describe(form: ChatFormat, spec: Any) -> dict[str, Any]:
     """Return facts about a chat format, by name."""
-    import hashlib
-
     from engine.tokens.choosing import chosen_reader, failures
+    from engine.tokens.patches import patches_of, template_hash
     from engine.tokens.template import TemplateFormat
+    from engine.tokens.template_report import branch_rule, masks_or_why, usual_turns
 
     found: dict[str, Any] = {"renders": "the model's chat template" if form.name == "template" else form.name}
     if isinstance(form, TemplateFormat):
-        found["template"] = hashlib.sha256("\n".join(form.sources).encode()).hexdigest()[:16]
+        found["template"] = " ".join(map(template_hash, form.sources))
+        known = {patch.name: patch.about for source in form.sources for patch in patches_of(source)}
+        found["patches"] = "all that are known are applied" if spec.template_patches else known
     reader = form.reader.name if form.reader is not None and form.call_format is None else None
     auto = isinstance(form, TemplateFormat) and spec.tool_calls == "auto" and (form.knows_tools or form.calls_shown)
     if auto and isinstance(form, TemplateFormat):
@@ -76,30 +156,7 @@ def describe(form: ChatFormat, spec: Any) -> dict[str, Any]:
         if shown
     ]
     found["ends replies with"] = form.stops
-    found["turns"] = _turns(form)
-    return found
-
-
-def _turns(form: ChatFormat) -> dict[str, str]:
-    """Return whether the tape continues or a branch begins, for the usual turns."""
-    from engine.tokens.proof import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, prove
-
-    cases = {
-        "user after an answer": ([USER, ASSISTANT], USER),
-        "user after reasoning": ([USER, ASSISTANT + REASONS], USER),
-        "tool after a call": ([USER, ASSISTANT + CALLS + BLANK], TOOL),
-        "tool after reasoning and a call": ([USER, ASSISTANT + REASONS + CALLS], TOOL),
-        "user after calls and an answer": ([USER, ASSISTANT + CALLS, TOOL, ASSISTANT], USER),
-    }
-    found = {}
-    for name, (kinds, new) in cases.items():
-        if any(kind >= ASSISTANT + CALLS for kind in kinds) and not form.calls_shown:
-            continue
-        if (
-            any((kind - ASSISTANT) % CALLS == REASONS for kind in kinds if kind >= ASSISTANT)
-            and not form.knows_reasoning
-        ):
-            continue
-        verdict = prove(form, bytes(kinds), bytes([new]), None)
-        found[name] = "goes on" if verdict.bridged and not verdict.rewrites else f"a branch: {verdict.why}"
+    found["turns"] = turns = usual_turns(form)
+    found["branch rule"] = branch_rule(turns, spec.history)
+    found["trained"] = masks_or_why(form)
     return found

@@ -13,6 +13,7 @@ from engine.tokens.chat_template import ChatTemplate
 from engine.tokens.choosing import choose_reader
 from engine.tokens.families import family_format
 from engine.tokens.format import ChatFormat
+from engine.tokens.patches import patched, template_hash
 from engine.tokens.template import TemplateFormat
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.vision import load_vision
@@ -49,6 +50,10 @@ def load_format(model: ModelSpec, base: Path) -> ChatFormat:
         found = TemplateFormat(fast, template, model, vocab_size=size, context=context, eos=eos)
         choose_reader(found, model, base)
     else:
+        if model.template_patches:
+            raise RenderError(
+                f"model.template_patches has no effect with `renderer: {model.renderer}`, which renders without the chat template; leave one out"
+            )
         found = family_format(fast, model, base, vocab_size=size, context=context)
     found.vision = vision
     if vision is None and config.get("vision_config"):
@@ -66,7 +71,25 @@ def _load_template(tokenizer: FastTokenizer, model: ModelSpec) -> ChatTemplate:
             f"the tokenizer of {model.path!r} has no chat template; name a Jinja file in model.chat_template"
         )
     source, with_tools = full.get_chat_template(None), full.get_chat_template(None, tools=[{}])
-    return ChatTemplate(source or with_tools, {**full.special_tokens_map, **model.template_kwargs}, with_tools)
+    if model.template_patches:
+        source, with_tools = _patched(source or with_tools, with_tools, model)
+        full.chat_template = source if source == with_tools else {"default": source, "tool_use": with_tools}
+    source = source or with_tools
+    return ChatTemplate(source, {**full.special_tokens_map, **model.template_kwargs}, with_tools)
+
+
+def _patched(source: str, with_tools: str, model: ModelSpec) -> tuple[str, str]:
+    """The templates, without and with tools, with the patches that the spec asks for.
+
+    Raises:
+        RenderError: There is no such patch for this template.
+    """
+    found, names = patched(source, model.template_patches)
+    if not names:
+        raise RenderError(
+            f"model.template_patches: no patch is known for the chat template of {model.path!r} (hash {template_hash(source)}); leave it out"
+        )
+    return found, found if with_tools == source else with_tools
 
 
 def _folder(path: str, revision: str | None, base: Path) -> Path:

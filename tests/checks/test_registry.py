@@ -72,6 +72,7 @@ def test_ids_are_stable() -> None:
         ("model.special-text", "warning"),
         ("model.stop-in-token", "warning"),
         ("model.template", "error"),
+        ("model.template-patch", "error"),
         ("notify.no-effect", "warning"),
         ("notify.no-package", "info"),
         ("prompt.empty", "error"),

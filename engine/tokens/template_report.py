@@ -1,0 +1,191 @@
+"""What a chat template does with the usual turns: which continue the tape, where two renderings part, and which tokens are trained.
+
+`engine template` prints it. Everything is found by rendering; no weights are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from engine.errors import EngineError, RenderError
+from engine.schemas.generation import FinishReason, Generation, VersionSpan
+from engine.schemas.message import Message
+from engine.tokens.choosing import TOOL as TOOL_SCHEMA
+from engine.tokens.choosing import written
+from engine.tokens.conversation import Conversation
+from engine.tokens.proof import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, View, probe, prove
+
+if TYPE_CHECKING:
+    from engine.tokens.format import ChatFormat
+
+CASES: dict[str, tuple[list[int], int]] = {
+    "user after an answer": ([USER, ASSISTANT], USER),
+    "user after reasoning": ([USER, ASSISTANT + REASONS], USER),
+    "tool after a call": ([USER, ASSISTANT + CALLS + BLANK], TOOL),
+    "tool after reasoning and a call": ([USER, ASSISTANT + REASONS + CALLS], TOOL),
+    "user after calls and an answer": ([USER, ASSISTANT + CALLS, TOOL, ASSISTANT], USER),
+}
+"""The usual turns: the kinds of the messages so far, and of the new one."""
+_BEFORE, _AFTER = 24, 56
+"""Characters that are shown before and after the place where two renderings part."""
+
+
+class Turn(NamedTuple):
+    """One of the usual turns."""
+
+    goes_on: bool
+    """Whether the tape continues; otherwise a branch begins."""
+    why: str
+    """Why a branch begins."""
+    was: str
+    """What the template wrote before the new message, at the place where the renderings part; empty if they do not."""
+    now: str
+    """What it writes at this place with the new message."""
+
+
+def usual_turns(form: ChatFormat) -> dict[str, Turn]:
+    """The usual turns that this format can show, by name."""
+    found = {}
+    for name, (kinds, new) in CASES.items():
+        replies = [kind for kind in kinds if kind >= ASSISTANT]
+        if any(kind >= ASSISTANT + CALLS for kind in replies) and not form.calls_shown:
+            continue
+        if any((kind - ASSISTANT) % CALLS == REASONS for kind in replies) and not form.knows_reasoning:
+            continue
+        verdict = prove(form, bytes(kinds), bytes([new]), None)
+        goes_on = verdict.bridged and not verdict.rewrites
+        was, now = ("", "") if goes_on else parting(form, [*kinds, new])
+        found[name] = Turn(goes_on, "" if goes_on else verdict.why, was, now)
+    return found
+
+
+def parting(form: ChatFormat, kinds: Sequence[int]) -> tuple[str, str]:
+    """Where the template shows earlier text differently once the last of these messages has come.
+
+    Returns:
+        What it wrote before and what it writes now, from some characters before the first difference on; empty texts if the earlier
+        text is a prefix of the later one, or if the template refuses a conversation.
+    """
+    views = [probe(kind, index, str) for index, kind in enumerate(kinds)]
+    try:
+        asked = form.text(views[:-2], None)
+        newest = form.text(views[:-1], None)
+        whole = form.text(views, None)
+    except RenderError:
+        return "", ""
+    said = newest[: _reply_end(newest, views[-2])]
+    for earlier in (asked, said):
+        if not whole.startswith(earlier):
+            at = next(
+                (i for i, (a, b) in enumerate(zip(earlier, whole, strict=False)) if a != b),
+                min(len(earlier), len(whole)),
+            )
+            start = max(at - _BEFORE, 0)
+            return earlier[start : at + _AFTER], whole[start : at + _AFTER]
+    return "", ""
+
+
+def _reply_end(text: str, reply: View) -> int:
+    """Index behind the newest reply in a text: without the template's end of the message, which may differ."""
+    marks = [call["function"]["arguments"]["x"] for call in reply.get("tool_calls", ())] or [reply["content"]]
+    return text.rfind(marks[-1]) + len(marks[-1])
+
+
+def branch_rule(turns: dict[str, Turn], history: str) -> str:
+    """What follows from the usual turns for the rows of an episode."""
+    broken = [name for name, turn in turns.items() if not turn.goes_on]
+    if not broken:
+        return "every usual turn continues the tape: an episode is one row"
+    if history == "keep":
+        return "`history: keep` continues with the sampled tokens where the template shows them differently, or fails if there is no continuation"
+    return f"a new branch, and so another row, begins at: {', '.join(broken)}"
+
+
+class Piece(NamedTuple):
+    """A part of a row."""
+
+    trained: bool
+    """Whether its tokens have loss mask 1."""
+    text: str
+
+
+def masks(form: ChatFormat) -> list[list[Piece]]:
+    """The rows of a short episode, with what is trained: a question, a call with its result, an answer, another question, an answer.
+
+    Reasoning and the call are left out if the format does not show or read them.
+
+    Raises:
+        EngineError: The format refuses the conversation.
+    """
+    calls = bool(form.calls_shown and form.reads_calls and form.knows_tool_results)
+    tools = [TOOL_SCHEMA] if calls and form.knows_tools else []
+    why = {"reasoning_content": "I add."} if form.knows_reasoning else {}
+    call = {"type": "function", "id": "call_0_0", "function": {"name": "probe_tool", "arguments": {"count": 2}}}
+    conversation = Conversation(form, tools)
+    conversation.open([Message(role="user", content="1 + 1?")])
+    turn = 0
+    if calls and tools:
+        _say(conversation, {"role": "assistant", "content": "", "tool_calls": [call], **why}, turn)
+        conversation.add([Message(role="tool", content="2", name="probe_tool", tool_call_id="call_0_0")])
+        turn += 1
+    _say(conversation, {"role": "assistant", "content": "It is 2.", **why}, turn)
+    conversation.add([Message(role="user", content="Sure?")])
+    _say(conversation, {"role": "assistant", "content": "Yes.", **why}, turn + 1)
+    return [
+        [Piece(bool(mask), form.decode(ids)) for mask, ids in _runs(branch.input_ids, branch.loss_mask)]
+        for branch in conversation.branches()
+    ]
+
+
+def _say(conversation: Conversation, reply: View, turn: int) -> None:
+    """Sample what the template writes for a reply."""
+    form = conversation.form
+    shown = written(form, reply)
+    if shown is None:
+        raise RenderError("the template does not show this reply")
+    text = shown[1]
+    prompt = form.decode(conversation.prompt())
+    opened = "<think>\n"
+    if prompt.endswith(opened) and text.startswith(opened):
+        text = text[len(opened) :]
+    ids = np.array([*form.encode(text), *form.stop_token_ids[:1]], np.int32)
+    conversation.reply(
+        Generation(
+            output_ids=ids,
+            logprobs=np.zeros(len(ids), np.float32),
+            finish=FinishReason(type="stop"),
+            versions=[VersionSpan(version=0, start=0, end=len(ids))],
+        ),
+        turn,
+    )
+
+
+def _runs(ids: np.ndarray, mask: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    cuts = np.flatnonzero(np.diff(mask)) + 1
+    return [
+        (int(part[0]), own) for part, own in zip(np.split(mask, cuts), np.split(ids, cuts), strict=True) if len(own)
+    ]
+
+
+def masks_or_why(form: ChatFormat) -> list[list[Piece]] | str:
+    """`masks`, or why there are none."""
+    try:
+        return masks(form)
+    except EngineError as error:
+        return str(error)
+
+
+def plain(value: Any) -> Any:
+    """The report's values as JSON has them."""
+    if isinstance(value, Turn):
+        return {"goes_on": value.goes_on} | (
+            {} if value.goes_on else {"why": value.why, "was": value.was, "now": value.now}
+        )
+    if isinstance(value, Piece):
+        return {"trained": value.trained, "text": value.text}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list) else value
