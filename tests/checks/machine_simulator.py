@@ -21,14 +21,18 @@ EVENTS = {
     "generate": ["answered", "tool_calls", "malformed"],
     "call_tools": ["results"],
     "ask_user": ["feedback", "satisfied"],
+    "condense": ["condensed", "unchanged"],
 }
+NAMES = ("assistant_turns", "condensations", "user_turns", "tool_calls")
+"""The counters, in the order of `gain` and `most_count`."""
+Gain = tuple[int, int, int, int]
 TOKENS = 2
 """Of one turn: it makes at most so many calls."""
 CAP = 4
 """Counts from here on behave alike: no limit and no guard of `machines` names a larger one."""
 FREE = "facts.x == 1"
 """What nobody can know beforehand."""
-SECONDS = {"reset": 0.0, "generate": 0.5, "call_tools": 2.0, "ask_user": 3.0}
+SECONDS = {"reset": 0.0, "generate": 0.5, "call_tools": 2.0, "ask_user": 3.0, "condense": 0.0}
 """What each action may take: no environment, a scripted model, tools and a user with deadlines."""
 SPEC_CODE = """\
 backend: {kind: scripted, replies: [], latency: 0.5}
@@ -50,7 +54,8 @@ def machines(draw: st.DrawFn) -> str:
     lines.append("  transitions:")
     every = st.sampled_from([*names, *ends])
     for name, action in actions.items():
-        for event in [*EVENTS[action], "limit", "failed"]:
+        overflow = ["overflow"] if action == "generate" and draw(st.booleans()) else []
+        for event in [*EVENTS[action], *overflow, "limit", "failed"]:
             if draw(st.booleans()):
                 guard = draw(st.sampled_from(GUARDS))
                 when = f", conditions: '{guard}'" if guard else ""
@@ -59,11 +64,12 @@ def machines(draw: st.DrawFn) -> str:
     if draw(st.booleans()):
         lines.append("    - {trigger: [truncated, aborted], source: '*', dest: Y}")
     limit = st.none() | st.integers(1, 3)
-    values = [draw(limit) for _ in range(3)]
+    values = [draw(limit) for _ in range(4)]
     seconds = draw(st.sampled_from(["null", "600", "5"]))
     shown = ["null" if value is None else str(value) for value in values]
     lines.append(
         f"limits: {{assistant_turns: {shown[0]}, user_turns: {shown[1]}, tool_calls: {shown[2]}, "
+        f"condensations: {shown[3]}, "
         f"episode_seconds: {seconds}, turn_tokens: {TOKENS}, tool_seconds: {SECONDS['call_tools']}}}"
     )
     return "\n".join(lines) + "\n"
@@ -76,6 +82,7 @@ class Stand(NamedTuple):
     turns: int
     user: int
     calls: int
+    condensed: int
     newest: int
     """Calls of the newest reply that can be read."""
     late: bool
@@ -93,8 +100,8 @@ class Simulator:
         self.ctx = ctx
         self.limits = ctx.spec.limits
         self.cap = cap
-        self.gains: dict[tuple[Stand, Stand], tuple[int, int, int]] = {}
-        """Step -> the most turns, user turns and calls that it adds."""
+        self.gains: dict[tuple[Stand, Stand], Gain] = {}
+        """Step -> the most that it adds to each counter."""
 
     def moves(self, at: Stand) -> Iterator[tuple[str, Stand]]:
         """(event, how the episode then stands) of whatever may happen; its state is still the old one."""
@@ -104,6 +111,7 @@ class Simulator:
             "generate": (at.turns, limits.assistant_turns),
             "ask_user": (at.user, limits.user_turns),
             "call_tools": (at.calls, limits.tool_calls),
+            "condense": (at.condensed, limits.condensations),
         }.get(str(action), (0, None))
         if at.late or (limit[1] is not None and limit[0] >= limit[1]):
             yield "limit", at
@@ -113,6 +121,8 @@ class Simulator:
         yield "failed", at
         if action == "generate":
             yield "limit", at  # the context is full
+            if self.ctx.machine.leaving(at.state, "overflow"):
+                yield "overflow", at  # it is full, and the machine makes room
             turns = min(at.turns + 1, self.cap)
             done = [("answered", 0)]
             done += [("tool_calls", calls) for calls in range(1, TOKENS + 1)]
@@ -122,6 +132,9 @@ class Simulator:
         elif action == "ask_user":
             for event in ("feedback", "satisfied"):
                 yield event, at._replace(user=min(at.user + 1, self.cap))
+        elif action == "condense":
+            for event in ("condensed", "unchanged"):
+                yield event, at._replace(condensed=min(at.condensed + 1, self.cap))
         elif action == "call_tools":
             most = self.cap if limits.tool_calls is None else limits.tool_calls
             yield "results", at._replace(calls=min(at.calls + at.newest, most))
@@ -163,21 +176,27 @@ class Simulator:
             for outcome in (event, *(["failed"] if any(gain) else [])):  # a rule that fails after the action has worked
                 for dest in self.lead(outcome, after):
                     step = after._replace(state=dest)
-                    known = self.gains.get((at, step), (0, 0, 0))
-                    self.gains[at, step] = (max(known[0], gain[0]), max(known[1], gain[1]), max(known[2], gain[2]))
+                    known = self.gains.get((at, step), gain)
+                    most = [max(one, other) for one, other in zip(known, gain, strict=True)]
+                    self.gains[at, step] = (most[0], most[1], most[2], most[3])
                     found.add(step)
         return found
 
-    def gain(self, event: str, at: Stand) -> tuple[int, int, int]:
-        """Turns, user turns and calls that a state's event adds."""
-        if event in ("limit", "failed"):
-            return 0, 0, 0
+    def gain(self, event: str, at: Stand) -> Gain:
+        """What a state's event adds to the counters."""
+        if event in ("limit", "failed", "overflow"):
+            return 0, 0, 0, 0
         action, limit = self.ctx.states[at.state].action, self.limits.tool_calls
         calls = at.newest if limit is None else min(at.newest, limit - at.calls)
-        return int(action == "generate"), int(action == "ask_user"), calls if action == "call_tools" else 0
+        return (
+            int(action == "generate"),
+            int(action == "condense"),
+            int(action == "ask_user"),
+            calls if action == "call_tools" else 0,
+        )
 
     def everything(self) -> dict[Stand, set[Stand]]:
-        start = Stand("A", 0, 0, 0, 0, False)
+        start = Stand("A", 0, 0, 0, 0, 0, False)
         found: dict[Stand, set[Stand]] = {}
         waiting = [start]
         while waiting:
@@ -219,7 +238,7 @@ def endless(found: dict[Stand, set[Stand]]) -> set[Stand]:
 
 
 def most_count(simulator: Simulator, found: dict[Stand, set[Stand]], which: int) -> float:
-    """The most turns (0), user turns (1) or calls (2) of an episode; infinite where it can add to them for ever."""
+    """The most of a counter (its place in `NAMES`) in an episode; infinite where it can add to it for ever."""
     graph = nx.DiGraph((at, step) for at, steps in found.items() for step in steps)
     graph.add_nodes_from(found)
     groups = nx.condensation(graph)
