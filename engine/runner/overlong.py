@@ -16,6 +16,7 @@ from engine.spec.diagnostic import Diagnostic
 from engine.spec.entry import load_entry
 from engine.spec.signature import shape_of
 from engine.spec.template import fill, fill_words, found_image, image_folders
+from engine.store.columns import json_text
 from engine.tokens.images import DIGEST, digest_of, read_reference
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class _Prompts:
         self._base = loaded.base
         self._form = form
         self._tools = _schemas(loaded)
+        self._around: tuple[str, int | None] = ("", None)
+        """The newest tools as JSON, and `_tokens_around` of them: most rows have the same tools."""
         self._folders = image_folders(loaded.spec.tasks.files, loaded.base)
 
     def tokens(self, task: Task, room: int) -> int:
@@ -84,12 +87,11 @@ class _Prompts:
         source = self._spec.conversation
         own = tools_of(task.fields, source) if source is not None else None
         tools = self._tools if own is None else own
-        if not tools and all(isinstance(message.content, str) and not message.tool_calls for message in messages):
-            bound = sum(
-                len(message.text.encode()) + PER_MESSAGE for message in messages
-            )  # a token is at least one byte
-            if bound + _default_system(self._form) <= room:
-                return bound
+        if all(isinstance(message.content, str) and not message.tool_calls for message in messages):
+            text = sum(len(message.text.encode()) + PER_MESSAGE for message in messages)  # a token is at least one byte
+            around = self._tokens_around(tools)
+            if around is not None and text + around <= room:
+                return text + around
         count = len(self._form.render(messages, tools or None))
         vision = self._form.vision
         for image in (image for message in messages for image in message.images):
@@ -99,6 +101,17 @@ class _Prompts:
                 vision.bank.put(digest, data, image.mime or "application/octet-stream")
                 count += len(vision.bank.picture(digest).ids) - 1  # one marker of it is counted already
         return count
+
+    def _tokens_around(self, tools: list[dict[str, Any]]) -> int | None:
+        """Tokens that the template writes besides the messages: tools, a default system message. None if that is not known."""
+        key = json_text(tools)
+        if key != self._around[0]:
+            try:
+                count: int | None = len(self._form.render([Message(role="user", content="")], tools or None))
+            except EngineError:
+                count = None if tools else 0
+            self._around = (key, count)
+        return self._around[1]
 
     def _messages(self, task: Task) -> list[Message]:
         if self._spec.conversation is not None:
@@ -123,14 +136,6 @@ class _Prompts:
             for part in message.content
         ]
         return Message(role=message.role, content=parts, tool_calls=message.tool_calls)
-
-
-def _default_system(form: ChatFormat) -> int:
-    """Tokens of a prompt that says nothing: what the template writes by itself."""
-    try:
-        return len(form.render([Message(role="user", content="")]))
-    except EngineError:
-        return 0
 
 
 def _schemas(loaded: LoadedSpec) -> list[dict[str, Any]]:

@@ -10,8 +10,10 @@ import structlog
 
 from engine.errors import SpecError
 from engine.runner.overlong import fitting_tasks
+from engine.spec.entry import load_entry
 from engine.spec.load import load_spec
 from engine.spec.mix import TaskList
+from engine.spec.signature import shape_of
 from engine.spec.tasks import load_tasks
 from engine.tokens.loading import load_format
 
@@ -77,3 +79,34 @@ def test_an_error_names_the_first_row(spec: Any) -> None:
 
 def test_nothing_is_counted_where_nothing_is_asked(spec: Any) -> None:
     assert len(kept(spec(None, {"episode_tokens": 300, "turn_tokens": 32}))[0]) == 5
+
+
+def test_rows_that_are_short_in_any_case_are_not_tokenised(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tools too: their schemas are rendered once, not for each row."""
+    path = spec(
+        "drop", {"episode_tokens": 900, "turn_tokens": 32}, tools=[{"use": "code_for_tests:add"}], machine="tools"
+    )
+    loaded = load_spec(path)
+    form = load_format(loaded.spec.model, loaded.base)
+    rendered: list[int] = []
+    real = form.render
+
+    def render(messages: Any, *more: Any) -> list[int]:
+        rendered.append(sum(len(message.text) for message in messages))
+        return real(messages, *more)
+
+    monkeypatch.setattr(form, "render", render)
+    found = fitting_tasks(load_tasks(loaded), loaded, form)
+    assert sorted(rendered) == [0, 3 * 400, 3 * 401]
+    assert [task.id for task in found] == ["r0", "r2", "r3"]
+
+
+def test_the_border_is_exact_with_tools(spec: Any) -> None:
+    changes = {"tools": [{"use": "code_for_tests:add"}], "machine": "tools"}
+    loaded = load_spec(spec(None, {}, **changes))
+    form = load_format(loaded.spec.model, loaded.base)
+    schema = shape_of(load_entry("code_for_tests:add", loaded.base), None).schema
+    length = len(form.render([{"role": "user", "content": "no " * 400}], [schema]))
+    for more, count in ((0, 4), (-1, 3)):
+        limits = {"episode_tokens": length + 32 + more, "turn_tokens": 32}
+        assert len(kept(spec("drop", limits, **changes))[0]) == count
