@@ -16,6 +16,7 @@
     ├── ReplayError          replaying a journal gives other transitions than it records
     ├── FailingError         the first episodes of a run all failed in the same way: the run stops
     ├── NoticeError          a channel of `notify` cannot work
+    ├── TraceError           traces cannot be written: a package or the run's folder is missing
     └── TrainError           training cannot start or must stop
 
 The failure of an episode is a value (`engine.schemas.trajectory.Failure`). An exception of this tree carries it
@@ -184,6 +185,13 @@ class NoticeError(EngineError):
     """A channel of `notify` cannot work: a variable is not set, or a command or a package is missing."""
 
     kind = "notice_setup"
+    blame: Blame = "spec"
+
+
+class TraceError(EngineError):
+    """Traces cannot be written: a package is missing, or the folder cannot be created."""
+
+    kind = "trace_setup"
     blame: Blame = "spec"
 
 

@@ -20,6 +20,7 @@ from engine.schemas.prompt import PromptField, PromptMessage, RecoverSpec
 from engine.schemas.reward_spec import RewardsSpec
 from engine.schemas.role import UserSpec
 from engine.schemas.tasks import TasksSpec
+from engine.schemas.traces import TracesSpec
 from engine.schemas.train import TrainSpec
 
 
@@ -72,6 +73,8 @@ class EpisodeSpec(Contract):
     rollout: RolloutSpec = Field(default_factory=RolloutSpec)
     notify: NotifySpec = Field(default_factory=NotifySpec)
     """Where notices of runs, evaluations and trainings go, and which events send one."""
+    traces: TracesSpec = Field(default_factory=TracesSpec)
+    """Traces of ended episodes, of runs, evaluations and trainings."""
     train: TrainSpec | None = None
     """The settings of `engine train`; other commands ignore them."""
 

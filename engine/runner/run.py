@@ -37,6 +37,7 @@ from engine.storable import words_of
 from engine.store.fork import shared_entries
 from engine.store.images import stored_images
 from engine.store.store import episode_id_of
+from engine.traces.writer import TraceWriter
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
@@ -117,6 +118,7 @@ class Runner:
             images=ImageStorer(format, store, stored_images(store)),
             clocks=self._clocks,
         )
+        self._traces = TraceWriter(spec, store.folder, store.header) if spec.traces.active else None
         self._faults: list[str] = []
         self._stopped: EngineError | None = None
         self._halt = asyncio.Event()
@@ -262,6 +264,8 @@ class Runner:
             for outage in outages:
                 outage.clocks.remove(self._clocks)
             self._workers.close()
+            if self._traces is not None:
+                await asyncio.to_thread(self._traces.close)
             self.role_stats = self._roles.stats()
             await self._roles.close()
 
@@ -359,6 +363,8 @@ class Runner:
         try:
             trajectory = episode.trajectory(self._store.run_id, exact=self._backend.declared.exact_ids)
             await self._store.finish(trajectory, ending)
+            if self._traces is not None:
+                self._traces.add(trajectory)
         except StoreError:
             raise
         except Exception:

@@ -26,6 +26,7 @@ ALLOWED = (
     "train.eval.*",
     "train.checkpoints.*",
     "notify.*",
+    "traces.*",
     "train.report_to",
     "train.tracking.*",
     "train.memory.*",

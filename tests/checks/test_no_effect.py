@@ -279,3 +279,29 @@ def test_the_package_of_notices_that_is_missing_is_found(tmp_path: Path, monkeyp
     assert [line.partition("; ")[0] for line in told] == [
         "s.yaml:7:10: info[notify.no-package] `apprise` is not installed, and `notify.services_env` needs it"
     ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "options"),
+    [
+        ("traces: {of: failed}", ["traces.of"]),
+        ("traces: {of: failed, content: true, episodes: true}", ["traces.content"]),
+        ("traces: {of: failed, content: true, spans: true}", []),
+        ("traces: {of: failed, content: true, otlp: 'http://127.0.0.1:4318'}", []),
+    ],
+)
+def test_an_option_of_traces_without_effect_is_found(
+    lines: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [line for line in found(f"machine: single_turn\n{lines}\n", tmp_path, monkeypatch) if "[traces." in line]
+    assert sorted(line.split("`")[1] for line in told) == sorted(options)
+
+
+def test_the_packages_of_spans_that_are_missing_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.chdir(tmp_path)
+    Path("s.yaml").write_text(f"{HEAD}machine: single_turn\ntraces: {{spans: true}}\n")
+    told = [str(item) for item in check_spec(load_spec("s.yaml")) if item.rule == "traces.no-package"]
+    assert [line.partition("; ")[0] for line in told] == [
+        "s.yaml:7:10: info[traces.no-package] `opentelemetry-sdk` is not installed, and spans need it"
+    ]

@@ -42,6 +42,7 @@ ELSEWHERE = {
     "code.no-package",
     "condense.no-package",
     "notify.no-package",
+    "traces.no-package",
     STOPPED,
     FAILED,
 }

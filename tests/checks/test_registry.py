@@ -108,6 +108,8 @@ def test_ids_are_stable() -> None:
         ("tools.name", "error"),
         ("tools.not-called", "warning"),
         ("tools.schema", "info"),
+        ("traces.no-effect", "warning"),
+        ("traces.no-package", "info"),
         ("train.adapter", "error"),
         ("train.backend", "error"),
         ("train.critic", "error"),

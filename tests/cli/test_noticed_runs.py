@@ -113,7 +113,7 @@ def test_a_channel_that_fails_does_not_change_the_run(noticed: Noticed) -> None:
     assert "3 episodes" in out
 
 
-@pytest.mark.parametrize("page", ["notices.md"])
+@pytest.mark.parametrize("page", ["notices.md", "traces.md"])
 def test_the_examples_of_the_page_are_valid(page: str, noticed: Noticed) -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     assert blocks

@@ -1,0 +1,309 @@
+"""An episode as OpenTelemetry spans, with the GenAI semantic conventions.
+
+    invoke_agent NAME                     the episode
+    ├── reset
+    ├── turn 0
+    │   ├── chat MODEL                    the generation
+    │   ├── execute_tool TOOL             one for each call
+    │   └── user                          or step, condense
+    ├── turn 1 …
+    └── score
+
+Invariants:
+- Times are those of the journal. Ids are derived from run, episode and attempt, so an episode that is sent twice is one trace.
+- No attribute holds a known secret.
+
+Attribute names: OpenTelemetry semantic conventions for generative AI (spans of clients, agents and tools; status: development). Attributes
+that these do not define begin with `episode.`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+
+import engine
+from engine.masking import mask, mask_values
+from engine.schemas.journal import (
+    CondenseRecord,
+    FailureRecord,
+    GenerationRecord,
+    JournalEntry,
+    LimitRecord,
+    ResetRecord,
+    ScoreRecord,
+    StepRecord,
+    ToolsRecord,
+    UserRecord,
+)
+from engine.schemas.message import Message
+from engine.traces.content import Replies, message_json, result_json
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.trajectory import Trajectory
+
+_NAMES = {
+    ResetRecord: "reset",
+    StepRecord: "step",
+    ScoreRecord: "score",
+    CondenseRecord: "condense",
+    UserRecord: "user",
+}
+"""Names of the spans of records that the conventions have no span for."""
+Attributes = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """An ended episode: its result, and the journal of its newest attempt."""
+
+    trajectory: Trajectory
+    journal: Sequence[JournalEntry]
+    attempt: int = 0
+
+
+class SpanBuilder:
+    """Builds the spans of the episodes of one spec.
+
+    Args:
+        spec: The spec: names of agent and model, backend, `traces.content`.
+    """
+
+    def __init__(self, spec: EpisodeSpec) -> None:
+        self._agent = spec.name
+        self._model = spec.model.path
+        self._provider = spec.backend.kind
+        self._remote = bool(spec.backend.server_urls)
+        self._sampling = {
+            "gen_ai.request.temperature": spec.sampling.temperature,
+            "gen_ai.request.top_p": spec.sampling.top_p,
+            "gen_ai.request.top_k": spec.sampling.top_k,
+            "gen_ai.request.max_tokens": spec.sampling.max_new_tokens,
+        }
+        self._content = spec.traces.content
+        self._ids = _DerivedIds()
+        self._ended = _Collected()
+        provider = TracerProvider(
+            sampler=ALWAYS_ON,
+            resource=Resource({SERVICE_NAME: "episode-engine", SERVICE_VERSION: engine.__version__}),
+            id_generator=self._ids,
+            shutdown_on_exit=False,
+        )
+        provider.add_span_processor(self._ended)
+        self._tracer = provider.get_tracer("episode-engine", engine.__version__)
+
+    def spans(self, traced: Traced) -> list[ReadableSpan]:
+        """Return the spans of an episode, each after its children."""
+        trajectory = traced.trajectory
+        self._ids.begin(f"{trajectory.run_id}/{trajectory.episode_id}/{traced.attempt}")
+        self._ended.spans = []
+        journal = traced.journal
+        begin = _ns(journal[0].at) if journal else 0
+        end = max((_ns(entry.at + entry.seconds) for entry in journal), default=begin)
+        root = self._start(f"invoke_agent {self._agent}", None, begin, self._episode_attributes(trajectory))
+        inside = set_span_in_context(root)
+        replies = Replies(trajectory) if self._content else None
+        turn, place, turn_end = -1, inside, begin
+        open_turn: Span | None = None
+        for entry in journal:
+            if type(entry.record) is GenerationRecord:
+                if open_turn is not None:
+                    open_turn.end(turn_end)
+                turn += 1
+                open_turn = self._start(f"turn {turn}", inside, _ns(entry.at), _turn_attributes(trajectory, turn))
+                place = set_span_in_context(open_turn)
+            at = inside if type(entry.record) is ScoreRecord else place  # a score is the episode's
+            self._step(entry, at, root, trajectory, turn, replies)
+            turn_end = max(turn_end, _ns(entry.at + entry.seconds))
+        if open_turn is not None:
+            open_turn.end(turn_end)
+        if (failure := trajectory.outcome.failure) is not None:
+            root.set_status(Status(StatusCode.ERROR, mask(failure.message)))
+        root.end(end)
+        return self._ended.spans
+
+    def _start(
+        self, name: str, inside: Context | None, at: int, attributes: Attributes, kind: SpanKind = SpanKind.INTERNAL
+    ) -> Span:
+        known = {key: mask_values(value) for key, value in attributes.items() if value is not None}
+        return self._tracer.start_span(mask(name), inside or _NO_PARENT, kind, known, start_time=at)
+
+    def _step(
+        self,
+        entry: JournalEntry,
+        place: Context,
+        root: Span,
+        trajectory: Trajectory,
+        turn: int,
+        replies: Replies | None,
+    ) -> None:
+        """Make the spans of one journal entry."""
+        begin, end, record = _ns(entry.at), _ns(entry.at + entry.seconds), entry.record
+        match record:
+            case GenerationRecord():
+                attributes = self._chat_attributes(record, trajectory)
+                if replies is not None:
+                    attributes |= replies.attributes(turn, record.generation.finish.type)
+                kind = SpanKind.CLIENT if self._remote else SpanKind.INTERNAL
+                span = self._start(f"chat {self._model}", place, begin, attributes, kind)
+                if record.generation.finish.type == "abort":
+                    span.set_attribute("error.type", "abort")
+                    span.set_status(Status(StatusCode.ERROR, mask(record.generation.finish.message or "")))
+                span.end(end)
+            case ToolsRecord():
+                for result in record.results:
+                    attributes = {
+                        "gen_ai.operation.name": "execute_tool",
+                        "gen_ai.tool.name": result.name,
+                        "gen_ai.tool.type": "function",
+                        "gen_ai.tool.call.id": result.call_id,
+                        "error.type": result.error,
+                    }
+                    if replies is not None:
+                        attributes["gen_ai.tool.call.arguments"] = replies.arguments(result.call_id)
+                        attributes["gen_ai.tool.call.result"] = result_json(result)
+                    span = self._start(f"execute_tool {result.name}", place, begin, attributes)
+                    if result.error is not None:
+                        span.set_status(Status(StatusCode.ERROR, result.error))
+                    span.end(begin + _ns(result.seconds) if result.seconds else end)
+            case FailureRecord():
+                failure = record.failure
+                attributes = {"error.type": failure.kind, "episode.blame": failure.blame, "episode.state": entry.state}
+                span = self._start(f"failed {entry.state}", place, begin, attributes)
+                span.set_status(Status(StatusCode.ERROR, mask(failure.message)))
+                span.end(end)
+            case LimitRecord():
+                told: Attributes = {"episode.limit": record.limit, "episode.limit.value": record.value}
+                root.add_event("limit", told, timestamp=begin)
+            case _:
+                attributes = {"episode.state": entry.state, "episode.event": entry.event or None}
+                if isinstance(record, UserRecord) and replies is not None:
+                    said = message_json(Message(role="user", content=record.turn.content))
+                    attributes["gen_ai.output.messages"] = _json([said])
+                self._start(_NAMES[type(record)], place, begin, attributes).end(end)
+
+    def _episode_attributes(self, trajectory: Trajectory) -> Attributes:
+        outcome = trajectory.outcome
+        return {
+            "gen_ai.operation.name": "invoke_agent",
+            "gen_ai.provider.name": self._provider,
+            "gen_ai.agent.name": self._agent,
+            "gen_ai.request.model": self._model,
+            "gen_ai.conversation.id": trajectory.episode_id,
+            "gen_ai.usage.input_tokens": sum(turn.prompt_tokens for turn in trajectory.turns),
+            "gen_ai.usage.output_tokens": trajectory.counts.get("sampled_tokens"),
+            "error.type": outcome.failure.kind if outcome.failure is not None else None,
+            "episode.run_id": trajectory.run_id,
+            "episode.task_id": trajectory.task_id,
+            "episode.sample": trajectory.sample_index,
+            "episode.turns": len(trajectory.turns),
+            "episode.reward": outcome.reward,
+            "episode.solved": outcome.solved,
+            "episode.state": outcome.state,
+            "episode.event": outcome.event,
+            "episode.limit": outcome.limit,
+            "episode.blame": outcome.failure.blame if outcome.failure is not None else None,
+            **{f"episode.reward.{name}": value for name, value in outcome.rewards.items()},
+        }
+
+    def _chat_attributes(self, record: GenerationRecord, trajectory: Trajectory) -> Attributes:
+        generation = record.generation
+        return {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": self._provider,
+            "gen_ai.request.model": self._model,
+            "gen_ai.conversation.id": trajectory.episode_id,
+            **self._sampling,
+            "gen_ai.response.finish_reasons": [generation.finish.type],
+            "gen_ai.usage.input_tokens": generation.prompt_tokens,
+            "gen_ai.usage.output_tokens": len(generation.output_ids),
+            "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,
+            "episode.queue_seconds": generation.queue_seconds,
+            "episode.weight_version": generation.versions[-1].version if generation.versions else 0,
+        }
+
+
+def _turn_attributes(trajectory: Trajectory, index: int) -> Attributes:
+    found: Attributes = {"episode.turn": index}
+    turn = next((turn for turn in trajectory.turns if turn.index == index), None)
+    if turn is not None:
+        found |= {"episode.event": turn.event, "episode.branch": turn.branch}
+        found |= {"episode.reward": float(sum(turn.rewards.values()))}
+        found |= {f"episode.reward.{name}": value for name, value in turn.rewards.items()}
+    return found
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1_000_000) * 1_000
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+class _NoContext(dict[str, object]):
+    """A context without a span, whatever the context of this thread holds."""
+
+
+_NO_PARENT: Any = _NoContext()
+
+
+class _DerivedIds(IdGenerator):
+    """Ids that are a function of the episode and of the span's number in it."""
+
+    def __init__(self) -> None:
+        self._of, self._count = "", 0
+
+    def begin(self, of: str) -> None:
+        """Set the episode that the following ids belong to."""
+        self._of, self._count = of, 0
+
+    def generate_trace_id(self) -> int:
+        """Return the id of the episode's trace."""
+        return int.from_bytes(hashlib.sha256(self._of.encode()).digest()[:16])
+
+    def generate_span_id(self) -> int:
+        """Return the id of the episode's next span."""
+        self._count += 1
+        return int.from_bytes(hashlib.sha256(f"{self._of}#{self._count}".encode()).digest()[:8])
+
+
+class _Collected(SpanProcessor):
+    """Keeps ended spans in a list."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReadableSpan] = []
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Keep a span."""
+        self.spans.append(span)
+
+
+def otlp_json(spans: Sequence[ReadableSpan]) -> Mapping[str, Any]:
+    """Return spans as OTLP in JSON: ids in hexadecimal, enums as numbers (OTLP specification, "JSON Protobuf Encoding")."""
+    from google.protobuf.json_format import MessageToDict
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+
+    encoded = encode_spans(spans)
+    plain: dict[str, Any] = MessageToDict(encoded, use_integers_for_enums=True)
+    written = (
+        each for resource in plain["resourceSpans"] for scope in resource["scopeSpans"] for each in scope["spans"]
+    )
+    made = (each for resource in encoded.resource_spans for scope in resource.scope_spans for each in scope.spans)
+    for item, span in zip(written, made, strict=True):
+        item["traceId"], item["spanId"] = span.trace_id.hex(), span.span_id.hex()
+        if span.parent_span_id:
+            item["parentSpanId"] = span.parent_span_id.hex()
+    return plain

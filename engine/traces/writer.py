@@ -1,0 +1,230 @@
+"""Writes the traces of a run's ended episodes, in a thread of its own.
+
+Invariants:
+- An episode costs the run one `put` of its id: the thread reads result and journal from the run's store.
+- Nothing here raises into the run. A collector that does not answer costs it at most `CLOSE_SECONDS` at its end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import structlog
+from pydantic_core import to_json
+
+from engine.errors import TraceError
+from engine.masking import mask_credentials, mask_values, remember
+from engine.store.private import private_file, private_folder
+from engine.store.reader import RunReader
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+    from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.trajectory import Trajectory
+    from engine.store.header import RunHeader
+
+log = structlog.get_logger(__name__)
+
+FOLDER = "traces"
+CLOSE_SECONDS = 15.0
+"""How long the end of a run waits for traces."""
+EXPORT_SECONDS = 5.0
+"""Deadline of one request to the collector, with its retries."""
+BATCH = 32
+"""Maximum number of episodes in one request."""
+GIVE_UP = 3
+"""Requests that fail one after another, after which no more are sent."""
+_HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
+
+
+class TraceWriter:
+    """Writes and sends traces of ended episodes as `traces` of a spec says.
+
+        writer = TraceWriter(spec, store.folder, store.header)
+        writer.add(trajectory)      # after the episode is stored
+        writer.close()
+
+    Args:
+        spec: The spec.
+        folder: The folder of the run.
+        header: The header of the run.
+
+    Raises:
+        TraceError: a package is missing, or the folder cannot be created.
+    """
+
+    def __init__(self, spec: EpisodeSpec, folder: Path, header: RunHeader) -> None:
+        self._traces = spec.traces
+        self._reader = RunReader(folder, header)
+        self._files = folder / FOLDER
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._send = _collector(spec.traces.otlp) if spec.traces.otlp is not None else None
+        self._builder = _builder(spec) if spec.traces.makes_spans else None
+        self._failures = 0
+        self._unsent = 0
+        self._problem = ""
+        self._thread: threading.Thread | None = None
+        if spec.traces.spans or spec.traces.episodes:
+            try:
+                private_folder(self._files, exist_ok=True)
+            except OSError as error:
+                raise TraceError(f"the folder of the traces {self._files} cannot be created: {error}") from error
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Trace an episode that is stored. Takes about a microsecond."""
+        if trajectory.outcome.failure is not None or self._traces.of == "all":
+            self.add_id(trajectory.episode_id)
+
+    def add_id(self, episode_id: str) -> None:
+        """Trace a stored episode by its id."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+            self._thread.start()
+        self._queue.put(episode_id)
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Write what is left, and report what could not be sent. Never raises."""
+        if self._thread is None:
+            return
+        self._queue.put(None)
+        self._thread.join(seconds)
+        left = self._queue.qsize() if self._thread.is_alive() else 0
+        if self._unsent or left:
+            log.warning(
+                "traces are incomplete; the run's store has every episode",
+                episodes=self._unsent + left,
+                reason=self._problem or f"not done within {seconds:g} s",
+            )
+        self._thread = None
+
+    # --- in the thread ---
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            ids = [self._queue.get()]
+            while len(ids) < BATCH and not self._queue.empty():
+                ids.append(self._queue.get())
+            ended = None in ids
+            self._trace([each for each in ids if each is not None])
+
+    def _trace(self, ids: Sequence[str]) -> None:
+        """Write and send the traces of some episodes."""
+        spans: list[ReadableSpan] = []
+        for episode_id in ids:
+            try:
+                trajectory = self._reader.trajectory(episode_id)
+                if self._traces.episodes:
+                    self._write_episode(trajectory)
+                if self._builder is not None:
+                    row = self._reader.episode(episode_id)
+                    spans += self._builder(trajectory, self._reader.journal(episode_id), row.attempt)
+            except Exception as error:  # noqa: BLE001  a trace never harms a run
+                self._unsent += 1
+                self._problem = mask_credentials(f"{episode_id}: {error or repr(error)}")
+        if not spans:
+            return
+        try:
+            if self._traces.spans:
+                self._write_spans(spans)
+        except Exception as error:  # noqa: BLE001  a full disk, for example
+            self._problem = mask_credentials(str(error) or repr(error))
+            self._unsent += len(ids)
+        if self._send is not None:
+            self._send_spans(spans, len(ids))
+
+    def _send_spans(self, spans: Sequence[ReadableSpan], episodes: int) -> None:
+        if self._send is None or self._failures >= GIVE_UP:
+            self._unsent += episodes
+            return
+        problem = self._send(spans)
+        if problem is None:
+            self._failures = 0
+            return
+        self._failures += 1
+        self._unsent += episodes
+        self._problem = problem
+
+    def _write_spans(self, spans: Sequence[ReadableSpan]) -> None:
+        from engine.traces.spans import otlp_json
+
+        _append(self._files / "spans.jsonl", otlp_json(spans))
+
+    def _write_episode(self, trajectory: Trajectory) -> None:
+        name = "finished" if trajectory.outcome.failure is None else "failed"
+        plain = json.loads(to_json(replace(trajectory, branches=[]), inf_nan_mode="strings", fallback=str))
+        del plain["branches"]
+        _append(self._files / f"{name}.jsonl", mask_values(plain))
+
+
+def _append(file: Path, line: Any) -> None:
+    with private_file(file).open("a", encoding="utf-8") as opened:
+        opened.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def _builder(spec: EpisodeSpec) -> Callable[[Trajectory, Sequence[Any], int], list[ReadableSpan]]:
+    try:
+        from engine.traces.spans import SpanBuilder, Traced
+    except ImportError as error:
+        raise _missing(error) from None
+    builder = SpanBuilder(spec)
+    return lambda trajectory, journal, attempt: builder.spans(Traced(trajectory, journal, attempt))
+
+
+def _collector(url: str) -> Callable[[Sequence[ReadableSpan]], str | None]:
+    """Return a function that sends spans to a collector and returns what went wrong."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import SpanExportResult
+    except ImportError as error:
+        raise _missing(error) from None
+    for variable in _HEADERS:
+        for pair in os.environ.get(variable, "").split(","):
+            if len(value := pair.partition("=")[2].strip()) >= 8:
+                remember(variable, value)
+    endpoint = url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1/traces"
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS)
+    host = urlsplit(url).netloc.rpartition("@")[2]
+    logger = logging.getLogger("opentelemetry.exporter")
+
+    def send(spans: Sequence[ReadableSpan]) -> str | None:
+        said: list[str] = []
+        handler = _Collect(said)
+        logger.addHandler(handler)
+        logger.propagate = False  # its messages quote what the collector answered
+        try:
+            if exporter.export(spans) is SpanExportResult.SUCCESS:
+                return None
+        except Exception as error:  # noqa: BLE001  a trace never harms a run
+            said.append(str(error) or repr(error))
+        finally:
+            logger.removeHandler(handler)
+        return mask_credentials(f"the collector at {host} took no spans: {said[-1] if said else 'no answer'}")[:500]
+
+    return send
+
+
+class _Collect(logging.Handler):
+    """Keeps the messages of warnings."""
+
+    def __init__(self, said: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message."""
+        self._said.append(record.getMessage())
+
+
+def _missing(error: ImportError) -> TraceError:
+    return TraceError(f"`traces` needs OpenTelemetry ({error}): pip install 'episode-engine[otel]'")
