@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,22 @@ async def test_a_failure_of_others_is_left_out(play: Any) -> None:
     selection = SftSelection()
     assert [np.sum(row["loss_mask"]) for row in sft_rows(ran.store, selection)] == []
     assert selection.summary() == ["left out: 1 episodes with a failure of blame backend"]
+
+
+async def test_a_backend_without_ids_gives_messages(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `openai` does: no token counts as sampled, and a turn with a malformed call is not whole."""
+    ran = await play([call(1), "done"])
+    given = ran.only
+    turns = [replace(turn, end=turn.start) for turn in given.turns]
+    branches = [replace(each, loss_mask=np.zeros_like(each.loss_mask)) for each in given.branches]
+    found = replace(given, turns=turns, branches=branches, outcome=replace(given.outcome, trainable=False))
+    monkeypatch.setattr(ran.store, "trajectories", lambda score=None: iter([found]))
+    (row,) = sft_rows(ran.store, SftSelection())
+    assert "input_ids" not in row
+    assert row["message_turns"] == [-1, -1, -1, 0, -1, 1]
+    assert row["messages"][3]["tool_calls"] == [
+        {"type": "function", "id": "call_0_0", "function": {"name": "read", "arguments": '{"page":1}'}}
+    ]
+    found = replace(found, turns=[replace(turns[0], event="malformed"), turns[1]])
+    (row,) = sft_rows(ran.store, SftSelection())
+    assert row["message_turns"] == [-1, -1, -1, -1, -1, 1]
