@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.tokens.format import ChatFormat
-    from engine.tokens.template_report import Piece, Turn
+    from engine.tokens.template_report import Piece, TurnRendering
 
 
 _LONG = 320
@@ -78,7 +78,7 @@ def template(
     _echo_rows(rows)
 
 
-def _echo_turns(turns: dict[str, Turn]) -> None:
+def _echo_turns(turns: dict[str, TurnRendering]) -> None:
     from engine.terminal import echo
 
     echo("turns:")

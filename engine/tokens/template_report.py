@@ -33,7 +33,7 @@ _BEFORE, _AFTER = 24, 56
 """Characters that are shown before and after the place where two renderings part."""
 
 
-class Turn(NamedTuple):
+class TurnRendering(NamedTuple):
     """One of the usual turns."""
 
     goes_on: bool
@@ -46,7 +46,7 @@ class Turn(NamedTuple):
     """What it writes at this place with the new message."""
 
 
-def usual_turns(form: ChatFormat) -> dict[str, Turn]:
+def usual_turns(form: ChatFormat) -> dict[str, TurnRendering]:
     """The usual turns that this format can show, by name."""
     found = {}
     for name, (kinds, new) in CASES.items():
@@ -58,7 +58,7 @@ def usual_turns(form: ChatFormat) -> dict[str, Turn]:
         verdict = prove(form, bytes(kinds), bytes([new]), None)
         goes_on = verdict.bridged and not verdict.rewrites
         was, now = ("", "") if goes_on else parting(form, [*kinds, new])
-        found[name] = Turn(goes_on, "" if goes_on else verdict.why, was, now)
+        found[name] = TurnRendering(goes_on, "" if goes_on else verdict.why, was, now)
     return found
 
 
@@ -94,7 +94,7 @@ def _reply_end(text: str, reply: View) -> int:
     return text.rfind(marks[-1]) + len(marks[-1])
 
 
-def branch_rule(turns: dict[str, Turn], history: str) -> str:
+def branch_rule(turns: dict[str, TurnRendering], history: str) -> str:
     """What follows from the usual turns for the rows of an episode."""
     broken = [name for name, turn in turns.items() if not turn.goes_on]
     if not broken:
@@ -180,7 +180,7 @@ def masks_or_why(form: ChatFormat) -> list[list[Piece]] | str:
 
 def plain(value: Any) -> Any:
     """The report's values as JSON has them."""
-    if isinstance(value, Turn):
+    if isinstance(value, TurnRendering):
         return {"goes_on": value.goes_on} | (
             {} if value.goes_on else {"why": value.why, "was": value.was, "now": value.now}
         )
