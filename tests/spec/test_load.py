@@ -113,7 +113,7 @@ user: x.y:Z
         "s.yaml:12:16: error[spec.unknown-key] unknown key `timout`; did you mean `timeout`?",
         "s.yaml:12:28: error[spec.unknown-key] unknown key `with_`; did you mean `with`?",
         "s.yaml:14:11: error[spec.bad-value] `machine.preset` must be one of single_turn, tools, tools_and_user, "
-        "retry_with_feedback, step; it is `toolz`; did you mean `tools`?",
+        "retry_with_feedback, step, tools_and_step; it is `toolz`; did you mean `tools`?",
         "s.yaml:16:16: error[spec.wrong-type] `machine.states.A.final` must be true or false; it is `yes`; write true",
         "s.yaml:18:17: error[spec.wrong-type] `machine.transitions[0].trigger` must be a string, or a list of strings; it is 5; "
         'quote it: "5"',
