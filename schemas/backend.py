@@ -93,6 +93,11 @@ class BackendBase(Contract):
         return inf
 
     @property
+    def priced(self) -> bool:
+        """Whether the cost of its replies is counted."""
+        return False
+
+    @property
     def half_precision(self) -> str | None:
         """The 16-bit type in which it computes; None: float32, or not set in the spec."""
         return None
@@ -176,14 +181,67 @@ class SGLangBackendSpec(BackendBase):
         return self.timeout
 
 
-class OpenAIBackendSpec(BackendBase):
-    """Any OpenAI-compatible chat endpoint. It returns only text, so its rows are not trainable."""
+class PricesSpec(Contract):
+    """What an API charges, for a million tokens, in any one currency."""
 
-    runtime: ClassVar[str] = "engine.backends.openai:OpenAIBackend"
+    input: float = Field(ge=0)
+    """Prompt tokens that were not cached."""
+    output: float = Field(ge=0)
+    """Sampled tokens, reasoning included."""
+    cached: float | None = Field(default=None, ge=0)
+    """Prompt tokens read from the API's cache. Default: as `input`."""
+    cache_write: float | None = Field(default=None, ge=0)
+    """Prompt tokens written to the API's cache, where it counts them. Default: as `input`."""
+
+
+class ApiBackendSpec(BackendBase):
+    """Keys of every backend that is a chat API. It returns only text, so its rows are not trainable."""
+
     exact_ids: ClassVar[bool] = False
     reports_versions: ClassVar[bool] = False
     weights_in_servers: ClassVar[bool] = True
     takes_messages: ClassVar[bool] = True
+
+    kind: str
+    url: str
+    model: str
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the API key."""
+    prices: PricesSpec | None = None
+    """Prices by token. With them the cost of each turn and of the run is counted, and `rollout.max_cost` can limit it."""
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    """Requests that may be sent in a minute, retries included; the others wait."""
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    """Tokens that may be sent and requested in a minute. A request counts with its prompt, by the tokenizer of `model.path`, and
+    the longest reply that it asks for, until the endpoint has counted its tokens."""
+    timeout: Seconds = 600.0
+    """Deadline for one reply, including retries. Time in which the endpoint cannot be reached does not count."""
+    try_timeout: Seconds | None = None
+    """Deadline for one try, after which the request is sent again. Default: half of `timeout`."""
+    retries: int = Field(default=4, ge=0)
+    """Tries after the first, on broken connections, bad replies and 5xx. An endpoint that cannot be reached or answers 429,
+    502, 503, 504 or 529 does not use up a try."""
+    wait: Seconds = 600.0
+    """How long a run waits while the endpoint does not reply; then it stops, and can be resumed. No episode fails because
+    of an outage."""
+
+    @property
+    def server_urls(self) -> list[str]:
+        return [self.url]
+
+    @property
+    def reply_seconds(self) -> float:
+        return self.timeout
+
+    @property
+    def priced(self) -> bool:
+        return self.prices is not None
+
+
+class OpenAIBackendSpec(ApiBackendSpec):
+    """Any OpenAI-compatible chat endpoint. It returns only text, so its rows are not trainable."""
+
+    runtime: ClassVar[str] = "engine.backends.openai:OpenAIBackend"
     unsupported_sampling: ClassVar[tuple[str, ...]] = (
         *_CONSTRAINTS,
         "top_k",
@@ -197,26 +255,6 @@ class OpenAIBackendSpec(BackendBase):
     kind: Literal["openai"] = "openai"
     url: str
     """Base URL, up to and including `/v1`."""
-    model: str
-    api_key_env: str | None = None
-    timeout: Seconds = 600.0
-    """Deadline for one reply, including retries. Time in which the endpoint cannot be reached does not count."""
-    try_timeout: Seconds | None = None
-    """Deadline for one try, after which the request is sent again. Default: half of `timeout`."""
-    retries: int = Field(default=4, ge=0)
-    """Tries after the first, on broken connections, bad replies and 5xx. An endpoint that cannot be reached or answers 429,
-    502, 503 or 504 does not use up a try."""
-    wait: Seconds = 600.0
-    """How long a run waits while the endpoint does not reply; then it stops, and can be resumed. No episode fails because
-    of an outage."""
-
-    @property
-    def server_urls(self) -> list[str]:
-        return [self.url]
-
-    @property
-    def reply_seconds(self) -> float:
-        return self.timeout
 
 
 class ScriptedBackendSpec(BackendBase):

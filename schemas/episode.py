@@ -39,6 +39,9 @@ class RolloutSpec(Contract):
     """Changes only the sampling seed of every turn. A fork uses it to sample other replies."""
     out: str = "runs"
     """Folder in which runs are stored, relative to the current folder."""
+    max_cost: float | None = Field(default=None, gt=0)
+    """What the run may cost, by `prices` of its backends, resumes included. When it is reached, no request is sent any more,
+    replies under way are kept, and the run stops; it can be resumed with `--max-cost`."""
 
 
 class EpisodeSpec(Contract):

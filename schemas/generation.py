@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from engine.schemas.base import Contract, FloatArray, IntArray, Struct
-from engine.schemas.message import ImagePart, Message
+from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 
 Weight = Annotated[float, Field(ge=-2.0, le=2.0)]
 
@@ -133,6 +133,14 @@ class Generation(Struct):
     """Part of `seconds` that was spent waiting for a slot in the backend."""
     text: str | None = None
     """The reply of a backend that returns only text (`openai`); ids are then empty, and the row is not trainable."""
+    reasoning: str | None = None
+    """With `text`: reasoning that the backend returned apart from it."""
+    calls: list[ToolCall | MalformedCall] = field(default_factory=list)
+    """With `text`: tool calls that the backend returned apart from it, in order. The id of call number i is `call_<turn>_<i>`."""
+    sampled_tokens: int = 0
+    """With `text`: length of the reply in tokens as the backend counted it, reasoning included."""
+    cost: float = 0.0
+    """Price of the request, from the backend's `prices`."""
 
     @model_validator(mode="after")
     def _aligned(self) -> Generation:

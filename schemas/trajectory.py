@@ -74,6 +74,10 @@ class Turn(Struct):
     queue_seconds: float = 0.0
     cached_tokens: int = 0
     prompt_tokens: int = 0
+    reply_tokens: int = 0
+    """Length of a reply that came as text, in tokens as the backend counted them; 0 where its tokens are sampled ones."""
+    cost: float = 0.0
+    """Price of the turn, from `prices` of its backend."""
 
 
 SpanKind = Literal["prompt", "generated", "bridge", "closing"]

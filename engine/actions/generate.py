@@ -163,6 +163,8 @@ class GenerateAction(BuiltInAction):
                 queue_seconds=generation.queue_seconds,
                 cached_tokens=generation.cached_tokens,
                 prompt_tokens=generation.prompt_tokens,
+                reply_tokens=generation.sampled_tokens,
+                cost=generation.cost,
             )
         )
         return event

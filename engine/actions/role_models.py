@@ -21,7 +21,7 @@ import numpy as np
 from engine.actions.role_weights import frozen_refusal, role_weights, shares_policy
 from engine.backends.registry import open_backend
 from engine.errors import ContextOverflow, EngineError, SpecCodeError, TrainError
-from engine.schemas.backend import LocalBackendSpec
+from engine.schemas.backend import BackendBase, LocalBackendSpec
 from engine.schemas.condense import SummarySpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest
@@ -299,6 +299,11 @@ class RoleModels:
             await served.backend.close()
 
     @property
+    def backends(self) -> list[Backend]:
+        """The backends that were opened here."""
+        return [served.backend for served in self._backends.values()]
+
+    @property
     def outages(self) -> list[Outage]:
         """Outages of the backends that were opened here."""
         return [served.backend.outage for served in self._backends.values() if served.backend.outage is not None]
@@ -324,6 +329,11 @@ def roles_of(spec: EpisodeSpec) -> dict[DataPath, tuple[str, RoleSpec, Blame]]:
     if spec.condense is not None and isinstance(spec.condense.condenser, SummarySpec):
         found["condense", "condenser"] = ("condense", spec.condense.condenser.role, "environment")
     return found
+
+
+def backend_specs(spec: EpisodeSpec) -> list[BackendBase]:
+    """The backends of the policy and of every role that declares its own."""
+    return [spec.backend, *(part.backend for _, part, _ in roles_of(spec).values() if part.backend is not None)]
 
 
 def section_of(loaded: LoadedSpec, path: DataPath) -> LoadedSpec:

@@ -15,6 +15,7 @@ from engine.schemas.generation import GenerateRequest, Generation, SamplingParam
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine.backends.budget import Budget
     from engine.backends.http.outage import Outage
     from engine.schemas.backend import BackendBase
     from engine.spec.load import LoadedSpec
@@ -37,6 +38,8 @@ class Backend(ABC):
     """Longest sequence in tokens, prompt and reply together, where the backend has a limit of its own."""
     outage: Outage | None = None
     """For backends with servers: whether requests wait until a server is back, and the deadlines that wait with them."""
+    budget: Budget | None = None
+    """What the run may cost. The runner sets it; a backend whose config has `prices` asks before each request, and charges each reply."""
 
     @classmethod
     @abstractmethod

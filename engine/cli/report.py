@@ -145,6 +145,9 @@ def print_summary(
         f"{share(summary.cached_tokens, summary.prompt_tokens)} from cache · {counts['tool_calls']} tool calls, "
         f"{counts['tool_errors']} failed · {counts['user_turns']} user turns"
     )
+    if summary.reply_tokens:
+        cost = f", cost {summary.cost:.6g}" if summary.cost else ""
+        console.print(f"{summary.reply_tokens} tokens replied as text{cost}")
     if seconds:
         rate = f" · {tokens / seconds:.0f} tokens/s" if tokens else ""
         console.print(f"{seconds:.1f} s{rate}")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,13 +67,19 @@ def run(
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Continue if the first 16 episodes all fail with one cause.")
     ] = False,
+    max_cost: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="What the run may cost, instead of the spec's `rollout.max_cost`; also with --resume."
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only the summary.")] = False,
 ) -> None:
     """Run episodes, and store every token, reward and event.
 
     Exit status: 0 when every episode came to an end (a failed episode is data); 1 when the spec is invalid or an episode
     could not be finished; 2 when the command line is wrong; 3 when no server can be reached at the start, none replies
-    for `backend.wait`, the first 16 episodes all fail in one way, or the backend fails more than 10 % of them; 130 after
+    for `backend.wait`, the run has cost `rollout.max_cost`, the first 16 episodes all fail in one way, or the backend fails more than 10 % of them; 130 after
     Ctrl-C; 143 after SIGTERM.
     """
     from engine.cli.console import make_console
@@ -86,7 +93,13 @@ def run(
             raise typer.BadParameter(
                 "it says what to do again in a run: give --resume RUN too", param_hint="--retry-failed"
             )
-        loaded, tasks, store = prepare(console, spec, list(overrides or ()), limit, out, resume)
+        changes = list(overrides or ())
+        if max_cost is not None and resume is None:
+            changes.append(f"rollout.max_cost={max_cost}")
+        loaded, tasks, store = prepare(console, spec, changes, limit, out, resume)
+        if max_cost is not None and resume is not None:
+            rollout = loaded.spec.rollout.model_copy(update={"max_cost": max_cost})
+            loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(ERROR) from None
@@ -153,11 +166,13 @@ def print_stopped(result: RunResult, folder: Path) -> None:
     Raises:
         typer.Exit: with status 3, if it did.
     """
-    from engine.errors import FailingError
+    from engine.errors import BudgetError, FailingError
 
     if result.stopped is not None:
         echo(f"Stopped: {result.stopped}", err=True)
-        if isinstance(result.stopped, FailingError):
+        if isinstance(result.stopped, BudgetError):
+            echo(f"To continue: engine run --resume {folder} --max-cost AMOUNT", err=True)
+        elif isinstance(result.stopped, FailingError):
             echo(result.stopped.cause, err=True)
             echo(
                 f"Correct it, then: engine run --resume {folder} --retry-failed all (--keep-going ignores this)",
@@ -283,6 +298,9 @@ async def drive(
         echo(f"the backend's counts could not be written: {error}")
     if summary:
         print_summary(console, result.summary, seconds=time.perf_counter() - began, tokens=runner.live.tokens)
+    if budget := runner.budget:
+        most = "" if budget.most is None else f" of at most {budget.most:.6g}"
+        console.print(f"Cost of the run: {budget.spent:.6g}{most}, with users, judges and unfinished episodes")
     if busy_calls := runner.busy_calls:
         console.print(busy_calls, highlight=False)
     if certificate := told.get("certificate"):

@@ -52,7 +52,6 @@ WORDS: dict[str, dict[str, str]] = {
     "OpenAIBackendSpec": {
         "kind": "Any OpenAI-compatible chat endpoint; its rows do not train.",
         "model": "The model's name at the endpoint.",
-        "api_key_env": "Name of the environment variable that holds the API key.",
         "retries": "Attempts after the first, on connection errors and 5xx.",
     },
     "ByMessage": {"by": "Each text of a message is one chunk."},

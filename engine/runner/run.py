@@ -25,7 +25,9 @@ import structlog
 from engine.actions.base import EpisodeObjects
 from engine.actions.calls import SCOPE, EpisodeScope, LoopReplacedError
 from engine.actions.images import ImageStorer
+from engine.actions.role_models import backend_specs
 from engine.actions.workers import Workers
+from engine.backends.budget import Budget
 from engine.deadline import PausableClocks
 from engine.errors import EngineError, ReplayError, StoreError
 from engine.executor import RestartNeededError, never_built, until_end
@@ -119,6 +121,8 @@ class Runner:
             clocks=self._clocks,
         )
         self._traces = TraceWriter(spec, store.folder, store.header) if spec.traces.active else None
+        self.budget: Budget | None = None
+        """What the run has cost; None before `serving`, and where no backend has prices."""
         self._faults: list[str] = []
         self._stopped: EngineError | None = None
         self._halt = asyncio.Event()
@@ -258,7 +262,7 @@ class Runner:
         for outage in outages:
             outage.clocks.add(self._clocks)
         try:
-            with _rare_collections():
+            with _rare_collections(), self._paying():
                 yield
         finally:
             for outage in outages:
@@ -268,6 +272,23 @@ class Runner:
                 await asyncio.to_thread(self._traces.close)
             self.role_stats = self._roles.stats()
             await self._roles.close()
+
+    @contextmanager
+    def _paying(self) -> Iterator[None]:
+        """Count the cost of the run in its folder, if one of its backends has prices."""
+        backends = [self._backend, *self._roles.backends]
+        if not any(section.priced for section in backend_specs(self.spec)):
+            yield
+            return
+        with Budget(self._store.folder / "costs.jsonl", self.spec.rollout.max_cost) as budget:
+            for backend in backends:
+                backend.budget = budget
+            self.budget = budget
+            try:
+                yield
+            finally:
+                for backend in backends:
+                    backend.budget = None
 
     async def _run_all(self, episodes: Iterator[tuple[Task, int]], stop: asyncio.Event | None) -> None:
         """Run episodes, a bounded number at a time, until none is left or `stop` or `_halt` is set."""
@@ -299,7 +320,8 @@ class Runner:
             except Exception as error:
                 if isinstance(error, EngineError) and error.stops_run:
                     self._stopped = self._stopped or error
-                    self._halt.set()
+                    if not error.drains:
+                        self._halt.set()
                     return
                 log.exception("an episode could not be finished", episode=episode_id_of(task.id, sample))
                 self._faults.append(f"{episode_id_of(task.id, sample)}: {words_of(error)}")

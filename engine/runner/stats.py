@@ -111,6 +111,10 @@ class Summary:
     """The part of it that generations waited inside the backend."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    reply_tokens: int = 0
+    """Tokens of replies that came as text."""
+    cost: float = 0.0
+    """Price of the turns. `costs.jsonl` has that of every reply, also of users, judges and unfinished episodes."""
     branches: int = 0
     mix: Collection[str] = ()
     """Names of the sources of `tasks.mix`."""
@@ -144,6 +148,8 @@ class Summary:
             self.queue_seconds += turn.queue_seconds
             self.prompt_tokens += turn.prompt_tokens
             self.cached_tokens += turn.cached_tokens
+            self.reply_tokens += turn.reply_tokens
+            self.cost += turn.cost
         for name, value in outcome.rewards.items():
             self.names[name] += value
         self.counts.update(trajectory.counts)

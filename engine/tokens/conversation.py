@@ -310,7 +310,7 @@ class Conversation:
         tape = self._tapes[-1][0]
         before = tape.ids[-_TAIL:]
         if generation.text is not None and not len(generation.output_ids):
-            return self._reply_in_text(tape, generation.text, turn)
+            return self._reply_in_text(tape, generation, generation.text, turn)
         self.check(generation)
         self._checked = None
         ids = generation.output_ids
@@ -502,13 +502,16 @@ class Conversation:
             raise BackendError("the backend gave a log-probability that is not a finite number", kind="bad_logprob")
         self._checked = generation
 
-    def _reply_in_text(self, tape: Tape, text: str, turn: int) -> Reply:
+    def _reply_in_text(self, tape: Tape, generation: Generation, text: str, turn: int) -> Reply:
         """The reply of a backend that gives text and no ids: nothing counts as sampled, and its text is on the tape with loss mask 0."""
         start, end = tape.append("generated", [], turn=turn, logprobs=[])
         self._before = None
+        if generation.calls or generation.reasoning:
+            parsed, text = self.form.replies.given(text, generation.reasoning, generation.calls)
+        else:
+            parsed = self.form.replies.parse_text(text, turn=turn, tools=self._tools or ())
         tape.append("bridge", self.form.encode(text))
         self._written = text
-        parsed = self.form.replies.parse_text(text, turn=turn, tools=self._tools or ())
         end_ = _End(None, parsed.thinking, None if self.form.replies.is_plain(parsed) else text)
         return self._replied(parsed, TurnPlace(len(self._tapes) - 1, start, end), end_)
 

@@ -16,7 +16,7 @@ import numpy as np
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.proof import View
 from engine.tokens.tape import IntVector
-from engine.tokens.toolcalls import parse_calls
+from engine.tokens.toolcalls import HermesFormat, parse_calls
 
 if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
@@ -95,6 +95,29 @@ class ReplyParser:
             ids = np.asarray([*form.encode(text), *form.stop_token_ids[:1]], np.int32)
             return self._parse_by_token(form.reader, ids, _NO_IDS, turn, tools)
         return self._parse_text(text, turn, tools, opened=False)
+
+    def given(
+        self, text: str, reasoning: str | None, attempts: list[ToolCall | MalformedCall]
+    ) -> tuple[ParsedReply, str]:
+        """A reply that came in parts: text, reasoning and calls. Nothing is parsed.
+
+        Returns:
+            The reply, and its text with the calls as the model of this chat format would write them.
+        """
+        if not attempts:
+            return ParsedReply(text, reasoning, [], text, False, True), text
+        written = "\n".join([*([text] if text else []), *map(self._in_writing, attempts)])
+        malformed = [attempt.raw for attempt in attempts if isinstance(attempt, MalformedCall)]
+        as_calls = not malformed and self._can_show(len(attempts))
+        content = "\n".join([*([text] if text else []), *malformed])
+        return ParsedReply(content, reasoning, attempts, content if as_calls else written, False, as_calls), written
+
+    def _in_writing(self, attempt: ToolCall | MalformedCall) -> str:
+        if isinstance(attempt, MalformedCall):
+            return attempt.raw
+        own = self._form.call_format
+        form = own if own is not None and own.name else HermesFormat()  # a format of the spec's own may raise
+        return form.write("", [(attempt.name, attempt.arguments)])
 
     def is_plain(self, parsed: ParsedReply) -> bool:
         """Whether a reply is text in which the template looks for nothing, so that the checks of probes hold for it."""

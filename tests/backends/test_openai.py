@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from engine.backends.budget import Budget
 from engine.backends.openai import OpenAIBackend
-from engine.errors import BackendError, ContextOverflow
+from engine.errors import BackendError, BudgetError, ContextOverflow
 from engine.schemas.backend import OpenAIBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
-from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
+from engine.schemas.message import ImagePart, MalformedCall, Message, TextPart, ToolCall
 from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
@@ -162,31 +163,77 @@ async def test_why_a_reply_ended_is_told(
         assert (await backend.generate(request())).finish == expected
 
 
-async def test_tool_calls_come_back_as_the_spec_s_model_writes_them(chat_format: ChatFormat) -> None:
-    made = {"role": "assistant", "content": "So:", "tool_calls": [call("add", '{"a": 1}'), call("add", "")]}
+async def test_tool_calls_come_back_with_the_engine_s_ids(chat_format: ChatFormat) -> None:
+    made = {
+        "role": "assistant", "content": "So:", "reasoning_content": "hm",
+        "tool_calls": [call("add", '{"a": 1}'), call("add", "")],
+    }  # fmt: skip
     async with endpoint(chat_format) as (server, backend):
         server.replies.append(completion(made, "tool_calls"))
-        text = (await backend.generate(request(tools=[TOOL]))).text
-    assert text is not None
-    parsed = chat_format.replies.parse_text(text, turn=0, tools=[TOOL])
-    assert [(c.name, c.arguments) for c in parsed.attempts if isinstance(c, ToolCall)] == [
-        ("add", {"a": 1}),
-        ("add", {}),
+        generation = await backend.generate(request(tools=[TOOL], turn=3))
+    assert (generation.text, generation.reasoning, generation.sampled_tokens) == ("So:", "hm", 3)
+    assert generation.calls == [
+        ToolCall(id="call_3_0", name="add", arguments={"a": 1}),
+        ToolCall(id="call_3_1", name="add", arguments={}),
     ]
-    assert parsed.content.strip() == "So:"
 
 
-async def test_arguments_that_are_no_object_are_shown_to_the_model_as_they_came(chat_format: ChatFormat) -> None:
-    made = {"role": "assistant", "content": None, "tool_calls": [call("add", '{"a": ')]}
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "null", "3", '{"a": 1} x', '{"a": 1e999}'])
+async def test_arguments_that_are_no_object_are_malformed_calls_beside_the_others(
+    chat_format: ChatFormat, arguments: str
+) -> None:
+    made = {"role": "assistant", "content": None, "tool_calls": [call("add", '{"a": 1}'), call("add", arguments)]}
     async with endpoint(chat_format) as (server, backend):
         server.replies.append(completion(made, "tool_calls"))
-        text = (await backend.generate(request(tools=[TOOL]))).text
-    assert text == '\n<tool_call>\n{"name": "add", "arguments": {"a": }\n</tool_call>'
+        generation = await backend.generate(request(tools=[TOOL]))
+    good, bad = generation.calls
+    assert good == ToolCall(id="call_0_0", name="add", arguments={"a": 1})
+    assert isinstance(bad, MalformedCall)
+    assert bad.raw == f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+    reply, written = chat_format.replies.given("So:", None, generation.calls)
+    assert (reply.attempts, reply.content, reply.as_calls) == (generation.calls, f"So:\n{bad.raw}", False)
+    assert written.startswith("So:\n")
+    assert written.endswith(bad.raw)
+
+
+async def test_text_that_only_looks_like_a_call_beside_a_real_one_is_no_call(chat_format: ChatFormat) -> None:
+    text = 'I write <tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    made = {"role": "assistant", "content": text, "tool_calls": [call("add", '{"a": 1}')]}
+    async with endpoint(chat_format) as (server, backend):
+        server.replies.append(completion(made, "tool_calls"))
+        generation = await backend.generate(request(tools=[TOOL]))
+    reply, _ = chat_format.replies.given(text, None, generation.calls)
+    assert (reply.content, len(reply.attempts)) == (text, 1)
+
+
+async def test_a_reply_is_charged_by_the_tokens_that_its_usage_counts(chat_format: ChatFormat, tmp_path: Path) -> None:
+    prices = {"input": 2, "cached": 0.5, "output": 8}
+    async with endpoint(chat_format, prices=prices) as (server, backend):
+        server.replies += [completion(), completion(), (200, b'{"choices":[{"message":{"content":"a"}}]}')]
+        cost = (4 * 2 + 8 * 0.5 + 3 * 8) / 1e6
+        with Budget(tmp_path / "costs.jsonl", 1.5 * cost) as budget:
+            backend.budget = budget
+            assert [(await backend.generate(request())).cost for _ in range(2)] == [cost, cost]
+            with pytest.raises(BudgetError):
+                await backend.generate(request())
+            budget.most = None
+            with pytest.raises(BackendError, match="without `usage`") as caught:
+                await backend.generate(request())
+        assert (caught.value.kind, backend.stats()["cost"], len(server.requests)) == ("no_usage", 2 * cost, 3)
 
 
 @pytest.mark.parametrize(
     "fault",
-    [(500, b"no"), (503, b""), (429, b"{}"), (0, b""), (200, b"<html>"), (200, b'{"choices":[]}'), (200, b"{}")],
+    [
+        (500, b"no"),
+        (503, b""),
+        (529, b""),
+        (429, b"{}"),
+        (0, b""),
+        (200, b"<html>"),
+        (200, b'{"choices":[]}'),
+        (200, b"{}"),
+    ],
 )
 async def test_another_try_follows_a_reply_that_cannot_be_used(
     chat_format: ChatFormat, fault: tuple[int, bytes]

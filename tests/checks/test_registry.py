@@ -17,6 +17,7 @@ from engine.spec.load import read_spec
 
 def test_ids_are_stable() -> None:
     assert sorted((item.id, item.severity) for item in all_rules()) == [
+        ("backend.no-prices", "error"),
         ("backend.unsupported-sampling", "error"),
         ("code.action", "error"),
         ("code.adapter", "error"),

@@ -93,7 +93,7 @@ def test_an_openai_endpoint_is_shown_images_of_the_run_store_as_urls(
     backend = OpenAIBackend(OpenAIBackendSpec(url="http://127.0.0.1:1/v1", model="m"), form)
     said = Message(role="user", content=[ImagePart(image=digest_of(FIRST)), TextPart(text="What is it?")])
     asked = replace(request(vision, [5]), messages=[said])
-    assert backend._body(asked)["messages"] == [
+    assert backend.body(asked, [said])["messages"] == [
         {
             "role": "user",
             "content": [

@@ -8,5 +8,6 @@ reply.py       a reply, what can go wrong with one, `Retry-After`
 refusal.py     replies that refuse a request, as typed errors
 retries.py     failed tries of one request, and the pauses between them
 outage.py      requests wait while no server can be reached
+pace.py        limits of requests and tokens a minute
 keys.py        API keys
 """

@@ -18,7 +18,7 @@ MAX_HELD = 1 << 30
 """Maximum size in bytes of all incomplete bodies, over all connections of the process."""
 MAX_INTERIM = 16
 """Maximum number of interim replies (status 1xx) before a reply."""
-RETRY_AFTER_STATUSES = (429, 503)
+RETRY_AFTER_STATUSES = (429, 503, 529)
 """Statuses of replies whose `Retry-After` is read."""
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)(?=\r\n|\Z)", re.IGNORECASE)
 _RETRY_AFTER = re.compile(rb"\r\nretry-after: *([^\r\n]*)", re.IGNORECASE)

@@ -9,9 +9,11 @@ import msgspec
 from engine.backends.http.reply import HttpReply
 from engine.errors import BackendError, ContextOverflow
 
-UNAVAILABLE = (502, 503, 504)
-"""Statuses that say that nobody works on the request: the server, or the one behind a proxy, is not there."""
-_TOO_LONG = re.compile(r"context length|longer than the model|maximum allowed length|max_req_input_len", re.IGNORECASE)
+UNAVAILABLE = (502, 503, 504, 529)
+"""Statuses that say that nobody works on the request: the server, or the one behind a proxy, is not there or overloaded (529)."""
+_TOO_LONG = re.compile(
+    r"context length|longer than the model|maximum allowed length|max_req_input_len|prompt is too long", re.IGNORECASE
+)
 _KINDS = {401: "unauthorized", 403: "unauthorized", 404: "not_found"}
 
 

@@ -41,7 +41,7 @@ class HttpReply(msgspec.Struct, frozen=True):
     read: Any = None
     """The result of the request's `read`."""
     retry_after: float | None = None
-    """Seconds until the next request, from the header `Retry-After`; only with status 429 and 503."""
+    """Seconds until the next request, from the header `Retry-After`; only with status 429, 503 and 529."""
 
 
 def retry_seconds(value: bytes, now: float | None = None) -> float | None:

@@ -1,0 +1,330 @@
+"""Chat APIs: messages and tools are sent, text and tool calls are returned. The base class of their backends.
+
+Such an endpoint returns no token ids, so nothing here is exact and no row trains. Tool calls come back apart from the text,
+and stay apart: text that only looks like a call is no call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import msgspec
+import numpy as np
+import structlog
+
+from engine.backends.base import Backend, refuse_parameters
+from engine.backends.budget import Usage
+from engine.backends.chat_history import paired
+from engine.backends.http.client import HttpClient
+from engine.backends.http.keys import key_headers, read_key
+from engine.backends.http.outage import Outage
+from engine.backends.http.pace import Pace
+from engine.backends.http.refusal import UNAVAILABLE, refusal
+from engine.backends.http.reply import HttpFailure, HttpReply
+from engine.backends.http.retries import Tries
+from engine.deadline import Deadlines
+from engine.errors import BackendError, OutageError
+from engine.schemas.backend import ApiBackendSpec
+from engine.schemas.generation import FinishReason, GenerateRequest, Generation
+from engine.schemas.message import MalformedCall, Message, ToolCall
+from engine.tokens.images import DIGEST
+from engine.tokens.toolcalls.base import UnreadableCall, storable_call
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
+
+log = structlog.get_logger(__name__)
+
+_TOKEN_BYTES = 4096
+_REST_BYTES = 4 << 20
+_NO_IDS = np.zeros(0, dtype=np.int32)
+_NO_LOGPROBS = np.zeros(0, dtype=np.float32)
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What an API replied."""
+
+    text: str
+    finish: FinishReason
+    usage: Usage | None
+    reasoning: str | None = None
+    calls: list[tuple[str, Any]] = []
+    """Name and arguments of each tool call; the arguments as an object or as JSON text."""
+
+
+class UnusableReplyError(ValueError):
+    """A reply that is not of the API's form."""
+
+
+class ApiBackend(Backend):
+    """Sends requests to a chat API. A subclass knows one protocol: `path`, `body`, `read`, and `headers` if it has its own."""
+
+    path: ClassVar[str]
+    """Where replies are requested, below the URL."""
+
+    def __init__(self, spec: Any, format: ChatFormat, *, api_key: str | None = None) -> None:
+        """Nothing is opened yet.
+
+        Raises:
+            ValueError: The URL is not the URL of a server.
+        """
+        self._spec: ApiBackendSpec = spec
+        self._format = format
+        self._http = HttpClient(spec.url, headers=self.headers(api_key))
+        self._closed = False
+        self._counts: Counter[str] = Counter()
+        self._cost = 0.0
+        self._pace = Pace(spec.requests_per_minute, spec.tokens_per_minute)
+        self._deadlines = Deadlines(spec.timeout)
+        self._try_deadlines = Deadlines(spec.try_timeout or spec.timeout / 2)
+        self.outage: Outage = Outage(spec.wait)
+        self.outage.clocks.add(self._deadlines)
+        self.outage.clocks.add(self._try_deadlines)
+
+    @classmethod
+    def open(cls, spec: Any, format: ChatFormat, loaded: LoadedSpec) -> Self:
+        """See `Backend.open`.
+
+        Raises:
+            BackendError: The spec's sampling sets a parameter that the protocol does not have, the variable of the key is
+                not set, or the URL is invalid.
+        """
+        refuse_parameters(cls.declared, loaded.spec.sampling)
+        try:
+            return cls(spec, format, api_key=read_key(spec.api_key_env))
+        except ValueError as error:
+            raise BackendError(f"backend.url: {error}", kind="bad_url") from None
+
+    # --- the protocol -------------------------------------------------------------------------------------
+
+    def headers(self, api_key: str | None) -> dict[str, str]:
+        """The headers of every request."""
+        return key_headers(api_key)
+
+    @abstractmethod
+    def body(self, request: GenerateRequest, messages: list[Message]) -> dict[str, Any]:
+        """The body of a request.
+
+        Args:
+            request: The request.
+            messages: Its messages, with calls and results in pairs.
+
+        Raises:
+            BackendError: The protocol cannot say it.
+        """
+
+    @abstractmethod
+    def read(self, body: bytes) -> Answer:
+        """Read a reply with status 200.
+
+        Raises:
+            UnusableReplyError, msgspec.DecodeError, UnicodeDecodeError: It is not of the API's form.
+        """
+
+    def adapts(self, reply: HttpReply, sent: bytes) -> bool:
+        """Whether a refused request is to be sent once more, because its next body differs from the one that was sent."""
+        return False
+
+    # ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Reach the endpoint. Its list of models is not checked, because many endpoints have none.
+
+        Raises:
+            OutageError: It cannot be reached.
+            BackendError: It refuses the key.
+        """
+        try:
+            async with asyncio.timeout(min(30.0, self._spec.timeout)):
+                reply = await self._http.request("GET", "/models")
+        except TimeoutError:
+            raise OutageError(f"{self._spec.url} did not answer", kind="unreachable") from None
+        except HttpFailure as failure:
+            raise OutageError(f"{self._spec.url}: {failure}", kind="unreachable") from None
+        if reply.status in (401, 403):
+            raise refusal(self._spec.url, reply)
+        if reply.status in UNAVAILABLE:
+            raise OutageError(str(refusal(self._spec.url, reply)), kind="unreachable")
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one reply, as text; its arrays of ids and log-probs are empty.
+
+        Raises:
+            ContextOverflow: The conversation does not fit the model.
+            OutageError: The endpoint has not replied to any request for `backend.wait`.
+            BudgetError: The run has cost what it may cost.
+            BackendError: No usable reply; kinds `timeout`, `unreachable`, `rate_limited`, `unavailable`, `server_error`,
+                `bad_reply`, `bad_request`, `unauthorized`, `not_found`, `closed`, `no_usage`.
+        """
+        if request.messages is None:
+            raise BackendError(f"the {self._spec.kind} backend needs the messages of the request", kind="bad_request")
+        await self._pace.take(_estimate(request))  # before the deadline begins
+        began = time.perf_counter()
+        try:
+            with self._deadlines.begin():
+                answer = await self._answer(request, request.messages)
+        except TimeoutError:
+            raise BackendError(f"no reply within {self._spec.timeout:g} s", kind="timeout") from None
+        usage = answer.usage or Usage()
+        if answer.usage is not None:
+            self._pace.correct(_estimate(request), usage.prompt + usage.output)
+        cost = self._charge(request, answer.usage)
+        self._counts["turns"] += 1
+        self._counts["prompt_tokens"] += usage.prompt
+        self._counts["cached_tokens"] += usage.cached
+        self._counts["cache_write_tokens"] += usage.cache_write
+        self._counts["tokens"] += usage.output
+        return Generation(
+            output_ids=_NO_IDS,
+            logprobs=_NO_LOGPROBS,
+            finish=answer.finish,
+            prompt_tokens=usage.prompt,
+            cached_tokens=usage.cached,
+            seconds=time.perf_counter() - began,
+            text=answer.text,
+            reasoning=answer.reasoning,
+            calls=[_attempt(f"call_{request.turn}_{index}", *call) for index, call in enumerate(answer.calls)],
+            sampled_tokens=usage.output,
+            cost=cost,
+        )
+
+    def _charge(self, request: GenerateRequest, usage: Usage | None) -> float:
+        """The cost of a reply, after it was added to the budget; 0 without prices."""
+        prices = self._spec.prices
+        if prices is None:
+            return 0.0
+        if usage is None:
+            raise BackendError(
+                f"{self._spec.url} sent a reply without `usage`, so its cost is not known: remove `prices`, or use an "
+                "endpoint that counts tokens",
+                kind="no_usage",
+            )
+        cost = usage.cost(prices)
+        self._cost += cost
+        if self.budget is not None:
+            self.budget.charge(cost, usage, episode=request.episode_id, turn=request.turn, model=self._spec.model)
+        return cost
+
+    async def close(self) -> None:
+        """Close all connections. Calls in flight raise `BackendError`."""
+        self._closed = True
+        self.outage.end()
+        await self._http.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start; with `prices` also the cost."""
+        names = (
+            *("turns", "prompt_tokens", "cached_tokens", "cache_write_tokens", "tokens"),
+            *("attempts", "retries", "bad_replies", "try_timeouts"),
+        )
+        cost = {} if self._spec.prices is None else {"cost": self._cost}
+        paced = {"paced_seconds": round(self._pace.waited, 3)}
+        return {name: self._counts[name] for name in names} | cost | paced | self.outage.stats()
+
+    async def _answer(self, request: GenerateRequest, messages: list[Message]) -> Answer:
+        """The reply, after failed attempts were repeated. An attempt that the endpoint did not work on is not counted."""
+        tries = Tries(self._spec.retries, self.outage)
+        sent = paired(messages)
+        while True:
+            if self.outage.closed:
+                await self.outage.wait()
+            if self.budget is not None:
+                self.budget.check()
+            try:
+                answer = await self._attempt(request, sent)
+            except BackendError as error:
+                if self._closed:
+                    raise BackendError("the backend was closed", kind="closed") from None
+                if error.refused:
+                    self.outage.rest(str(error), error.retry_after)
+                if not tries.another(error):
+                    raise
+                self._counts["retries"] += 1
+                await self._pace.take(0 if error.refused else _estimate(request))
+                log.info("retrying", episode=request.episode_id, turn=request.turn, reason=str(error))
+                if error.refused:
+                    continue
+            else:
+                if self.outage.since is not None:
+                    self.outage.served()
+                return answer
+            await asyncio.sleep(tries.pause)
+
+    async def _attempt(self, request: GenerateRequest, messages: list[Message]) -> Answer:
+        self._counts["attempts"] += 1
+        try:
+            body = msgspec.json.encode(self.body(request, messages))
+            with self._try_deadlines.begin():
+                reply = await self._http.request("POST", self.path, body, most=_most(request))
+        except HttpFailure as failure:
+            message = f"{self._spec.url}: {failure}"
+            raise BackendError(message, kind="unreachable", retryable=True, refused=not failure.sent) from None
+        except TimeoutError:
+            self._counts["try_timeouts"] += 1
+            message = f"{self._spec.url} did not reply within {self._try_deadlines.seconds:g} s (`backend.try_timeout`)"
+            raise BackendError(message, kind="timeout", retryable=True) from None
+        if reply.status != 200:
+            if self.adapts(reply, body):
+                return await self._attempt(request, messages)
+            raise refusal(self._spec.url, reply)
+        try:
+            return self.read(reply.body)
+        except (UnusableReplyError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._counts["bad_replies"] += 1
+            message = f"{self._spec.url} sent a reply that cannot be used: {error}"
+            raise BackendError(message, kind="bad_reply", retryable=True) from None
+
+    def image_url(self, image: str) -> str:
+        """An image's reference as a URL: an image in the run store becomes a `data:` URL.
+
+        Raises:
+            BackendError: Kind `unsupported`: it is a path.
+        """
+        if image.startswith(DIGEST) and self._format.vision is not None:
+            return self._format.vision.bank.data_uri(image)
+        if not image.startswith(("data:", "http://", "https://")):
+            raise BackendError(
+                f"the {self._spec.kind} backend takes images as data: or http(s) URLs", kind="unsupported"
+            )
+        return image
+
+
+def _attempt(id_: str, name: str, arguments: Any) -> ToolCall | MalformedCall:
+    """A call, read; or malformed if its arguments are not a JSON object."""
+    problem = ""
+    if isinstance(arguments, str):
+        try:
+            read = msgspec.json.decode(arguments or "{}")
+        except (msgspec.DecodeError, UnicodeError) as error:
+            read, problem = None, f": {error}"
+    else:
+        read = arguments
+    if isinstance(read, dict):
+        try:
+            return storable_call(id_, name, read)
+        except UnreadableCall as error:
+            return MalformedCall(raw=_raw(name, arguments), problem=str(error))
+    return MalformedCall(
+        raw=_raw(name, arguments), problem=f"The arguments of `{name}` are not a JSON object{problem}."
+    )
+
+
+def _raw(name: str, arguments: Any) -> str:
+    """A malformed call in writing."""
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'
+
+
+def _estimate(request: GenerateRequest) -> int:
+    """Tokens that a request may have, with its reply."""
+    return len(request.input_ids) + request.max_new_tokens
+
+
+def _most(request: GenerateRequest) -> int:
+    """Maximum size of a reply in bytes: its tokens, with reasoning, and everything else."""
+    return _REST_BYTES + _TOKEN_BYTES * request.max_new_tokens

@@ -1,0 +1,42 @@
+"""Costs by token, and the file that adds them up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.backends.budget import Budget, Usage
+from engine.errors import BudgetError
+from engine.schemas.backend import PricesSpec
+
+
+@pytest.mark.parametrize(
+    ("prices", "cost"),
+    [
+        (PricesSpec(input=2, output=8), 1000 * 2 + 100 * 8),
+        (PricesSpec(input=2, output=8, cached=0.5), 400 * 2 + 600 * 0.5 + 100 * 8),
+        (PricesSpec(input=2, output=8, cached=0, cache_write=2.5), 300 * 2 + 100 * 2.5 + 100 * 8),
+    ],
+)
+def test_each_kind_of_token_has_its_price(prices: PricesSpec, cost: float) -> None:
+    assert Usage(prompt=1000, cached=600, cache_write=100, output=100).cost(prices) == pytest.approx(
+        cost / 1e6, rel=1e-12
+    )
+
+
+def test_a_resume_counts_what_was_spent_before_and_a_cut_line_hides_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "costs.jsonl"
+    with Budget(path, 1.0) as budget:
+        budget.charge(0.25, Usage(), episode="e", turn=0)
+        budget.check()
+    path.write_bytes(path.read_bytes() + b'{"cost": 0.2')
+    with Budget(path, 1.0) as budget:
+        assert budget.spent == 0.25
+        budget.charge(0.75, Usage())
+        with pytest.raises(BudgetError, match=r"has cost 1 of at most 1 \(`rollout\.max_cost`\)"):
+            budget.check()
+    with Budget(path, None) as budget:
+        assert budget.spent == 1.0
+        budget.check()
+    assert path.stat().st_mode & 0o777 == 0o600

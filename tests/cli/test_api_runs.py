@@ -1,0 +1,104 @@
+"""`engine run` on a chat API: tools in its own form, cost by token, and a limit on the cost."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from api_server import DROPPED, OVERLOADED, WRONG_JSON, ApiServer, rate_limited
+from test_outages import engine, finish
+
+from engine.schemas.trajectory import Trajectory
+from engine.store import RunStore, list_runs
+
+PRICES = {"input": 2.0, "cached": 0.2, "output": 8.0}
+FAULTS = [rate_limited("0.1"), OVERLOADED, DROPPED, WRONG_JSON, (500, {}, b"oops")]
+KINDS = ["openai"]
+
+
+def write_spec(folder: Path, tokenizer: Path, server: ApiServer, kind: str, tasks: int = 4, **more: Any) -> Path:
+    spec: dict[str, Any] = {
+        "spec": "episode/v1",
+        "name": "api",
+        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
+        "backend": {"kind": kind, "url": server.url, "model": "m", "prices": PRICES, "try_timeout": 20},
+        "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(tasks)], "id": "id"},
+        "prompt": [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "What is 17 plus 4?"}],
+        "tools": [{"use": "code_for_tests:add"}],
+        "machine": "tools",
+        "rollout": {"concurrency": 1, "live_episodes": 1},
+        **more,
+    }
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(spec, sort_keys=False))
+    return path
+
+
+def stored(folder: Path) -> list[Trajectory]:
+    with RunStore.open(list_runs(folder / "runs")[-1], readonly=True) as store:
+        return list(store.trajectories())
+
+
+def costs(folder: Path) -> list[float]:
+    lines = (list_runs(folder / "runs")[-1] / "costs.jsonl").read_text().splitlines()
+    return [json.loads(line)["cost"] for line in lines]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("broken", [False, True], ids=["good", "malformed"])
+def test_tools_go_out_and_come_back_in_the_api_s_own_form(
+    tiny_tokenizer_dir: Path, tmp_path: Path, kind: str, broken: bool
+) -> None:
+    with ApiServer(broken=broken) as server:
+        server.faults = list(FAULTS)
+        spec = write_spec(tmp_path, tiny_tokenizer_dir, server, kind)
+        code, out, err = finish(engine("run", spec, "-q", cwd=tmp_path))
+    assert (code, server.refused) == (0, []), err
+    assert (server.served, len(server.requests)) == (8, 8 + len(FAULTS))
+    for trajectory in stored(tmp_path):
+        assert [turn.event for turn in trajectory.turns] == ["malformed" if broken else "tool_calls", "answered"]
+        results = [message.text for message in trajectory.messages if message.role == "tool"]
+        assert results[0] == "21"
+        assert ("not a JSON object" in results[1]) if broken else results[1] == "2"
+        assert trajectory.messages[-1].text == "It is 21."
+        assert not trajectory.outcome.trainable
+    turns = [turn for trajectory in stored(tmp_path) for turn in trajectory.turns]
+    expected = [
+        ((turn.prompt_tokens - turn.cached_tokens) * 2 + turn.cached_tokens * 0.2 + turn.reply_tokens * 8) / 1e6
+        for turn in turns
+    ]
+    assert [turn.cost for turn in turns] == pytest.approx(expected, rel=1e-12)
+    assert [turn.reply_tokens for turn in turns] == [10] * 8
+    assert all(turn.cached_tokens > 0 for turn in turns[1:])
+    assert sum(costs(tmp_path)) == pytest.approx(sum(expected), rel=1e-12)
+    assert f"Cost of the run: {sum(expected):.6g}, " in out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_has_cost_its_limit_stops_and_goes_on_with_a_higher_one(
+    tiny_tokenizer_dir: Path, tmp_path: Path, kind: str
+) -> None:
+    with ApiServer() as server:
+        spec = write_spec(
+            tmp_path,
+            tiny_tokenizer_dir,
+            server,
+            kind,
+            rollout={"concurrency": 1, "live_episodes": 2, "max_cost": 0.0003},
+        )
+        code, _, err = finish(engine("run", spec, "-q", cwd=tmp_path))
+        assert code == 3, err
+        assert re.search(r"Stopped: the run has cost [\d.]+ of at most 0\.0003", err)
+        assert "--max-cost AMOUNT" in err
+        run = list_runs(tmp_path / "runs")[-1]
+        assert len(costs(tmp_path)) == server.served < 8
+        assert finish(engine("run", "--resume", run, "-q", cwd=tmp_path))[0] == 3
+        assert len(costs(tmp_path)) == server.served < 8
+        code, _, err = finish(engine("run", "--resume", run, "-q", "--max-cost", "1", cwd=tmp_path))
+    assert (code, server.served, server.refused) == (0, 8, []), err
+    assert [trajectory.outcome.failure for trajectory in stored(tmp_path)] == [None] * 4
+    assert sum(costs(tmp_path)) == pytest.approx(sum(t.cost for x in stored(tmp_path) for t in x.turns), rel=1e-12)
