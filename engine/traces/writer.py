@@ -43,7 +43,7 @@ EXPORT_SECONDS = 5.0
 BATCH = 32
 """Maximum number of episodes in one request."""
 GIVE_UP = 3
-"""Requests that fail one after another, after which no more are sent."""
+"""Requests that fail one after another, after which no more are sent; at the end of a run the first."""
 _HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 
 
@@ -73,6 +73,7 @@ class TraceWriter:
         self._failures = 0
         self._unsent = 0
         self._problem = ""
+        self._closing = False
         self._thread: threading.Thread | None = None
         if spec.traces.spans or spec.traces.episodes:
             try:
@@ -96,6 +97,7 @@ class TraceWriter:
         """Write what is left, and report what could not be sent. Never raises."""
         if self._thread is None:
             return
+        self._closing = True
         self._queue.put(None)
         self._thread.join(seconds)
         left = self._queue.qsize() if self._thread.is_alive() else 0
@@ -144,7 +146,7 @@ class TraceWriter:
             self._send_spans(spans, len(ids))
 
     def _send_spans(self, spans: Sequence[ReadableSpan], episodes: int) -> None:
-        if self._send is None or self._failures >= GIVE_UP:
+        if self._send is None or self._failures >= (1 if self._closing else GIVE_UP):
             self._unsent += episodes
             return
         problem = self._send(spans)

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import yaml
 from command_line import engine_here
 
 from engine.masking import remember
+from engine.schemas.traces import TracesSpec
 from engine.store import RunStore, list_runs
+from engine.traces import writer
 
 pytest.importorskip("opentelemetry.sdk")
 from google.protobuf.json_format import ParseDict
@@ -274,6 +277,28 @@ def test_a_collector_that_refuses_does_not_change_the_run(status: int, place: Pl
     with RunStore.open(folder, readonly=True) as store:
         assert len(list(store.trajectories())) == 3
     assert (folder / "traces" / "spans.jsonl").exists()
+
+
+def test_a_collector_that_is_not_there_is_one_warning_without_its_secrets(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "api-key=collector-key-123")
+    monkeypatch.setattr(writer, "EXPORT_SECONDS", 0.5)
+    folder = place.run({})
+    structlog.reset_defaults()
+    with structlog.testing.capture_logs() as logs:
+        traces = TracesSpec(otlp="http://me:hunter2-pass@127.0.0.1:9")
+        with RunStore.open(folder, readonly=True) as store:
+            spec = store.header.loaded_spec().spec.model_copy(update={"traces": traces})
+            made = writer.TraceWriter(spec, folder, store.header)
+            for trajectory in store.trajectories():
+                made.add(trajectory)
+            made.close()
+    (entry,) = [each for each in logs if each["event"].startswith("traces are incomplete")]
+    assert (entry["log_level"], entry["episodes"]) == ("warning", 1)
+    assert entry["reason"].startswith("the collector at 127.0.0.1:9 took no spans: ")
+    assert "collector-key-123" not in str(logs)
+    assert "hunter2-pass" not in str(logs)
 
 
 def test_nothing_is_written_by_default(place: Place) -> None:
