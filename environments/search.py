@@ -59,9 +59,8 @@ def surveys(count: int = 16, seed: int = 0, parts: int = 8, held_out: bool = Fal
         parts: Questions in one row.
         held_out: Ask the questions that are kept from training, instead of the others.
     """
-    rows = list(problems(count * parts, seed, held_out))
     for index in range(count):
-        asked = rows[index * parts : (index + 1) * parts]
+        asked = list(problems(parts, seed * 1000 + index, held_out))
         lines = [f"{number}. {row['question']}" for number, row in enumerate(asked, 1)]
         yield {
             "id": f"survey-{seed}-{index:03d}",

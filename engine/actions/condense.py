@@ -51,6 +51,11 @@ class CondenseAction(BuiltInAction):
     name = "condense"
 
     def __init__(self, services: Services, base: Path) -> None:
+        """Find the room that a prompt has, and load a condenser of the spec's own.
+
+        Raises:
+            EntryError: it cannot be imported.
+        """
         super().__init__(services)
         self._spec = condense_spec(services)
         self._base = base
@@ -256,6 +261,11 @@ class AskSummaryAction(BuiltInAction):
     name = "ask_summary"
 
     def __init__(self, services: Services, base: Path) -> None:
+        """Read the request from the spec.
+
+        Raises:
+            SpecCodeError: the policy does not summarise (kind `bad_action`).
+        """
         super().__init__(services)
         condenser = condense_spec(services).condenser
         if not isinstance(condenser, PolicySummarySpec):

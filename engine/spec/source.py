@@ -131,7 +131,11 @@ class Sources:
         """Cache of `engine.spec.lineage`."""
 
     def entry(self, use: str) -> NotImported:
-        """See `read_entry`."""
+        """See `read_entry`.
+
+        Raises:
+            EntryError: the module has no such name.
+        """
         name, parts = parse_entry(use)
         file = find_module(name, use, self._base, self._access)
         text = None if file is None else read_module(file, name)

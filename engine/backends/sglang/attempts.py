@@ -69,6 +69,12 @@ class Attempts:
     async def reply(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Part:
         """Send a request until a server answers it; see `Encoder.encode` for the arguments.
 
+        Args:
+            request: The request.
+            ids: The prompt, int32 [tokens].
+            most: Maximum number of tokens to sample.
+            sampled: How many tokens of the reply were sampled by earlier parts.
+
         An attempt that no server worked on does not count as a retry.
 
         Raises:
