@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 from vision import pictures
 
-from engine.backends.local.vision import VisionBackend
+from engine.backends.local.backend import LocalBackend
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import ImagePart
@@ -56,7 +56,7 @@ def ask(form: Any, episode: str, turn: int, ids: list[int], digests: list[str], 
 
 
 async def play(
-    backend: VisionBackend, form: Any, shown: list[list[str]], most: int, name: str, at_once: int
+    backend: LocalBackend, form: Any, shown: list[list[str]], most: int, name: str, at_once: int
 ) -> tuple[float, list[list[Generation]]]:
     """Episodes per second, and the replies of each episode."""
     free = asyncio.Semaphore(at_once)
@@ -95,7 +95,7 @@ async def measure(options: argparse.Namespace) -> None:
     backends = []
     for rows in (options.max_batch, 1):
         spec = LocalBackendSpec(max_batch=rows, dtype=options.dtype)
-        backends.append(VisionBackend(lambda: folder, form.decode, spec, vocab=form.vocab_size, vision=form.vision))
+        backends.append(LocalBackend(lambda: folder, form.decode, spec, vocab=form.vocab_size, vision=form.vision))
         await backends[-1].start()
     rates: list[list[float]] = [[], []]
     for number in range(options.rounds + 1):

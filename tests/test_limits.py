@@ -96,12 +96,12 @@ def found(loaded):
 files = {str(path): content for path, content in generated().items()}
 told = {
     "guard": [str(item) for item in guard_problems("steps.environment < limits.environment_steps")],
-    "unbounded": found(load("null", "1 && facts.x")),
+    "unbounded": found(load("null", "1 && task.q")),
     "constant": found(load("3", "3")),
     "docs": next(line for line in files["docs/spec.md"].splitlines() if line.startswith("| `limits.environment_steps`")),
     "schema": "environment_steps" in json.loads(files["schemas/json/episode.schema.json"])["$defs"]["LimitsSpec"]["properties"],
 }
-loaded = load("3", "1 && facts.x")
+loaded = load("3", "1 && task.q")
 worst = worst_case(CheckContext(loaded))
 told["findings"] = found(loaded)
 told["worst"] = worst.episode["environment_steps"], worst.run["environment_steps"]

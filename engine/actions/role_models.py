@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from engine.actions.role_weights import frozen_refusal, role_weights, shares_policy
-from engine.backends.registry import open_backend
 from engine.errors import ContextOverflow, EngineError, SpecCodeError, TrainError
 from engine.schemas.backend import BackendBase, LocalBackendSpec
 from engine.schemas.condense import SummarySpec
@@ -265,6 +264,8 @@ class RoleModels:
         if section.spec.backend.scripted:
             key += str(path)  # each role has its own script
         if key not in self._backends:
+            from engine.backends.registry import open_backend  # `validate` reads the roles of a spec without backends
+
             backend = open_backend(section, form)
             served = RoleBackend(backend, asyncio.Semaphore(self._loaded.spec.rollout.concurrency), borrowed=False)
             self._backends[key] = served  # before it starts, so that it is closed if the start fails

@@ -77,10 +77,13 @@ def episode_schema() -> Schema:
     for key in ("stop", "stop_regex"):
         _also(definitions["SamplingParams"]["properties"][key], {"type": "string"})
     properties["backend"] = {"anyOf": properties["backend"]["oneOf"], "default": {"kind": "local"}}
-    for played in ("UserSpec", "ScorerSpec"):
+    for played in ("UserSpec", "ScorerSpec", "SummarySpec"):
         backend = definitions[played]["properties"]["backend"]
         kinds = next(member["oneOf"] for member in backend["anyOf"] if "oneOf" in member)
         backend["anyOf"] = [*kinds, {"type": "null"}]
+    condense = definitions["CondenseSpec"]["properties"]
+    for key in ("chunks", "condenser"):
+        condense[key] = _or_its_name(condense[key])
     credit = definitions["RewardsSpec"]["properties"]["credit"]
     definitions["RewardsSpec"]["properties"]["credit"] = {
         "anyOf": credit["oneOf"],
@@ -158,6 +161,13 @@ def _also_a_mode(schema: Schema) -> None:
         "description": "Where it runs, without limits of its own.",
     }
     schema["anyOf"] = [modes, *schema["anyOf"]]
+
+
+def _or_its_name(schema: Schema) -> Schema:
+    """`condenser: drop` as well as `{kind: drop}`."""
+    names = {"type": "string", "enum": sorted(schema["discriminator"]["mapping"])}
+    rest = {key: value for key, value in schema.items() if key not in ("oneOf", "discriminator")}
+    return {"anyOf": [names, *schema["oneOf"]], **rest}
 
 
 def _machine(preset: Schema) -> Schema:

@@ -158,7 +158,6 @@ async def test_weights_of_another_model_are_refused_and_the_old_ones_stay(
 
 
 async def test_a_model_that_sees_takes_weights_too(tmp_path: Path) -> None:
-    from engine.backends.local.vision import VisionBackend
     from engine.tokens.tiny_vlm import build
 
     folder = build(tmp_path / "vlm")
@@ -166,7 +165,7 @@ async def test_a_model_that_sees_takes_weights_too(tmp_path: Path) -> None:
     assert chat.vision is not None
     policy = Policy.load(folder, TrainSpec(device="cpu"), temperature=1.0, vocab=chat.vocab_size, vision=chat.vision)
     nudge(policy, 0.01)
-    backend = VisionBackend(
+    backend = LocalBackend(
         lambda: folder,
         chat.decode,
         LocalBackendSpec(device="cpu", dtype="float32"),

@@ -17,8 +17,9 @@ from PIL import Image
 from slow_cases import slow_but
 from vision_code import FIRST, SECOND, THIRD
 
+from engine.backends.local.backend import LocalBackend
 from engine.backends.local.images import PromptImages
-from engine.backends.local.vision import VisionBackend, place_images
+from engine.backends.local.vision import place_images
 from engine.errors import BackendError
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
@@ -71,12 +72,12 @@ def first_prompt(form: ChatFormat, episode: int) -> list[int]:
     return [*ids, 70 + episode, 8]
 
 
-def opened(folder: Path, form: ChatFormat, *, max_batch: int, **options: object) -> VisionBackend:
+def opened(folder: Path, form: ChatFormat, *, max_batch: int, **options: object) -> LocalBackend:
     spec = LocalBackendSpec(
         max_batch=max_batch, dtype="float32", device="cpu", deterministic=bool(options.pop("same", 0))
     )
     assert form.vision is not None
-    return VisionBackend(lambda: folder, form.decode, spec, vocab=form.vocab_size, vision=form.vision, **options)
+    return LocalBackend(lambda: folder, form.decode, spec, vocab=form.vocab_size, vision=form.vision, **options)
 
 
 async def play(

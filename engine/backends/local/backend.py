@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from engine.backends.local.worker import Worker
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
+    from engine.tokens.vision import Vision
 
 
 class LocalBackend(Backend):
@@ -53,6 +54,7 @@ class LocalBackend(Backend):
         context: int | None = None,
         prefill_tokens: int | None = None,
         stash_bytes: int | None = None,
+        vision: Vision | None = None,
     ) -> None:
         """
         Args:
@@ -64,6 +66,7 @@ class LocalBackend(Backend):
             prefill_tokens: Maximum number of prompt tokens in one forward pass. Default: 512 on a CPU, 4096 on a GPU.
             stash_bytes: Maximum memory for cached sequences of episodes that have no row now. Default: an eighth of the
                 free memory.
+            vision: The image processing of a model with a vision tower.
         """
         self._folder = folder
         self._decode = decode
@@ -72,12 +75,15 @@ class LocalBackend(Backend):
         self.context = context
         self._prefill_tokens = prefill_tokens
         self._stash_bytes = stash_bytes
+        self._vision = vision
+        self._marks: dict[str, int] = {}
+        """A negative number for each image seen so far."""
         self._worker: Worker | None = None
         self._device: torch.device | None = None
 
     @classmethod
     def open(cls, spec: LocalBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> LocalBackend:
-        """See `Backend.open`. A model with a vision tower gets a `VisionBackend`.
+        """See `Backend.open`.
 
         Raises:
             BackendError: The spec's sampling sets a parameter that this backend does not have.
@@ -87,18 +93,14 @@ class LocalBackend(Backend):
         refuse_parameters(cls.declared, loaded.spec.sampling)
         model = loaded.spec.model
         contexts = [value for value in (format.context, model.context) if value]
-        arguments: dict[str, Any] = {
-            "folder": lambda: resolve_model(model.path, model.revision, loaded.base),
-            "decode": format.decode,
-            "spec": spec,
-            "vocab": format.vocab_size,
-            "context": min(contexts, default=None),
-        }
-        if format.vision is None:
-            return cls(**arguments)
-        from engine.backends.local.vision import VisionBackend
-
-        return VisionBackend(**arguments, vision=format.vision)
+        return cls(
+            lambda: resolve_model(model.path, model.revision, loaded.base),
+            format.decode,
+            spec,
+            vocab=format.vocab_size,
+            context=min(contexts, default=None),
+            vision=format.vision,
+        )
 
     async def start(self) -> None:
         """Load the model, and check that batching is exact for its architecture. Later calls do nothing.
@@ -145,9 +147,14 @@ class LocalBackend(Backend):
 
     def _open_model(self, folder: Path, device: torch.device, dtype: torch.dtype) -> PackedModel:
         """Load the model and check its forward pass."""
-        from engine.backends.local.load import PackedModel
+        rows, repeatable = self._spec.max_batch, self._spec.deterministic
+        if self._vision is None:
+            from engine.backends.local.load import PackedModel
 
-        return PackedModel(folder, device, dtype, self._spec.max_batch, repeatable=self._spec.deterministic)
+            return PackedModel(folder, device, dtype, rows, repeatable=repeatable)
+        from engine.backends.local.vision import VisionModel
+
+        return VisionModel(folder, device, dtype, rows, vision=self._vision, repeatable=repeatable)
 
     def _images(self, request: GenerateRequest) -> PromptImages | None:
         """Check the images of a request, and mark their tokens. None without images.
@@ -155,11 +162,18 @@ class LocalBackend(Backend):
         Raises:
             BackendError: The model cannot take them.
         """
-        if request.images:
-            raise BackendError(
-                "this model does not take images: use a vision-language model", kind="unsupported_parameter"
-            )
-        return None
+        if self._vision is None:
+            if request.images:
+                raise BackendError(
+                    "this model does not take images: use a vision-language model", kind="unsupported_parameter"
+                )
+            return None
+        from engine.backends.local.vision import place_images
+
+        if len(request.images) != len(request.image_spans):
+            raise BackendError("the number of images differs from the number of `image_spans`", kind="bad_request")
+        digests = [image.image for image in request.images]
+        return place_images(self._vision, request.input_ids, digests, request.image_spans, self._marks)
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one reply.
@@ -268,6 +282,7 @@ class LocalBackend(Backend):
             "tokens_per_step": round(counts["row_steps"] / steps, 2) if steps else 0.0,
             "forward_seconds": round(worker.seconds["forward"], 3),
             "sample_seconds": round(worker.seconds["sample"], 3),
+            **({} if self._vision is None else {"images_computed": worker.packed.images_computed}),
             "cache_bytes": worker.packed.store.bytes,
             "stash_bytes": worker.table.stashed_bytes,
             "stashed": worker.table.counts["stashed"],

@@ -45,6 +45,9 @@ class PackedModel:
     Not thread-safe: use it in one thread only.
     """
 
+    images_computed = 0
+    """Images whose features were computed; 0 for a model without a vision tower."""
+
     def __init__(
         self, folder: Path, device: torch.device, dtype: torch.dtype, rows: int, *, repeatable: bool = False
     ) -> None:

@@ -1,4 +1,4 @@
-"""The local backend for vision-language models: batched as text is, with the images of each prompt.
+"""Vision-language models of the local backend: batched as text is, with the images of each prompt.
 
 A forward pass takes the packed tokens of many sequences. Position ids come from the model's own code (`get_rope_index` for
 three-dimensional positions), for each prompt by itself.
@@ -16,40 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.backends.local.backend import LocalBackend
 from engine.backends.local.images import PromptImages
 from engine.backends.local.kv import ATTENTION, Chunk, Plan
 from engine.backends.local.load import PackedModel
-from engine.errors import BackendError
-from engine.schemas.generation import GenerateRequest
 from engine.tokens.catalogue import no_bars
 from engine.tokens.vision import Vision
-
-
-class VisionBackend(LocalBackend):
-    """A model with a vision tower in this process."""
-
-    def __init__(self, *args: Any, vision: Vision, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._vision = vision
-        self._marks: dict[str, int] = {}
-        self._model: VisionModel | None = None
-
-    def _open_model(self, folder: Path, device: torch.device, dtype: torch.dtype) -> VisionModel:
-        rows, repeatable = self._spec.max_batch, self._spec.deterministic
-        self._model = VisionModel(folder, device, dtype, rows, vision=self._vision, repeatable=repeatable)
-        return self._model
-
-    def _images(self, request: GenerateRequest) -> PromptImages | None:
-        if len(request.images) != len(request.image_spans):
-            raise BackendError("the number of images differs from the number of `image_spans`", kind="bad_request")
-        digests = [image.image for image in request.images]
-        return place_images(self._vision, request.input_ids, digests, request.image_spans, self._marks)
-
-    def stats(self) -> dict[str, Any]:
-        """Counts and seconds since the start."""
-        counted = {} if self._model is None else {"images_computed": self._model.images_computed}
-        return super().stats() | counted
 
 
 def place_images(
