@@ -60,7 +60,7 @@ CORPUS = [
 # No example is timed: its time depends on the machine's other work. The examples of the default profile are the same in
 # each run, so more of them would find little; scripts/random_tests.sh takes new ones, and 100 where a test says no number.
 _EVERY_PROFILE: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("fixed", **_EVERY_PROFILE, derandomize=True, max_examples=40)
+settings.register_profile("fixed", **_EVERY_PROFILE, derandomize=True, max_examples=25)
 settings.register_profile("random", **_EVERY_PROFILE, print_blob=True, max_examples=100)
 settings.load_profile("fixed")
 
