@@ -58,7 +58,6 @@ class CondenseAction(BuiltInAction):
         """
         super().__init__(services)
         self._spec = condense_spec(services)
-        self._base = base
         spec, form = services.spec, services.format
         known = (spec.limits.episode_tokens, spec.model.context or form.context, services.backend.context)
         self._room = min((value for value in known if value), default=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from math import inf
 from pathlib import Path
 
@@ -50,6 +49,8 @@ class GenerateAction(BuiltInAction):
         self._sends_messages = services.backend.declared.takes_messages
         self._adapter = spec.backend.adapter_name
         self._state_key = compile_state_key(spec.rewards.credit)
+        condenser = spec.condense.condenser if spec.condense is not None else None
+        self._asking = self._request_tokens(condenser.prompt) if isinstance(condenser, PolicySummarySpec) else 0
 
     def count(self, limit: Limit, episode: Episode) -> int:
         """Return a limit's count; tokens of a text that is certainly too long are estimated from below."""
@@ -84,9 +85,8 @@ class GenerateAction(BuiltInAction):
         if not isinstance(spec.condenser, PolicySummarySpec):
             return free
         follows = self._services.spec.limits.tool_result_tokens or 0
-        return free + follows + spec.condenser.tokens + self._request_tokens(spec.condenser.prompt)
+        return free + follows + spec.condenser.tokens + self._asking
 
-    @cache  # noqa: B019  (there is one action of a state in a run, and one request)
     def _request_tokens(self, words: str) -> int:
         """Tokens that a request of a user adds to a prompt that already has one."""
         form = self._services.format

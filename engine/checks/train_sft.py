@@ -49,5 +49,5 @@ def sft_data(ctx: CheckContext) -> Iterator[Finding]:
                 message = f"there is no file `{each}`"
                 yield Finding(message, path, "write it with `engine export RUN --out FILE`")
             elif file.suffix not in SUFFIXES:
-                message = f"`{each}` is no file of `engine export`: its name ends with neither .jsonl nor .parquet"
+                message = f"`{each}` is not a file of `engine export`: its name ends with neither .jsonl nor .parquet"
                 yield Finding(message, path, "write it with `engine export RUN --format jsonl`")

@@ -221,7 +221,7 @@ def _indentation(lines: list[str], at: int) -> Iterator[_Repair]:
         ):
             break
         block.append(below)
-    wanted: dict[int, tuple[str, int]] = {}  # depth -> what stands there, and the number of its line
+    wanted: dict[int, tuple[str, int]] = {}  # depth -> the entry at this depth, and its line number
     for above in range(at - 1, -1, -1):
         if not lines[above].strip() or lines[above].lstrip().startswith("#"):
             continue

@@ -120,7 +120,7 @@ def patched(source: str, wanted: bool | Sequence[str]) -> tuple[str, list[str]]:
         The patched template, and the names of its patches; empty if none is known for this template.
 
     Raises:
-        RenderError: A name is unknown, or is no patch of this template.
+        RenderError: A name is unknown, or is not a patch of this template.
     """
     if wanted is False:
         return source, []
@@ -130,7 +130,7 @@ def patched(source: str, wanted: bool | Sequence[str]) -> tuple[str, list[str]]:
         if name not in names:
             others = sorted({patch.name for patch in PATCHES})
             why = (
-                "is no patch of this chat template"
+                "is not a patch of this chat template"
                 if name in others
                 else f"is unknown; the patches are {', '.join(others)}"
             )

@@ -41,7 +41,7 @@ def result_json(result: ToolResult) -> str:
 
 
 class Replies:
-    """The replies of an episode, and what the model was told before each.
+    """The replies of an episode, and the messages that the model got before each.
 
     Args:
         trajectory: The episode.

@@ -91,7 +91,7 @@ def files_of(loaded: LoadedSpec) -> list[Path]:
     """The files that `train.data.path` names, those of a folder sorted by name.
 
     Raises:
-        TrainError: kind `train_setup`: one does not exist, or is no file of `engine export`.
+        TrainError: kind `train_setup`: one does not exist, or is not a file of `engine export`.
     """
     named = _data_of(loaded)[0].path
     files: list[Path] = []
@@ -103,7 +103,7 @@ def files_of(loaded: LoadedSpec) -> list[Path]:
         else:
             found = [path] if path.is_file() else []
         if not found or any(file.suffix not in SUFFIXES for file in found):
-            what = "is no file of `engine export`" if found else "does not exist, or is a folder without such files"
+            what = "is not a file of `engine export`" if found else "does not exist, or is a folder without such files"
             raise TrainError(
                 f"{loaded.origin(at)}: `train.data.path`: {path} {what}; write rows with `engine export RUN --format jsonl`",
                 kind="train_setup",

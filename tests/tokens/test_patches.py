@@ -121,7 +121,7 @@ def test_every_case_has_a_script() -> None:
     ("wanted", "words"),
     [
         (True, "no patch is known for the chat template of"),
-        (["keep-thinking"], "`keep-thinking` is no patch of this chat template (hash "),
+        (["keep-thinking"], "`keep-thinking` is not a patch of this chat template (hash "),
         (["keep"], "`keep` is unknown; the patches are empty-thinking, keep-thinking, orphan-think, tool-calls"),
     ],
 )

@@ -267,7 +267,7 @@ class _Connection:
         if self.doubtful:
             try:
                 await asyncio.wait_for(self.session.send_ping(), seconds)
-            except Exception:  # noqa: BLE001  (whatever it is, the server does not answer)
+            except Exception:  # noqa: BLE001  (any error here means that the server does not answer)
                 return False
             self.doubtful = False
         return True

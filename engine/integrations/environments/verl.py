@@ -136,7 +136,7 @@ class VerlTools:
             answer = await tool.execute(instance, arguments, **self._given(name)["execute"])
         except AdapterError:
             raise
-        except Exception as error:  # noqa: BLE001  (the model is told of it, in verl's words)
+        except Exception as error:  # noqa: BLE001  (the model gets verl's message)
             return self._reply(tool, f"Error executing tool '{name}': {error}", 0.0, {})
         finally:
             if self._lifetime == "call" and instance is not None:
@@ -341,7 +341,7 @@ def _tool(item: Mapping[str, Any], base: str) -> Any:
             )
         lacking = [name for name in ("create", "execute", "calc_reward", "release") if not hasattr(tool, name)]
         if lacking:
-            raise AdapterError(f"`{item['class_name']}` is no tool of verl: it has no `{lacking[0]}`")
+            raise AdapterError(f"`{item['class_name']}` is not a tool of verl: it has no `{lacking[0]}`")
         made[key] = tool
     return made[key]
 
