@@ -28,14 +28,14 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from engine.errors import EngineError
-from engine.schemas.environment import Reset, Step, UserTurn
+from engine.schemas.environment import ProgramSettings, Reset, Step, UserTurn
 from engine.schemas.reward import RewardEvent
 from engine.spec.entry import load_entry
 from engine.spec.signature import ToolShape, checked_arguments, explain, reply_of, shape_of, waits
 from engine.storable import refusal
 
-METHODS = ("reset", "step", "score", "tools", "respond", "close", "__call__")
-_CONTRACTS: dict[str, type[BaseModel]] = {"reset": Reset, "step": Step, "user": UserTurn}
+METHODS = ("reset", "program", "step", "score", "tools", "respond", "close", "__call__")
+_CONTRACTS: dict[str, type[BaseModel]] = {"reset": Reset, "program": ProgramSettings, "step": Step, "user": UserTurn}
 MAX_CHILDREN = 16
 """Maximum number of child processes with which a worker may serve another episode: modules may keep helper processes."""
 _HELPER_THREADS = ("asyncio_", "tqdm_monitor")

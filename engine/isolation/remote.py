@@ -21,7 +21,7 @@ from engine.errors import SpecCodeError
 from engine.isolation.child import INVALID, RAISED, UNFIT, VALUE, WRONG
 from engine.isolation.server import Limits, Server
 from engine.isolation.worker import Worker, WorkerLost
-from engine.schemas.environment import EpisodeView, Reset, Step, ToolReply, UserTurn
+from engine.schemas.environment import EpisodeView, ProgramSettings, Reset, Step, ToolReply, UserTurn
 from engine.schemas.reward import RewardEvent
 from engine.spec.entry import EntryError
 from engine.spec.signature import ToolShape
@@ -34,6 +34,7 @@ START_SECONDS = 120.0
 
 _ANSWERS: Mapping[str, tuple[TypeAdapter[Any], str]] = {
     "reset": (TypeAdapter(Reset), "a Reset"),
+    "program": (TypeAdapter(ProgramSettings), "ProgramSettings"),
     "step": (TypeAdapter(Step), "a Step"),
     "user": (TypeAdapter(UserTurn), "a UserTurn"),
     "rewards": (TypeAdapter(list[RewardEvent]), "a list of RewardEvent"),
@@ -41,7 +42,7 @@ _ANSWERS: Mapping[str, tuple[TypeAdapter[Any], str]] = {
     "tool": (TypeAdapter(ToolReply), "a ToolReply"),
     "none": (TypeAdapter(Any), "anything"),
 }
-EXPECTS = {"reset": "reset", "step": "step", "score": "rewards", "respond": "user"}
+EXPECTS = {"reset": "reset", "step": "step", "score": "rewards", "respond": "user", "program": "program"}
 """Return types of the methods of environments and users."""
 _KIND = re.compile(r"[a-z_]{1,40}")
 _ids = count(1)

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -39,11 +39,12 @@ log = structlog.get_logger(__name__)
 LONGEST_CODE = 200_000
 """Maximum length of one program, in characters."""
 _PROBE_SECONDS = 30.0
-_BOOT = """
+BOOT = """
 import os, resource, sys
 uid, names, values, *command = sys.argv[1:]
 if uid:
-    os.chown("/work", int(uid), int(uid))
+    if os.path.isdir("/work") and os.path.exists("/code"):
+        os.chown("/work", int(uid), int(uid))
     os.setgroups([])
     os.setresgid(int(uid), int(uid), int(uid))
     os.setresuid(int(uid), int(uid), int(uid))
@@ -77,13 +78,14 @@ class ProgramResult(NamedTuple):
     status: int
     """Its exit status; negative: the signal that killed it."""
     stopped: str
-    """Why the sandbox killed it: `time`, `output`, or empty."""
+    """Why the sandbox killed it: `time`, `output`, `disk`, or empty."""
 
     def shown(self, limits: SandboxLimits) -> str:
         """The tool's result."""
         notes = {
             "time": f"(stopped: it ran longer than {limits.seconds:g} s)",
             "output": f"(stopped: it printed more than {limits.output} bytes)",
+            "disk": f"(stopped: its files have more than {limits.disk} bytes)",
         }
         note = notes.get(self.stopped, "" if self.status == 0 else f"(exit status {self.status})")
         return "\n".join(filter(None, (self.output.rstrip("\n"), note))) or "(no output)"
@@ -113,8 +115,8 @@ def run_sandboxed(program: Sequence[str], code: str, limits: SandboxLimits, *, p
         path = Path(folder) / "code"
         path.write_text(code, encoding="utf-8", errors="surrogatepass")
         command = [part.replace("{code}", str(path)) for part in program]
-        names, values = _rlimits(limits, processes=False)
-        return _finish([sys.executable, "-I", "-S", "-c", _BOOT, "", names, values, *command], limits, cwd=folder)
+        names, values = rlimits(limits, processes=False)
+        return finish_program([sys.executable, "-I", "-S", "-c", BOOT, "", names, values, *command], limits, cwd=folder)
 
 
 def _in_bubblewrap(program: Sequence[str], code: str, limits: SandboxLimits) -> ProgramResult:
@@ -124,26 +126,41 @@ def _in_bubblewrap(program: Sequence[str], code: str, limits: SandboxLimits) -> 
         os.write(data, code.encode("utf-8", "surrogatepass"))
         os.lseek(data, 0, os.SEEK_SET)
         if os.getuid() == 0:  # the kernel exempts the machine's root from RLIMIT_NPROC, so the program has its own uid
-            with _uids_lock:
-                uid = free_uid(_uids)
-                _uids.add(uid)
+            uid = take_uid()
         command = [part.replace("{code}", "/code") for part in program]
-        names, values = _rlimits(limits, processes=True)
-        inside = [_python(), "-I", "-S", "-c", _BOOT, str(uid or ""), names, values, *command]
-        return _finish([*_bubblewrap(limits, data, uid is not None), "--", *inside], limits, code=data)
+        names, values = rlimits(limits, processes=True)
+        inside = [host_python(), "-I", "-S", "-c", BOOT, str(uid or ""), names, values, *command]
+        return finish_program([*_bubblewrap(limits, data, uid is not None), "--", *inside], limits, code=data)
     finally:
         os.close(data)
         if uid is not None:
-            with _uids_lock:
-                _uids.discard(uid)
+            give_uid(uid)
 
 
-def _python() -> str:
+def take_uid() -> int:
+    """A uid for a program, which no other process has. `give_uid` gives it back.
+
+    Raises:
+        Refused: All are in use.
+    """
+    with _uids_lock:
+        uid = free_uid(_uids)
+        _uids.add(uid)
+        return uid
+
+
+def give_uid(uid: int) -> None:
+    """Give a uid back."""
+    with _uids_lock:
+        _uids.discard(uid)
+
+
+def host_python() -> str:
     """The path of the interpreter itself, outside of any virtual environment."""
     return os.path.realpath(sys.executable)
 
 
-def _rlimits(limits: SandboxLimits, *, processes: bool) -> tuple[str, str]:
+def rlimits(limits: SandboxLimits, *, processes: bool) -> tuple[str, str]:
     values = {"AS": limits.memory, "CPU": int(limits.seconds) + 1, "FSIZE": limits.disk, "CORE": 0, "NOFILE": 256}
     if processes:
         values["NPROC"] = limits.processes
@@ -151,7 +168,25 @@ def _rlimits(limits: SandboxLimits, *, processes: bool) -> tuple[str, str]:
 
 
 def _bubblewrap(limits: SandboxLimits, code: int, root: bool) -> list[str]:
-    """The command line up to the program.
+    """The command line up to the program."""
+    command = [*system_of(root, {"PATH": PATH, "HOME": "/work", "LANG": "C.UTF-8"})]
+    command += ["--perms", "0444", "--file", str(code), "/code"]
+    command += ["--size", str(limits.disk), "--tmpfs", "/work", "--symlink", "/work", "/tmp"]
+    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
+
+
+PATH = "/usr/local/bin:/usr/bin:/bin"
+"""Where programs in the sandbox are found."""
+
+
+def system_of(root: bool, env: Mapping[str, str], writable: Mapping[str, Path] | None = None) -> list[str]:
+    """The command line of a sandbox with the system's programs.
+
+    Args:
+        root: The engine runs as root.
+        env: The variables of its programs.
+        writable: Folders and files that can be written, by their absolute path in the sandbox; nothing else can be. None lies in
+            another one: bubblewrap would follow links that a program made there.
 
     Root needs no user namespace, and without one may become any user inside. Other users get one in which they are themselves,
     and in which RLIMIT_NPROC counts from zero.
@@ -162,26 +197,17 @@ def _bubblewrap(limits: SandboxLimits, code: int, root: bool) -> list[str]:
         command += ["--cap-drop", "ALL", *(part for name in _ROOT_NEEDS for part in ("--cap-add", name))]
     else:
         command += ["--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
-    command += [
-        "--setenv",
-        "PATH",
-        "/usr/local/bin:/usr/bin:/bin",
-        "--setenv",
-        "HOME",
-        "/work",
-        "--setenv",
-        "LANG",
-        "C.UTF-8",
-    ]
+    command += [part for name, value in env.items() for part in ("--setenv", name, value)]
     for folder in ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin"):
         path = Path(folder)
         if path.is_symlink():
             command += ["--symlink", str(path.readlink()), folder]
         elif path.is_dir():
             command += ["--ro-bind", folder, folder]
+    for place, source in (writable or {}).items():
+        command += [*parents(place), "--bind", str(source), place]
     prefix = os.path.realpath(sys.base_prefix)
-    for parent in reversed(Path(prefix).parents[:-1]):  # bubblewrap would create them for its own user only
-        command += ["--perms", "0755", "--dir", str(parent)]
+    command += parents(prefix)
     command += ["--perms", "0755", "--dir", "/etc"]
     for folder in ("/usr", *([] if Path(prefix).is_relative_to("/usr") else [prefix])):
         command += ["--ro-bind", folder, folder]
@@ -193,13 +219,31 @@ def _bubblewrap(limits: SandboxLimits, code: int, root: bool) -> list[str]:
         "/etc/alternatives",
         "/etc/alternatives",
     ]
-    command += ["--proc", "/proc", "--dev", "/dev", "--perms", "0444", "--file", str(code), "/code"]
-    command += ["--size", str(limits.disk), "--tmpfs", "/work", "--symlink", "/work", "/tmp"]
-    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
+    return [*command, "--proc", "/proc", "--dev", "/dev"]
 
 
-def _finish(command: list[str], limits: SandboxLimits, *, cwd: str = "/", code: int | None = None) -> ProgramResult:
-    """Start a command with an empty environment, read what it prints, and kill it at a limit."""
+def parents(path: str) -> list[str]:
+    """Make the folders above a path, which bubblewrap would make for its own user only."""
+    return [part for parent in reversed(Path(path).parents[:-1]) for part in ("--perms", "0755", "--dir", str(parent))]
+
+
+def finish_program(
+    command: list[str],
+    limits: SandboxLimits,
+    *,
+    cwd: str = "/",
+    code: int | None = None,
+    size: Callable[[], int] | None = None,
+) -> ProgramResult:
+    """Start a command with an empty environment, read what it prints, and kill it at a limit.
+
+    Args:
+        command: The command line.
+        limits: Its limits.
+        cwd: The folder that it starts in.
+        code: A file descriptor that it inherits.
+        size: Gives the bytes of its files, where no file system limits them; called each second.
+    """
     deadline = time.monotonic() + limits.seconds
     process = subprocess.Popen(
         command,
@@ -219,7 +263,10 @@ def _finish(command: list[str], limits: SandboxLimits, *, cwd: str = "/", code: 
             if left <= 0:
                 stopped = "time"
                 break
-            if not select.select([process.stdout], [], [], left)[0]:
+            if size is not None and size() > limits.disk:
+                stopped = "disk"
+                break
+            if not select.select([process.stdout], [], [], left if size is None else min(left, 1.0))[0]:
                 continue
             chunk = os.read(process.stdout.fileno(), 65_536)
             if not chunk:
@@ -261,7 +308,7 @@ def _probe() -> str:
         return "bubblewrap is not installed: `apt install bubblewrap`"
     limits = SandboxLimits(_PROBE_SECONDS, 10**9, 16, 10**6, 4096)
     try:
-        result = run_sandboxed([_python(), "-I", "{code}"], "print('works')", limits)
+        result = run_sandboxed([host_python(), "-I", "{code}"], "print('works')", limits)
     except (OSError, Refused, subprocess.SubprocessError) as problem:
         return f"bubblewrap cannot be started: {problem}"
     if result.output.strip() != "works":
@@ -321,7 +368,7 @@ class _Sandbox:
 class Python(_Sandbox):
     """Runs Python programs of the model."""
 
-    _program = (_python(), "-I", "-B", "{code}")
+    _program = (host_python(), "-I", "-B", "{code}")
 
     def __call__(self, code: str) -> str:
         """Run a Python program and show what it prints. No state is kept between calls.

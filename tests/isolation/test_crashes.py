@@ -24,7 +24,7 @@ ROWS = [{"id": f"healthy-{index}"} for index in range(12)]
 BLAMES = {"environment": "environment", "tool": "tool", "counter": "tool", "user": "user", "scorer": "environment"}
 
 
-@pytest.mark.parametrize("role", slow_but(BLAMES, "environment", "tool"))
+@pytest.mark.parametrize("role", slow_but(BLAMES, "tool"))
 async def test_an_episode_that_was_in_flight_at_two_crashes_kills_a_worker_and_nothing_else(
     role: str, write: Callable[..., Path], run_here: Callable[..., Any]
 ) -> None:

@@ -1,0 +1,242 @@
+"""Starts the program of one episode, as a process or a coroutine; its rewards at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from dataclasses import replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.actions.calls import LoopReplacedError
+from engine.actions.images import in_memory
+from engine.actions.workers import call_spec_code, is_async, on_main_loop
+from engine.agents.command import CommandProgram
+from engine.agents.coroutine import CoroutineProgram
+from engine.agents.inbox import Inbox
+from engine.agents.program import AgentProgram, ProgramBody, ProgramEnd
+from engine.agents.rewards import SOURCE, read_end
+from engine.agents.wire.requests import ModelRequest, Session
+from engine.errors import SpecCodeError
+from engine.rewards.ledger import REWARD
+from engine.schemas.environment import ProgramSettings
+from engine.schemas.reward import RewardEvent
+from engine.spec.entry import load_entry
+
+if TYPE_CHECKING:
+    from engine.actions.ahead import AheadSampler
+    from engine.actions.base import EpisodeObjects, Services
+    from engine.agents.threads import AgentThreads
+    from engine.episode import Episode
+    from engine.schemas.agent import AgentSpec
+    from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.generation import GenerateRequest, Generation
+    from engine.schemas.journal import AgentRecord
+
+_GRACE = 5.0
+"""Seconds after its time after which a coroutine that cannot be cancelled is given up."""
+
+
+class AgentRun(AgentProgram):
+    """A program, the record of its current request, and the episode's newest turn when that came.
+
+    Args:
+        spec: The spec's `agent`.
+        body: What runs.
+        episode: The episode's id.
+        seconds: Its time.
+    """
+
+    def __init__(self, spec: AgentSpec, body: ProgramBody, episode: str, seconds: float) -> None:
+        session = Session(allow=frozenset(spec.allow), ignore=frozenset(spec.ignore))
+        super().__init__(body, seconds, Inbox(session, episode, spec.reward_names), spec.idle or inf)
+        self._spec = spec
+        self.ahead: AheadSampler | None = None
+        self.record: AgentRecord | None = None
+        self.asked_at = -1
+        self.ended = False
+
+    def take(self, request: GenerateRequest) -> Awaitable[Generation] | None:
+        """The reply to the current request that was sampled ahead; None if there is none."""
+        return None if self.ahead is None else self.ahead.take(request)
+
+    def end_rewards(self, end: ProgramEnd) -> list[RewardEvent]:
+        """The rewards that are in no record yet, and those of the program's end.
+
+        Raises:
+            SpecCodeError: The reward of its end cannot be read.
+        """
+        given = self.inbox.take_rewards()
+        if self._spec.reward == "file":
+            return given if end.reward is None else [*given, *read_end(end.reward, self._spec.reward_names)]
+        if end.status is None or end.status < 0:
+            return given
+        cause = f"exit status {end.status}"
+        value = float(end.status == 0)
+        return [*given, RewardEvent(turn="last", name=REWARD, value=value, source=SOURCE, cause=cause)]
+
+    async def final_rewards(self) -> list[RewardEvent]:
+        """Stop the program if it still runs, for example after a limit; return the rewards that are in no record yet.
+
+        Raises:
+            SpecCodeError: The reward of its end cannot be read.
+        """
+        end = None if self.ended else await self.end()
+        self.ended = True
+        await self.close()
+        return [] if end is None else self.end_rewards(end)
+
+    async def stop(self, why: str = "the episode is over") -> None:
+        """See `AgentProgram.stop`."""
+        if self.ahead is not None:
+            self.ahead.close()
+        await super().stop(why)
+
+    @on_main_loop
+    async def close(self) -> None:
+        """Stop the program; a second call does nothing."""
+        await self.stop()
+
+
+class AgentStarter:
+    """Starts the programs of one spec.
+
+    Args:
+        services: What the run's episodes share.
+        base: The spec's folder.
+
+    Raises:
+        SpecCodeError: `agent.use` is not a coroutine function.
+        EntryError: It cannot be imported.
+    """
+
+    def __init__(self, services: Services, base: Path) -> None:
+        assert services.spec.agent is not None
+        self._spec, self._base, self._services = services.spec.agent, base, services
+        self._function = None if self._spec.use is None else load_entry(self._spec.use, base)
+        if self._function is not None and not is_async(self._function):
+            raise SpecCodeError(
+                f"agent.use: `{self._spec.use}` must be a coroutine function: write `async def`, or start it with `run`",
+                blame="spec",
+                kind="agent_not_async",
+            )
+
+    async def start(self, episode: Episode, objects: EpisodeObjects, threads: AgentThreads) -> AgentRun:
+        """Start the program of an episode.
+
+        Raises:
+            SpecCodeError: It cannot be started.
+        """
+        task: dict[str, Any] = {
+            "id": episode.task.id,
+            "fields": episode.task.fields,
+            "messages": [{"role": message.role, "content": message.plain()["content"]} for message in threads.opening],
+            "seed": episode.seed,
+        }
+        added = await self._settings(objects)
+        body: ProgramBody
+        if (elsewhere := self._services.programs) is not None:
+            body = elsewhere.body(episode.id, task | ({"env": added.env} if added.env else {}))
+        elif self._spec.run is not None:
+            if self._spec.sandbox is not None and added.env:
+                raise SpecCodeError(
+                    "the environment gives its program commands that run outside of a sandbox: remove `agent.sandbox`",
+                    blame="spec",
+                    kind="agent_sandboxed",
+                )
+            env = self._spec.env | added.env
+            body = CommandProgram(self._spec.run, self._base, env, task, episode.id, self._spec.sandbox)
+        elif self._function is None:
+            raise SpecCodeError(
+                "`agent` has neither `run` nor `use`: its programs run elsewhere; open episodes with `engine serve --api`",
+                blame="spec",
+                kind="agent_elsewhere",
+            )
+        elif added.env:
+            raise SpecCodeError(
+                f"the environment gives its program the variables {', '.join(added.env)}, and `agent.use` has none: use `agent.run`",
+                blame="spec",
+                kind="agent_without_variables",
+            )
+        else:
+            body = CoroutineProgram(self._call, task, LoopReplacedError)
+        run = AgentRun(self._spec, body, episode.id, min(self._spec.timeout, added.seconds or self._spec.timeout))
+        run.inbox.counter = lambda request: self._count(episode, threads, request)
+        objects.agent = run
+        objects.opened.append(run)
+        try:
+            await run.start()
+        except OSError as error:
+            raise SpecCodeError(
+                f"the program `{self._spec.run}` cannot be started: {error}", blame="spec", kind="agent_not_started"
+            ) from error
+        return run
+
+    async def _settings(self, objects: EpisodeObjects) -> ProgramSettings:
+        """Return what the environment adds to the program."""
+        environment = self._services.spec.environment
+        program = getattr(objects.environment, "program", None)
+        if environment is None or not callable(program):
+            return ProgramSettings()
+        found = await call_spec_code(
+            self._services.workers,
+            program,
+            seconds=environment.timeout,
+            blame="environment",
+            what=f"`{environment.use}`.program",
+        )
+        if not isinstance(found, ProgramSettings):
+            raise SpecCodeError(
+                f"`{environment.use}`.program returned {type(found).__name__}; it must return ProgramSettings",
+                blame="environment",
+                kind="environment_bad_reply",
+            )
+        return found
+
+    def _count(self, episode: Episode, threads: AgentThreads, request: ModelRequest) -> int:
+        """The tokens of the prompt that a request leads to.
+
+        Raises:
+            RenderError: The model cannot be shown it.
+            ImageError: An image cannot be read.
+        """
+        if (vision := self._services.format.vision) is not None:
+            request = replace(request, messages=in_memory(request.messages, vision))
+        return len(threads.conversation_for(episode, request).prompt())
+
+    async def _call(self, arguments: Mapping[str, Any]) -> Any:
+        assert self._function is not None
+        return await call_spec_code(
+            self._services.workers,
+            partial(self._function, **self._spec.with_, **arguments),
+            seconds=self._spec.timeout + _GRACE,
+            blame="environment",
+            what=f"`{self._spec.use}`",
+            effects=self._spec.effects,
+        )
+
+
+def only_source(spec: EpisodeSpec) -> bool:
+    """Whether nothing but the program of a spec gives rewards."""
+    return spec.agent is not None and not (spec.rewards.scorer or spec.environment or spec.rewards.reassign)
+
+
+def require_reward(episode: Episode, what: str, tail: str = "") -> None:
+    """Raise if nothing gave a reward to an episode with a program.
+
+    Args:
+        episode: The episode, at its end.
+        what: What ended it, for the message.
+        tail: More for the message.
+
+    Raises:
+        SpecCodeError: The ledger is empty.
+    """
+    if not episode.ledger.postings:
+        raise SpecCodeError(
+            f"{what} and nothing gave a reward: write one to EPISODE_REWARD_FILE, POST one to EPISODE_REWARD_URL, return one "
+            f"(`use`), or set agent.reward or rewards.scorer{tail}",
+            blame="environment",
+            kind="no_reward",
+        )

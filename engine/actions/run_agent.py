@@ -1,0 +1,184 @@
+"""`run_agent`: runs an agent program until its next request, or its end.
+
+A request is a record, whose event leads to a state that generates. When the machine comes back, that turn's record is durable,
+and the reply is sent. On a resume the program runs again, and gets the recorded replies while its requests are the recorded
+ones.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from engine.actions.agent_run import AgentRun, AgentStarter, only_source, require_reward
+from engine.actions.ahead import AheadSampler
+from engine.actions.base import BuiltInAction, EpisodeObjects, Services, post_rewards
+from engine.actions.generate import GenerateAction
+from engine.agents.inbox import Exchange
+from engine.agents.program import ProgramEnd
+from engine.agents.rewards import SOURCE
+from engine.agents.server import now
+from engine.agents.threads import AgentThreads, newest_reply
+from engine.agents.wire.requests import ApiError, Replies
+from engine.episode import Episode
+from engine.errors import ImageError, RenderError, SpecCodeError
+from engine.schemas.journal import AgentRecord
+
+
+class RunAgentAction(BuiltInAction):
+    """Give the program the newest reply, and wait for its next request or its end."""
+
+    name = "run_agent"
+
+    def __init__(self, services: Services, base: Path) -> None:
+        """Read the program's settings.
+
+        Raises:
+            SpecCodeError: The spec has no `agent`.
+        """
+        super().__init__(services)
+        spec = services.spec
+        if spec.agent is None:
+            raise SpecCodeError(
+                "a state's action is `run_agent`, but the spec has no `agent`", blame="spec", kind="no_agent"
+            )
+        self._spec = spec.agent
+        self._starter = AgentStarter(services, base)
+        self._generate = GenerateAction(services, base)  # type: ignore[abstract]  # `events` are set by BuiltInAction
+        self._only_source = only_source(spec)
+
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> AgentRecord:
+        """Return the next request, or the end of the program.
+
+        Raises:
+            SpecCodeError: The program cannot be started, has ended before, or wrote a reward that cannot be read.
+        """
+        threads = _threads(episode)
+        threads.note_reply(episode)
+        run = objects.agent
+        if run is None:
+            run = await self._starter.start(episode, objects, threads)
+        elif run.ended:
+            raise SpecCodeError(
+                f"the program has ended; no transition may lead to {episode.state} again",
+                blame="spec",
+                kind="agent_ended",
+            )
+        elif run.current is not None and (again := self._reply(run, run.current, episode)) is not None:
+            return again
+        repeated = objects.repeating
+        if repeated is None and run.ahead is None:
+            run.ahead = AheadSampler(episode, threads, self._generate, run.inbox)
+        recorded = partial(threads.is_recorded, repeated) if isinstance(repeated, AgentRecord) else None
+        while isinstance(found := await run.next(recorded), Exchange):
+            asked = found.request
+            place = threads.find(asked)
+            new = asked.messages[place.covered :]
+            try:
+                episode.conversation.admit(new, asked.tools)
+            except (RenderError, ImageError) as error:
+                run.refuse(ApiError(str(error), param="messages"))
+                continue
+            run.asked_at = episode.turn
+            if run.ahead is not None:
+                run.ahead.answers(found)
+            run.record = AgentRecord(
+                event="request",
+                messages=new,
+                parent=place.parent,
+                reason=place.reason,
+                tools=asked.tools,
+                sampling=asked.sampling,
+                overruled=asked.overruled,
+                rewards=run.inbox.take_rewards(),
+                unreceived=run.inbox.unreceived,
+            )
+            return run.record
+        run.ended = True
+        return self._ended(found, run)
+
+    @staticmethod
+    def _reply(run: AgentRun, exchange: Exchange, episode: Episode) -> AgentRecord | None:
+        """Send the newest reply; return the request's record again if it asks for one more."""
+        if episode.turn == run.asked_at:
+            run.refuse(ApiError("no reply could be sampled", code="no_reply"))
+            if run.ahead is not None:
+                run.ahead.answers(None)
+            return None
+        run.asked_at = episode.turn
+        exchange.turns.append(episode.turn)
+        exchange.replies.append(newest_reply(episode))
+        count = len(exchange.replies)
+        if count < exchange.request.replies:
+            assert run.record is not None
+            record = run.record
+            return AgentRecord(
+                event="request",
+                messages=record.messages,
+                parent=record.parent,
+                reason="sibling",
+                tools=record.tools,
+                sample=count,
+                sampling=record.sampling,
+                rewards=run.inbox.take_rewards(),
+                unreceived=run.inbox.unreceived,
+            )
+        run.answer(Replies(f"{episode.id}-{exchange.turns[0]}", now(), exchange.replies))
+        if run.ahead is not None:
+            run.ahead.answers(None)
+        return None
+
+    def _ended(self, end: ProgramEnd, run: AgentRun) -> AgentRecord:
+        event: Literal["exited", "died", "timeout"] = "exited" if end.status == 0 else "died"
+        return AgentRecord(
+            event="timeout" if end.status is None else event,
+            status=end.status,
+            output=end.output,
+            rewards=run.end_rewards(end),
+            unreceived=run.inbox.unreceived,
+        )
+
+    def apply(self, episode: Episode, record: AgentRecord) -> str:
+        """Make the request the next prompt, or write the program's rewards.
+
+        Raises:
+            SpecCodeError: The program ended without a request, or nothing gave a reward.
+        """
+        threads = _threads(episode)
+        threads.note_reply(episode)
+        episode.unreceived = record.unreceived
+        if episode.turn >= 0:
+            post_rewards(episode, record.rewards, SOURCE)
+        if record.event == "request":
+            threads.attach(episode, record)
+            return record.event
+        how = {"exited": "ended", "died": f"ended with status {record.status}", "timeout": "ran out of time"}[
+            record.event
+        ]
+        tail = f"; it printed: …{record.output[-500:]}" if record.output else ""
+        if episode.turn < 0:
+            raise SpecCodeError(
+                f"the program {how} without one request to OPENAI_BASE_URL{tail}",
+                blame="environment",
+                kind="agent_no_request",
+            )
+        if self._only_source:
+            require_reward(episode, f"the program {how}", tail)
+        return record.event
+
+    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
+        """False: a reply leaves only when its record is durable."""
+        return False
+
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
+        """Return the effects of the spec's `agent`; `external` for a program elsewhere, which cannot run again."""
+        return self._spec.effects if self._services.programs is None else "external"
+
+
+def _threads(episode: Episode) -> AgentThreads:
+    if episode.agent is None:
+        raise SpecCodeError(
+            "`run_agent` needs a state with `action: reset` before it", blame="spec", kind="agent_before_reset"
+        )
+    return episode.agent

@@ -1,0 +1,191 @@
+"""A process that starts agent programs, and kills each with everything that it started.
+
+    python -I -S keeper.py FD
+
+It imports only the standard library and runs no code of a spec. For each program it forks a guard, which is a subreaper
+(PR_SET_CHILD_SUBREAPER, Linux): a process of the program that loses its parent becomes a child of the guard, also if it left its
+session. So the guard's descendants are exactly the program's processes. The guard kills them all when the program ends, when
+the engine asks for it, and when the engine is gone; then it says how the program ended, and ends.
+
+Protocol: the engine sends one JSON line over the socket FD for each program (`command`, `cwd`, `env`), with two descriptors: the guard's own socket
+and the program's output. On its own socket the guard answers `{"pid": …}` or `{"error": …}`, and at the end `{"status": …}`. Anything that the
+engine sends there, or its end, kills the program. When the socket FD is closed, the keeper ends; guards then see that the engine is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+_SUBREAPER, _PDEATHSIG = 36, 1
+_POLL = 1.0
+"""Seconds between two looks at whether the parent still runs."""
+_LONGEST = 10.0
+"""Seconds after which killing is given up, for processes of other users."""
+
+
+def main() -> None:
+    """Serve until the engine is gone."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    libc = ctypes.CDLL(None)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the engine decides when programs end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards are not waited for
+    engine = os.getppid()
+    buffer, fds = b"", []
+    while True:
+        if not select.select([control], [], [], _POLL)[0]:
+            if os.getppid() != engine:  # a fork of the engine may still hold the socket open
+                return
+            continue
+        try:
+            data, more, _, _ = socket.recv_fds(control, 65_536, 64)
+        except ConnectionError:
+            return
+        if not data:
+            return
+        fds += more
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            own, output = fds.pop(0), fds.pop(0)
+            try:
+                pid = os.fork()
+            except OSError as error:
+                os.write(own, json.dumps({"error": str(error)}).encode() + b"\n")
+                pid = -1
+            if pid == 0:
+                control.close()
+                for other in fds:
+                    os.close(other)
+                _guard(libc, json.loads(line), own, output)
+            os.close(own)
+            os.close(output)
+
+
+def _guard(libc: Any, program: dict[str, Any], own: int, output: int) -> NoReturn:
+    """Start a program, and kill what is left of it at its end."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if sys.platform == "linux":
+            libc.prctl(_SUBREAPER, 1, 0, 0, 0)
+        wake, waker = os.pipe()
+        os.set_blocking(waker, False)
+        signal.set_wakeup_fd(waker)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        pid = os.fork()
+        if pid == 0:
+            _become(libc, program, output)
+        os.close(output)
+        _say(own, pid=pid)
+        status, keeper = None, os.getppid()
+        while status is None:
+            ready, _, _ = select.select([own, wake], [], [], _POLL)
+            if wake in ready:
+                os.read(wake, 4096)
+                status = _reap(pid)
+            if own in ready or os.getppid() != keeper:
+                break
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        left = _kill_all()
+        _say(own, status=left.get(pid, -signal.SIGKILL) if status is None else status)
+    finally:
+        os._exit(0)
+
+
+def _become(libc: Any, program: dict[str, Any], output: int) -> NoReturn:
+    """Execute a program in this process."""
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.closerange(3, 65_536)
+        if sys.platform == "linux":
+            libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.chdir(program["cwd"])
+        command = program["command"]
+        os.execve(command[0], command, program["env"])
+    except OSError as error:
+        os.write(2, f"{program['command'][0]} cannot be started: {error}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _say(own: int, **message: Any) -> None:
+    with contextlib.suppress(OSError):
+        os.write(own, json.dumps(message).encode() + b"\n")
+
+
+def _reap(pid: int) -> int | None:
+    """Wait for the processes that have ended; the exit status of the program if it is one of them."""
+    status = None
+    while True:
+        try:
+            ended, code = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if ended == 0:
+            return status
+        if ended == pid:
+            status = os.waitstatus_to_exitcode(code)
+
+
+def _kill_all() -> dict[int, int]:
+    """Kill all descendants until there is no child; the exit statuses of those that this process waited for."""
+    found: dict[int, int] = {}
+    deadline = time.monotonic() + _LONGEST
+    while time.monotonic() < deadline:
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                found[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+        except ChildProcessError:  # an orphan would be a child, so there is no descendant
+            return found
+        stopped: set[int] = set()
+        while new := _descendants() - stopped:  # stop them first, so that none starts others
+            for pid in new:
+                _signal(pid, signal.SIGSTOP)
+            stopped |= new
+        for pid in stopped:
+            _signal(pid, signal.SIGKILL)
+        time.sleep(0.001)
+    return found
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _descendants() -> set[int]:
+    """All descendants of this process that still run, from the table of processes."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            state, parent = path.read_bytes().rpartition(b")")[2].split()[:2]
+            if state not in (b"Z", b"X"):
+                children.setdefault(int(parent), []).append(int(path.parent.name))
+    found, new = set(), [os.getpid()]
+    while new:
+        for child in children.get(new.pop(), ()):
+            if child not in found:
+                found.add(child)
+                new.append(child)
+    return found
+
+
+if __name__ == "__main__":
+    main()

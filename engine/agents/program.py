@@ -1,0 +1,214 @@
+"""One agent program: its requests, in the order in which they are answered, and its end.
+
+Invariant: after `stop` the program does not run, its key is refused, and its waiting requests are answered with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any, NamedTuple, Protocol
+
+from engine.agents.inbox import Exchange, Inbox
+from engine.agents.wire.requests import MODEL, ApiError, Replies, Session
+
+_PATIENCE = 10.0
+"""Seconds for which a resume waits for the recorded request while the program has sent others."""
+
+
+class Endpoint(NamedTuple):
+    """What a program needs to reach the model."""
+
+    address: str
+    """`http://host:port`, without a path."""
+    key: str
+    model: str = MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramEnd:
+    """How a program ended."""
+
+    status: int | None
+    """Its exit status, negative for a signal; None: it ran out of time and was killed."""
+    output: str
+    """The end of what it wrote to stdout and stderr."""
+    reward: str | None
+    """The JSON of its reward; None if it gave none."""
+
+
+class ProgramBody(Protocol):
+    """What runs: a process (command.py) or a coroutine (coroutine.py)."""
+
+    ended: asyncio.Future[int]
+    """Its exit status; done when nothing of it runs any more. Exists after `start`."""
+
+    async def start(self, endpoint: Endpoint) -> None:
+        """Start it. Raises OSError if that is not possible."""
+        ...
+
+    async def stop(self) -> None:
+        """End it with everything that it started; a second call does nothing."""
+        ...
+
+    @property
+    def output(self) -> str:
+        """The end of what it wrote."""
+        ...
+
+    async def reward(self) -> str | None:
+        """The JSON of its reward; None if it gave none."""
+        ...
+
+    async def close(self) -> None:
+        """Remove what it left; a second call does nothing."""
+        ...
+
+
+class ProgramBodies(Protocol):
+    """Programs that run elsewhere."""
+
+    def body(self, episode: str, task: Mapping[str, Any]) -> ProgramBody:
+        """The program of an episode. Raises SpecCodeError if there is none."""
+        ...
+
+
+class SampledAhead(Protocol):
+    """Replies that are sampled while another request is answered."""
+
+    def begin(self, exchange: Exchange) -> None:
+        """Begin to sample the replies to a request, if limits allow it; a second call does nothing."""
+        ...
+
+    def has_begun(self, exchange: Exchange) -> bool:
+        """Whether a reply to a request is being sampled, or was."""
+        ...
+
+    def is_ready(self, exchange: Exchange) -> bool:
+        """Whether the first reply to a request was sampled, or failed."""
+        ...
+
+
+class AgentProgram:
+    """A program and its requests.
+
+    Args:
+        body: What runs.
+        seconds: Its time.
+        inbox: Its requests; None: those of a program without an episode.
+        idle: Its time without a request.
+    """
+
+    def __init__(self, body: ProgramBody, seconds: float, inbox: Inbox | None = None, idle: float = inf) -> None:
+        self.inbox = inbox or Inbox(Session())
+        """Its requests."""
+        self.inbox.on_request = self._came
+        self.ahead: SampledAhead | None = None
+        """Samples replies ahead; None: requests are answered one after the other."""
+        self.current: Exchange | None = None
+        """The request that is answered now."""
+        self._body = body
+        self._seconds, self._idle = seconds, idle
+        self._deadline = 0.0
+        self._started = False
+
+    async def start(self) -> None:
+        """Start the program. Raises OSError if that is not possible."""
+        address = await self.inbox.open()
+        self._started = True
+        await self._body.start(Endpoint(address, self.inbox.key))
+        self._body.ended.add_done_callback(lambda _: self.inbox.woken.set())
+        self._deadline = asyncio.get_running_loop().time() + self._seconds
+
+    async def next(self, recorded: Callable[[Exchange], bool] | None = None) -> Exchange | ProgramEnd:
+        """Wait for the next request, or for the program's end or that of its time, after which it is stopped.
+
+        A request that comes alone is next at once. Requests that come while another one is answered are sampled at the same
+        time, and the first one whose reply is there is next.
+
+        Args:
+            recorded: On a resume: whether a request is the one that was next before.
+        """
+        loop, inbox = asyncio.get_running_loop(), self.inbox
+        others_since: float | None = None
+        deadline = min(self._deadline, loop.time() + self._idle)
+        while not self._body.ended.done():
+            now = loop.time()
+            if now >= (self._deadline if inbox.waiting else deadline):
+                return await self._end(None)
+            inbox.woken.clear()
+            if recorded is not None:
+                others_since = others_since or (now if inbox.waiting else None)
+                patient = others_since is None or now < others_since + _PATIENCE
+                found = next(
+                    filter(recorded, inbox.waiting), None if patient or not inbox.waiting else inbox.waiting[0]
+                )
+            else:
+                found = self._first()
+            if found is not None:
+                inbox.waiting.remove(found)
+                self.current = found
+                return found
+            until = self._deadline if inbox.waiting else deadline
+            if others_since is not None:
+                until = min(until, others_since + _PATIENCE)
+            try:
+                async with asyncio.timeout_at(until):
+                    await inbox.woken.wait()
+            except TimeoutError:
+                continue
+        return await self._end(self._body.ended.result())
+
+    def _first(self) -> Exchange | None:
+        """The waiting request that is answered next; None: none is ready."""
+        waiting, ahead = self.inbox.waiting, self.ahead
+        if not waiting or ahead is None:
+            return waiting[0] if waiting else None
+        alone = len(waiting) == 1 and not ahead.has_begun(waiting[0])
+        if not alone or waiting[0].request.replies > 1:
+            for exchange in waiting:
+                ahead.begin(exchange)
+        if alone:
+            return waiting[0]
+        if (ready := next(filter(ahead.is_ready, waiting), None)) is not None:
+            return ready
+        return None if any(map(ahead.has_begun, waiting)) else waiting[0]  # a limit stops those that are left
+
+    def _came(self, exchange: Exchange) -> None:
+        """Begin to sample the replies to a request that came while another one is answered."""
+        if self.ahead is not None and (self.current is not None or len(self.inbox.waiting) > 1):
+            self.ahead.begin(exchange)
+
+    def answer(self, replies: Replies) -> None:
+        """Send the replies to the current request."""
+        assert self.current is not None
+        self.inbox.send(self.current, replies)
+        self.current = None
+
+    def refuse(self, fault: ApiError) -> None:
+        """Send an error to the current request."""
+        assert self.current is not None
+        if not self.current.answer.done():
+            self.current.answer.set_exception(fault)
+        self.current = None
+
+    async def stop(self, why: str = "the episode is over") -> None:
+        """Answer waiting requests with an error, end the program, and remove what it left."""
+        current, self.current = self.current, None
+        if self._started:
+            await self.inbox.close(why, *([current] if current else []))
+        await self._body.stop()
+        await self._body.close()
+
+    async def end(self) -> ProgramEnd | None:
+        """Stop a program that has not ended, and return its end; None if it has ended, or did not start."""
+        return None if self.inbox.closed or not self._started else await self._end(None)
+
+    async def _end(self, status: int | None) -> ProgramEnd:
+        await self._body.stop()
+        reward = await self._body.reward()
+        output = self._body.output
+        await self.stop("the program has ended")
+        return ProgramEnd(status, output, reward)

@@ -1,0 +1,112 @@
+"""The threads of one agent program: its requests and replies, and where in the episode's conversation each continues.
+
+Invariant: it depends only on the episode's records, so a replay rebuilds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from engine.agents.echo import Continuation, EchoIndex, Request, tools_key
+from engine.agents.wire.requests import ModelReply
+from engine.schemas.journal import AgentRecord
+from engine.schemas.message import MalformedCall, Message
+
+if TYPE_CHECKING:
+    from engine.agents.inbox import Exchange
+    from engine.agents.wire.requests import ModelRequest
+    from engine.episode import Episode
+    from engine.tokens.conversation import Conversation
+    from engine.tokens.leaf import Leaf
+
+
+class AgentThreads:
+    """The threads of one episode.
+
+    Args:
+        opening: The messages of the spec's prompt and of the environment, which the program gets with its task.
+        index: An empty index of replies.
+    """
+
+    __slots__ = ("_index", "_leaves", "_request", "opening", "sampling")
+
+    def __init__(self, opening: Sequence[Message], index: EchoIndex) -> None:
+        self.opening = list(opening)
+        """The messages that the program gets with its task."""
+        self.sampling: dict[str, Any] = {}
+        """Parameters that the newest request sets, by their names in `agent.allow`."""
+        self._index = index
+        self._leaves: dict[int, Leaf] = {}
+        """By turn: the conversation directly after its reply."""
+        self._request: Request | None = None
+        """The newest request."""
+
+    def find(self, request: ModelRequest) -> Continuation:
+        """Find where a request continues."""
+        return self._index.find(request.messages, tools_key(request.tools))
+
+    def is_recorded(self, record: AgentRecord, exchange: Exchange) -> bool:
+        """Whether a request is the one of a record."""
+        asked = exchange.request
+        place = self.find(asked)
+        new = asked.messages[place.covered :]
+        return (
+            record.event == "request"
+            and place.parent == record.parent
+            and tools_key(asked.tools) == tools_key(record.tools)
+            and self._index.keys(new) == self._index.keys(record.messages)
+        )
+
+    def conversation_for(self, episode: Episode, request: ModelRequest) -> Conversation:
+        """A conversation with the prompt that a request leads to, if it is attached.
+
+        Raises:
+            RenderError: The model cannot be shown it.
+        """
+        place = self.find(request)
+        leaf = None if place.parent is None else self._leaves[place.parent]
+        return episode.conversation.after(leaf, request.messages[place.covered :], request.tools)
+
+    def note_reply(self, episode: Episode) -> None:
+        """Add the newest reply, if it is not known yet. A second call changes nothing."""
+        if self._request is None or episode.turn < 0 or episode.turn in self._leaves:
+            return
+        self._leaves[episode.turn] = episode.conversation.leaf()
+        self._index.add_reply(self._request, episode.turn, newest_reply(episode))
+
+    def attach(self, episode: Episode, record: AgentRecord) -> None:
+        """Make a request the episode's next prompt.
+
+        Raises:
+            RenderError: The model cannot be shown it.
+        """
+        leaf = None if record.parent is None else self._leaves[record.parent]
+        episode.conversation.resume_at(
+            leaf, record.messages, tools=record.tools, reason=record.reason, again=record.sample > 0
+        )
+        self.sampling = record.sampling
+        self._request = self._index.add_request(record.messages, tools_key(record.tools), record.parent)
+
+
+def newest_reply(episode: Episode) -> ModelReply:
+    """The newest turn as the program gets it: a call that could not be parsed is part of the text."""
+    said = next(message for message in reversed(episode.conversation.thread.messages) if message.role == "assistant")
+    raw = [attempt.raw for attempt in episode.attempts if isinstance(attempt, MalformedCall)]
+    text = "\n".join([*([said.text] if said.text else []), *raw])
+    assert episode.finish is not None
+    matched = episode.finish.matched
+    stopped = matched if isinstance(matched, str) and text.rstrip().endswith(matched) else None
+    if stopped is not None:
+        text = text.rstrip().removesuffix(stopped)
+    message = replace(said, content=text, signed=None)
+    cut = episode.finish.type == "length"
+    turn = episode.turns[-1]
+    return ModelReply(
+        message=message,
+        finish="length" if cut else "tool_calls" if message.tool_calls else "stop",
+        prompt_tokens=turn.prompt_tokens,
+        reply_tokens=turn.reply_tokens or turn.end - turn.start,
+        stopped=stopped,
+    )

@@ -1,0 +1,209 @@
+"""OpenAI's Chat Completions: a request's JSON to messages, replies to JSON or to streamed events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from engine.agents.wire import fields
+from engine.agents.wire.api import Event
+from engine.agents.wire.fields import Fields, Reader
+from engine.agents.wire.requests import ApiError, ModelReply, ModelRequest, Replies, Session
+from engine.schemas.message import ContentPart, Message, TextPart, ToolCall
+
+MOST_REPLIES = 64
+"""Maximum of `n`."""
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+FIELDS = Fields(
+    read=frozenset({"messages", "model", "n", "stream", "stream_options", "tools"}),
+    without_effect=frozenset(
+        {
+            "metadata",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "store",
+            "user",
+        }
+    ),
+    sampling={
+        "frequency_penalty": "frequency_penalty",
+        "max_completion_tokens": "max_tokens",
+        "max_tokens": "max_tokens",
+        "presence_penalty": "presence_penalty",
+        "stop": "stop",
+        "temperature": "temperature",
+        "top_p": "top_p",
+    },
+    decided=frozenset({"reasoning_effort", "seed"}),
+    neutral={
+        "function_call": ("auto",),
+        "functions": ([],),
+        "logit_bias": ({},),
+        "logprobs": (False,),
+        "modalities": (["text"],),
+        "parallel_tool_calls": (True,),
+        "response_format": ({"type": "text"},),
+        "tool_choice": ("auto",),
+        "top_logprobs": (0,),
+        "verbosity": ("medium",),
+    },
+    ignorable={
+        "parallel_tool_calls": "parallel_tool_calls",
+        "response_format": "response_format",
+        "tool_choice": "tool_choice",
+        "verbosity": "verbosity",
+    },
+)
+
+
+class ChatCompletions:
+    """OpenAI's Chat Completions. See `ModelApi`."""
+
+    path = "/v1/chat/completions"
+    required_header = ""
+
+    def read(self, body: Any, session: Session) -> ModelRequest:
+        """See `ModelApi`."""
+        reader = Reader(body, FIELDS, session)
+        options = body.get("stream_options") or {}
+        if not isinstance(options, dict) or not set(options) <= {"include_usage", "include_obfuscation"}:
+            raise ApiError("`stream_options` may have only `include_usage`", param="stream_options")
+        reader.flag("include_usage", options)
+        replies = 1 if body.get("n") is None else body["n"]
+        if type(replies) is not int or not 1 <= replies <= MOST_REPLIES:
+            raise ApiError(f"`n` must be an integer from 1 to {MOST_REPLIES}", param="n")
+        messages = [_message(item, at) for at, item in fields.objects(body.get("messages"), "messages")]
+        if not messages:
+            raise ApiError("`messages` must be a list of at least one message", param="messages")
+        return ModelRequest(
+            messages=messages,
+            tools=reader.tools(lambda tool, at: _tool(reader, tool, at)),
+            replies=replies,
+            stream=reader.flag("stream"),
+            sampling=reader.sampling,
+            overruled=reader.overruled,
+            body=body,
+        )
+
+    def whole(self, request: ModelRequest, made: Replies, session: Session) -> dict[str, Any]:
+        """See `ModelApi`."""
+        return {
+            "id": f"chatcmpl-{made.id}",
+            "object": "chat.completion",
+            "created": made.created,
+            "model": session.model,
+            "choices": [
+                {"index": index, "message": _written(reply.message), "finish_reason": reply.finish, "logprobs": None}
+                for index, reply in enumerate(made.replies)
+            ],
+            "usage": _usage(made.replies),
+        }
+
+    def events(self, request: ModelRequest, made: Replies, session: Session) -> Iterator[Event]:
+        """See `ModelApi`."""
+        frame = {
+            "id": f"chatcmpl-{made.id}",
+            "object": "chat.completion.chunk",
+            "created": made.created,
+            "model": session.model,
+        }
+        for index, reply in enumerate(made.replies):
+            message = _written(reply.message)
+            calls = [{"index": at, **call} for at, call in enumerate(message.pop("tool_calls", ()))]
+            deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+            deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
+            deltas += [{"tool_calls": [call]} for call in calls]
+            for delta, finish in [*((delta, None) for delta in deltas), ({}, reply.finish)]:
+                choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}
+                yield Event(frame | {"choices": [choice]})
+        if (request.body.get("stream_options") or {}).get("include_usage"):
+            yield Event(frame | {"choices": [], "usage": _usage(made.replies)})
+        yield Event("[DONE]")
+
+    def fault(self, fault: ApiError) -> dict[str, Any]:
+        """See `ModelApi`."""
+        kind = "invalid_request_error" if fault.status < 500 else "server_error"
+        return {"error": {"message": fault.message, "type": kind, "param": fault.param, "code": fault.code}}
+
+    def fault_event(self, fault: ApiError) -> Event:
+        """See `ModelApi`."""
+        return Event(self.fault(fault))
+
+
+def _message(item: dict[str, Any], at: str) -> Message:
+    role: Any = _ROLES.get(str(item.get("role")))
+    if role is None:
+        raise ApiError(f"`{at}.role` must be one of {', '.join(_ROLES)}", param=f"{at}.role")
+    for name in ("audio", "function_call", "refusal", *(() if role == "tool" else ("name",))):
+        if item.get(name):
+            raise ApiError(f"`{at}.{name}` is not supported: leave it out", param=f"{at}.{name}")
+    content = fields.content(
+        item.get("content"),
+        f"{at}.content",
+        lambda part, place: _part(part, place, images=role in ("user", "tool")),
+        null=role in ("assistant", "tool"),
+    )
+    if role == "tool":
+        answered = fields.identifier(item.get("tool_call_id"), f"{at}.tool_call_id")
+        return Message(role=role, content=content, tool_call_id=answered)
+    if role != "assistant":
+        return Message(role=role, content=content)
+    reasoning = item.get("reasoning_content") or item.get("reasoning") or None
+    if reasoning is not None:
+        reasoning = fields.text(reasoning, f"{at}.reasoning_content")
+    calls = [_call(call, place) for place, call in fields.objects(item.get("tool_calls"), f"{at}.tool_calls")]
+    return Message(role=role, content=content, reasoning=reasoning, tool_calls=calls)
+
+
+def _part(part: dict[str, Any], at: str, *, images: bool) -> ContentPart:
+    kind = part.get("type")
+    if kind == "text":
+        return TextPart(text=fields.text(part.get("text"), f"{at}.text"))
+    if kind == "image_url" and images:
+        image = part.get("image_url")
+        if isinstance(image, dict) and image.get("detail") not in (None, "auto"):
+            raise ApiError(f"`{at}.image_url.detail` is not supported: leave it out", param=f"{at}.image_url.detail")
+        return fields.image(image.get("url") if isinstance(image, dict) else image, f"{at}.image_url.url")
+    raise ApiError(f"`{at}` has the type {kind!r}, which is not supported here", param=at)
+
+
+def _call(item: dict[str, Any], at: str) -> ToolCall:
+    function = item.get("function")
+    if not isinstance(function, dict):
+        raise ApiError(f"`{at}.function` is missing", param=f"{at}.function")
+    keys = ("id", "function.name", "function.arguments")
+    return fields.call(item.get("id"), function.get("name"), function.get("arguments"), at, keys)
+
+
+def _tool(reader: Reader, tool: dict[str, Any], at: str) -> dict[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, dict) or tool.get("type") != "function":
+        raise ApiError(f"`{at}` must be {{type: function, function: {{…}}}}", param=at)
+    return reader.tool(f"{at}.function", function, "parameters", frozenset())
+
+
+def _written(message: Message) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": "assistant", "content": message.text or None, "refusal": None}
+    if not message.text and not message.tool_calls:
+        made["content"] = ""
+    if message.reasoning:
+        made["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": fields.spelled(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return made
+
+
+def _usage(replies: Sequence[ModelReply]) -> dict[str, int]:
+    prompt, sampled = replies[0].prompt_tokens, sum(reply.reply_tokens for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

@@ -1,0 +1,282 @@
+"""Reads the parts that requests of all model APIs have in common: sampling, tools, images, texts.
+
+Invariant: each field of a request has its effect, or is known to have none on the reply, or is decided by the spec and reported
+(`overruled`), or the request is refused with the field's name. No field is ignored silently.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from engine.agents.wire.requests import ApiError, Session
+from engine.schemas.message import ContentPart, ImagePart, TextPart, ToolCall
+from engine.storable import refusal
+
+_ID = re.compile(r"[\x21-\x7e]{1,256}")
+_MOST_STOPS = 16
+
+
+def _number(low: float, high: float) -> Callable[[Any], Any]:
+    def read(value: Any) -> float | None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            return None
+        return float(value) if low <= value <= high else None
+
+    return read
+
+
+def _integer(low: int) -> Callable[[Any], Any]:
+    return lambda value: value if type(value) is int and low <= value < 2**31 else None
+
+
+def _stops(value: Any) -> list[str] | None:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or len(found) > _MOST_STOPS:
+        return None
+    return found if all(isinstance(item, str) and item and refusal(item) is None for item in found) else None
+
+
+SAMPLING: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "temperature": ("a number from 0 to 2", _number(0.0, 2.0)),
+    "top_p": ("a number above 0, at most 1", _number(1e-6, 1.0)),
+    "top_k": ("an integer of at least 1", _integer(1)),
+    "frequency_penalty": ("a number from -2 to 2", _number(-2.0, 2.0)),
+    "presence_penalty": ("a number from -2 to 2", _number(-2.0, 2.0)),
+    "max_tokens": ("an integer of at least 1", _integer(1)),
+    "stop": (f"a text, or a list of at most {_MOST_STOPS} texts, none empty", _stops),
+}
+"""By name in `agent.allow`: what a value must be, and what reads it (None: it is something else)."""
+REFUSED_UNLESS_ALLOWED = frozenset({"stop"})
+"""Without this parameter a reply means something else, so a request that sets it is refused where the spec does not allow it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fields:
+    """The top-level fields of an API's requests."""
+
+    read: frozenset[str]
+    """Those that the API's own code reads."""
+    without_effect: frozenset[str]
+    """Those that change nothing of the reply."""
+    sampling: Mapping[str, str]
+    """Those of sampling, by their names in `agent.allow`."""
+    decided: frozenset[str] = frozenset()
+    """Those that only the spec decides."""
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Those that are supported only with values that change nothing; null is one of them."""
+    ignorable: Mapping[str, str] = field(default_factory=dict)
+    """Of `neutral`: their names in `agent.ignore`."""
+
+
+class Reader:
+    """Reads one request.
+
+    Args:
+        body: Its JSON value.
+        fields: The API's fields.
+        session: What it is read with.
+
+    Raises:
+        ApiError: A field is not supported or has an invalid value, or the model is another one.
+    """
+
+    def __init__(self, body: Any, fields: Fields, session: Session) -> None:
+        if not isinstance(body, dict):
+            raise ApiError("the body must be a JSON object")
+        self.body: dict[str, Any] = body
+        self.session = session
+        self.sampling: dict[str, Any] = {}
+        self._overruled: set[str] = set()
+        for name, value in body.items():
+            if value is None or name in fields.read or name in fields.without_effect:
+                continue
+            if name in fields.sampling:
+                self._sample(name, value, fields.sampling[name])
+            elif name in fields.decided:
+                self._overruled.add(name)
+            elif name in fields.neutral:
+                self.neutral(name, value, fields.neutral[name], fields.ignorable.get(name, ""))
+            else:
+                raise ApiError(f"`{name}` is not supported: leave it out", param=name)
+        if body.get("model") != session.model:
+            text = f"the model {body.get('model')!r} does not exist; the only model is {session.model!r}"
+            raise ApiError(text, param="model", status=404, code="model_not_found")
+
+    @property
+    def overruled(self) -> list[str]:
+        """The fields that are set and have no effect, because the spec decides."""
+        return sorted(self._overruled)
+
+    def overrule(self, name: str) -> None:
+        """Note that a field has no effect."""
+        self._overruled.add(name)
+
+    def neutral(self, at: str, value: Any, allowed: Collection[Any], ignorable: str = "") -> None:
+        """Refuse a value that would change the reply, unless the spec ignores the field.
+
+        Args:
+            at: The field.
+            value: Its value; null changes nothing.
+            allowed: Other values that change nothing.
+            ignorable: Its name in `agent.ignore`; empty: it has none.
+        """
+        if value is None or any(value == item and type(value) is type(item) for item in allowed):
+            return
+        if ignorable in self.session.ignore:
+            self._overruled.add(at)
+            return
+        only = " or ".join(json.dumps(item) for item in allowed)
+        text = (
+            f"`{at}` is supported only as {only}: leave it out" if allowed else f"`{at}` is not supported: leave it out"
+        )
+        if ignorable:
+            text += f", or write `ignore: [{ignorable}]` in the spec's `agent` to answer as if it were left out"
+        raise ApiError(text, param=at)
+
+    def _sample(self, name: str, value: Any, known: str) -> None:
+        if known in REFUSED_UNLESS_ALLOWED and value in ([], ""):
+            return
+        if known in self.session.allow:
+            expected, read = SAMPLING[known]
+            found = read(value)
+            if found is None:
+                raise ApiError(f"`{name}` must be {expected}", param=name)
+            self.sampling[known] = found
+        elif known in REFUSED_UNLESS_ALLOWED and known not in self.session.ignore:
+            text = f"`{name}` is not supported: leave it out, or write `allow: [{known}]` in the spec's `agent`"
+            raise ApiError(text, param=name)
+        else:
+            self._overruled.add(name)
+
+    def flag(self, name: str, inside: Mapping[str, Any] | None = None) -> bool:
+        """Read true, false or null."""
+        value = (self.body if inside is None else inside).get(name)
+        if value is not None and not isinstance(value, bool):
+            raise ApiError(f"`{name}` must be true or false", param=name)
+        return bool(value)
+
+    def tools(self, read: Callable[[dict[str, Any], str], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Read `tools`.
+
+        Args:
+            read: Reads one tool at a place to its schema in OpenAI's form.
+        """
+        found = [read(item, at) for at, item in objects(self.body.get("tools"), "tools")]
+        names = [tool["function"]["name"] for tool in found]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ApiError(f"`tools` has two tools with the name {twice!r}", param="tools")
+        return found
+
+    def tool(
+        self, at: str, given: Mapping[str, Any], parameters: str, without_effect: frozenset[str]
+    ) -> dict[str, Any]:
+        """Read one tool to its schema in OpenAI's form.
+
+        Args:
+            at: Its place.
+            given: The object with its name.
+            parameters: The key of its JSON schema.
+            without_effect: Keys that change nothing of the reply.
+        """
+        self.neutral(f"{at}.strict", given.get("strict"), (False,), "strict")
+        known = without_effect | {"name", "description", "strict", parameters}
+        if other := next((key for key, value in given.items() if key not in known and value), None):
+            raise ApiError(f"`{at}.{other}` is not supported: leave it out", param=f"{at}.{other}")
+        name, description = identifier(given.get("name"), f"{at}.name"), given.get("description")
+        schema = given.get(parameters)
+        if description is not None and (not isinstance(description, str) or refusal(description) is not None):
+            raise ApiError(f"`{at}.description` must be a text", param=f"{at}.description")
+        if schema is not None and (not isinstance(schema, dict) or refusal(schema) is not None):
+            raise ApiError(f"`{at}.{parameters}` must be a JSON schema", param=f"{at}.{parameters}")
+        shape = schema or {"type": "object", "properties": {}}
+        function = {"name": name, "description": description or "", "parameters": shape}
+        return {"type": "function", "function": function}
+
+
+def objects(value: Any, at: str) -> list[tuple[str, dict[str, Any]]]:
+    """Read a list of objects, each with its place; null is the empty list."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ApiError(f"`{at}` must be a list", param=at)
+    for number, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise ApiError(f"`{at}[{number}]` must be an object", param=f"{at}[{number}]")
+    return [(f"{at}[{number}]", item) for number, item in enumerate(value)]
+
+
+def identifier(value: Any, at: str) -> str:
+    """Read an id or a name."""
+    if not isinstance(value, str) or not _ID.fullmatch(value):
+        raise ApiError(f"`{at}` must be a text of 1 to 256 printable characters", param=at)
+    return value
+
+
+def text(value: Any, at: str) -> str:
+    """Read a text that can be stored."""
+    if not isinstance(value, str) or refusal(value) is not None:
+        raise ApiError(f"`{at}` must be a text", param=at)
+    return value
+
+
+def content(
+    value: Any, at: str, part: Callable[[dict[str, Any], str], ContentPart | None], *, null: bool = True
+) -> str | list[ContentPart]:
+    """Read a content: a text, or parts if it has an image.
+
+    Args:
+        value: A text, a list of parts, or null for the empty text.
+        at: Its place.
+        part: Reads one part at a place; None: the part is no content.
+        null: Whether null is allowed.
+    """
+    if isinstance(value, str):
+        return text(value, at)
+    if value is None and not null:
+        raise ApiError(f"`{at}` is missing", param=at)
+    parts = [read for place, item in objects(value, at) if (read := part(item, place)) is not None]
+    return joined(parts)
+
+
+def joined(parts: list[ContentPart]) -> str | list[ContentPart]:
+    """Parts as a content: one text if there is no image."""
+    if any(isinstance(item, ImagePart) for item in parts):
+        return parts
+    return "".join(item.text for item in parts if isinstance(item, TextPart))
+
+
+def image(url: Any, at: str) -> ImagePart:
+    """Read an image, which must be a `data:` URI."""
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise ApiError(f"`{at}` must be a data: URI", param=at)
+    return ImagePart(image=url)
+
+
+def arguments(value: Any, at: str) -> dict[str, Any]:
+    """Read the arguments of a call: an object, or its JSON; null and the empty text are no arguments."""
+    try:
+        found = json.loads(value or "{}") if isinstance(value, str) or value is None else value
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or refusal(found) is not None:
+        raise ApiError(f"`{at}` must be the JSON of an object", param=at)
+    return found
+
+
+def call(id_: Any, name: Any, given: Any, at: str, keys: tuple[str, str, str]) -> ToolCall:
+    """Read a call of a tool. `keys` are its keys of id, name and arguments, for messages."""
+    return ToolCall(
+        id=identifier(id_, f"{at}.{keys[0]}"),
+        name=identifier(name, f"{at}.{keys[1]}"),
+        arguments=arguments(given, f"{at}.{keys[2]}"),
+    )
+
+
+def spelled(given: Mapping[str, Any]) -> str:
+    """The arguments of a call as JSON text."""
+    return json.dumps(given, ensure_ascii=False)

@@ -1,0 +1,99 @@
+"""What a request of any model API says, what its replies are, and the error of one that cannot be answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from engine.schemas.message import Message
+
+MODEL = "policy"
+"""The name of the model that programs ask for."""
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        message: What is wrong and how to fix it.
+        param: The request's field that is wrong; None if no field is.
+        status: The HTTP status. SDKs repeat requests after 408, 409, 429 and 5xx, and no others.
+        code: A name for programs.
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = None, status: int = 400, code: str = "invalid_request"
+    ) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status, self.code = message, param, status, code
+
+
+class Stored(NamedTuple):
+    """A conversation that the endpoint keeps, so that a later request sends only what is new."""
+
+    messages: list[Message]
+    """Up to and with a reply."""
+    tools: list[Any] | None = None
+    """Its tools as the request gave them, where later requests do not repeat them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What requests of one key are read with."""
+
+    model: str = MODEL
+    """The name of the model, which requests must give."""
+    allow: frozenset[str] = frozenset()
+    """Parameters of sampling that requests may set: names of `agent.allow`."""
+    ignore: frozenset[str] = frozenset()
+    """Fields that requests may set without effect: names of `agent.ignore`."""
+    stored: dict[str, Stored] = field(default_factory=dict)
+    """By the id of a reply: the conversation up to and with it."""
+
+    def recall(self, name: Any, prefix: str) -> Stored | None:
+        """The conversation up to a reply of the API whose ids have a prefix; None if none is stored."""
+        return self.stored.get(name) if isinstance(name, str) and name.startswith(prefix) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """A request for replies of the model."""
+
+    messages: list[Message]
+    """The whole conversation. Images are `data:` URIs."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """The tools' schemas, in OpenAI's form."""
+    replies: int = 1
+    """How many replies are asked for."""
+    stream: bool = False
+    """Send the reply as events."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Parameters that it sets and the spec allows, by their names in `agent.allow`."""
+    overruled: list[str] = field(default_factory=list)
+    """Fields that it sets and that have no effect, because the spec decides, sorted."""
+    body: Mapping[str, Any] = field(default_factory=dict)
+    """Its JSON object, for the fields that a reply repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReply:
+    """One reply as the program gets it."""
+
+    message: Message
+    """Text, reasoning and calls. A call that could not be parsed is text. The stop string that ended it is left out."""
+    finish: str
+    """`stop`, `length` or `tool_calls`."""
+    prompt_tokens: int
+    reply_tokens: int
+    stopped: str | None = None
+    """The stop string that ended it."""
+
+
+class Replies(NamedTuple):
+    """The answer to a request."""
+
+    id: str
+    """Unique: the episode's id and the first turn. Each API writes its own prefix before it."""
+    created: int
+    replies: list[ModelReply]
