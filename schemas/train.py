@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from ipaddress import IPv6Address
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from engine.schemas.base import Contract, Seconds
 from engine.schemas.critic import CriticSpec
 from engine.schemas.loss import CrossEntropyLoss, DrGrpoLoss, LossSpec
+from engine.schemas.plan import PlanSpec
 from engine.schemas.sft import SftDataSpec
 
 Level = Literal["token", "turn", "sequence"]
@@ -108,6 +111,8 @@ class DifficultySpec(Contract):
 class OptimizerSpec(Contract):
     """AdamW and its learning rate schedule."""
 
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw`: AdamW of torch. `adamw_8bit`: AdamW whose moments have 8 bits, of the package `torchao`."""
     lr: float = Field(default=1e-6, gt=0.0)
     """The learning rate."""
     betas: list[Decay] = Field(default_factory=lambda: [0.9, 0.999], min_length=2, max_length=2)
@@ -148,6 +153,9 @@ class MemorySpec(Contract):
     """Recompute activations in the backward pass instead of storing them."""
     share_prefixes: bool = True
     """Compute a prefix that several rows share (the prompt, or the common part of branches) once."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What stays on the CPU. `optimizer`: AdamW's moments, between updates. `all`: this process's part of the weights (those of the
+    reference too), their gradients and AdamW's moments; a block is copied to the device while it computes."""
 
 
 class AsynchronySpec(Contract):
@@ -159,11 +167,16 @@ class AsynchronySpec(Contract):
     """Groups started for each group of a batch. Groups that are not finished when the batch is full are cancelled."""
 
 
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+"""A host name or an IPv4 address."""
+
+
 class WeightSyncSpec(Contract):
     """How new weights are sent to the backend."""
 
-    method: Literal["auto", "disk", "tensors", "adapter"] = "auto"
-    """`disk`: a folder that the server reads. `tensors`: shared memory on one host. `adapter`: the LoRA adapter only.
+    method: Literal["auto", "disk", "tensors", "collective", "adapter"] = "auto"
+    """`disk`: a folder that the server reads. `tensors`: memory of one host. `collective`: broadcasts in a process group
+    (NCCL on GPUs, gloo else), over several hosts. `adapter`: the LoRA adapter only.
     `auto`: `tensors` for the local backend, else `adapter` with LoRA and `disk` without."""
     pause_generation: bool = True
     """SGLang: pause generation during the update and recompute the KV cache of running requests with the new weights. If
@@ -171,6 +184,23 @@ class WeightSyncSpec(Contract):
     versions. Sending an adapter pauses nothing."""
     folder: str | None = None
     """Folder for `disk` and `adapter`; the servers must see it under the same path. Default: a folder of the training."""
+    address: str | None = None
+    """`collective`: host name or IP address of process 0 of the training, as the servers reach it. Default: the address of this
+    host on its route to the first server."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """`collective`: the port at which the servers find process 0. Default: a free one. Open it in firewalls."""
+
+    @field_validator("address")
+    @classmethod
+    def _is_host(cls, address: str | None) -> str | None:
+        if address is None or _HOST_NAME.fullmatch(address):
+            return address
+        try:
+            return str(IPv6Address(address))
+        except ValueError:
+            raise ValueError(
+                f"{address!r} is not a host name or an IP address: write no scheme, port, path or brackets"
+            ) from None
 
 
 class CheckpointsSpec(Contract):
@@ -285,6 +315,7 @@ class TrainSpec(Contract):
             "freeze",
             "lora",
             "memory",
+            "plan",
             "weight_sync",
             "checkpoints",
             "eval",
@@ -357,10 +388,15 @@ class TrainSpec(Contract):
     """Train a LoRA adapter. If not set, all weights are trained."""
     memory: MemorySpec = Field(default_factory=MemorySpec)
     """How much memory one update may take."""
+    plan: PlanSpec | None = None
+    """The machine that the memory is planned for; nothing is planned if not set."""
     asynchrony: AsynchronySpec = Field(default_factory=AsynchronySpec)
     """Asynchronous rollouts."""
     weight_sync: WeightSyncSpec = Field(default_factory=WeightSyncSpec)
     """How the backend gets the new weights after an update."""
+    colocate: bool = False
+    """Trainer and servers use the same GPUs in turn: the servers release the memory of weights and KV cache while an update runs.
+    Needs `asynchrony.max_staleness: 0`, and servers with `--enable-memory-saver`, which `backend.launch` adds."""
     checkpoints: CheckpointsSpec = Field(default_factory=CheckpointsSpec)
     """Checkpoints."""
     eval: TrainEvalSpec | None = None

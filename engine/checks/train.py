@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
-from engine.schemas.backend import kinds_that_train
+from engine.schemas.backend import BACKENDS, kinds_that_train
 from engine.schemas.train import TrainSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import near_or_known, short
@@ -166,13 +166,48 @@ def freeze(ctx: CheckContext) -> Iterator[Finding]:
                 yield Finding(message, ("train", "freeze", index), fix, offset=offset)
 
 
-@rule("train.weight-sync", "error", "`method: adapter` without `train.lora`")
+@rule("train.weight-sync", "error", "`train.weight_sync.method` does not fit what is trained or served")
 def weight_sync(ctx: CheckContext) -> Iterator[Finding]:
-    """An adapter is sent, but none is trained."""
+    """`adapter` without `train.lora`; `collective` with it, behind a router, or with `train.colocate`."""
     for train in _train(ctx):
-        if train.weight_sync.method == "adapter" and train.lora is None:
+        method, path = train.weight_sync.method, ("train", "weight_sync", "method")
+        if method == "adapter" and train.lora is None:
             message = "only an adapter would be sent, but all weights are trained"
-            yield Finding(message, ("train", "weight_sync", "method"), "add `train.lora: {}`, or use `disk` or `auto`")
+            yield Finding(message, path, "add `train.lora: {}`, or use `disk` or `auto`")
+        if method != "collective":
+            continue
+        if train.lora is not None:
+            yield Finding("all weights would be sent, but only an adapter is trained", path, "use `adapter` or `auto`")
+        if getattr(ctx.spec.backend, "router", False):
+            message = "servers behind a router cannot be called to a process group"
+            yield Finding(message, path, "name the servers themselves in `backend.urls`, or use `disk`")
+        if train.colocate:
+            message = "NCCL refuses a group in which trainer and server have the same GPU (`train.colocate`)"
+            yield Finding(message, path, "use `tensors` or `disk`")
+
+
+@rule("train.colocate", "error", "trainer and servers cannot use the same GPUs in turn")
+def colocate(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.colocate` with another backend, behind a router, or with sampling while an update runs."""
+    for train in _train(ctx):
+        if not train.colocate:
+            continue
+        backend, path = ctx.spec.backend, ("train", "colocate")
+        if not backend.releases_memory:
+            kinds = " or ".join(f"`{kind.kind_name()}`" for kind in BACKENDS if kind.releases_memory)
+            message = f"the `{backend.kind}` backend has no servers that release memory"
+            yield Finding(message, path, f"remove it, or use {kinds}")
+        if getattr(backend, "router", False):
+            yield Finding(
+                "a router does not pass on that servers release memory",
+                path,
+                "name the servers themselves in `backend.urls`",
+            )
+        if train.asynchrony.max_staleness:
+            message = "servers sample while an update runs, so they cannot release their memory"
+            yield Finding(message, ("train", "asynchrony", "max_staleness"), "set it to 0, or remove `train.colocate`")
+        if train.kind == "sft":
+            yield Finding("nothing is sampled between updates, so nothing is released", path, "remove it")
 
 
 @rule(

@@ -119,8 +119,8 @@ class BatchLog:
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
 
-    def read(self) -> list[BatchRecord]:
-        """All records, oldest first. A last line that a crash left incomplete is removed.
+    def read(self, *, repair: bool = True) -> list[BatchRecord]:
+        """All records, oldest first. A last line that a crash left incomplete is removed from the file, with `repair`, and passed over.
 
         Raises:
             TrainError: kind `checkpoint`: a line is damaged.
@@ -129,7 +129,7 @@ class BatchLog:
             return []
         data = self._path.read_bytes()
         whole = data.rfind(b"\n") + 1
-        if whole < len(data):
+        if whole < len(data) and repair:
             os.truncate(self._path, whole)
         records = []
         for number, line in enumerate(data[:whole].splitlines(), start=1):

@@ -135,6 +135,8 @@ class Batch:
                     f"source/{name}/reward": sums.reward / sums.episodes,
                     f"source/{name}/solved": sums.solved / sums.episodes,
                 }
+        if summary.unchecked_prompts:
+            told["rollout/unchecked_prompts"] = float(summary.unchecked_prompts)
         told |= {f"outcome/{name}": count / episodes for name, count in sorted(summary.outcomes.items())}
         return told | self._staleness()
 

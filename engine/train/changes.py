@@ -39,9 +39,18 @@ ALLOWED = (
     "backend.wait",
     "backend.url",
     "backend.urls",
+    "backend.launch",
+    "backend.launch.*",
     "rollout.concurrency",
     "rollout.live_episodes",
     "rollout.out",
+    "rollout.max_cost",
+    "rollout.keep",
+    "rollout.keep.*",
+    "*.requests_per_minute",
+    "*.tokens_per_minute",
+    "*.prices",
+    "*.prices.*",
     "description",
 )
 """Paths of values that a resume may change. `*` stands for any characters."""
@@ -56,7 +65,7 @@ def check_changes(before: EpisodeSpec, after: EpisodeSpec) -> list[str]:
     Raises:
         TrainError: kind `train_setup`: other values differ; the message names them.
     """
-    found = sorted(set(_differing(_plain(before), _plain(after))))
+    found = sorted({path for path, _, _ in differences(_plain(before), _plain(after))})
     refused = [path for path in found if not any(fnmatchcase(path, allowed) for allowed in ALLOWED)]
     if refused:
         named = ", ".join(f"`{path}`" for path in refused[:8])
@@ -73,10 +82,13 @@ def _plain(spec: EpisodeSpec) -> dict[str, Any]:
     return spec.model_dump(mode="json", by_alias=True)
 
 
-def _differing(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """Paths of the values that differ; a list is one value."""
+def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, value before, value after) for each value that differs in two documents. A list is one value.
+
+    A key that one document does not have has the value None there.
+    """
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in {**before, **after}:
-            yield from _differing(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
     elif before != after:
-        yield path
+        yield path, before, after

@@ -2,8 +2,8 @@
 
     checkpoints/step-000010/
         state.json              format, step, version, consumed groups, the best evaluation so far, names and versions of parts
-        policy.safetensors      part: trained parameters, in the trainer's precision
-        optimizer.safetensors   part: AdamW's moments, and torch's random state
+        policy/                 part: trained parameters, in the trainer's precision; a file for each process (`tensor_files.py`)
+        optimizer/              part: AdamW's moments, and torch's random state
         model/                  a full model for `model.path` and `engine eval --model`; with LoRA instead:
         adapter/                the adapter in peft's format
 
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from engine.train.learner import Learner
 
 _STEP = "step-"
-FORMAT = 2
-"""Format version of `state.json`. Format 1 had `next_group` alone instead of `groups`, and no list of parts."""
+FORMAT = 3
+"""Format version of a checkpoint. Format 2 had one file for each part instead of a folder. Format 1 had `next_group` alone
+instead of `groups`, and no list of parts. All are read."""
 
 
 @dataclass(slots=True)
@@ -110,16 +111,15 @@ class Checkpoints:
             else:
                 shutil.rmtree(draft, ignore_errors=True)
                 draft.mkdir(parents=True)
-                for name, part in parts.items():
-                    part.save(draft / f"{name}.safetensors")
-                with learner.process_group.full_parameters(learner.policy.model):
-                    if learner.lora:
-                        learner.policy.save_adapter(draft / "adapter")
-                    else:
-                        learner.policy.save(draft / "model")
+                learner.save_state(draft)
+                if learner.lora:
+                    learner.policy.save_adapter(draft / "adapter")
+                else:
+                    learner.policy.save(draft / "model")
                 _write_text(draft / "state.json", text)
                 _sync(draft)
                 draft.replace(final)
+                _sync_one(final.parent)
             self._prune(state)
         except TrainError:
             shutil.rmtree(draft, ignore_errors=True)
@@ -163,10 +163,9 @@ class Checkpoints:
                         f"its part `{name}` has version {held.get(name, '(missing)')}, and this training needs "
                         f"{'no such part' if own is None else f'version {own}'}"
                     )
-            for name, part in parts.items():
-                part.load(checkpoint / f"{name}.safetensors")
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainError(f"cannot resume from {checkpoint}: {error}", kind="checkpoint") from error
+        learner.load_state(checkpoint)
         return state
 
 
@@ -181,8 +180,13 @@ def _write_text(file: Path, text: str) -> None:
 def _sync(folder: Path) -> None:
     """Flush all files below a folder to disk."""
     for path in [folder, *folder.rglob("*")]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _sync_one(path)
+
+
+def _sync_one(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

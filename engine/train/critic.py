@@ -21,18 +21,18 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from engine.errors import TrainError
 from engine.train.moments import load_moments, moments
 from engine.train.policy import enable_gradient_checkpointing
-from engine.train.state_parts import StatePart, save_tensors
+from engine.train.state_parts import StatePart
+from engine.train.tensor_files import read_tensors, stored_names
 
 if TYPE_CHECKING:
     from engine.schemas.credit import CreditMethod
     from engine.schemas.critic import CriticSpec, ProbeCritic
-    from engine.train.distributed import ProcessGroup, RunForward
+    from engine.train.distributed import ProcessGroup
     from engine.train.net import PackedModel
     from engine.train.packing import Pack
     from engine.train.policy import Policy
@@ -79,6 +79,8 @@ class Critic:
         seed: Seed of the first layer of a `probe`.
         model: The model of a `network`; None for the other kinds.
         gradient_checkpointing: Whether the model of a `network` recomputes activations.
+        offload: Whether the weights of a `network` stay on the CPU (see `ProcessGroup.shard`).
+        shard: Whether it is sharded at once; else by `shard`.
 
     Raises:
         TrainError: kind `train_setup`: the credit method reads no values.
@@ -94,6 +96,8 @@ class Critic:
         seed: int = 0,
         model: PackedModel | None = None,
         gradient_checkpointing: bool = False,
+        offload: bool = False,
+        shard: bool = True,
     ) -> None:
         if not credit.needs_values:
             raise TrainError("`train.critic` is set, and the credit method reads no values", kind="train_setup")
@@ -109,40 +113,54 @@ class Critic:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.head: LinearHead = resolve_name(spec.head)(spec, size).to(policy.device)
-        trained: nn.Module = self.head
         if model is not None:
             _freeze_output_layer(model)
             if gradient_checkpointing:
                 enable_gradient_checkpointing(model.model)
             self.head.to(model.dtype)
             setattr(model.model, _HEAD, self.head)  # a part of the model, so that it is sharded with it
-            trained = model.model
-            self._run: RunForward = process_group.shard(trained)
+        if shard:
+            self.shard(offload=offload)
+
+    def shard(self, *, offload: bool = False) -> None:
+        """Shard the model of a `network`, and make the optimizer. Arguments as in `ProcessGroup.shard`."""
+        trained: nn.Module = self.head
+        if self._model is not None:
+            self._model.shard(offload=offload)
+            trained = self._model.model
         self.parameters = {name: each for name, each in trained.named_parameters() if each.requires_grad}
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=spec.lr, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=self.spec.lr, weight_decay=0.0)
+
+    @property
+    def net(self) -> PackedModel | None:
+        """The model of a `network`."""
+        return self._model
+
+    def weights(self) -> list[nn.Parameter]:
+        """The critic's own weights, those that are not trained included."""
+        return list((self.head if self._model is None else self._model.model).parameters())
 
     @property
     def reads_policy(self) -> bool:
         """Whether values come from the policy's hidden states, and so from its forward pass."""
         return self._model is None
 
-    def own_values(self, pack: Pack, policy: Policy, run: RunForward) -> torch.Tensor:
+    def own_values(self, pack: Pack, policy: Policy) -> torch.Tensor:
         """The values before the pack's trained tokens, float32 [n], with a graph to the critic's own weights only.
 
         Args:
             pack: The pack.
             policy: The policy, whose states a `probe` and a `head` read.
-            run: Runs the policy's forward passes.
         """
         if self._model is not None:
             return self.values(pack)
-        return self.head(run(policy.states, pack))  # type: ignore[no-any-return]
+        found: torch.Tensor = self.head(policy.states(pack))
+        return found
 
     def values(self, pack: Pack) -> torch.Tensor:
         """The values of a `network` before the pack's trained tokens, float32 [n]. With a graph if gradients are enabled."""
         assert self._model is not None
-        found: torch.Tensor = self._run(self._model.values, pack, self.head)
-        return found
+        return self._model.values(pack, self.head)
 
     def clip_gradients(self) -> float:
         """Sum the gradients over processes and clip them. Returns the norm before clipping."""
@@ -155,44 +173,31 @@ class Critic:
 
     def state_part(self) -> StatePart:
         """Weights and AdamW's state, as a part of a checkpoint."""
-        return StatePart(1, self._save, self._load)
+        return StatePart(1, self._tensors, self._load)
 
-    def _save(self, file: Path) -> None:
-        self._process_group.call_others("critic_moments")
-        tensors = self.moments()
-        if self._model is None:
-            weights = {name: each.detach() for name, each in self.parameters.items()}
-            save_tensors(tensors | _marked(weights), file)
-            return
-        with self._process_group.full_parameters(self._model.model):
-            save_tensors(tensors | _marked(self._model_state()), file)
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {f"{_WEIGHT}{name}": each.detach() for name, each in self.parameters.items()}
 
-    def _load(self, file: Path) -> None:
-        if self._model is not None:
-            with self._process_group.full_parameters(self._model.model, write=True):
-                _copy(_weights_in(file), self._model_state())
-        self._process_group.call_others("read_critic", file)
-        self.read(file)
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return self._weights() | moments(self.optimizer, self.parameters)
 
-    def _model_state(self) -> dict[str, torch.Tensor]:
-        """The trained weights of a `network`, whole inside of `full_parameters`; each has the shape of its parameter."""
-        assert self._model is not None
-        return {name: each.detach() for name, each in self._model.model.named_parameters() if each.requires_grad}
-
-    def moments(self) -> dict[str, torch.Tensor]:
-        """AdamW's state, as `engine.train.moments.moments` returns it, in the shapes of the parameters. Every process must call this."""
-        return moments(self.optimizer, self.parameters, self._process_group)
-
-    def read(self, file: Path) -> None:
-        """Load a critic's file, without the weights of a `network`. Every process must call this.
+    def _load(self, folder: Path) -> None:
+        """Read the critic's part of a checkpoint.
 
         Raises:
-            ValueError: the file belongs to another critic.
+            ValueError: the folder belongs to another critic.
         """
-        if self._model is None:
-            _copy(_weights_in(file), {name: each.detach() for name, each in self.parameters.items()})
-        state = {name: each for name, each in load_file(file).items() if not name.startswith(_WEIGHT)}
-        load_moments(state, self.optimizer, self.parameters, self._process_group)
+        own = self._weights()
+        stored = {name: shape for name, shape in stored_names(folder).items() if name.startswith(_WEIGHT)}
+        odd = sorted(own.keys() ^ stored.keys())
+        odd += [name for name in own if name in stored and own[name].shape != stored[name]]
+        if odd:
+            raise ValueError(
+                f"the critic of the checkpoint is another one: {len(odd)} weights differ, for example "
+                f"{odd[0].removeprefix(_WEIGHT)!r}"
+            )
+        read_tensors(own, folder, self._process_group)
+        load_moments(folder, self.optimizer, self.parameters, self._process_group)
 
 
 def _with_lambda(credit: CreditMethod, lam: float) -> CreditMethod:
@@ -207,28 +212,3 @@ def _freeze_output_layer(model: PackedModel) -> None:
     for parameter in model.model.get_output_embeddings().parameters():
         if parameter is not embeddings:
             parameter.requires_grad_(False)
-
-
-def _marked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"{_WEIGHT}{name}": each for name, each in weights.items()}
-
-
-def _weights_in(file: Path) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(_WEIGHT): each for name, each in load_file(file).items() if name.startswith(_WEIGHT)}
-
-
-@torch.no_grad()
-def _copy(weights: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
-    """Copy weights by name.
-
-    Raises:
-        ValueError: names or shapes differ.
-    """
-    odd = sorted(weights.keys() ^ into.keys())
-    odd += [name for name in into if name in weights and into[name].shape != weights[name].shape]
-    if odd:
-        raise ValueError(
-            f"the critic of the checkpoint is another one: {len(odd)} weights differ, for example {odd[0]!r}"
-        )
-    for name, value in into.items():
-        value.copy_(weights[name])

@@ -21,7 +21,7 @@ from engine.train.valued_rows import value_weights
 if TYPE_CHECKING:
     from engine.store.export import Row
     from engine.train.critic import Critic
-    from engine.train.distributed import ProcessGroup, RunForward
+    from engine.train.distributed import ProcessGroup
     from engine.train.packing import Pack
     from engine.train.policy import Policy
 
@@ -54,7 +54,6 @@ def update_critic(
     rows: Sequence[Row],
     packs: Sequence[tuple[Pack, bool]],
     process_group: ProcessGroup,
-    run: RunForward,
 ) -> dict[str, float]:
     """Make one optimizer step of the critic. Returns its metrics.
 
@@ -64,14 +63,13 @@ def update_critic(
         rows: The mini-batch, as `with_value_weights` returns it.
         packs: This process's packs of the rows, each with False if its loss does not count.
         process_group: The processes of the training.
-        run: Runs the policy's forward passes.
 
     Raises:
         TrainError: kind `diverged`: the loss or the gradient norm is not finite; no weight was changed.
     """
     loss, metrics = 0.0, MetricSums()
     for pack, counts in packs:
-        tokens = value_tokens(critic.own_values(pack, policy, run), pack, rows)
+        tokens = value_tokens(critic.own_values(pack, policy), pack, rows)
         part, counted = value_objective(critic.spec, tokens)
         factor = critic.spec.loss_factor if counts else 0.0
         (factor * part).backward()  # type: ignore[no-untyped-call]

@@ -4,7 +4,7 @@
     data.rows(data.batch(step=0, most=None))
 
 An episode is used as a whole: all rows (branches) that `engine export` wrote for it. Each sampled token of an episode is in one of
-them. Rows stay in their files; the index has a few bytes per row.
+them. Rows stay in their files; the index has a few bytes per row. Rows of a chat API have no ids: they are rendered for the model, in memory.
 
 Invariants:
 - The episodes of a step depend on the files, `train.data`, `train.seed` and the step alone, so a resumed training has the same.
@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,8 +26,11 @@ import numpy as np
 import structlog
 
 from engine.errors import TrainError
-from engine.spec.sources import JsonlRows, ParquetRows, RowFault, Rows
+from engine.spec.sources import RowFault, Rows
 from engine.store.loader import TensorFolder, images_folder, typed_row
+from engine.tokens.loading import load_format
+from engine.train.rendered_rows import rendered
+from engine.train.row_facts import RowFacts, facts_of, open_rows
 
 if TYPE_CHECKING:
     from engine.schemas.sft import SftDataSpec
@@ -40,18 +44,6 @@ log = structlog.get_logger(__name__)
 
 PATH = ("train", "data", "path")
 SUFFIXES = (".jsonl", ".parquet")
-COLUMNS = (
-    "run_id",
-    "task_id",
-    "episode_id",
-    "branch",
-    "trainable",
-    "input_ids",
-    "loss_mask",
-    "turn_ids",
-    "outcome",
-)
-"""Columns that a row needs."""
 _known: dict[str, Demonstrations] = {}
 """The newest demonstrations by the files, their times and the settings that they depend on."""
 
@@ -71,7 +63,7 @@ def demonstrations(loaded: LoadedSpec) -> Demonstrations:
     """
     data, train = _data_of(loaded)
     stamps = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files_of(loaded)]
-    key = repr((stamps, data, train.shuffle, train.seed))
+    key = repr((stamps, data, train.shuffle, train.seed, loaded.spec.model))
     if key not in _known:
         _known.clear()
         _known[key] = Demonstrations(loaded)
@@ -134,10 +126,11 @@ class Demonstrations:
         self._data, train = _data_of(loaded)
         self._shuffle, self._seed = train.shuffle, train.seed
         self.files = files_of(loaded)
-        self._sources = [_open(file) for file in self.files]
         self._episodes: list[tuple[_Place, ...]] = []
         self.left_out: Counter[str] = Counter()
         """Number of rows that are not trained on, by reason."""
+        form = cache(lambda: load_format(loaded.spec.model, loaded.base))
+        self._sources = [self._open(file, form) for file in self.files]
         self.longest = 0
         """Tokens of the longest row."""
         self.largest_id = 0
@@ -164,50 +157,52 @@ class Demonstrations:
         parts = [
             f"{len(self)} episodes, {self.row_count} rows, {self.tokens} trained tokens of {len(self.files)} files"
         ]
-        parts += [f"{count} rows left out: {why}" for why, count in sorted(self.left_out.items())]
+        parts += [
+            f"{count} {'' if why.startswith('replies') else 'rows '}left out: {why}"
+            for why, count in sorted(self.left_out.items())
+        ]
         return "; ".join(parts)
+
+    def _open(self, file: Path, form: Callable[[], ChatFormat]) -> Rows:
+        """The rows of a file, with ids also where it has only messages."""
+        try:
+            return rendered(open_rows(file), form, self.left_out)
+        except (RowFault, OSError, KeyError, TypeError, ValueError) as error:
+            raise TrainError(f"{file}: {error}", kind="train_setup") from error
 
     def _read(self) -> str:
         places: dict[tuple[int, str, str], list[_Place]] = {}
-        seen: set[bytes] = set()
+        seen: set[str] = set()
         whole = blake2b(digest_size=16)
-        for number, rows in enumerate(self._sources):
+        for number, (file, rows) in enumerate(zip(self.files, self._sources, strict=True)):
             try:
-                for position, row in enumerate(rows):
-                    where = f"{self.files[number]}: row {row.number}"
-                    fields = _checked(row.fields, where)
-                    reason = self._reason(fields)
+                for position, row in enumerate(facts_of(file, rows)):
+                    reason = self._reason(row)
                     if reason is None:
-                        identity = _identity(fields)
-                        reason = "copies of other rows" if identity in seen else None
-                        seen.add(identity)
+                        reason = "copies of other rows" if row.identity in seen else None
+                        seen.add(row.identity)
                     if reason is not None:
                         self.left_out[reason] += 1
                         continue
-                    whole.update(identity)
-                    ids = fields["input_ids"]
-                    self.longest, self.largest_id = max(self.longest, len(ids)), max(self.largest_id, *ids)
-                    self.tokens += sum(fields["loss_mask"])
-                    for image in fields["images"]:
-                        self._images.setdefault(image["image"], number)
-                    episode = (number, str(fields["run_id"]), str(fields["episode_id"]))
-                    places.setdefault(episode, []).append(_Place(number, position))
-            except RowFault as error:
-                raise TrainError(f"{self.files[number]}: {error}", kind="train_setup") from error
+                    whole.update(bytes.fromhex(row.identity))
+                    self.longest, self.largest_id = max(self.longest, row.tokens), max(self.largest_id, row.largest_id)
+                    self.tokens += row.trained
+                    for image in row.images:
+                        self._images.setdefault(image, number)
+                    places.setdefault((number, row.run, row.episode), []).append(_Place(number, position))
+            except (RowFault, OSError) as error:
+                raise TrainError(f"{file}: {error}", kind="train_setup") from error
         self._episodes = [tuple(found) for found in places.values()]
         return whole.hexdigest()
 
-    def _reason(self, row: Row) -> str | None:
+    def _reason(self, row: RowFacts) -> str | None:
         """Why a row is not trained on; None if it is."""
-        if not row["trainable"] or 1 not in row["loss_mask"]:
+        if not row.trainable:
             return "not trainable"
         least, name = self._data.min_reward, self._data.reward
         if least is None:
             return None
-        if name is None:
-            reward = row["outcome"]["reward"]
-        else:
-            reward = next((each["value"] for each in row["outcome"]["rewards"] if each["name"] == name), None)
+        reward = row.reward if name is None else row.rewards.get(name)
         if reward is None:
             return f"no reward `{name}`" if name else "no reward"
         return None if reward >= least else f"reward below {least:g}"
@@ -293,39 +288,6 @@ class Demonstrations:
                     kind="train_setup",
                 )
         form.vision.bank.read_tensors_from(read)
-
-
-def _open(file: Path) -> Rows:
-    return ParquetRows([file]) if file.suffix == ".parquet" else JsonlRows([file], lambda path: path.open("rb"))
-
-
-def _checked(fields: Any, where: str) -> Row:
-    """A row of a file, after a check of its columns.
-
-    Raises:
-        TrainError: kind `train_setup`: it is not a row of `engine export`.
-    """
-    missing = [name for name in COLUMNS if name not in fields] if isinstance(fields, dict) else list(COLUMNS)
-    if missing:
-        words = f"it has no `{missing[0]}`"
-    elif not len(fields["input_ids"]) == len(fields["loss_mask"]) == len(fields["turn_ids"]):
-        words = "`input_ids`, `loss_mask` and `turn_ids` have different lengths"
-    elif not fields["input_ids"]:
-        words = "`input_ids` is empty"
-    elif fields["loss_mask"][0] == 1:
-        words = "its first token is trained, and nothing predicts it"
-    else:
-        row: Row = {"images": []} | fields
-        return row
-    raise TrainError(f"{where} is not a row of `engine export`: {words}", kind="train_setup")
-
-
-def _identity(row: Row) -> bytes:
-    """Digest of what identifies a row: run, episode, branch and tokens. Trainings name their runs alike, so ids alone do not."""
-    digest = blake2b(f"{row['run_id']}\n{row['episode_id']}\n{row['branch']}\n".encode(), digest_size=16)
-    digest.update(np.asarray(row["input_ids"], np.int64).tobytes())
-    digest.update(np.asarray(row["loss_mask"], np.int8).tobytes())
-    return digest.digest()
 
 
 def _check_text(row: Row, form: ChatFormat, file: Path) -> None:

@@ -5,7 +5,7 @@ FSDP is described in arXiv 2304.11277.
     accelerate launch --num_processes 8 -m engine.cli.main train SPEC    # or torchrun; one process is a `SingleProcessGroup`
 
     process_group = join_process_group()               # before the model is loaded: sets the device of this process
-    forward = process_group.shard(policy.model)        # before the optimizer is made: sharding replaces the parameters
+    policy.shard(process_group)                        # before the optimizer is made: sharding replaces the parameters
     if not process_group.main:
         process_group.serve_calls({"step": learner.step})   # runs the calls of process 0 until process 0 calls `close`
 
@@ -16,8 +16,8 @@ Invariants:
 - Gradients are summed over processes (in float32), never averaged: a token's loss weight is already relative to the whole
   step, so a step has the same result with any number of processes.
 - Every process runs the same number of forward passes. A process with fewer packs runs one again with loss weights 0.
-- No process holds full weights outside of a forward or backward pass, except in `full_parameters`: there process 0 has
-  them on the CPU.
+- No process holds full weights, except those of one block in a forward or backward pass, and in `full_parameters`: there
+  process 0 has them on the CPU.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from engine.errors import TrainError
@@ -43,7 +44,6 @@ _CONTROL_TIMEOUT = timedelta(days=7)
 """How long the other processes wait for the next call: episodes may take long. Within a step, torch's own limit holds."""
 _STOP = "close"
 _FULL_PARAMETERS = "whole"
-_WRITE_PARAMETERS = "write"
 
 
 class ProcessGroup(Protocol):
@@ -51,13 +51,21 @@ class ProcessGroup(Protocol):
 
     rank: int
     size: int
+    torch_group: dist.ProcessGroup | None
+    """torch's process group for data on the CPU; None if there is one process."""
+    planned: bool
+    """Whether weights have sizes only, because memory is planned."""
 
     @property
     def main(self) -> bool:
         """Whether this is process 0."""
 
-    def shard(self, model: nn.Module) -> RunForward:
-        """Shard a model's weights. Everything that needs the weights must be called through the returned function."""
+    def shard(self, model: nn.Module, *, offload: bool = False) -> RunForward:
+        """Shard a model's weights. Everything that needs the weights must be called through the returned function.
+
+        Weights on the meta device get memory for this process's part, without values. `offload`: the parts, their gradients and
+        the optimizer's state stay on the CPU, and a block is copied to the device while it computes.
+        """
 
     def call_others(self, method: str, *args: Any) -> None:
         """In process 0: have the other processes call that method of theirs. In the others: nothing."""
@@ -77,19 +85,24 @@ class ProcessGroup(Protocol):
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum the gradients of parameters that every process holds as a whole. A missing gradient counts as 0."""
 
-    def full_parameters(self, model: nn.Module, *, write: bool = False) -> Any:
-        """A context in which process 0's model has full weights. With `write`, changes to them are kept in all shards."""
+    def full_parameters(
+        self, model: nn.Module, only: Sequence[str] | None = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """A context in which process 0's model has full weights on the CPU, or full weights of the names in `only`.
 
-    def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Full tensors of sharded tensors in process 0, and {} in the others. One process: the tensors themselves.
-
-        A full tensor has the shape of the whole parameter.
+        `dtype`: number type of the gathered weights. Default: their own.
         """
 
-    def shard_like(self, value: Tensor, like: Tensor) -> Tensor:
-        """The full value of process 0, sharded and placed like `like`. The other processes' values are ignored.
+    def copy_part(self, value: Tensor, into: Tensor) -> None:
+        """Copy this process's part of a full value, which every process has, into a tensor.
 
-        `value` has the shape of the whole of `like`.
+        `value` has the shape of the whole of `into`.
+        """
+
+    def scatter_into(self, value: Tensor | None, into: Tensor) -> None:
+        """Copy the parts of process 0's full value into the tensors of all processes. The other processes' values are ignored.
+
+        `value` has the shape of the whole of `into`.
         """
 
     def close(self) -> None:
@@ -102,8 +115,10 @@ class SingleProcessGroup:
     rank = 0
     size = 1
     main = True
+    torch_group: dist.ProcessGroup | None = None
+    planned = False
 
-    def shard(self, model: nn.Module) -> RunForward:
+    def shard(self, model: nn.Module, *, offload: bool = False) -> RunForward:
         return lambda function, *args, **kwargs: function(*args, **kwargs)
 
     def call_others(self, method: str, *args: Any) -> None:
@@ -125,14 +140,17 @@ class SingleProcessGroup:
         pass
 
     @contextmanager
-    def full_parameters(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:
+    def full_parameters(
+        self, model: nn.Module, only: Sequence[str] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[None]:
         yield
 
-    def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(tensors)
+    def copy_part(self, value: Tensor, into: Tensor) -> None:
+        into.copy_(value)
 
-    def shard_like(self, value: Tensor, like: Tensor) -> Tensor:
-        return value.to(like.device)
+    def scatter_into(self, value: Tensor | None, into: Tensor) -> None:
+        assert value is not None
+        into.copy_(value)
 
     def close(self) -> None:
         pass
@@ -146,13 +164,12 @@ def join_process_group() -> ProcessGroup:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return SingleProcessGroup()
-    cpu = not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     try:
-        if not cpu:
+        if _backend() != "gloo":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if not dist.is_initialized():
-            dist.init_process_group("gloo" if cpu else "cpu:gloo,cuda:nccl")
-        return ShardedProcessGroup("cpu" if cpu else "cuda")
+            dist.init_process_group(_backend())
+        return ShardedProcessGroup("cpu" if _backend() == "gloo" else "cuda")
     except (KeyError, ValueError, RuntimeError) as error:
         raise TrainError(
             f"the {os.environ['WORLD_SIZE']} processes of this training cannot connect to each other ({error}); launch them with "
@@ -161,8 +178,22 @@ def join_process_group() -> ProcessGroup:
         ) from error
 
 
+def join_alone() -> ProcessGroup:
+    """A process group of this process, which shards over itself: so that weights can stay on the CPU (`memory.offload: all`)."""
+    if not dist.is_initialized():
+        dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
+    return ShardedProcessGroup("cpu" if _backend() == "gloo" else "cuda")
+
+
+def _backend() -> str:
+    cpu = not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    return "gloo" if cpu else "cpu:gloo,cuda:nccl"
+
+
 class ShardedProcessGroup:
     """A process group of several processes. Made by `join_process_group`."""
+
+    planned = False
 
     def __init__(self, kind: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -170,7 +201,9 @@ class ShardedProcessGroup:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._mesh = init_device_mesh(kind, (self.size,))
+        self._device = torch.device(kind)
         self._control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
+        self.torch_group: dist.ProcessGroup | None = self._control
         self._models: list[nn.Module] = []
         self._roots: list[_ShardedRoot] = []
 
@@ -178,26 +211,31 @@ class ShardedProcessGroup:
     def main(self) -> bool:
         return self.rank == 0
 
-    def shard(self, model: nn.Module) -> RunForward:
+    def shard(self, model: nn.Module, *, offload: bool = False) -> RunForward:
         """Shard each block of the text model (`_no_split_modules`) by itself, and all other parameters as one unit.
 
         A block is gathered when it is called, and every process must call it equally often. The vision tower does not
         run in every pass, so its blocks are not sharded by themselves. A parameter that a pass does not use has gradient 0.
 
-        Every process must have loaded the same weights. Sharding replaces the parameters: each process holds a part of
-        the rows, and tied parameters stay tied. Weights that are used outside of the model's own `forward` (the output
+        Weights that are not on the meta device must be the same in every process. Sharding replaces the parameters: each process
+        holds a part of the rows, and tied parameters stay tied. Weights that are used outside of the model's own `forward` (the output
         layer) are gathered as well, because the pass is the function that is called through the result.
 
         Raises:
             TrainError: the installed torch cannot sum gradients over processes.
         """
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         sums = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        stay = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if offload else OffloadPolicy()
         for block in _decoder_blocks(model):
-            fully_shard(block, mesh=self._mesh, mp_policy=sums)
+            fully_shard(block, mesh=self._mesh, mp_policy=sums, offload_policy=stay)
         root = _ShardedRoot(model)
-        fully_shard(root, mesh=self._mesh, mp_policy=sums)
+        fully_shard(root, mesh=self._mesh, mp_policy=sums, offload_policy=stay)
+        home = torch.device("cpu") if offload else self._device
+        root._apply(  # type: ignore[no-untyped-call]
+            lambda part: torch.empty_like(part, device=home) if part.is_meta else part
+        )
         for part in _sharded_modules(root):
             if not hasattr(part, "set_reduce_scatter_unused_params"):
                 raise TrainError(
@@ -225,11 +263,8 @@ class ShardedProcessGroup:
                 dist.destroy_process_group()
                 return
             if method == _FULL_PARAMETERS:
-                with self.full_parameters(self._models[args[0]]):
+                with self.full_parameters(self._models[args[0]], args[1]):
                     continue
-            if method == _WRITE_PARAMETERS:
-                self._write_parameters(self._models[args[0]], [])
-                continue
             try:
                 methods[method](*args)
             except TrainError:
@@ -265,17 +300,20 @@ class ShardedProcessGroup:
             dist.all_reduce(parameter.grad)
 
     @contextmanager
-    def full_parameters(self, model: nn.Module, *, write: bool = False) -> Iterator[None]:
+    def full_parameters(
+        self, model: nn.Module, only: Sequence[str] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[None]:
         """Gather one parameter at a time. In process 0 the model then holds all of them on the CPU."""
         number = next(number for number, each in enumerate(self._models) if each is model)
-        self.call_others(_FULL_PARAMETERS, number)
+        self.call_others(_FULL_PARAMETERS, number, only)
         for part in _sharded_modules(self._roots[number]):
             part.reshard()
-        held = _parameter_slots(model)
+        held = _parameter_slots(model, only)
         whole: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in dict.fromkeys(parameter for _, _, parameter in held):
             found = _full_tensor_on_cpu(parameter)
             if self.main:
+                found = found.to(dtype) if dtype is not None and found.is_floating_point() else found
                 whole[parameter] = nn.Parameter(found, requires_grad=parameter.requires_grad)
         if not self.main:
             yield
@@ -287,31 +325,27 @@ class ShardedProcessGroup:
         finally:
             for module, name, parameter in held:
                 module._parameters[name] = parameter
-        if write:
-            self.call_others(_WRITE_PARAMETERS, number)
-            self._write_parameters(model, [parameter.detach() for parameter in whole.values()])
 
     @torch.no_grad()
-    def _write_parameters(self, model: nn.Module, values: Sequence[Tensor]) -> None:
-        """Copy process 0's values, in the order of the model's parameters, into the shards of all processes."""
-        parameters = list(dict.fromkeys(parameter for _, _, parameter in _parameter_slots(model)))
-        for number, parameter in enumerate(parameters):
-            parameter.copy_(self.shard_like(values[number] if values else parameter, parameter))
+    def copy_part(self, value: Tensor, into: Tensor) -> None:
+        if not isinstance(into, DTensor):
+            into.copy_(value)
+            return
+        whole = value.to(device=self._device, dtype=into.dtype).contiguous()
+        part = distribute_tensor(whole, into.device_mesh, into.placements, src_data_rank=None)
+        into.to_local().copy_(part.to_local())
 
-    def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
-        for name, tensor in tensors.items():
-            full = _full_tensor_on_cpu(tensor)
-            if self.main:
-                found[name] = full
-        return found
-
-    def shard_like(self, value: Tensor, like: Tensor) -> Tensor:
-        if not isinstance(like, DTensor):
-            return value.to(like.device)
-        found = value if self.main else torch.empty(like.shape)
-        local = found.to(device=like.device, dtype=like.dtype).contiguous()
-        return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=0)
+    @torch.no_grad()
+    def scatter_into(self, value: Tensor | None, into: Tensor) -> None:
+        if not isinstance(into, DTensor):
+            whole = self.all_gather(value if self.main else None)[0]
+            assert whole is not None
+            into.copy_(whole)
+            return
+        given = value if value is not None and self.main else torch.empty(into.shape)
+        local = given.to(device=self._device, dtype=into.dtype).contiguous()
+        part = distribute_tensor(local, into.device_mesh, into.placements, src_data_rank=0)
+        into.to_local().copy_(part.to_local())
 
     def close(self) -> None:
         if self.main:
@@ -352,13 +386,14 @@ def _sharded_modules(root: nn.Module) -> list[Any]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def _parameter_slots(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def _parameter_slots(model: nn.Module, only: Sequence[str] | None) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """(module, name, parameter) for each place that holds a parameter. A tied parameter is held in several places."""
+    chosen = None if only is None else set(only)
     return [
         (module, name, parameter)
-        for module in model.modules()
+        for path, module in model.named_modules()
         for name, parameter in module._parameters.items()
-        if parameter is not None
+        if parameter is not None and (chosen is None or f"{path}.{name}" in chosen)
     ]
 
 

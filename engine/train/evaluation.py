@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.backends.base import Backend
+    from engine.backends.budget import Budget
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
@@ -69,6 +70,8 @@ class Evaluator:
         self._folder = folder / "evals"
         self._train = train
         self._keep_going = keep_going
+        self.budget: Budget | None = None
+        """The costs of the training."""
 
     def due(self, step: int) -> bool:
         """Whether the weights after a step are evaluated."""
@@ -106,7 +109,7 @@ class Evaluator:
         store = _store_of(loaded, self._folder, f"step-{step:06d}{f'-{name}' if name else ''}")
         try:
             tasks = fitting_tasks(load_tasks(loaded), loaded, format)
-            runner = Runner(loaded, tasks, format, backend, store, keep_going=self._keep_going)
+            runner = Runner(loaded, tasks, format, backend, store, keep_going=self._keep_going, budget=self.budget)
             result = await runner.run()
             if result.stopped is not None:
                 raise result.stopped

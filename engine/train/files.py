@@ -5,6 +5,7 @@ Invariant: all files except weights are copied byte for byte from the folder tha
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -20,14 +21,14 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 _SHARD = "5GB"
 
 
-def tensor_names(folder: Path) -> set[str]:
-    """The names of the tensors in a folder's safetensors files; empty if there are none."""
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """The safetensors file of a folder that has a tensor, by the tensor's name; empty if there are none."""
     from safetensors import safe_open
 
-    found: set[str] = set()
-    for file in folder.glob("*.safetensors"):
+    found: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            found |= set(tensors.keys())
+            found |= dict.fromkeys(tensors.keys(), file)
     return found
 
 
@@ -50,6 +51,59 @@ def tensor_facts(folder: Path) -> dict[str, tuple[tuple[int, ...], bool]]:
     return found
 
 
+class ServingDtypes:
+    """The number types in which a server keeps a model's weights: that of config.json.
+
+    A model whose files have some weights in float32 beside others in the type of config.json keeps these in float32.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Args:
+            folder: The folder of the model that was loaded.
+        """
+        from safetensors import safe_open
+
+        self.usual = _config_dtype(folder)
+        """The type of config.json; None if it names none."""
+        stored: dict[str, str] = {}
+        for name, file in tensor_files(folder).items():
+            with safe_open(file, "pt") as tensors:
+                stored[name] = tensors.get_slice(name).get_dtype()
+        usual = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(self.usual) if self.usual is not None else None
+        self._float32 = (
+            {name for name, dtype in stored.items() if dtype == "F32"} if usual in stored.values() else set()
+        )
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some weights are kept in float32 beside others."""
+        return bool(self._float32)
+
+    def cast(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Weights of any shapes, by their names in the files, in these types. Integers stay as they are."""
+        return {
+            name: tensor.to(torch.float32 if name in self._float32 else self.usual or tensor.dtype)
+            if tensor.is_floating_point()
+            else tensor
+            for name, tensor in weights.items()
+        }
+
+
+def _config_dtype(folder: Path) -> torch.dtype | None:
+    """The dtype that config.json names, of the text model if it is there alone. transformers wrote `torch_dtype` before."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    for part in (config, config.get("text_config") or {}):
+        named = part.get("dtype") or part.get("torch_dtype")
+        found = getattr(torch, named, None) if isinstance(named, str) else None
+        if isinstance(found, torch.dtype) and found.is_floating_point:
+            return found
+    return None
+
+
 def under_file_names(model: Any, state: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
     """A model's weights under the names that its files use.
 
@@ -63,7 +117,7 @@ def under_file_names(model: Any, state: Mapping[str, torch.Tensor], folder: Path
     Raises:
         TrainError: kind `train_setup`: the files have names that transformers cannot map back to.
     """
-    wanted = tensor_names(folder)
+    wanted = tensor_files(folder).keys()
     if wanted and wanted <= state.keys():
         return {name: state[name] for name in sorted(wanted)}
     from transformers.core_model_loading import revert_weight_conversion
@@ -104,7 +158,7 @@ def write_model(state: Mapping[str, torch.Tensor], source: Path, folder: Path) -
                 elif file.is_dir() and file.name == "additional_chat_templates":
                     shutil.copytree(file, draft / file.name)
             save_torch_state_dict(
-                {name: tensor.contiguous() for name, tensor in state.items()}, draft, max_shard_size=_SHARD
+                {name: _whole(tensor) for name, tensor in state.items()}, draft, max_shard_size=_SHARD
             )
             draft.chmod(0o755)
             if folder.exists():
@@ -114,3 +168,9 @@ def write_model(state: Mapping[str, torch.Tensor], source: Path, folder: Path) -
             shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
         raise TrainError(f"cannot write {folder}: {error}", kind="checkpoint") from error
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape that covers its storage: experts, which files have one by one, are parts of one parameter."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

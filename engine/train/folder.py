@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from engine.errors import TrainError
 from engine.store import RunHeader, RunStore
 from engine.store.database import FILE as RUN_FILE
+from engine.store.find import is_file
 from engine.store.lock import FILE as LOCK_FILE
 from engine.store.private import private_file, private_folder
 
@@ -99,7 +100,7 @@ def find_training(word: str, out: Path) -> Path:
         TrainError: kind `train_setup`: no training matches, or several do.
     """
     path = Path(word)
-    if (path / _HEADER).is_file():
+    if is_file(path / _HEADER):
         return path
     found = trainings(out)
     if word == "latest" and found:

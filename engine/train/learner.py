@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
 
 from engine.errors import TrainError
 from engine.train.batches import mean_metrics, whitened_advantages
@@ -28,9 +28,11 @@ from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums
 from engine.train.minibatches import minibatches
 from engine.train.moments import load_moments, moments
+from engine.train.optimizers import make_optimizer, set_rate, update
 from engine.train.packing import Pack, pack_rows
 from engine.train.schedule import learning_rate
-from engine.train.state_parts import StatePart, save_tensors
+from engine.train.state_parts import StatePart, part_folder
+from engine.train.tensor_files import read_tensors, stored_names, write_tensors
 from engine.train.tokens import Tokens
 from engine.train.value_loss import value_objective
 from engine.train.valued_rows import value_metrics, valued_rows, with_last_state
@@ -38,12 +40,12 @@ from engine.train.valued_rows import value_metrics, valued_rows, with_last_state
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
     from engine.store.export import Row
-    from engine.tokens.images import Tensors
+    from engine.tokens.image_bank import SentImages
     from engine.train.critic import Critic
     from engine.train.policy import Policy
 
 RANDOM = "torch_rng"
-"""Name of torch's random state in the optimizer's file of a checkpoint."""
+"""Name of the random state of process 0 in the optimizer's part of a checkpoint; that of process 1 is `torch_rng.1`, and so on."""
 
 
 class Learner:
@@ -72,8 +74,9 @@ class Learner:
         self.policy = policy
         self.critic = critic
         self.process_group: ProcessGroup = process_group or SingleProcessGroup()
-        self._run = self.process_group.shard(
-            policy.model
+        self._offload = spec.memory.offload == "optimizer"
+        policy.shard(
+            offload=spec.memory.offload == "all"
         )  # before the optimizer is made: sharding replaces the parameters
         self._spec = spec
         self._length = episode_tokens
@@ -85,13 +88,7 @@ class Learner:
                 kind="train_setup",
             )
         wanted = spec.optimizer
-        self.optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=wanted.lr,
-            betas=(wanted.betas[0], wanted.betas[1]),
-            eps=wanted.eps,
-            weight_decay=wanted.weight_decay,
-        )
+        self.optimizer = make_optimizer(self._parameters, wanted)
         self.lora = spec.lora is not None
         self.rate = wanted.lr
         """The learning rate of the current batch (or the last one)."""
@@ -104,7 +101,7 @@ class Learner:
         self,
         rows: Sequence[Row],
         step: int,
-        images: Mapping[str, Tensors] | None = None,
+        images: SentImages | None = None,
         rate: float | None = None,
         most_updates: int | None = None,
     ) -> dict[str, float]:
@@ -113,7 +110,7 @@ class Learner:
         Args:
             rows: The training rows of the batch.
             step: The batch's number, from 0. It sets the learning rate and the order of mini-batches.
-            images: Tensors of the rows' images by digest, in the processor's shapes, for processes that did not sample the rows.
+            images: The rows' images, for processes that did not sample the rows. Each makes the tensors of the rows that it trains.
             rate: The learning rate. Default: that of the schedule.
             most_updates: Stop after this number of updates: a step that failed after them is done again.
 
@@ -125,8 +122,8 @@ class Learner:
         """
         self.process_group.call_others("step", rows, step, self._images(rows), rate, most_updates)
         vision = self.policy.net.vision
-        if images and vision is not None:
-            vision.bank.read_tensors_from(images.get)
+        if images is not None and vision is not None:
+            vision.bank.receive(images)
         self.updates = 0
         spec = self._spec
         told = []
@@ -146,8 +143,7 @@ class Learner:
         if self._recompute:
             rows = self._with_proximal(rows)
         rate = self.rate = learning_rate(spec, step) if rate is None else rate
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(self.optimizer, rate)
         critic_epochs = 0 if self.critic is None else self.critic.spec.update_epochs or spec.update_epochs
         for number in range(max(spec.update_epochs, critic_epochs)):
             parts = minibatches(rows, spec.minibatches, seed=(spec.seed, step, number))
@@ -165,13 +161,20 @@ class Learner:
                 loss_weights = loss_weights[len(part) :]
         return mean_metrics(told) | {"lr": rate, "updates": float(self.updates)}
 
-    def _images(self, rows: Sequence[Row]) -> dict[str, Tensors]:
-        """Tensors of the rows' images by digest, which process 0 sends to the others."""
+    def _images(self, rows: Sequence[Row]) -> SentImages | None:
+        """The rows' images, which process 0 sends to the others."""
         vision = self.policy.net.vision
         if vision is None or self.process_group.size == 1 or not self.process_group.main:
-            return {}
-        digests = dict.fromkeys(image["image"] for row in rows for image in row["images"])
-        return {digest: vision.bank.tensors(digest) for digest in digests}
+            return None
+        return vision.bank.sent(image["image"] for row in rows for image in row["images"])
+
+    def _assigned(self, rows: Sequence[Row]) -> list[tuple[Pack, bool]]:
+        """The packs of this process, and whether each counts. Their images are scaled ahead, in this order."""
+        packs = self.process_group.assign(self._packs(rows), _cost)
+        vision = self.policy.net.vision
+        if vision is not None:
+            vision.bank.expect(image.image for pack, _ in packs for image in pack.images)
+        return packs
 
     @property
     def _recompute(self) -> bool:
@@ -184,14 +187,14 @@ class Learner:
     @torch.no_grad()
     def _with_proximal(self, rows: Sequence[Row]) -> list[Row]:
         """Rows with `proximal`: the policy's current log-probs, float32 [trained tokens]."""
-        found = self._by_row(rows, lambda pack: self._run(self.policy.forward, pack, entropy=False)[0])
+        found = self._by_row(rows, lambda pack: self.policy.forward(pack, entropy=False)[0])
         return [row | {"proximal": of} for row, of in zip(rows, found, strict=True)]
 
     @torch.no_grad()
     def _token_kl(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """`k1` of each trained token before the first update, for each row: float32 [trained tokens]."""
-        own = self._by_row(rows, lambda pack: self._run(self.policy.forward, pack, entropy=False)[0])
-        reference = self._by_row(rows, lambda pack: self._run(self.policy.reference, pack))
+        own = self._by_row(rows, lambda pack: self.policy.forward(pack, entropy=False)[0])
+        reference = self._by_row(rows, self.policy.reference)
         return [
             np.maximum(a, LEAST_LOGPROB) - np.maximum(b, LEAST_LOGPROB) for a, b in zip(own, reference, strict=True)
         ]
@@ -203,7 +206,7 @@ class Learner:
         assert critic is not None
         if critic.reads_policy:
             return self._by_row(
-                [with_last_state(row) for row in rows], lambda pack: self._run(self.policy.values, pack, critic.head)
+                [with_last_state(row) for row in rows], lambda pack: self.policy.values(pack, critic.head)
             )
         return self._by_row([with_last_state(row) for row in rows], critic.values)
 
@@ -211,7 +214,7 @@ class Learner:
         """Compute one number for each trained token in all processes. For each row, float32 [trained tokens]."""
         found = [np.zeros(len(_places(row)), np.float32) for row in rows]
         mine: dict[int, np.ndarray] = {}
-        for pack, _ in self.process_group.assign(self._packs(rows), _cost):
+        for pack, _ in self._assigned(rows):
             values, numbers = compute(pack).float().cpu().numpy(), pack.row.cpu().numpy()
             mine |= {int(number): values[numbers == number] for number in np.unique(numbers)}
         for part in self.process_group.all_gather(mine):
@@ -227,8 +230,8 @@ class Learner:
     def _update_critic(self, rows: Sequence[Row]) -> dict[str, float]:
         """Make one optimizer step of the critic alone."""
         assert self.critic is not None
-        packs = self.process_group.assign(self._packs(rows), _cost)
-        told = update_critic(self.critic, self.policy, with_value_weights(rows), packs, self.process_group, self._run)
+        packs = self._assigned(rows)
+        told = update_critic(self.critic, self.policy, with_value_weights(rows), packs, self.process_group)
         self.updates += 1
         return told
 
@@ -239,7 +242,7 @@ class Learner:
         loss, value_loss, metrics = 0.0, 0.0, MetricSums()
         if critic is not None:
             rows = with_value_weights(rows)
-        for pack, counts in self.process_group.assign(self._packs(rows), _cost):
+        for pack, counts in self._assigned(rows):
             tokens = self._tokens(pack, rows, loss_weights, critic)
             tokens = tokens if counts else _with_zero_loss_weights(tokens)
             part, counted = objective(self._spec, tokens)
@@ -269,7 +272,7 @@ class Learner:
         if critic is not None:
             critic.optimizer.step()
         if not self._only_critic:
-            self.optimizer.step()
+            update(self.optimizer, offload=self._offload)
         self._zero_gradients()
         self.updates += 1
         return metrics.result() | told
@@ -292,11 +295,11 @@ class Learner:
         spec = self._spec
         values: torch.Tensor | None = None
         if critic is not None and critic.reads_policy:
-            logprobs, entropy, values = self._run(self.policy.forward_with_values, pack, critic.head, entropy=True)
+            logprobs, entropy, values = self.policy.forward_with_values(pack, critic.head, entropy=True)
         else:
-            logprobs, entropy = self._run(self.policy.forward, pack, entropy=True)
+            logprobs, entropy = self.policy.forward(pack, entropy=True)
             values = critic.values(pack) if critic is not None else None
-        reference = self._run(self.policy.reference, pack) if spec.kl.in_loss else None
+        reference = self.policy.reference(pack) if spec.kl.in_loss else None
         device = logprobs.device
         numbers = pack.row.cpu().numpy()
         held = list(dict.fromkeys(numbers.tolist()))
@@ -332,62 +335,61 @@ class Learner:
     def state_parts(self) -> dict[str, StatePart]:
         """The parts of a checkpoint that this learner needs to continue, by name."""
         parts = {
-            "policy": StatePart(1, self._save_policy, self._load_policy),
-            "optimizer": StatePart(1, self._save_optimizer, self._load_optimizer),
+            "policy": StatePart(1, self.policy.state, self.policy.load_state),
+            "optimizer": StatePart(1, self._optimizer_tensors, self._load_optimizer),
         }
         return parts if self.critic is None else parts | {"critic": self.critic.state_part()}
 
-    def _save_policy(self, file: Path) -> None:
-        with self.process_group.full_parameters(self.policy.model):
-            save_tensors(self.policy.state(), file)
+    def save_state(self, folder: Path) -> None:
+        """Write each part into a folder of its own; each process writes its part of each tensor.
 
-    def _load_policy(self, file: Path) -> None:
-        with self.process_group.full_parameters(self.policy.model, write=True):
-            self.policy.load_state(load_file(file))
-
-    def _save_optimizer(self, file: Path) -> None:
-        save_tensors(self.optimizer_state() | {RANDOM: torch.get_rng_state()}, file)
-
-    def _load_optimizer(self, file: Path) -> None:
-        torch.set_rng_state(self.read_optimizer_state(file))
-
-    def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """AdamW's moments and step counts by `<parameter>::exp_avg` and so on: full tensors in process 0, {} in the others.
-
-        Moments have the shapes of their parameters; step counts are scalars.
+        Raises:
+            TrainError: kind `diverged`: a value is not finite.
+            OSError: a process cannot write.
         """
-        self.process_group.call_others("optimizer_state")
-        return moments(self.optimizer, self._named(), self.process_group)
+        self.process_group.call_others("save_state", folder)
+        for name, part in self.state_parts().items():
+            write_tensors(part.tensors(), folder / name, self.process_group)
+
+    def load_state(self, folder: Path) -> None:
+        """Read what `save_state` wrote, with this or another number of processes; each reads its part of each tensor.
+
+        Raises:
+            TrainError: kind `checkpoint`: a part cannot be read, or belongs to another model or other settings.
+        """
+        self.process_group.call_others("load_state", folder)
+        try:
+            for name, part in self.state_parts().items():
+                with part_folder(folder, name) as place:
+                    part.load(place)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise TrainError(f"cannot resume from {folder}: {error}", kind="checkpoint") from error
+
+    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        return moments(self.optimizer, self._named()) | {self._random_name: torch.get_rng_state()}
+
+    def _load_optimizer(self, folder: Path) -> None:
+        load_moments(folder, self.optimizer, self._named(), self.process_group)
+        stored = stored_names(folder)
+        name = self._random_name if self._random_name in stored else RANDOM
+        random = torch.zeros(stored[name], dtype=torch.uint8)
+        read_tensors({name: random}, folder, self.process_group)
+        torch.set_rng_state(random)
+
+    @property
+    def _random_name(self) -> str:
+        return RANDOM if self.process_group.main else f"{RANDOM}.{self.process_group.rank}"
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
         return dict(zip(self._names, self._parameters, strict=True))
-
-    def read_optimizer_state(self, file: Path) -> torch.Tensor:
-        """Load what `optimizer_state` returned, from a safetensors file that every process can read.
-
-        The state returned has shape [bytes], dtype uint8.
-
-        Returns:
-            torch's random state from the same file.
-
-        Raises:
-            ValueError: the file belongs to other parameters.
-        """
-        self.process_group.call_others("read_optimizer_state", file)
-        state = load_file(file)
-        random: torch.Tensor = state.pop(RANDOM)
-        load_moments(state, self.optimizer, self._named(), self.process_group)
-        return random
 
     def follow(self) -> None:
         """In every process except process 0: run the calls of process 0 until it closes."""
         calls: dict[str, Callable[..., Any]] = {
             "step": self.step,
-            "optimizer_state": self.optimizer_state,
-            "read_optimizer_state": self.read_optimizer_state,
+            "save_state": self.save_state,
+            "load_state": self.load_state,
         }
-        if self.critic is not None:
-            calls |= {"critic_moments": self.critic.moments, "read_critic": self.critic.read}
         self.process_group.serve_calls(calls)
 
 

@@ -27,7 +27,7 @@ import torch
 MASKED_LOGIT = -1e30
 """The logit of an id that cannot be sampled: finite, with exponential 0."""
 CPU_BLOCK_ELEMENTS = 1 << 21
-"""Maximum logits in a block on a CPU, so that a block fits in the cache."""
+"""Logits of a block on a CPU at most, so that a block fits in the cache (`PackedModel`)."""
 MAX_BLOCK_TOKENS = 4096
 """Maximum tokens in a block."""
 
@@ -136,11 +136,8 @@ class _Blocks:
         if settings.scales_hidden and settings.temperature != 1.0:
             self.hidden = self.hidden / settings.temperature
         count = hidden.shape[0]
-        chunk_elements = (
-            settings.chunk_elements if hidden.device.type != "cpu" else min(settings.chunk_elements, CPU_BLOCK_ELEMENTS)
-        )
-        self._tokens = max(1, min(count, MAX_BLOCK_TOKENS, chunk_elements))
-        self._ids = max(1, min(settings.vocab, chunk_elements // self._tokens))
+        self._tokens = max(1, min(count, MAX_BLOCK_TOKENS, settings.chunk_elements))
+        self._ids = max(1, min(settings.vocab, settings.chunk_elements // self._tokens))
         self._banned = torch.tensor(settings.banned, dtype=torch.long)
 
     def spans(self) -> Iterator[tuple[slice, list[slice]]]:

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
-from engine.errors import EngineError, TrainError
+from engine.errors import BudgetError, EngineError, TrainError
 from engine.masking import mask_values
 from engine.notices.notifier import Notifier
 from engine.notices.watch import Watch
+from engine.runner.spending import open_budget
 from engine.train.batch_log import BatchLog, BatchRecord
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
@@ -37,8 +38,10 @@ from engine.train.stopping import unless_stopped
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
+    from engine.backends.budget import Budget
     from engine.runner.run import Runner
     from engine.spec.load import LoadedSpec
+    from engine.store.compact import Compacted
     from engine.store.export import Row
     from engine.tokens.format import ChatFormat
     from engine.train.learner import Learner
@@ -71,6 +74,10 @@ class TrainResult:
     """Steps that this launch repeated from stored episodes, because they came after the checkpoint that it resumed from."""
     resumed: Counter[str] = field(default_factory=Counter)
     """Totals of this launch of the metrics `rollout/…`: episodes that continued, tokens sampled again, groups dropped."""
+    disk: Compacted | None = None
+    """With `rollout.keep`, unless it was interrupted: what was dropped at the end, and the size of the run store."""
+    cost: float | None = None
+    """What the training has cost, resumes included; None where no backend has prices."""
 
 
 class TrainingLoop(ABC):
@@ -80,7 +87,7 @@ class TrainingLoop(ABC):
         loaded: The spec.
         folder: The folder of the training, made by `folder.begin`.
         on_step: Called after each step.
-        phase: Called at the start of each phase: `rollout`, `update`, `sync`, `eval`, `checkpoint`.
+        phase: Called at the start of each phase: `rollout`, `update`, `sync`, `eval`, `checkpoint`, `compact`.
         watch: Called with the runner of its episodes when it exists, for a live display.
         keep_going: Do not stop if the first episodes all fail with one cause.
         process_group: The processes of the training. This is process 0; the others run `setup.follow`.
@@ -109,11 +116,15 @@ class TrainingLoop(ABC):
         self._state = State()
         self._checkpoints = Checkpoints(folder, self.train.checkpoints.keep)
         self._newest_checkpoint: Path | None = None
+        self._budget: Budget | None = None
+        """The costs of the training, evaluations included; None where no backend has prices."""
         self._batch_log = BatchLog(folder)
         self._evaluator = Evaluator(loaded, folder, self.train, keep_going=keep_going)
         self._weights_known = True
         """Whether the learner's weights are those after the updates that `_state` counts."""
         self._seconds: dict[str, float] = {}
+        self._pushed: dict[str, float] = {}
+        """Metrics of the step's push of weights."""
         self._notifier = Notifier(self.spec.notify, folder.name, "training", folder=folder, base=loaded.base)
         self._stall = Watch(
             self._notifier, self.spec.notify, lambda: {"step": self._state.step}, tokens=lambda: self._sampled_tokens()
@@ -140,9 +151,15 @@ class TrainingLoop(ABC):
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            kind = "diverged" if isinstance(error, TrainError) and error.kind == "diverged" else "failed"
-            await self._notifier.notify(kind, step=self._state.step, reason=f"{type(error).__name__}: {error}")
+            diverged = isinstance(error, TrainError) and error.kind == "diverged"
+            kind, words = "diverged" if diverged else "failed", str(error)
+            if isinstance(error, BudgetError):
+                kind, words = "budget", words.partition("\n")[0]  # the state that was saved differs at each resume
+            await self._notifier.notify(kind, step=self._state.step, reason=f"{type(error).__name__}: {words}")
             raise
+        finally:
+            if self._budget is not None:
+                self._budget.close()
 
     @abstractmethod
     async def _run_prepared(self, stop: asyncio.Event | None) -> TrainResult:
@@ -155,7 +172,8 @@ class TrainingLoop(ABC):
     # --- beginning and end ----------------------------------------------------------------------------------
 
     async def _open_state(self) -> None:
-        """Load the newest checkpoint, or seed torch, and open the metrics."""
+        """Load the newest checkpoint, or seed torch, and open the metrics and the costs."""
+        self._budget = self._evaluator.budget = open_budget(self.spec, self.folder)
         resumed = self._checkpoints.newest()
         if resumed is None:
             torch.manual_seed(self.train.seed)
@@ -177,6 +195,7 @@ class TrainingLoop(ABC):
         state = self._state
         result.steps, result.checkpoint = state.step, self._newest_checkpoint
         result.best, result.best_step = state.best, state.best_step
+        result.cost = None if self._budget is None else self._budget.spent
 
     def _repeated_step(self) -> None:
         """After a repeated step: write the checkpoint that is due, so that repeated kills do not repeat the same steps."""
@@ -240,10 +259,8 @@ class TrainingLoop(ABC):
 
     async def _push_weights(self) -> None:
         """Send the current weights to the backend."""
-        policy = self._learner.policy
-        with contextlib.ExitStack() as whole:
-            await asyncio.to_thread(whole.enter_context, self._process_group.full_parameters(policy.model))
-            await self._sync.push(policy, self._state.version)
+        pushed = await self._sync.push(self._learner.policy, self._state.version)
+        self._pushed = pushed.metrics()
 
     async def _evaluate(self) -> dict[str, float]:
         """Evaluate the current policy. Returns the metrics of the evaluation."""

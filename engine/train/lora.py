@@ -44,7 +44,7 @@ class Adapter:
         )
         head = model.get_output_embeddings()
         try:
-            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _kept_values(BaseTunerLayer):
                 warnings.simplefilter("ignore", FutureWarning)  # peft uses deprecated names of transformers
                 torch.manual_seed(seed)
                 self._peft: Any = get_peft_model(model, config)
@@ -102,6 +102,39 @@ class Adapter:
                     state[f"{name}.weight"] = (weight.to(delta.dtype) + delta).to(weight.dtype).detach()
         return state
 
+    @property
+    def names(self) -> list[str]:
+        """The names in the model of the adapter's parameters."""
+        return [name for name, _ in self._model.named_parameters() if ".lora_" in name]
+
     def save(self, folder: Path) -> None:
         """Write adapter_config.json and adapter_model.safetensors in peft's format."""
-        self._peft.save_pretrained(folder, save_embedding_layers=False)
+        state = {
+            f"base_model.model.{name}": tensor for name, tensor in self._model.named_parameters() if ".lora_" in name
+        }
+        self._peft.save_pretrained(folder, save_embedding_layers=False, state_dict=state)
+
+
+@contextmanager
+def _kept_values(layer: Any) -> Iterator[None]:
+    """Give a new adapter its first values if its base model is on the meta device, where peft moves adapters too."""
+    moved = layer._move_adapter_to_device_of_base_layer
+    kept: list[tuple[Any, dict[str, torch.Tensor]]] = []
+
+    def keep(self: Any, name: str, device: torch.device | None = None) -> None:
+        if any(each.is_meta for each in self.get_base_layer().parameters()):
+            moved(self, name, torch.device("cpu"))  # sets the dtype
+            kept.append((self, {key: each.detach().clone() for key, each in self.named_parameters() if "lora_" in key}))
+        moved(self, name, device)
+
+    layer._move_adapter_to_device_of_base_layer = keep
+    try:
+        yield
+    finally:
+        layer._move_adapter_to_device_of_base_layer = moved
+    for wrapper, values in kept:
+        for key, value in values.items():
+            path, _, name = key.rpartition(".")
+            module = wrapper.get_submodule(path)
+            was = module._parameters[name]
+            module._parameters[name] = torch.nn.Parameter(value.to(was.dtype), requires_grad=was.requires_grad)

@@ -1,11 +1,15 @@
-"""AdamW's state as tensors by name, full tensors of sharded ones, for checkpoints."""
+"""AdamW's state as tensors by name, for checkpoints: sharded as the parameters are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
+from engine.train.optimizers import plain_moment, set_moment
+from engine.train.tensor_files import read_tensors, stored_names
 
 if TYPE_CHECKING:
     from engine.train.distributed import ProcessGroup
@@ -13,35 +17,39 @@ if TYPE_CHECKING:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def moments(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], process_group: ProcessGroup
-) -> dict[str, torch.Tensor]:
-    """AdamW's moments and step counts by `<parameter>::exp_avg` and so on: full tensors in process 0, {} in the others.
+def moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    """This process's moments and step counts by `<parameter>::exp_avg` and so on.
 
-    Moments have the shapes of their parameters; step counts are scalars. Every process must call this.
+    Moments have the shapes of their parameters; step counts are scalars. Moments of 8 bits are returned as float32.
     """
-    told: dict[str, torch.Tensor] = {}
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            told[f"{name}::{key}"] = torch.as_tensor(value)
-    return process_group.gather_full(told)
+    return {
+        f"{name}::{key}": plain_moment(torch.as_tensor(value))
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
 
 
 def load_moments(
-    state: Mapping[str, torch.Tensor],
+    folder: Path,
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.nn.Parameter],
     process_group: ProcessGroup,
 ) -> None:
-    """Load what `moments` returned; tensors of the same shapes. Every process must call this.
+    """Read what `moments` returned, from a folder of `write_tensors`. Other tensors of the folder are not read.
 
     Raises:
         ValueError: the state belongs to other parameters.
     """
-    for key, value in state.items():
+    found: dict[str, torch.Tensor] = {}
+    for key, shape in stored_names(folder).items():
         name, _, moment = key.rpartition("::")
+        if moment not in (*_MOMENTS, "step"):
+            continue
         parameter = parameters.get(name)
-        if parameter is None or (moment in _MOMENTS and value.shape != parameter.shape):
-            raise ValueError(f"the optimizer's state `{key}` {tuple(value.shape)} belongs to no trained parameter")
-        kept = process_group.shard_like(value, parameter) if moment in _MOMENTS else value
-        optimizer.state[parameter][moment] = kept
+        if parameter is None or (moment in _MOMENTS and shape != parameter.shape):
+            raise ValueError(f"the optimizer's state `{key}` {shape} belongs to no trained parameter")
+        found[key] = torch.zeros_like(parameter.detach()) if moment in _MOMENTS else torch.zeros(shape)
+    read_tensors(found, folder, process_group)
+    for key, value in found.items():
+        name, _, moment = key.rpartition("::")
+        set_moment(optimizer, parameters[name], moment, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,13 @@ import torch
 
 from engine.errors import TrainError
 from engine.tokens.catalogue import no_bars
+from engine.tokens.experts import expert_layout
 from engine.train import attention
-from engine.train.logprobs import chunked_logprobs
+from engine.train.deferred import DeferredWeights
+from engine.train.distributed import ProcessGroup, RunForward, SingleProcessGroup
+from engine.train.logprobs import CPU_BLOCK_ELEMENTS, chunked_logprobs
 from engine.train.packing import Pack, pack_rows
+from engine.train.routing import RouterReplay
 
 if TYPE_CHECKING:
     from engine.tokens.vision import Vision
@@ -45,8 +50,10 @@ class PackedModel:
         vocab: int | None = None,
         vision: Vision | None = None,
         chunk_elements: int = 1 << 24,
+        process_group: ProcessGroup | None = None,
+        replay_experts: bool = False,
     ) -> None:
-        """Load the model and check its packed forward pass.
+        """Load the model and check its packed forward pass. With several processes `shard` does both.
 
         Args:
             folder: Folder of the model's files.
@@ -57,15 +64,28 @@ class PackedModel:
             vocab: Ids from this one on are never sampled. None: all ids can be sampled.
             vision: Image processing of the model; None for a text model.
             chunk_elements: Maximum size of a block of logits, tokens × vocabulary.
+            process_group: The processes of the training. With more than one, the weights have no memory before `shard`.
+            replay_experts: Use the experts of packs; see routing.py.
 
         Raises:
-            TrainError: kind `train_setup`: not a causal model, or the packed pass differs from the model's own.
+            TrainError: kind `train_setup`: not a causal model, experts cannot be replayed in it, or the packed pass differs from the model's own.
         """
+        self.process_group: ProcessGroup = process_group or SingleProcessGroup()
+        self._run: RunForward = _call
+        self._deferred: DeferredWeights | None = None
         self.folder, self.device, self.dtype = folder, device, dtype
         self.temperature = temperature or 1.0
-        self.vision, self.chunk_elements, self._autocast = vision, chunk_elements, autocast
-        self.model = _load(folder, dtype, vision)
-        self.model.to(device).eval()
+        self.vision, self._autocast = vision, autocast
+        on_cpu = device.type == "cpu" and not self.process_group.planned
+        self.chunk_elements = min(chunk_elements, CPU_BLOCK_ELEMENTS) if on_cpu else chunk_elements
+        if self.process_group.torch_group is not None:
+            self._deferred = _load(folder, dtype, vision, DeferredWeights)
+            self.model = self._deferred.model.eval()
+        else:
+            self.model = _load(folder, dtype, vision).to(device).eval()
+        self._routers = RouterReplay(self.model)
+        self.replays_experts = replay_experts
+        """Whether the experts of packs are used."""
         head = self.model.get_output_embeddings()
         if not isinstance(head, torch.nn.Linear):
             raise self._refusal("its output layer is not linear")
@@ -75,7 +95,30 @@ class PackedModel:
         text = self.model.config.get_text_config()
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
         self._scale = 1.0
-        self._check_packed_forward()
+        self._checks = False
+        """Whether the packed forward pass is being checked, with the experts of the model's own pass."""
+        if self._deferred is None:
+            self._check_packed_forward()
+
+    def shard(self, *, offload: bool = False) -> None:
+        """Shard the weights over the processes, read this process's part, and check the packed forward pass.
+
+        Every process must call this once, after adapters and heads were added and before an optimizer is made.
+
+        Args:
+            offload: Keep the weights, their gradients and the optimizer's state on the CPU (see `ProcessGroup.shard`).
+
+        Raises:
+            TrainError: kind `train_setup`: as `__init__`.
+        """
+        self._run = self.process_group.shard(self.model, offload=offload)
+        if self.process_group.planned:
+            attention.register()
+            self._set_attention()
+        elif self._deferred is not None:
+            self._deferred.fill(self.process_group)
+            self._deferred = None
+            self._check_packed_forward()
 
     @property
     def backbone(self) -> Any:
@@ -93,22 +136,36 @@ class PackedModel:
 
     def logprobs(self, pack: Pack, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs [n] of the pack's trained tokens, and entropies [n] or None. With a graph if gradients are enabled."""
-        return self._logprobs(pack, self._states(pack), entropy=entropy)
+        found: tuple[torch.Tensor, torch.Tensor | None] = self._run(self._logprobs_of, pack, entropy)
+        return found
 
     def states(self, pack: Pack) -> torch.Tensor:
         """The hidden states before the pack's trained tokens, [n, H]. With a graph if gradients are enabled."""
-        return self._states(pack)[pack.sources.to(self.device)]
+        found: torch.Tensor = self._run(self._sources_of, pack)
+        return found
 
     def values(self, pack: Pack, head: ValueHead) -> torch.Tensor:
         """A critic's values before the pack's trained tokens, float32 [n]. With a graph if gradients are enabled."""
-        return head(self.states(pack))
+        found: torch.Tensor = self._run(lambda: head(self._sources_of(pack)))
+        return found
 
     def logprobs_and_values(
         self, pack: Pack, head: ValueHead, *, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """What `logprobs` and `values` return, [n] each, from one forward pass."""
-        states = self._states(pack)
-        return *self._logprobs(pack, states, entropy=entropy), head(states[pack.sources.to(self.device)])
+
+        def compute() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+            states = self._states(pack)
+            return *self._logprobs(pack, states, entropy=entropy), head(states[pack.sources.to(self.device)])
+
+        found: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] = self._run(compute)
+        return found
+
+    def _logprobs_of(self, pack: Pack, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._logprobs(pack, self._states(pack), entropy=entropy)
+
+    def _sources_of(self, pack: Pack) -> torch.Tensor:
+        return self._states(pack)[pack.sources.to(self.device)]
 
     def _logprobs(self, pack: Pack, states: torch.Tensor, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs and entropies from hidden states [T, H]."""
@@ -157,6 +214,8 @@ class PackedModel:
                 inputs |= vision_inputs(self.model, self.vision, pack, self.device, self.dtype)
             elif pack.images:
                 raise TrainError("rows have images: pass the model's `vision`", kind="train_setup")
+            given = pack.experts if self.replays_experts or self._checks else None
+            self._routers.use(None if given is None else given.to(self.device))
             out = self.backbone(input_ids=pack.input_ids.to(self.device)[None], use_cache=False, pack=pack, **inputs)
         states: torch.Tensor = out.last_hidden_state[0]
         return states
@@ -172,10 +231,13 @@ class PackedModel:
 
     def _check_packed_forward(self) -> None:
         """Compare the packed pass over rows with a common prefix with the model's own pass over each row."""
+        self._checks = self._routers.observes = True
         rows = self._probe()
         (pack,) = pack_rows(rows, 1 << 20, share_prefixes=True)
         with torch.no_grad():
-            wanted, layer = self._unpacked_logprobs(rows, pack)
+            wanted, layer = self._run(self._unpacked_logprobs, rows, pack)
+            if self._routers.problem() is None:  # other choices of experts, near a tie, are no error of the packed pass
+                (pack,) = pack_rows(rows, 1 << 20, share_prefixes=True)
             attention.register()
             try:
                 self._set_attention()
@@ -184,6 +246,9 @@ class PackedModel:
                 raise self._refusal(str(error)) from error
             except (TypeError, ValueError, AttributeError, AssertionError, IndexError, KeyError, RuntimeError) as error:
                 raise self._refusal(f"its packed pass fails: {type(error).__name__}: {error}") from error
+            if self.replays_experts:
+                self._check_replay(pack, found)
+        self._checks = self._routers.observes = False
         assert entropies is not None
         apart = float((torch.stack([found, entropies]) - wanted).abs().mean())
         most = _TOLERANCE[self._autocast or self.dtype]
@@ -194,6 +259,28 @@ class PackedModel:
         if not apart <= most:
             raise self._refusal(
                 f"its packed log-probs differ by {apart:.3g} from its own (its layers mix tokens in other ways than attention)"
+            )
+
+    def _check_replay(self, pack: Pack, found: torch.Tensor) -> None:
+        """Check that experts can be replayed: others than those of the pack give other log-probs than `found` [n].
+
+        Raises:
+            TrainError: kind `train_setup`: they cannot.
+        """
+        problem = self._routers.problem()
+        layout = expert_layout(self.model.config.to_dict())
+        if problem is None and (layout is None or list(layout.sparse) != self._routers.layers):
+            problem = f"its routers are in layers {self._routers.layers}, and its configuration says otherwise"
+        if problem is None and layout is not None and layout.top_k < layout.experts:
+            draw = np.random.default_rng(0).random((pack.tokens, layout.layers, layout.experts))
+            drawn = torch.from_numpy(draw.argsort(-1)[..., : layout.top_k].astype(np.int32))
+            if torch.equal(self.logprobs(replace(pack, experts=drawn), entropy=False)[0], found):
+                problem = "its layers do not use the output of its routers"
+        if problem is not None:
+            raise TrainError(
+                f"{type(self.model).__name__} ({self.folder}) cannot use the sampler's experts: {problem}. Remove "
+                "`backend.routed_experts`, or use a trainer that carries them (docs/trainers.md)",
+                kind="train_setup",
             )
 
     def _probe(self) -> list[dict[str, Any]]:
@@ -217,6 +304,8 @@ class PackedModel:
                 off = max(off, self._find_scale(states, out.logits))
             chances = (out.logits[0].to(torch.promote_types(torch.float32, self.dtype)) / self.temperature)[:-1]
             chances = chances.masked_fill(~allowed, -torch.inf).log_softmax(-1)
+            if self._routers.problem() is None:
+                row["routed_experts"] = self._routers.seen().numpy()
             picked = chances.gather(1, ids[1:, None])[:, 0]
             found.append(torch.stack([picked, -(chances.exp() * chances.masked_fill(~allowed, 0.0)).sum(-1)]))
         return torch.cat(found, 1), off
@@ -245,11 +334,20 @@ class PackedModel:
             raise TrainError("its attention cannot be replaced (transformers' AttentionInterface)", kind="train_setup")
 
 
-def _load(folder: Path, dtype: torch.dtype, vision: Vision | None) -> Any:
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _load(
+    folder: Path, dtype: torch.dtype, vision: Vision | None, deferred: type[DeferredWeights] | None = None
+) -> Any:
+    """The model with its weights, or its `DeferredWeights`."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
     try:
+        if deferred is not None:
+            return deferred(folder, dtype, kind)
         with no_bars():
             return kind.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError) as error:

@@ -16,6 +16,7 @@ Invariants:
 - Segments are in depth-first order: the descendants of a segment follow it in one contiguous range.
 - A row ends before its last trained token: later tokens predict nothing that is trained.
 - All placeholder tokens of an image are in one segment: rows with different pixels at them split before the image.
+- Rows share a token only if the sampler chose the same experts for it in all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ MIN_SHARED_TOKENS = 16
 """Minimum number of tokens that sharing a prefix must save. A shorter prefix is computed again for each row."""
 
 Row = Mapping[str, Any]
-"""A row of `engine.store.export`. This module reads `input_ids`, `loss_mask` and `images`."""
+"""A row of `engine.store.export`. This module reads `input_ids`, `loss_mask`, `images` and `routed_experts`."""
+_HASH = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Segment(NamedTuple):
@@ -51,10 +53,14 @@ class Segment(NamedTuple):
 
 
 class PackImage(NamedTuple):
-    """An image of a pack: its digest, and the index of its first token in the pack."""
+    """An image of a pack."""
 
     image: str
+    """Its digest."""
     start: int
+    """The index of its first token in the pack."""
+    grid: tuple[int, ...]
+    """See `ImageSpan.grid`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,8 @@ class Pack:
     """int64 [n]: index of the label in its row."""
     images: tuple[PackImage, ...] = ()
     """The images, ordered by `start`. An image that rows share is listed once."""
+    experts: torch.Tensor | None = None
+    """int32 [T, layers, top_k]: the experts that the sampler chose for each token, -1 where not known. None: no row has any."""
     cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """Values computed once per pack and used in several passes: attention masks, position ids of a vision model."""
 
@@ -110,10 +118,14 @@ class _RowTokens(NamedTuple):
     row: int
     ids: np.ndarray
     keys: np.ndarray
-    """uint64 [tokens]: the id in the lower 32 bits, the number of its image (0: none) in the upper 32 bits."""
+    """uint64 [tokens]: the id in the lower 32 bits, the number of its image (0: none) in the upper 32 bits. With experts, their hash
+    is added: different experts have different keys in nearly all cases."""
     trained: np.ndarray
     """Indices of the trained tokens."""
-    images: list[tuple[str, int]]
+    images: list[PackImage]
+    """The images; `start` is an index in the row."""
+    experts: np.ndarray | None
+    """int32 [tokens, layers, top_k], -1 where not known; None: no row has any."""
 
 
 def pack_rows(
@@ -138,13 +150,15 @@ def pack_rows(
         The packs. Each row with trained tokens is in exactly one of them.
 
     Raises:
-        TrainError: kind `train_setup`: the first token of a row is trained; no token predicts it.
+        TrainError: kind `train_setup`: the first token of a row is trained, and no token predicts it; or rows have experts of
+            different models.
     """
     numbers: dict[str, int] = {}
-    lines = [line for index, row in enumerate(rows) if (line := _row_tokens(index, row, numbers)) is not None]
+    form = next((row["routed_experts"].shape[1:] for row in rows if row.get("routed_experts") is not None), None)
+    lines = [line for index, row in enumerate(rows) if (line := _row_tokens(index, row, numbers, form)) is not None]
     # Sorted by tokens, rows with long common prefixes are neighbours.
     lines.sort(key=lambda line: (line.keys.astype(">u8").tobytes(), line.row))
-    common = [0] + [_common_prefix(one.keys, other.keys) for one, other in pairwise(lines)]
+    common = [0] + [_common_prefix(one, other) for one, other in pairwise(lines)]
     packs, begin = [], 0
     while begin < len(lines):
         end, tokens = begin, 0
@@ -163,7 +177,7 @@ def pack_rows(
     return packs
 
 
-def _row_tokens(index: int, row: Row, numbers: dict[str, int]) -> _RowTokens | None:
+def _row_tokens(index: int, row: Row, numbers: dict[str, int], form: tuple[int, int] | None) -> _RowTokens | None:
     trained = np.flatnonzero(np.asarray(row["loss_mask"]))
     if not len(trained):
         return None
@@ -179,14 +193,46 @@ def _row_tokens(index: int, row: Row, numbers: dict[str, int]) -> _RowTokens | N
         if image["start"] < end:
             number = numbers.setdefault(image["image"], len(numbers) + 1)
             keys[image["start"] : image["end"]] |= np.uint64(number << 32)
-            images.append((str(image["image"]), int(image["start"])))
-    return _RowTokens(index, ids, keys, trained, images)
+            images.append(PackImage(str(image["image"]), int(image["start"]), tuple(image["grid"])))
+    experts = None if form is None else _row_experts(index, row, form, end)
+    if experts is not None:
+        hashed = np.zeros(end, np.uint64)
+        for choice in experts.reshape(end, -1).T:
+            hashed = (hashed ^ choice.astype(np.uint64)) * _HASH
+        keys += hashed
+    return _RowTokens(index, ids, keys, trained, images, experts)
 
 
-def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+def _row_experts(index: int, row: Row, form: tuple[int, int], end: int) -> np.ndarray:
+    """The experts of a row's first `end` tokens, int32 [end, layers, top_k]; -1 where not known.
+
+    Raises:
+        TrainError: kind `train_setup`: they have another form than those of the other rows.
+    """
+    found = np.full((end, *form), -1, np.int32)
+    given = row.get("routed_experts")
+    if given is not None:
+        if given.shape[1:] != form:
+            raise TrainError(
+                f"row {index}: its experts are of {given.shape[1:]} [layers, top_k], and those of other rows of {form}: were "
+                "they sampled with another model?",
+                kind="train_setup",
+            )
+        found[: len(given)] = given[:end]
+    return found
+
+
+def _common_prefix(one: _RowTokens, other: _RowTokens) -> int:
     """Length of the common prefix."""
-    length = min(len(one), len(other))
-    apart = np.flatnonzero(one[:length] != other[:length])
+    length = min(len(one.keys), len(other.keys))
+    apart = np.flatnonzero(one.keys[:length] != other.keys[:length])
+    length = int(apart[0]) if len(apart) else length
+    if one.experts is None or other.experts is None:
+        return length
+    # Equal sums of ids and hashes are not yet equal ids and experts.
+    same = one.ids[:length] == other.ids[:length]
+    same &= (one.experts[:length] == other.experts[:length]).all((1, 2))
+    apart = np.flatnonzero(~same)
     return int(apart[0]) if len(apart) else length
 
 
@@ -235,7 +281,9 @@ def _build_pack(lines: list[_RowTokens], common: list[int], share: bool, min_sha
             segments[segment.parent] = above._replace(subtree_end=max(above.subtree_end, segment.subtree_end))
     ids = np.empty(segments[-1].end, np.int64)
     positions = np.empty(len(ids), np.int64)
-    images: dict[int, str] = {}
+    images: dict[int, PackImage] = {}
+    form = None if lines[0].experts is None else lines[0].experts.shape[1:]
+    experts = None if form is None else np.empty((len(ids), *form), np.int32)
     places: list[np.ndarray] = []
     for line, path in zip(lines, paths, strict=True):
         place = np.empty(len(line.keys), np.int64)
@@ -243,9 +291,13 @@ def _build_pack(lines: list[_RowTokens], common: list[int], share: bool, min_sha
             start, end, _, position, _ = segments[index]
             stop = position + end - start
             ids[start:end] = line.ids[position:stop]
+            if experts is not None and line.experts is not None:
+                experts[start:end] = line.experts[position:stop]
             positions[start:end] = place[position:stop] = np.arange(position, stop)
             place[position:stop] += start - position
-        images |= {int(place[start]): image for image, start in line.images}
+        for image in line.images:
+            start = int(place[image.start])
+            images[start] = image._replace(start=start)
         places.append(place)
     order = sorted(range(len(lines)), key=lambda number: lines[number].row)
     trained = [lines[number].trained for number in order]
@@ -261,7 +313,8 @@ def _build_pack(lines: list[_RowTokens], common: list[int], share: bool, min_sha
             [np.full(len(found), lines[number].row) for number, found in zip(order, trained, strict=True)]
         ),
         token=_concatenated(trained),
-        images=tuple(PackImage(images[start], start) for start in sorted(images)),
+        images=tuple(images[start] for start in sorted(images)),
+        experts=None if experts is None else torch.from_numpy(experts),
     )
 
 

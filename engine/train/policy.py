@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,8 +13,10 @@ from engine.backends.local.device import pick_device
 from engine.errors import TrainError
 from engine.schemas.train import TrainSpec
 from engine.train import files
+from engine.train.distributed import ProcessGroup
 from engine.train.net import PackedModel, ValueHead
 from engine.train.packing import Pack
+from engine.train.tensor_files import read_tensors, stored_names
 
 if TYPE_CHECKING:
     from engine.tokens.vision import Vision
@@ -39,9 +41,19 @@ class Policy:
 
     @classmethod
     def load(
-        cls, folder: Path, spec: TrainSpec, *, temperature: float, vocab: int | None, vision: Vision | None
+        cls,
+        folder: Path,
+        spec: TrainSpec,
+        *,
+        temperature: float,
+        vocab: int | None,
+        vision: Vision | None,
+        process_group: ProcessGroup | None = None,
+        replay_experts: bool = False,
     ) -> Policy:
         """Load a model and check that its packed forward pass gives the same log-probs as its own forward pass.
+
+        With several processes the model is made without weights; `shard` reads them and checks the pass.
 
         Args:
             folder: Folder of the model's files (see `resolve_model`).
@@ -49,6 +61,8 @@ class Policy:
             temperature: The sampler's temperature; 0 counts as 1, as in the sampler.
             vocab: Ids from this one on (padding of the embedding) are never sampled. None: all ids can be sampled.
             vision: Image processing of the model; None for a text model.
+            process_group: The processes of the training. Default: this one alone.
+            replay_experts: Use the experts that the sampler chose (`routed_experts` of rows), also in the reference model.
 
         Raises:
             DeviceError: torch does not have `train.device`.
@@ -56,7 +70,15 @@ class Policy:
         """
 
         def open_net() -> PackedModel:
-            return open_model(folder, spec, temperature=temperature, vocab=vocab, vision=vision)
+            return open_model(
+                folder,
+                spec,
+                temperature=temperature,
+                vocab=vocab,
+                vision=vision,
+                process_group=process_group,
+                replay_experts=replay_experts,
+            )
 
         net, adapter, reference_model = open_net(), None, None
         if spec.lora is not None:
@@ -94,6 +116,12 @@ class Policy:
         if not any(True for _ in self.parameters()):
             raise TrainError("`train.freeze` leaves nothing to train", kind="train_setup")
 
+    def shard(self, *, offload: bool = False) -> None:
+        """Shard the policy and its reference model (see `PackedModel.shard`). Parameters are others after this."""
+        self.net.shard(offload=offload)
+        if self._reference_model is not None:
+            self._reference_model.shard(offload=offload)
+
     # --- parameters -----------------------------------------------------------------------------------------
 
     @property
@@ -105,6 +133,11 @@ class Policy:
     def device(self) -> torch.device:
         """The device of the model."""
         return self.net.device
+
+    @property
+    def reference_model(self) -> PackedModel | None:
+        """The model of the KL reference; None if there is none, or if it is the base model of an adapter."""
+        return self._reference_model
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The trained parameters with their names."""
@@ -170,8 +203,11 @@ class Policy:
             return self._reference_model.logprobs(pack, entropy=False)[0]
 
     # --- weights --------------------------------------------------------------------------------------------
+    # With several processes, process 0 calls these and the others take part in `ProcessGroup.serve_calls`.
 
-    def weights(self, names: Literal["files", "model"] = "files") -> dict[str, torch.Tensor]:
+    def weights(
+        self, names: Literal["files", "model"] = "files", *, dtype: torch.dtype | None = None
+    ) -> dict[str, torch.Tensor]:
         """All weights, detached, with the adapter merged in. The model is not changed.
 
         Without LoRA these are the parameters themselves, which the next step changes. Copy them to keep them.
@@ -181,19 +217,31 @@ class Policy:
         Args:
             names: `files`: the names in the model's files, which servers use. `model`: the names in the transformers model,
                 with tied weights under each of their names. For most models both are the same.
+            dtype: Number type of weights that are gathered from several processes. Default: that of the model.
         """
-        state = self._adapter.merged() if self._adapter is not None else self.net.model.state_dict()
-        return state if names == "model" else files.under_file_names(self.net.model, state, self.net.folder)
+        with self.net.process_group.full_parameters(self.net.model, dtype=dtype):
+            state = self._adapter.merged() if self._adapter is not None else self.net.model.state_dict()
+            return state if names == "model" else files.under_file_names(self.net.model, state, self.net.folder)
 
-    def save(self, folder: Path) -> None:
+    def serving_weights(self) -> dict[str, torch.Tensor]:
+        """All weights under the names in the model's files, in the number types in which a server keeps them.
+
+        Each weight has the shape of the model's parameter. A parameter of another process is cast when it is gathered.
+        """
+        dtypes = files.ServingDtypes(self.net.folder)
+        early = None if self._adapter is not None or dtypes.mixed else dtypes.usual
+        return dtypes.cast(self.weights(dtype=early))
+
+    def save(self, folder: Path, *, serving: bool = False) -> None:
         """Write a complete model folder: weights, configuration, tokenizer, processor.
 
-        The folder gets its name when it is complete, and then replaces an older one.
+        The folder gets its name when it is complete, and then replaces an older one. `serving`: the weights are written in the
+        number types in which a server keeps them, else as they are trained.
 
         Raises:
             TrainError: kind `checkpoint`: it cannot be written.
         """
-        files.write_model(self.weights(), self.net.folder, folder)
+        files.write_model(self.serving_weights() if serving else self.weights(), self.net.folder, folder)
 
     def save_adapter(self, folder: Path) -> None:
         """Write the LoRA adapter in peft's format.
@@ -203,35 +251,33 @@ class Policy:
         """
         if self._adapter is None:
             raise TrainError("there is no adapter to save: the spec has no `train.lora`", kind="train_setup")
-        self._adapter.save(folder)
+        with self.net.process_group.full_parameters(self.net.model, self._adapter.names):
+            self._adapter.save(folder)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The trained parameters by name, detached but not copied, for a checkpoint.
+        """The trained parameters by name, detached but not copied, for a checkpoint: this process's part of each.
 
         Each tensor has the shape of its parameter.
         """
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load what `state` returned.
-
-        Each tensor has the shape of its parameter.
+    def load_state(self, folder: Path) -> None:
+        """Read the tensors of `state` from files of `write_tensors`, each process its part.
 
         Raises:
             TrainError: kind `checkpoint`: names or shapes differ from those of this model.
+            ValueError, OSError: the files cannot be read.
         """
-        own = dict(self.named_parameters())
-        odd = sorted(own.keys() ^ state.keys())
-        odd += [name for name in own if name in state and own[name].shape != state[name].shape]
+        own, stored = self.state(), stored_names(folder)
+        odd = sorted(own.keys() ^ stored.keys())
+        odd += [name for name in own if name in stored and own[name].shape != stored[name]]
         if odd:
             raise TrainError(
                 f"the checkpoint belongs to another model, or to other settings of `lora` or `freeze`: {len(odd)} parameters "
                 f"differ, for example {odd[0]!r}",
                 kind="checkpoint",
             )
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(state[name])
+        read_tensors(own, folder, self.net.process_group)
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
@@ -256,7 +302,14 @@ def enable_gradient_checkpointing(model: Any) -> None:
 
 
 def open_model(
-    folder: Path, spec: TrainSpec, *, temperature: float, vocab: int | None, vision: Vision | None
+    folder: Path,
+    spec: TrainSpec,
+    *,
+    temperature: float,
+    vocab: int | None,
+    vision: Vision | None,
+    process_group: ProcessGroup | None = None,
+    replay_experts: bool = False,
 ) -> PackedModel:
     """Load a model with the precision, device and memory limits of a spec. Arguments and errors as in `Policy.load`."""
     return PackedModel(
@@ -268,4 +321,6 @@ def open_model(
         vocab=vocab,
         vision=vision,
         chunk_elements=spec.memory.logits_chunk_elements,
+        process_group=process_group,
+        replay_experts=replay_experts,
     )

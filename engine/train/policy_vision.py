@@ -50,7 +50,7 @@ def _tensors(
     vision: Vision, rows: Sequence[Sequence[str]], device: torch.device, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """The tensors of the images of several sequences, by the names that the model's family uses."""
-    found = {name: torch.from_numpy(array.copy()) for name, array in vision.tensors(rows).items()}
+    found = {name: torch.from_numpy(array) for name, array in vision.tensors(rows).items()}
     return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in found.items()}
 
 
@@ -71,7 +71,7 @@ def _positions(find: Any, vision: Vision, pack: Pack, device: torch.device) -> t
     """Position ids, int64 [3, T]. They depend on earlier tokens only, so rows that share a token agree on its position."""
     positions = torch.zeros((3, pack.tokens), dtype=torch.long)
     starts = torch.tensor([image.start for image in pack.images], dtype=torch.long)
-    grids = [torch.from_numpy(vision.bank.tensors(image.image)["image_grid_thw"].copy()) for image in pack.images]
+    grids = [torch.tensor([image.grid]) for image in pack.images]
     for number in range(len(pack.rows)):
         places = pack.row_tokens(number)
         ids = pack.input_ids[places]

@@ -28,9 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import structlog
-
-from engine.errors import EngineError, StoreError, TrainError
+from engine.errors import TrainError
 from engine.train.batches import Batch, Group, RowBuilder
 from engine.train.groups import ConsumedGroups
 
@@ -42,8 +40,6 @@ if TYPE_CHECKING:
     from engine.spec.mix import Mix
     from engine.train.difficulty import DifficultyFilter
     from engine.train.stored import StoredEpisodes
-
-log = structlog.get_logger(__name__)
 
 
 class _Epochs:
@@ -269,16 +265,9 @@ class BatchCollector:
         async with self._live_episodes:
             begun = stored is not None and stored.begun(task.id, sample)
             continues = stored is not None and begun and stored.continues(task.id, sample)
-            try:
-                trajectory = await self._runner.episode(task, sample)
-            except StoreError:
-                raise
-            except Exception as error:
-                if isinstance(error, EngineError) and error.stops_run:
-                    raise
-                log.exception("an episode could not be finished", task=task.id, sample=sample)
-                self.faults.append(f"{task.id}/{sample}: {type(error).__name__}: {error}")
-                return None
+            trajectory = await self._runner.episode_or_none(task, sample, self.faults)
+        if trajectory is None:
+            return None
         if self._progress is not None:
             self._progress(trajectory)
         if stored is None or not begun:
@@ -347,6 +336,11 @@ class BatchCollector:
             self._batches = max(0, self._batches - 1)
         if self._max_staleness:
             self._start_groups()
+
+    async def drain(self) -> None:
+        """Wait until all running groups have ended by themselves, so that no reply under way is lost."""
+        self._batch = None
+        await asyncio.gather(*(each.work for each in self._running), return_exceptions=True)
 
     async def close(self) -> None:
         """Cancel all running groups. Finished episodes stay in the store."""

@@ -51,7 +51,7 @@ class ServerModels:
         own: Mapping[str, tuple[tuple[int, ...], bool]]
         if adapter:
             own = await asyncio.to_thread(tensor_facts, policy.net.folder)
-        else:
+        elif not (own := await asyncio.to_thread(tensor_facts, policy.net.folder)):
             weights = await asyncio.to_thread(policy.weights)
             own = {name: (tuple(tensor.shape), tensor.is_floating_point()) for name, tensor in weights.items()}
         for server in new:

@@ -12,6 +12,7 @@ from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
 from engine.train.critic import Critic
 from engine.train.demonstrations import count_episodes
+from engine.train.distributed import join_alone
 from engine.train.learner import Learner
 from engine.train.policy import Policy, open_model
 
@@ -64,12 +65,16 @@ def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGro
         raise TrainError(
             f"{loaded.path}: `{credit.method}` needs a critic: add `train.critic: {{kind: probe}}`", kind="train_setup"
         )
+    if train.memory.offload == "all" and process_group.torch_group is None:
+        process_group = join_alone()
     policy = Policy.load(
         resolve_model(spec.model.path, spec.model.revision, loaded.base),
         train,
         temperature=spec.sampling.temperature if train.samples_episodes else 1.0,
         vocab=format.vocab_size,
         vision=format.vision,
+        process_group=process_group,
+        replay_experts=spec.backend.asks_experts and train.samples_episodes,
     )
     critic = None
     if train.critic is not None:
@@ -79,14 +84,15 @@ def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGro
             policy,
             process_group,
             seed=train.seed,
-            model=_critic_model(loaded, train, format, policy) if train.critic.own_model else None,
+            model=critic_model(loaded, train, format, policy) if train.critic.own_model else None,
             gradient_checkpointing=train.memory.gradient_checkpointing,
+            offload=train.memory.offload == "all",
         )
     length = spec.limits.tokens_per_episode
     return Learner(policy, train, episode_tokens=length, process_group=process_group, critic=critic)
 
 
-def _critic_model(loaded: LoadedSpec, train: TrainSpec, format: ChatFormat, policy: Policy) -> PackedModel:
+def critic_model(loaded: LoadedSpec, train: TrainSpec, format: ChatFormat, policy: Policy) -> PackedModel:
     """Load the model of a critic.
 
     Raises:
@@ -95,7 +101,14 @@ def _critic_model(loaded: LoadedSpec, train: TrainSpec, format: ChatFormat, poli
     assert train.critic is not None
     path, revision = train.critic.model
     folder = policy.net.folder if path is None else resolve_model(path, revision, loaded.base)
-    model = open_model(folder, train, temperature=1.0, vocab=format.vocab_size, vision=format.vision)
+    model = open_model(
+        folder,
+        train,
+        temperature=1.0,
+        vocab=format.vocab_size,
+        vision=format.vision,
+        process_group=policy.net.process_group,
+    )
     own, wanted = (each.model.get_input_embeddings().weight.shape[0] for each in (model, policy.net))
     if own != wanted:
         raise TrainError(

@@ -69,6 +69,8 @@ class SftTrainer(TrainingLoop):
         async with contextlib.AsyncExitStack() as opened:
             if self.train.eval is not None:
                 self._backend = open_backend(self.loaded, self._format)
+                self._backend.logs = self.folder / "servers"
+                self._backend.training = True
                 opened.push_async_callback(self._backend.close)
                 await self._backend.start()
             self._learner = await asyncio.to_thread(learner_of, self.loaded, self._format, self._process_group)
@@ -121,8 +123,7 @@ class SftTrainer(TrainingLoop):
     def _save_merged(self) -> Path:
         """Write the model with the adapter merged in, from which an RL training can begin."""
         policy, folder = self._learner.policy, self.folder / MODEL
-        with self._process_group.full_parameters(policy.model):
-            policy.save(folder)
+        policy.save(folder)
         return folder
 
     def _recorded_rows(self, record: BatchRecord) -> list[Row]:
@@ -155,7 +156,9 @@ class SftTrainer(TrainingLoop):
             seconds = time.perf_counter() - began
             values |= {f"time/{phase}": spent for phase, spent in self._seconds.items()}
             values |= {"step_seconds": seconds, "tokens_per_second": values["tokens/trained"] / seconds}
+            values |= self._pushed
             self._seconds.clear()
+            self._pushed.clear()
             self._write_line(state.step, values)
             self._stall.tick()
             result.first, result.last = result.first or values, values

@@ -1,8 +1,8 @@
-"""Sends tensors to another process on this host through shared memory, in the format of SGLang's
-`MultiprocessingSerializer`.
+"""Sends tensors to another process on this host through shared memory, or on the same GPU through CUDA IPC, in the format of
+SGLang's `MultiprocessingSerializer`.
 
-The message is a pickle of `[(name, tensor), …]`; a tensor is pickled as the name of its shared memory. torch's own reductions
-write it, so SGLang need not be installed here, and SGLang's unpickler allows only the globals that they use.
+The message is a pickle of `[(name, tensor), …]`; a tensor is pickled as the name of its shared memory, or as the handle of its GPU
+memory. torch's own reductions write it, so SGLang need not be installed here, and SGLang's unpickler allows only the globals that they use.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing import reductions as torch_reductions
 
 from engine.errors import TrainError
 
@@ -44,6 +45,16 @@ def buckets(weights: Mapping[str, torch.Tensor], most: int = BUCKET_BYTES) -> It
         size += tensor.nbytes
     if piece:
         yield piece
+
+
+class Buffer(Protocol):
+    """Memory that another process reads, which holds one bucket at a time."""
+
+    def write(self, piece: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy a bucket of tensors of any shapes. All readers must have answered for the one before."""
+
+    def serialize(self) -> str:
+        """The message for one reader: base64 of a pickle. torch counts readers, so make one message for each reader."""
 
 
 class SharedBuffer:
@@ -77,13 +88,7 @@ class SharedBuffer:
 
         Tensors of any shape, one after another.
         """
-        at = 0
-        self._views = []
-        for name, tensor in piece:
-            place = self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor.detach())
-            self._views.append((name, place))
-            at += _padded(tensor.nbytes)
+        self._views = _copied(piece, self._memory)
 
     def serialize(self) -> str:
         """The message for one reader: base64 of a pickle. torch counts readers, so make one message for each reader."""
@@ -91,6 +96,78 @@ class SharedBuffer:
         with _file_system_sharing():
             ForkingPickler(buffer).dump(self._views)
         return base64.b64encode(buffer.getvalue()).decode()
+
+
+class DeviceBuffer:
+    """Memory of a GPU that holds one bucket, for processes that see this GPU (CUDA IPC).
+
+    Each bucket gets memory of its own: SGLang answers when its copies are queued on the GPU, which may be before they are done
+    (slime's `update_weight_from_tensor.py` says so as well). torch frees the memory when the readers have closed it.
+
+    Args:
+        device: A GPU of this process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._views: list[tuple[str, torch.Tensor]] = []
+
+    def write(self, piece: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy a bucket of tensors of any shapes to the GPU.
+
+        Raises:
+            TrainError: kind `train_setup`: the GPU has no memory left for it.
+        """
+        piece = list(piece)
+        self._views = []
+        try:
+            memory = torch.empty(max(buffer_bytes(piece), _ALIGN), dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise TrainError(
+                f"{buffer_bytes(piece) >> 20} MiB of weights do not fit in the memory of {self._device}: lower the servers' "
+                "--mem-fraction-static, or use `train.weight_sync.method: disk`",
+                kind="train_setup",
+            ) from error
+        self._views = _copied(piece, memory)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def serialize(self) -> str:
+        """The message for one reader: base64 of a pickle of handles. The readers' answers end the use of the memory."""
+        buffer = io.BytesIO()
+        pickler: Any = ForkingPickler(buffer)
+        pickler.dispatch_table[torch.Tensor] = reduce_by_uuid
+        pickler.dump(self._views)
+        return base64.b64encode(buffer.getvalue()).decode()
+
+
+def reduce_by_uuid(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Reduce a tensor of any shape as torch does, with the UUID of its GPU in place of the index.
+
+    The index of a GPU depends on CUDA_VISIBLE_DEVICES of each process. SGLang reads both (`patch_torch.py` of sglang.srt.utils).
+    """
+    reductions: Any = torch_reductions  # not typed
+    rebuild, values = reductions.reduce_tensor(tensor)
+    if rebuild is not reductions.rebuild_cuda_tensor:
+        return rebuild, values
+    uuid = str(torch.cuda.get_device_properties(values[_DEVICE]).uuid)
+    return rebuild, (*values[:_DEVICE], uuid, *values[_DEVICE + 1 :])
+
+
+_DEVICE = 6
+"""Place of the GPU among the arguments of torch's `rebuild_cuda_tensor`."""
+
+
+def _copied(piece: Iterable[tuple[str, torch.Tensor]], memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Copies of the tensors, one after another in `memory`."""
+    at = 0
+    views = []
+    for name, tensor in piece:
+        place = memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        place.copy_(tensor.detach())
+        views.append((name, place))
+        at += _padded(tensor.nbytes)
+    return views
 
 
 def buffer_bytes(piece: Iterable[tuple[str, torch.Tensor]]) -> int:

@@ -1,6 +1,7 @@
 """Episodes of earlier launches of a training, in its run store: finished ones are used, the others continue at their turn.
 
-Invariant: the store is asked only for what was there when this launch began.
+Invariant: the store is asked only for what was there when this launch began. Episodes that were dropped (`keep.py`) do not count as
+stored. A resume does not need them, unless the newest checkpoints were removed; they are then sampled again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class StoredEpisodes:
     def __init__(self, store: RunStore, samples: int) -> None:
         self._store = store
         self._samples = samples
-        self._statuses = store.statuses()
+        dropped = store.dropped_ids()
+        self._statuses = {name: status for name, status in store.statuses().items() if name not in dropped}
         self._openings = store.openings()
 
     def finished(self, task_id: str, sample: int) -> Trajectory | None:

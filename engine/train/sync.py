@@ -7,6 +7,8 @@ not certain, `push` raises.
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -15,16 +17,34 @@ from engine.errors import BackendError, TrainError
 from engine.schemas.backend import kinds_that_train
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
     from engine.backends.base import Backend
     from engine.backends.local.backend import LocalBackend
     from engine.schemas.episode import EpisodeSpec
     from engine.train.policy import Policy
 
 
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What a push cost."""
+
+    bytes: int
+    """Bytes of the weights, in the number type in which they were sent; once, however many servers there are."""
+    pause_seconds: float
+    """Seconds in which no server sampled."""
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the push."""
+        return {"sync/bytes": float(self.bytes), "sync/pause_seconds": self.pause_seconds}
+
+
 class WeightSync(Protocol):
     """A way to send weights."""
 
-    async def push(self, policy: Policy, version: int) -> None:
+    async def push(self, policy: Policy, version: int) -> Pushed:
         """Let the backend sample with the present weights of the policy, which must not change until this returns.
 
         Args:
@@ -80,13 +100,14 @@ class LocalSync:
     def __init__(self, backend: LocalBackend) -> None:
         self._backend = backend
 
-    async def push(self, policy: Policy, version: int) -> None:
+    async def push(self, policy: Policy, version: int) -> Pushed:
         """See `WeightSync`. Running replies continue with the new weights.
 
         Raises:
             TrainError: kind `weights_not_taken`: the backend did not load the weights.
         """
         weights = await asyncio.to_thread(policy.weights, "model")
+        began = time.monotonic()
         try:
             await self._backend.update_weights(weights, version)
         except BackendError as error:
@@ -99,3 +120,9 @@ class LocalSync:
                 f"the local backend samples with version {taken}, but was sent version {version}",
                 kind="weights_not_taken",
             )
+        return Pushed(tensor_bytes(weights.values()), time.monotonic() - began)
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors of any shapes; tensors that share memory count once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

@@ -1,4 +1,4 @@
-"""Sends new weights to SGLang servers: through a folder, through shared memory, or as a LoRA adapter.
+"""Sends new weights to SGLang servers: through a folder, through shared memory, by broadcasts, or as a LoRA adapter.
 
 Invariants:
 - A server that did not load the weights gets no requests until it has (`engine.backends.sglang.control`). If a server dies
@@ -10,35 +10,36 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 import shutil
 import socket
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import structlog
+import torch
 
-from engine.backends.http.retries import growing_pause
 from engine.backends.sglang.client import PolicyAdapter, SGLangBackend
-from engine.backends.sglang.control import UPDATE_SECONDS, PauseMode, from_disk
-from engine.errors import BackendError, OutageError, TrainError
+from engine.backends.sglang.control import PauseMode
+from engine.backends.sglang.loads import from_disk, separately
+from engine.errors import BackendError, TrainError
 from engine.train.server_models import ServerModels
-from engine.train.shared_tensors import SharedBuffer, buckets, buffer_bytes
+from engine.train.server_pushes import check_versions, ignore_failure, post_update, through_outages, with_retry
+from engine.train.shared_tensors import Buffer, DeviceBuffer, SharedBuffer, buckets, buffer_bytes
+from engine.train.sync import Pushed, tensor_bytes
+from engine.train.sync_collective import CollectiveSync
 
 if TYPE_CHECKING:
-    from engine.backends.sglang.server import Server
+    from engine.backends.servers.server import Server
+    from engine.schemas.backend_servers import LaunchSpec
     from engine.schemas.episode import EpisodeSpec
     from engine.train.policy import Policy
     from engine.train.sync import WeightSync
 
 log = structlog.get_logger(__name__)
-
-PROBE_SECONDS = 30.0
-"""Time limit of a server's first reply with new weights, in seconds. After it the server is only asked for its version."""
 
 
 def open_sglang_sync(spec: EpisodeSpec, backend: SGLangBackend, folder: Path, *, lora: bool) -> WeightSync:
@@ -63,10 +64,22 @@ def open_sglang_sync(spec: EpisodeSpec, backend: SGLangBackend, folder: Path, *,
         return DiskSync(backend, place.resolve(), mode)
     if method == "tensors":
         _same_host([server.url for server in backend.workers])
-        return TensorSync(backend, mode)
+        return TensorSync(backend, mode, _launched_gpus(getattr(spec.backend, "launch", None), backend))
+    if method == "collective":
+        if lora:
+            raise TrainError(
+                "`train.weight_sync.method: collective` sends all weights, but only an adapter is trained: use `adapter`",
+                kind="train_setup",
+            )
+        if getattr(spec.backend, "router", False):
+            raise TrainError(
+                "`train.weight_sync.method: collective` needs the servers themselves in `backend.urls`, not a router",
+                kind="train_setup",
+            )
+        return CollectiveSync(backend, mode, weights.address, weights.port)
     if not lora:
         raise TrainError(
-            "`train.weight_sync.method: adapter` needs `train.lora`; without one all weights change: use `disk` or `tensors`",
+            "`train.weight_sync.method: adapter` needs `train.lora`; without one all weights change: use `disk`, `tensors` or `collective`",
             kind="train_setup",
         )
     if "lora_path" in backend.dropped:
@@ -85,41 +98,57 @@ class DiskSync:
         self._mode = mode
         self._fit = ServerModels(backend)
 
-    async def push(self, policy: Policy, version: int) -> None:
+    async def push(self, policy: Policy, version: int) -> Pushed:
         """See `WeightSync`. The folder stays until the next one is loaded, so that a server that comes back can read it."""
         await self._fit.check(policy)
         target = self._folder / f"version-{version}"
-        await asyncio.to_thread(policy.save, target)
-        load = _with_retry(from_disk(str(target), version))
+        await asyncio.to_thread(policy.save, target, serving=True)
+        paused = self._backend.control.paused_seconds
+        load = separately(with_retry(from_disk(str(target), version)))
 
         async def update() -> None:
             source = f"weights from {target}"
             await self._backend.control.update_weights(load, version, source=source, mode=self._mode)
-            await _check_versions(self._backend, version)
+            await check_versions(self._backend, version)
 
-        await _through_outages(self._backend, version, update)
+        await through_outages(self._backend, version, update)
         await asyncio.to_thread(_remove_others, self._folder, "version-*", {target.name})
+        return Pushed(_file_bytes(target), self._backend.control.paused_seconds - paused)
 
 
 class TensorSync:
-    """Through shared memory: no file is written, and one bucket at a time is in memory twice."""
+    """Through memory of this host: no file is written, and one bucket at a time is in memory twice.
 
-    def __init__(self, backend: SGLangBackend, mode: PauseMode) -> None:
+    A launched server that sees the GPU of a training of one process reads this GPU's memory (CUDA IPC), every other one shared memory.
+
+    Args:
+        backend: The backend, started.
+        mode: What becomes of replies that are being sampled.
+        gpus: URL of a launched server -> indexes of the GPUs that it sees, as this process counts them.
+    """
+
+    def __init__(
+        self, backend: SGLangBackend, mode: PauseMode, gpus: Mapping[str, Collection[int]] = MappingProxyType({})
+    ) -> None:
         self._backend = backend
         self._mode = mode
+        self._gpus = gpus
         self._fit = ServerModels(backend)
 
-    async def push(self, policy: Policy, version: int) -> None:
+    async def push(self, policy: Policy, version: int) -> Pushed:
         """See `WeightSync`. A server that was not there stays out until the next push."""
         await self._fit.check(policy)
-        pieces = list(buckets(await asyncio.to_thread(policy.weights)))
+        weights = await asyncio.to_thread(policy.serving_weights)
+        pieces = list(buckets(weights))
+        paused = self._backend.control.paused_seconds
 
         async def load(server: Server, flush: bool) -> None:
-            ranks = int((await server.json("GET", "/server_info")).get("tp_size") or 1)
-            await _ignore_failure(_post(server, "/end_weight_update", {}))  # of a push that was interrupted
-            await _post(server, "/begin_weight_update", {})
+            facts = await server.json("GET", "/server_info")
+            ranks = int(facts.get("tp_size") or 1)
+            await ignore_failure(post_update(server, "/end_weight_update", {}))  # of a push that was interrupted
+            await post_update(server, "/begin_weight_update", {})
             try:
-                buffer = SharedBuffer(max(map(buffer_bytes, pieces)))
+                buffer = self._buffer(server, facts, policy, max(map(buffer_bytes, pieces)))
                 for number, piece in enumerate(pieces):
                     await asyncio.to_thread(buffer.write, piece)
                     last = number == len(pieces) - 1
@@ -130,20 +159,42 @@ class TensorSync:
                     # The version comes with the last bucket, so a server with only some of them does not report it.
                     if last:
                         body["weight_version"] = str(version)
-                    await _post(server, "/update_weights_from_tensor", body)
+                    await post_update(server, "/update_weights_from_tensor", body)
             except BaseException:
-                await _ignore_failure(_post(server, "/end_weight_update", {}))
+                await ignore_failure(post_update(server, "/end_weight_update", {}))
                 raise
-            await _post(server, "/end_weight_update", {})
+            await post_update(server, "/end_weight_update", {})
 
         async def update() -> None:
             source = f"tensors of version {version}"
             await self._backend.control.update_weights(
-                _with_retry(load), version, source=source, mode=self._mode, again=False
+                separately(with_retry(load)), version, source=source, mode=self._mode, again=False
             )
-            await _check_versions(self._backend, version)
+            await check_versions(self._backend, version)
 
-        await _through_outages(self._backend, version, update)
+        await through_outages(self._backend, version, update)
+        return Pushed(tensor_bytes(weights.values()), self._backend.control.paused_seconds - paused)
+
+    def _buffer(self, server: Server, facts: dict[str, Any], policy: Policy, size: int) -> Buffer:
+        gpu = _only_gpu(policy)
+        same = gpu is not None and facts.get("device") == "cuda" and gpu in self._gpus.get(server.url, ())
+        log.debug("weights are sent", server=server.url, through="CUDA IPC" if same else "shared memory")
+        return DeviceBuffer(policy.device) if same else SharedBuffer(size)
+
+
+def _launched_gpus(launch: LaunchSpec | None, backend: SGLangBackend) -> dict[str, list[int]]:
+    """URL of each launched server -> indexes of its GPUs among those that this process sees."""
+    if launch is None:
+        return {}
+    indexes, count = launch.indexes, launch.tp
+    return {server.url: indexes[number * count :][:count] for number, server in enumerate(backend.workers)}
+
+
+def _only_gpu(policy: Policy) -> int | None:
+    """Index of the GPU of a training of one process. None: it has none, or process 0 gathers weights on the CPU."""
+    if policy.device.type != "cuda" or policy.net.process_group.size > 1:
+        return None
+    return torch.cuda.current_device() if policy.device.index is None else policy.device.index
 
 
 class AdapterSync:
@@ -159,7 +210,7 @@ class AdapterSync:
         self._old: list[str] = []
         self._fit = ServerModels(backend)
 
-    async def push(self, policy: Policy, version: int) -> None:
+    async def push(self, policy: Policy, version: int) -> Pushed:
         """See `WeightSync`. Older adapters are unloaded at this push or a later one, when no request names them any more."""
         backend = self._backend
         name = f"{self._stem}-{version}"
@@ -169,9 +220,9 @@ class AdapterSync:
 
         async def update() -> None:
             await backend.control.load_adapter(name, str(target))
-            await _check_versions(backend, version, adapter=name)
+            await check_versions(backend, version, adapter=name)
 
-        await _through_outages(backend, version, update)
+        await through_outages(backend, version, update)
         before = backend.policy
         backend.policy = PolicyAdapter(name, version)
         if before is not None and before.name != name:
@@ -185,115 +236,7 @@ class AdapterSync:
             except BackendError as error:  # it uses memory of the server, but no request names it
                 log.warning("an old adapter was not unloaded", adapter=old, reason=str(error))
             await asyncio.to_thread(shutil.rmtree, self._folder / old, True)
-
-
-Load = Callable[["Server", bool], Awaitable[None]]
-
-
-async def _through_outages(backend: SGLangBackend, version: int, update: Callable[[], Awaitable[None]]) -> None:
-    """Update, again and again while no server is there.
-
-    Raises:
-        OutageError: no server took the weights for `backend.wait`.
-        TrainError: kind `weights_not_taken`: a server refused them.
-    """
-    began = time.monotonic()
-    for number in itertools.count():
-        try:
-            await update()
-            return
-        except BackendError as error:
-            if error.kind != "no_server":
-                raise _update_failed(backend, version, error) from error
-            left = began + backend.outage.limit - time.monotonic()
-            if left <= 0:
-                raise OutageError(
-                    f"no server took version {version} for {backend.outage.limit:g} s (`backend.wait`): {error}",
-                    kind="outage",
-                ) from error
-            log.warning("no server is there for new weights; they are sent again", version=version, reason=str(error))
-            await asyncio.sleep(min(growing_pause(number), left))
-
-
-def _update_failed(backend: SGLangBackend, version: int, error: BackendError) -> TrainError:
-    told = ", ".join(
-        f"{server.url} ({'samples with ' + str(server.version) if server.healthy else 'is out'})"
-        for server in backend.workers
-    )
-    return TrainError(f"version {version} did not reach every server: {error}. Now: {told}", kind="weights_not_taken")
-
-
-async def _check_versions(backend: SGLangBackend, version: int, adapter: str | None = None) -> None:
-    """Let every server sample a token, and compare the version that it reports with the one that it was sent."""
-    servers = [server for server in backend.workers if server.healthy]
-    outcomes = await asyncio.gather(*(_reported_version(server, adapter) for server in servers), return_exceptions=True)
-    there = 0
-    for server, outcome in zip(servers, outcomes, strict=True):
-        if isinstance(outcome, BackendError):
-            if backend.control.lost(server, outcome):
-                continue
-            raise TrainError(
-                f"{server.url} does not sample with version {version}: {outcome}", kind="weights_not_taken"
-            )
-        there += 1
-        if isinstance(outcome, BaseException):
-            raise outcome
-        # With an adapter a server reports the version of the base model; that it accepts the adapter is enough.
-        if adapter is None and outcome != str(version):
-            raise TrainError(
-                f"{server.url} was sent version {version}, but reports {outcome!r} with its next reply: another process "
-                "updates this server as well, or the server does not keep versions",
-                kind="weights_not_taken",
-            )
-    if servers and not there:
-        raise BackendError(f"every server was lost after it was sent version {version}", kind="no_server")
-
-
-async def _reported_version(server: Server, adapter: str | None) -> str:
-    body: dict[str, Any] = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-    if adapter is not None:
-        body["lora_path"] = adapter
-    try:
-        reply = await server.json("POST", "/generate", body, timeout=PROBE_SECONDS)
-        return str(reply["meta_info"]["weight_version"])
-    except BackendError as error:
-        if error.kind != "unreachable":
-            raise
-    except (KeyError, TypeError):
-        return "none"
-    # The server has a long queue: the version that it reports without a reply must be enough.
-    return str((await server.json("GET", "/model_info")).get("weight_version"))
-
-
-def _with_retry(load: Load) -> Load:
-    async def twice(server: Server, flush: bool) -> None:
-        await _retry_once(lambda: load(server, flush))
-
-    return twice
-
-
-async def _retry_once(call: Callable[[], Awaitable[None]]) -> None:
-    """Call again once if the connection failed."""
-    try:
-        await call()
-    except BackendError as error:
-        if error.kind != "unreachable":
-            raise
-        log.info("sending weights to a server once more", reason=str(error))
-        await call()
-
-
-async def _post(server: Server, path: str, body: dict[str, Any]) -> None:
-    reply = await server.json("POST", path, body, timeout=UPDATE_SECONDS)
-    if not reply.get("success"):
-        raise BackendError(f"{server.url}{path}: {reply.get('message')}", kind="update_failed")
-
-
-async def _ignore_failure(call: Awaitable[None]) -> None:
-    try:
-        await call
-    except BackendError as error:
-        log.debug("nothing to end", reason=str(error))
+        return Pushed(_file_bytes(target), 0.0)
 
 
 def _write_adapter(policy: Policy, target: Path) -> None:
@@ -303,6 +246,10 @@ def _write_adapter(policy: Policy, target: Path) -> None:
     policy.save_adapter(draft)
     shutil.rmtree(target, ignore_errors=True)
     draft.rename(target)
+
+
+def _file_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _remove_others(folder: Path, pattern: str, keep: set[str]) -> None:

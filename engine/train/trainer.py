@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import structlog
 
 from engine.backends.registry import open_backend
 from engine.checks import refuse_first_tasks
-from engine.errors import TrainError
+from engine.errors import EngineError, StoreError, TrainError
 from engine.runner.overlong import fitting_tasks
 from engine.runner.run import Runner
 from engine.spec.tasks import load_tasks
@@ -26,6 +27,7 @@ from engine.train.batch_log import BatchRecord, check_tasks
 from engine.train.batches import Batch, RowBuilder
 from engine.train.credit_reach import reach_of
 from engine.train.difficulty import DifficultyFilter
+from engine.train.keep import compact_training, plan_of
 from engine.train.loop import TrainingLoop, TrainResult
 from engine.train.repeat import StepRepeater, stored_rows
 from engine.train.rollouts import BatchCollector, TaskOrder
@@ -44,12 +46,23 @@ log = structlog.get_logger(__name__)
 _RESUMED = ("rollout/resumed_episodes", "rollout/regenerated_tokens", "rollout/dropped_stale_groups")
 
 
+def free_cached_memory() -> None:
+    """Give GPU memory that torch holds for later allocations back to the servers on the same GPUs."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 class Trainer(TrainingLoop):
     """One training on the model's own episodes, new or resumed. Arguments as in `TrainingLoop`."""
 
     _kept = "; the episodes are kept"
     _order: TaskOrder
     _difficulty: DifficultyFilter | None = None
+    _store: RunStore
+    _dropped_until: int | None = None
+    """Groups of steps up to this one were dropped in this launch already."""
 
     async def _run_prepared(self, stop: asyncio.Event | None) -> TrainResult:
         self._format = load_format(self.spec.model, self.loaded.base)
@@ -58,6 +71,8 @@ class Trainer(TrainingLoop):
         tasks = fitting_tasks(every, self.loaded, self._format)
         self._order = TaskOrder(tasks, shuffle=self.train.shuffle, seed=self.train.seed, mix=tasks.mix)
         self._backend = open_backend(self.loaded, self._format)
+        self._backend.logs = self.folder / "servers"
+        self._backend.training = True
         try:
             await self._backend.start()
             self._learner = await asyncio.to_thread(learner_of, self.loaded, self._format, self._process_group)
@@ -66,9 +81,11 @@ class Trainer(TrainingLoop):
                 self.folder, self.loaded
             )  # locks the folder: no other process can train in it
             try:
-                return await self._run_with_store(store, stop)
+                result = await self._run_with_store(store, stop)
             finally:
                 store.close()
+            await self._compact_at_end(result)
+            return result
         finally:
             await self._backend.close()
 
@@ -78,10 +95,18 @@ class Trainer(TrainingLoop):
         return self._live.tokens if self._live is not None else 0
 
     async def _run_with_store(self, store: RunStore, stop: asyncio.Event | None) -> TrainResult:
+        self._store = store
         await self._open_state()
         try:
             runner = Runner(
-                self.loaded, [], self._format, self._backend, store, keep_going=self._keep_going, training=True
+                self.loaded,
+                [],
+                self._format,
+                self._backend,
+                store,
+                keep_going=self._keep_going,
+                training=True,
+                budget=self._budget,
             )
             self._live = runner.live
             runner.live.total = self.train.steps * self.train.tasks_per_step * self.spec.rollout.samples_per_task
@@ -102,9 +127,10 @@ class Trainer(TrainingLoop):
         repeater = StepRepeater(self._batch_log, stored_rows(rows, stored))
         check_tasks(repeater.records, self._order)
         self._weights_known = False
-        result.repeated_steps = await asyncio.to_thread(
-            repeater.repeat, self._state, self._learner, self._repeated_step
-        )
+        async with self._servers_memory(needed=bool(repeater.records)):
+            result.repeated_steps = await asyncio.to_thread(
+                repeater.repeat, self._state, self._learner, self._repeated_step
+            )
         self._weights_known = True
         self._metrics.truncate(self._state.step)
         if self._state.version or self.spec.backend.weights_in_servers:
@@ -119,8 +145,14 @@ class Trainer(TrainingLoop):
         result.faults = collector.faults
         try:
             await self._steps(result, collector, stop)
+        except EngineError as error:
+            if error.drains:
+                await unless_stopped(stop, collector.drain())
+            raise
         finally:
             await collector.close()
+            if self.train.colocate:
+                await self._backend.take_memory_back()
 
     def _collector(self, runner: Runner, rows: RowBuilder, stored: StoredEpisodes) -> BatchCollector:
         rollout = self.spec.rollout
@@ -169,12 +201,46 @@ class Trainer(TrainingLoop):
                 values |= found
             if self._evaluator.note(state, state.step, values) or state.step % train.checkpoints.every == 0:
                 await self._checkpoint()
-            values |= self._times(time.perf_counter() - began, values)
+                values |= await self._drop_episodes()
+            values |= self._times(time.perf_counter() - began, values) | self._pushed
             self._seconds.clear()
+            self._pushed.clear()
             self._write_line(state.step, values)
             self._stall.tick()
             result.first, result.last = result.first or values, values
             result.resumed.update({name: int(values[name]) for name in _RESUMED if name in values})
+
+    async def _drop_episodes(self) -> dict[str, float]:
+        """After a checkpoint: drop the stored episodes that `rollout.keep` does not keep. Returns the metrics."""
+        keep = self.spec.rollout.keep
+        if keep is None:
+            return {}
+        before, episodes = self._store.space(), 0
+        try:
+            with self._timed("compact"):
+                found = await asyncio.to_thread(plan_of, self.folder, self.spec, keep, after=self._dropped_until)
+                for group in found.groups:
+                    episodes += len((await self._store.drop(group, keep_failed=keep.failures)).sizes)
+            self._dropped_until = found.until
+        except StoreError as error:  # each group is dropped whole or not at all; the next checkpoint tries again
+            log.warning("episodes could not be dropped", reason=str(error))
+        after = self._store.space()
+        return {
+            "store/dropped_episodes": float(episodes),
+            "store/bytes_before": float(before.used),
+            "store/bytes": float(after.used),
+            "store/file_bytes": float(after.file),
+        }
+
+    async def _compact_at_end(self, result: TrainResult) -> None:
+        """After a training that was not interrupted: drop what `rollout.keep` does not keep, and shrink the file."""
+        keep = self.spec.rollout.keep
+        if keep is None or result.interrupted:
+            return
+        try:
+            _, result.disk = await asyncio.to_thread(compact_training, self.folder, self.spec, keep)
+        except StoreError as error:
+            log.warning("the run store could not be compacted; `engine compact` does it later", reason=str(error))
 
     async def _step(self, batch: Batch, collector: BatchCollector) -> dict[str, float]:
         """Train on a batch and write its metrics to the batch log. Returns the metrics."""
@@ -225,7 +291,8 @@ class Trainer(TrainingLoop):
     async def _learn_batch(self, batch: Batch, values: Mapping[str, float]) -> dict[str, float]:
         """Run the updates of a batch. A step that diverged after some updates counts with these."""
         try:
-            return await self._learn(batch.rows)
+            async with self._servers_memory():
+                return await self._learn(batch.rows)
         except TrainError:
             updates = self._learner.updates
             self._weights_known = updates == 0
@@ -233,6 +300,22 @@ class Trainer(TrainingLoop):
                 rate = self._learner.rate
                 self._record(batch, {**values, "lr": rate, "updates": float(updates)}, updates=updates)
             raise
+
+    @asynccontextmanager
+    async def _servers_memory(self, *, needed: bool = True) -> AsyncIterator[None]:
+        """Inside the block the servers' GPUs are free for an update, with `train.colocate`. The next push gives the memory back."""
+        if not (self.train.colocate and needed):
+            yield
+            return
+        with self._timed("release"):
+            await self._backend.lend_memory()
+        try:
+            yield
+        except BaseException:
+            free_cached_memory()
+            await self._backend.take_memory_back()
+            raise
+        free_cached_memory()
 
     def _times(self, whole: float, values: Mapping[str, float]) -> dict[str, float]:
         sampled = values.get("episode/tokens", 0.0) * values.get("episodes/count", 0.0)

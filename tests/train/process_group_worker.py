@@ -9,17 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from engine.rewards.ledger import Ledger
 from engine.schemas.credit import GaeCredit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
+from engine.train.allocated_bytes import AllocatedBytes
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.critic import Critic
 from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_process_group
 from engine.train.learner import Learner
 from engine.train.policy import Policy, open_model
+from engine.train.tensor_files import read_tensors, stored_names
 
 VOCABULARY = 101
 CUT: dict[str, Any] = {"loss": {"kind": "ppo"}, "update_epochs": 2}
@@ -31,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "update_epochs": 2,
         "minibatches": 2,
     },
+    "kl": {"loss": {"kind": "grpo"}, "kl": {"coefficient": 0.3}},
     "lora": {
         "loss": {"kind": "dapo"},
         "kl": {"coefficient": 0.5},
@@ -48,6 +51,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "optimizer": {"lr": 0.1, "eps": 1e-3},
         **CUT,
     },
+    "experts": {
+        "loss": {"kind": "grpo"},
+        "kl": {"coefficient": 0.3},
+        "memory": {"max_tokens_per_microbatch": 32, "gradient_checkpointing": True},
+    },
     "network": {"critic": {"kind": "network", "lr": 1e-3, "update_epochs": 3}, **CUT},
 }
 
@@ -58,7 +66,7 @@ def spec_of(kind: str) -> TrainSpec:
     return TrainSpec.model_validate(common | KINDS[kind])
 
 
-def save_model(folder: Path, *, tied: bool) -> None:
+def save_model(folder: Path, *, tied: bool, layers: int = 3, width: int = 1) -> None:
     """Sizes that two processes do not share evenly."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -66,14 +74,42 @@ def save_model(folder: Path, *, tied: bool) -> None:
     LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
-            hidden_size=18,
-            intermediate_size=33,
-            num_hidden_layers=3,
+            hidden_size=18 * width,
+            intermediate_size=33 * width,
+            num_hidden_layers=layers,
             num_attention_heads=3,
             num_key_value_heads=1,
             tie_word_embeddings=tied,
         )
     ).save_pretrained(folder)
+
+
+def save_model_with_experts(folder: Path) -> None:
+    """Four experts, of which each token uses two, in each of two layers."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 20, "moe_intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 6,
+        "norm_topk_prob": True,
+    }
+    config = Qwen3MoeConfig(vocab_size=VOCABULARY, initializer_range=0.1, **sizes, **experts)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
+
+def rows_for(learner: Learner) -> list[dict[str, Any]]:
+    """The rows that a learner trains on."""
+    rows = rows_of() if learner.critic is None else for_critic(rows_of())
+    if learner.policy.net.replays_experts:
+        rng = np.random.default_rng(2)
+        for row in rows:
+            drawn = rng.random((len(row["input_ids"]) - 1, 2, 4)).argsort(-1)[..., :2]
+            row["routed_experts"] = drawn.astype(np.uint8)
+    return rows
 
 
 def rows_of() -> list[dict[str, Any]]:
@@ -116,9 +152,10 @@ def for_critic(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def learner_of(process_group: ProcessGroup, folder: Path, kind: str) -> Learner:
     spec, critic = spec_of(kind), None
-    policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None)
+    settings: dict[str, Any] = {"temperature": 1.0, "vocab": None, "vision": None, "process_group": process_group}
+    policy = Policy.load(folder, spec, **settings, replay_experts=kind == "experts")
     if spec.critic is not None:
-        own = open_model(folder, spec, temperature=1.0, vocab=None, vision=None) if spec.critic.own_model else None
+        own = open_model(folder, spec, **settings) if spec.critic.own_model else None
         credit = GaeCredit(gamma=0.9, lam=0.8)
         critic = Critic(spec.critic, credit, policy, process_group, model=own)
         for group in critic.optimizer.param_groups:
@@ -127,38 +164,48 @@ def learner_of(process_group: ProcessGroup, folder: Path, kind: str) -> Learner:
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
-    with learner.process_group.full_parameters(learner.policy.model):
-        return {name: tensor.detach().clone() for name, tensor in learner.policy.weights().items()}
+    return {name: tensor.detach().clone() for name, tensor in learner.policy.weights().items()}
 
 
-def critic_of(learner: Learner, file: Path, name: str) -> dict[str, torch.Tensor]:
-    """Weights and moments of the critic."""
-    if learner.critic is None:
-        return {}
-    learner.critic.state_part().save(file)
-    return {f"{name}.{key}": tensor for key, tensor in load_file(file).items()}
+def state_of(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
+    """Whole tensors of all parts of the state, `part.tensor`, from the files that all processes write."""
+    learner.save_state(folder)
+    return state_in(folder, list(learner.state_parts()))
+
+
+def state_in(folder: Path, parts: list[str]) -> dict[str, torch.Tensor]:
+    alone, found = SingleProcessGroup(), {}
+    for part in parts:
+        tensors = {
+            name: torch.zeros(shape, dtype=torch.uint8 if "rng" in name else torch.float32)
+            for name, shape in stored_names(folder / part).items()
+        }
+        read_tensors(tensors, folder / part, alone)
+        found |= {f"{part}.{name}": tensor for name, tensor in tensors.items() if "rng" not in name}
+    return found
 
 
 def told_by(learner: Learner, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Two steps, a checkpoint, a third; and that third again from the checkpoint."""
-    rows = for_critic(rows_of()) if learner.critic is not None else rows_of()
+    rows = rows_for(learner)
     told = [learner.step(rows, number) for number in range(2)]
     checkpoint = Checkpoints(folder, 1).write(State(step=2, version=2), learner)
     told.append(learner.step(rows, 2))
     tensors = {f"weights.{name}": tensor for name, tensor in weights_of(learner).items()}
-    tensors |= {f"moments.{name}": tensor.clone() for name, tensor in learner.optimizer_state().items()}
-    tensors |= critic_of(learner, folder / "critic.safetensors", "critic")
+    tensors |= {f"state.{name}": tensor for name, tensor in state_of(learner, folder / "state").items()}
     Checkpoints.read(checkpoint, learner)
     told.append(learner.step(rows, 2))
     tensors |= {f"again.{name}": tensor for name, tensor in weights_of(learner).items()}
-    tensors |= critic_of(learner, folder / "critic.safetensors", "critic-again")
+    tensors |= {f"state-again.{name}": tensor for name, tensor in state_of(learner, folder / "state-again").items()}
     return {"steps": told, "checkpoint": str(checkpoint)}, {name: each.contiguous() for name, each in tensors.items()}
 
 
 def main(folder: Path, kind: str) -> None:
     process_group = join_process_group()
     assert not isinstance(process_group, SingleProcessGroup)
-    learner = learner_of(process_group, folder / "model", kind)
+    with AllocatedBytes() as held:
+        learner = learner_of(process_group, folder / "model", kind)
+    held_of_all = process_group.all_gather((held.now, held.peak))
     if not process_group.main:
         learner.follow()
         return
@@ -166,6 +213,11 @@ def main(folder: Path, kind: str) -> None:
     parameters: list[Any] = list(learner.policy.model.parameters())
     numbers["share"] = sum(each.to_local().numel() for each in parameters) / sum(each.numel() for each in parameters)
     numbers["size"] = process_group.size
+    numbers["held"] = held_of_all
+    numbers["bytes"] = sum(each.numel() for each in parameters) * 4
+    for checkpoint in (folder / "one" / "checkpoints").glob("step-*"):  # of one process
+        Checkpoints.read(checkpoint, learner)
+        numbers["steps"].append(learner.step(rows_for(learner), 2))
     process_group.close()
     save_file(tensors, folder / "told.safetensors")
     (folder / "told.json").write_text(json.dumps(numbers))

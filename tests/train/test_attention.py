@@ -9,6 +9,7 @@ import torch
 from examples import examples
 from hypothesis import given, settings
 from nets_for_tests import build, make_row, plain, widen_norms
+from slow_cases import slow_after
 
 from engine.errors import TrainError
 from engine.train import attention
@@ -133,7 +134,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
     assert len(again) == 2  # forward, and once more on the way back
 
 
-@pytest.mark.parametrize("window", [3, 6, 40])
+@pytest.mark.parametrize("window", slow_after(1, [3, 6, 40]))
 def test_sliding_windows_are_kept(tmp_path: Path, window: int) -> None:
     folder = build(
         "Qwen2",
@@ -150,13 +151,17 @@ def test_sliding_windows_are_kept(tmp_path: Path, window: int) -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [
-        ("Granite", {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.2}),
-        ("Cohere", {"logit_scale": 0.25}),
-        ("Gemma3Text", {"final_logit_softcapping": 3.0, "sliding_window": 4, "query_pre_attn_scalar": 8}),
-        ("Olmo2", {}),
-        ("Phi3", {"attention_dropout": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}),
-    ],
+    slow_after(
+        1,
+        [
+            ("Gemma3Text", {"final_logit_softcapping": 3.0, "sliding_window": 4, "query_pre_attn_scalar": 8}),
+            ("Granite", {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.2}),
+            ("Cohere", {"logit_scale": 0.25}),
+            ("Olmo2", {}),
+            ("Phi3", {"attention_dropout": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}),
+        ],
+        several=True,
+    ),
 )
 def test_what_families_do_to_logits_and_attention(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     name = family.removesuffix("Text")

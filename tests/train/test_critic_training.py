@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from slow_cases import each_once, slow_but
+from slow_cases import slow_but
 from test_learner import make_rows
 
 from engine.errors import TrainError
@@ -72,7 +72,8 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
     return own | {name: tensor.clone() for name, tensor in learner.policy.state().items()}
 
 
-@pytest.mark.parametrize(("kind", "passes"), each_once([*KINDS], [(2, None), (1, 2), (2, 1)]))
+@pytest.mark.parametrize("passes", slow_but([(2, None), (1, 2), (2, 1)], (1, 2)))
+@pytest.mark.parametrize("kind", slow_but(KINDS, "head"))
 def test_the_update_is_the_same_however_the_rows_are_packed(
     kind: str, passes: tuple[int, int | None], tiny_model_dir: Path
 ) -> None:
@@ -98,7 +99,7 @@ def test_the_update_is_the_same_however_the_rows_are_packed(
             torch.testing.assert_close(moved[name], tensor, rtol=0, atol=5e-3, msg=name)
 
 
-@pytest.mark.parametrize("kind", slow_but(KINDS, "head", "network"))
+@pytest.mark.parametrize("kind", slow_but(KINDS, "head"))
 def test_further_passes_train_the_critic_alone(kind: str, tiny_model_dir: Path) -> None:
     """They come after the policy's passes, so the policy is that of a training without them; only the critic goes on."""
     rows = valued(make_rows())
@@ -114,7 +115,7 @@ def test_further_passes_train_the_critic_alone(kind: str, tiny_model_dir: Path) 
     assert after["critic/explained_variance"] > before["critic/explained_variance"]
 
 
-@pytest.mark.parametrize("kind", slow_but(KINDS, "head", "network"))
+@pytest.mark.parametrize("kind", slow_but(KINDS, "head"))
 def test_fewer_passes_leave_the_critic_as_it_is(kind: str, tiny_model_dir: Path) -> None:
     """In passes beyond the critic's, the policy alone is trained; the value loss of a `head` does not reach it there."""
     rows = valued(make_rows())
@@ -131,7 +132,7 @@ def test_fewer_passes_leave_the_critic_as_it_is(kind: str, tiny_model_dir: Path)
     assert all(not name.startswith("critic.") for name in changed)
 
 
-@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize("most", slow_but([1, 3], 3))
 def test_a_step_that_stopped_in_a_pass_of_the_critic_is_repeated_up_to_there(most: int, tiny_model_dir: Path) -> None:
     """The batch log holds how many updates a step made; the passes of the critic alone count."""
     rows = valued(make_rows())
@@ -166,7 +167,7 @@ def test_a_pass_of_the_critic_that_is_not_finite_changes_nothing(
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("kind", slow_but(KINDS, "probe", "head"))
+@pytest.mark.parametrize("kind", slow_but(KINDS, "head"))
 def test_a_critic_learns_and_only_a_head_changes_the_policy(kind: str, tiny_model_dir: Path) -> None:
     """In the warm-up the critic alone is trained. The gradient of a value reaches the policy from a `head` only."""
     rows = valued(make_rows())
@@ -209,7 +210,7 @@ def test_values_of_cut_episodes_are_those_of_the_last_state(kind: str, tiny_mode
         np.testing.assert_allclose(learner._values([longer])[0][-1], one[-1], atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", slow_but(KINDS, "head", "network"))
+@pytest.mark.parametrize("kind", slow_but(KINDS, "network"))
 def test_a_checkpoint_brings_the_critic_back(kind: str, tiny_model_dir: Path, tmp_path: Path) -> None:
     rows = valued(make_rows())
     whole = learner_of(tiny_model_dir, KINDS[kind], minibatches=2)
@@ -226,7 +227,7 @@ def test_a_checkpoint_brings_the_critic_back(kind: str, tiny_model_dir: Path, tm
         Checkpoints.read(checkpoint, learner_of(tiny_model_dir, KINDS[other]))
 
 
-@pytest.mark.parametrize("kind", ["probe", "head"])
+@pytest.mark.parametrize("kind", slow_but(["probe", "head"], "head"))
 def test_with_lora_the_head_is_whole_and_the_trunk_moves_by_its_adapter(kind: str, tiny_model_dir: Path) -> None:
     """The value loss reaches the adapter from a `head` only; the base model never moves."""
     rows = valued(make_rows())
@@ -261,7 +262,8 @@ def test_a_value_that_is_not_finite_changes_nothing(tiny_model_dir: Path) -> Non
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(learner).items())
 
 
-@pytest.mark.parametrize(("kind", "precision"), each_once([*KINDS], ["mixed", "bfloat16"]))
+@pytest.mark.parametrize("precision", slow_but(["mixed", "bfloat16"], "mixed"))
+@pytest.mark.parametrize("kind", slow_but(KINDS, "probe"))
 def test_half_precision_and_gradient_checkpointing(kind: str, precision: str, tiny_model_dir: Path) -> None:
     memory = {"gradient_checkpointing": True}
     learner = learner_of(tiny_model_dir, KINDS[kind], precision=precision, memory=memory)
@@ -296,14 +298,8 @@ EXACT: dict[str, Any] = {
 DETERMINISTIC = {"kind": "local", "dtype": "float32", "max_batch": 16, "deterministic": True}
 
 
-@pytest.mark.parametrize(
-    ("method", "kind"),
-    [
-        ("turn_ppo", "probe"),
-        pytest.param("bilevel_gae", "head", marks=pytest.mark.slow),
-        pytest.param("gae", "network", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # by default: the checkpoint of a critic above, and a resumed training in test_surviving
+@pytest.mark.parametrize(("method", "kind"), [("turn_ppo", "probe"), ("bilevel_gae", "head"), ("gae", "network")])
 async def test_a_resumed_training_is_the_one_that_never_stopped(
     method: str, kind: str, train_spec: Any, tmp_path: Path
 ) -> None:
@@ -324,7 +320,10 @@ async def test_a_resumed_training_is_the_one_that_never_stopped(
     again = Trainer(loaded, parted.folder)
     result = await again.run()
     assert (result.steps, result.repeated_steps) == (4, 1)
-    for file in ("policy.safetensors", "critic.safetensors"):
+    for file in (
+        "policy/shard-00001-model-00001-of-00001.safetensors",
+        "critic/shard-00001-model-00001-of-00001.safetensors",
+    ):
         one, other = (load_file(checkpoints_of(each.folder)[-1] / file) for each in (whole, again))
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -351,6 +350,7 @@ async def test_a_method_that_needs_a_critic_does_not_start_without_one(train_spe
         await trainer.run()
 
 
+@pytest.mark.slow
 async def test_the_spec_that_ships_trains_a_few_steps(tmp_path: Path) -> None:
     """specs/train_critic.yaml, with small batches and an untaught model."""
     path = Path(__file__).parents[2] / "specs/train_critic.yaml"
@@ -360,7 +360,7 @@ async def test_the_spec_that_ships_trains_a_few_steps(tmp_path: Path) -> None:
     result = await trainer.run()
     assert result.steps == 2
     assert result.checkpoint is not None
-    assert (result.checkpoint / "critic.safetensors").is_file()
+    assert (result.checkpoint / "critic/shard-00001-model-00001-of-00001.safetensors").is_file()
     for line in read_metrics(trainer.folder):
         assert (line["updates"], line["groups/used"]) == (16, 2)
         assert line["critic/loss"] > 0

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slow_cases import slow_but
 from test_rollouts import TASKS, FakeRunner, make_trajectory, spec_of
 from test_surviving import EXACT, Killed, begin, kill_at, lines, policy_of, resumed, sampled, trained
 
@@ -115,7 +114,8 @@ def filtered_spec(train_spec: Any) -> Any:
     return make
 
 
-@pytest.mark.parametrize("call", slow_but([17, 27, 45], 27))
+@pytest.mark.slow  # by default: a killed training in test_surviving
+@pytest.mark.parametrize("call", [17, 27, 45])
 async def test_a_killed_training_skips_the_same_draws(
     call: int, filtered_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,12 +16,23 @@ from safetensors.torch import load_file
 from torch import nn
 
 from engine.errors import TrainError
+from engine.train.checkpoint import Checkpoints
 from engine.train.distributed import ShardedProcessGroup, SingleProcessGroup, join_process_group
 
 sys.path.append(str(Path(__file__).parent))
-from process_group_worker import learner_of, save_model, told_by, weights_of
+from process_group_worker import (
+    learner_of,
+    rows_for,
+    save_model,
+    save_model_with_experts,
+    state_in,
+    told_by,
+    weights_of,
+)
 
 HERE = Path(__file__).parent
+DEEP = {"layers": 12, "width": 4}
+"""One layer and the embeddings are a small part of the model, and activations of a short row are small beside it."""
 WORKER = HERE / "process_group_worker.py"
 
 
@@ -32,35 +43,46 @@ def free_port() -> int:
         return port
 
 
-def launched(launcher: str, folder: Path, tied: str) -> list[str]:
+def launched(launcher: str, folder: Path, kind: str, processes: int) -> list[str]:
     port = str(free_port())
     if launcher == "torchrun":
-        first = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+        first = ["torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", port]
     else:
         # `--cpu` would be one process without MPI; without a GPU these two are on the CPU all the same.
-        first = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+        first = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
         first += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
-    return [sys.executable, "-m", *first, str(WORKER), str(folder), tied]
+    return [sys.executable, "-m", *first, str(WORKER), str(folder), kind]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launcher", "kind"),
+    ("launcher", "kind", "processes"),
     [
-        ("accelerate", "plain"),
-        ("torchrun", "tied"),
-        ("torchrun", "lora"),
-        ("torchrun", "probe"),
-        ("torchrun", "head"),
-        ("torchrun", "network"),
+        ("accelerate", "plain", 2),
+        ("torchrun", "tied", 4),
+        ("torchrun", "kl", 4),
+        ("torchrun", "lora", 2),
+        ("torchrun", "probe", 2),
+        ("torchrun", "head", 2),
+        ("torchrun", "network", 2),
+        ("torchrun", "experts", 2),
     ],
 )
-def test_two_processes_do_the_steps_of_one(launcher: str, kind: str, tmp_path: Path) -> None:
-    """Loss, gradient norm, metrics, weights and moments over three steps, checkpoints, and a step from one."""
-    save_model(tmp_path / "model", tied=kind == "tied")
+def test_several_processes_do_the_steps_of_one(launcher: str, kind: str, processes: int, tmp_path: Path) -> None:
+    """Loss, gradient norm, metrics, weights and moments over three steps, checkpoints, and a step from one.
+
+    No process ever holds the whole model: neither while it is loaded nor in the check of its forward pass.
+    """
+    if kind == "experts":
+        save_model_with_experts(tmp_path / "model")
+    else:
+        save_model(tmp_path / "model", tied=kind == "tied", **(DEEP if kind == "kl" else {}))
+    learner = learner_of(SingleProcessGroup(), tmp_path / "model", kind)
+    before = weights_of(learner)
+    numbers, wanted = told_by(learner, tmp_path / "one")
     root = str(HERE.parents[1])
     done = subprocess.run(
-        launched(launcher, tmp_path, kind),
+        launched(launcher, tmp_path, kind, processes),
         env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         cwd=root,
         capture_output=True,
@@ -71,24 +93,31 @@ def test_two_processes_do_the_steps_of_one(launcher: str, kind: str, tmp_path: P
     told: dict[str, Any] = json.loads((tmp_path / "told.json").read_text())
     tensors = load_file(tmp_path / "told.safetensors")
 
-    learner = learner_of(SingleProcessGroup(), tmp_path / "model", kind)
-    before = weights_of(learner)
-    numbers, wanted = told_by(learner, tmp_path / "one")
-    assert told["size"] == 2
-    assert told["share"] == pytest.approx(0.5, abs=0.02)
+    assert told["size"] == processes
+    assert told["share"] == pytest.approx(1 / processes, abs=0.03)
+    numbers["steps"] += numbers["steps"][3:] * (len(told["steps"]) - 4)  # several processes read the checkpoint of one
     for step, alone in zip(told["steps"], numbers["steps"], strict=True):
         assert step == pytest.approx(alone, rel=1e-6, abs=1e-6)
+    if kind == "kl":
+        for now, peak in told["held"]:
+            assert now < (2 / processes + 0.2) * told["bytes"]
+            assert peak < (2 / processes + 0.5) * told["bytes"]
     assert told["steps"][2] == told["steps"][3]
     same_tensors(tensors, wanted)
     for name in before:
         assert tensors[f"again.{name}"].equal(tensors[f"weights.{name}"])
     assert max(float((wanted[f"weights.{name}"] - tensor).abs().max()) for name, tensor in before.items()) > 1e-2
-    for name in [name for name in tensors if name.startswith("critic.")]:
-        assert tensors[name.replace("critic.", "critic-again.", 1)].equal(tensors[name])
-    files = [path.relative_to(numbers["checkpoint"]) for path in Path(numbers["checkpoint"]).rglob("*.safetensors")]
-    assert len(files) == 3 + (kind in ("probe", "head", "network"))
-    for file in files:
-        same_tensors(load_file(told["checkpoint"] / file), load_file(numbers["checkpoint"] / file))
+    for name in [name for name in tensors if name.startswith("state.")]:
+        assert tensors[name.replace("state.", "state-again.", 1)].equal(tensors[name])
+    one, several = Path(numbers["checkpoint"]), Path(told["checkpoint"])
+    assert len(list((several / "policy").iterdir())) == processes
+    Checkpoints.read(several, learner)  # one process reads the checkpoint of several
+    assert learner.step(rows_for(learner), 2) == pytest.approx(told["steps"][2], rel=1e-6, abs=1e-6)
+    parts = ["policy", "optimizer", *(["critic"] if kind in ("probe", "head", "network") else [])]
+    same_tensors(state_in(several, parts), state_in(one, parts))
+    whole = [path.relative_to(one) for place in ("model", "adapter") for path in (one / place).glob("*.safetensors")]
+    assert len(whole) == 1
+    same_tensors(load_file(several / whole[0]), load_file(one / whole[0]))
 
 
 def same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -111,9 +140,9 @@ def test_a_process_of_its_own_is_a_team_of_one(monkeypatch: pytest.MonkeyPatch) 
     assert model.weight.grad.tolist() == [pytest.approx([0.6, 0.8], rel=1e-5)]
     assert process_group.assign(["a", "bc"], len) == [("a", True), ("bc", True)]
     assert process_group.all_gather(3) == [3]
-    with process_group.full_parameters(model, write=True), torch.no_grad():
-        model.weight.fill_(2.0)
-    assert process_group.gather_full({"w": model.weight})["w"].tolist() == [[2.0, 2.0]]
+    with process_group.full_parameters(model), torch.no_grad():
+        process_group.copy_part(torch.full((1, 2), 2.0), model.weight)
+    assert model.weight.tolist() == [[2.0, 2.0]]
 
 
 def test_a_team_that_does_not_come_together_says_how_to_launch_it(monkeypatch: pytest.MonkeyPatch) -> None:

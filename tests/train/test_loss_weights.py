@@ -55,6 +55,24 @@ def test_dr_grpo_divides_by_a_constant() -> None:
     assert by_row(DrGrpoLoss(length=16), length=8) == [1 / 32] * 3
 
 
+@pytest.mark.parametrize(
+    ("loss", "forked", "other"),
+    [
+        (GrpoLoss(), 1 / 12, 1 / 8),
+        (DapoLoss(), 1 / 10, 1 / 10),
+        (DrGrpoLoss(length=16), 1 / 32, 1 / 32),
+        (ReinforceLoss(), 1 / 2, 1 / 2),
+    ],
+    ids=["grpo", "dapo", "dr_grpo", "reinforce"],
+)
+def test_an_episode_does_not_count_more_because_it_forked(loss: LossSpec, forked: float, other: float) -> None:
+    """Six trained tokens of one episode in one row, in three rows, and in rows of which one has only untrained tokens; four of another."""
+    for lengths in ([6], [2, 3, 1], [0, 5, 0, 1]):
+        found = token_loss_weights(loss, [*lengths, 4], ["forked"] * len(lengths) + ["other"])
+        assert np.concatenate(found[:-1]).tolist() == pytest.approx([forked] * 6, rel=1e-15)
+        assert found[-1].tolist() == pytest.approx([other] * 4, rel=1e-15)
+
+
 def test_dr_grpo_without_a_length_says_what_to_set() -> None:
     with pytest.raises(TrainError, match=r"set `train\.loss\.length`") as raised:
         by_row(DrGrpoLoss())

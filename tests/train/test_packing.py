@@ -102,7 +102,7 @@ def test_the_same_placeholders_of_other_pixels_part_rows() -> None:
 
     pack = only([row("a", 7), row("b", 8), row("a", 9)])
     assert pack.input_ids.tolist() == [1, 2, 30, 30, 30, 3, 30, 30, 30, 3]
-    assert pack.images == (PackImage("a", 2), PackImage("b", 6))
+    assert pack.images == (PackImage("a", 2, (1, 2, 2)), PackImage("b", 6, (1, 2, 2)))
     assert pack.sources.tolist() == [5, 9, 5]
 
 

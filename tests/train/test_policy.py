@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 import torch
 from nets_for_tests import build, make_row, plain
+from slow_cases import slow_after
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.errors import DeviceError, TrainError
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.tokens.loading import load_format
+from engine.train.distributed import SingleProcessGroup
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
+from engine.train.tensor_files import write_tensors
 from engine.train.verify import recompute
 
 ROWS = [make_row([5, 3, 8, 8, 2, 9, *tail]) for tail in ([4, 4, 1], [7, 2], [4, 1, 3, 3])]
@@ -233,11 +236,11 @@ def test_targets_that_cannot_be_adapted(folder: Path, targets: list[str]) -> Non
 
 
 def test_weights_have_the_names_of_the_files(tiny_model_dir: Path) -> None:
-    from engine.train.files import tensor_names
+    from engine.train.files import tensor_files
 
     for spec in ({}, {"lora": LORA}):
         policy = open_policy(tiny_model_dir, **spec)
-        assert policy.weights().keys() == tensor_names(tiny_model_dir)
+        assert policy.weights().keys() == tensor_files(tiny_model_dir).keys()
         assert "lm_head.weight" not in policy.weights()  # tied
         assert policy.weights("model").keys() == policy.weights().keys() | {"lm_head.weight"}
         assert not any(tensor.requires_grad for tensor in policy.weights().values())
@@ -272,19 +275,20 @@ def test_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
     assert caught.value.kind == "checkpoint"
 
 
-@pytest.mark.parametrize("spec", [{}, {"lora": LORA}, {"freeze": ["embed"]}])
-def test_a_state_is_taken_back(folder: Path, spec: dict[str, Any]) -> None:
+@pytest.mark.parametrize("spec", slow_after(1, [{"lora": LORA}, {}, {"freeze": ["embed"]}]))
+def test_a_state_is_taken_back(folder: Path, spec: dict[str, Any], tmp_path: Path) -> None:
     policy, other = open_policy(folder, **spec), open_policy(folder, **spec)
     step(policy)
-    state = {name: tensor.clone() for name, tensor in policy.state().items()}
-    other.load_state(state)
+    write_tensors(policy.state(), tmp_path / "state", SingleProcessGroup())
+    other.load_state(tmp_path / "state")
     assert torch.equal(logprobs(other), logprobs(policy))
 
 
-def test_a_state_of_another_model_is_refused(folder: Path) -> None:
+def test_a_state_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     policy = open_policy(folder)
+    write_tensors(open_policy(folder, lora=LORA).state(), tmp_path / "state", SingleProcessGroup())
     with pytest.raises(TrainError, match="parameters differ, for example") as caught:
-        policy.load_state(open_policy(folder, lora=LORA).state())
+        policy.load_state(tmp_path / "state")
     assert caught.value.kind == "checkpoint"
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import StoreError, TrainError
+from engine.runner.run import Runner
 from engine.schemas.environment import Task
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.reward import Posting
@@ -64,6 +65,8 @@ class FakeRunner:
         self.most_alive = 0
         self.begun: list[str] = []
         self.cancelled: list[str] = []
+
+    episode_or_none: Any = Runner.episode_or_none
 
     async def episode(self, task: Task, sample: int) -> Trajectory:
         self.begun.append(f"{task.id}/{sample}")

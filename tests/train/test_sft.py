@@ -102,14 +102,14 @@ def resumed(trainer: SftTrainer) -> SftTrainer:
 
 
 def policy_of(trainer: SftTrainer) -> dict[str, torch.Tensor]:
-    return dict(load_file(checkpoints_of(trainer.folder)[-1] / "policy.safetensors"))
+    return dict(load_file(checkpoints_of(trainer.folder)[-1] / "policy/shard-00001-model-00001-of-00001.safetensors"))
 
 
 def losses(trainer: SftTrainer) -> list[tuple[int, float]]:
     return [(int(line["step"]), line["loss"]) for line in read_metrics(trainer.folder)]
 
 
-@pytest.mark.parametrize("tokens", [8192, 40])
+@pytest.mark.parametrize("tokens", slow_but([8192, 40], 40))
 async def test_the_loss_is_the_cross_entropy_of_the_trained_tokens(
     tokens: int, sft_spec: Any, exported: Path, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
@@ -247,6 +247,7 @@ def test_changed_rows_are_refused_at_a_resume(sft_spec: Any, exported: Path, tmp
         asyncio.run(resumed(trainer).run())
 
 
+@pytest.mark.slow
 async def test_an_rl_training_begins_with_the_model(sft_spec: Any, train_spec: Any, tmp_path: Path) -> None:
     """Also with LoRA: its merged model is in the training's folder."""
     trainer = begin(sft_spec(train={"steps": 1, "lora": {"rank": 2}, "eval": {"limit": 2}}), tmp_path)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_cases import slow_after
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.backends.local.backend import LocalBackend
@@ -95,7 +96,7 @@ async def open_backend(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any]
         await backend.close()
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4, "target_modules": ["q_proj", "down_proj"]}])
+@pytest.mark.parametrize("lora", slow_after(1, [{"rank": 4, "target_modules": ["q_proj", "down_proj"]}, None]))
 async def test_the_next_reply_is_sampled_with_what_was_pushed(
     open_backend: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
@@ -103,7 +104,9 @@ async def test_the_next_reply_is_sampled_with_what_was_pushed(
     backend, policy = await open_backend(), policy_of(tiny_model_dir, train)
     before = await backend.generate(request(PROMPT))
     nudge(policy)
-    await open_sync(spec_of(tiny_model_dir, train), backend, tmp_path, lora=lora is not None).push(policy, 3)
+    pushed = await open_sync(spec_of(tiny_model_dir, train), backend, tmp_path, lora=lora is not None).push(policy, 3)
+    assert pushed.bytes == 4 * sum(parameter.numel() for parameter in policy_of(tiny_model_dir, {}).parameters())
+    assert pushed.metrics().keys() == {"sync/bytes", "sync/pause_seconds"}
     after = await backend.generate(request(PROMPT))
     policy.save(tmp_path / "model")
     assert (spans(before), spans(after)) == ([(0, 0, 16)], [(3, 0, 16)])
@@ -230,6 +233,27 @@ def serving(model: Path, url: str) -> SGLangBackend:
             {},
             r"`backend\.adapter: tutor` cannot be used with `train`",
         ),
+        (
+            "http://127.0.0.1:30000",
+            {},
+            {},
+            {"method": "collective"},
+            r"`train\.weight_sync\.method: collective` sends all weights, but only an adapter is trained",
+        ),
+        (
+            "http://127.0.0.1:30000",
+            None,
+            {"router": True},
+            {"method": "collective"},
+            r"`train\.weight_sync\.method: collective` needs the servers themselves in `backend\.urls`",
+        ),
+        (
+            "http://127.0.0.1:30000",
+            None,
+            {},
+            {"method": "collective", "address": "192.0.2.1"},
+            r"`train\.weight_sync\.address: 192\.0\.2\.1` is not an address of this host",
+        ),
     ],
 )
 async def test_a_way_that_cannot_be_gone_is_an_error_at_the_start(
@@ -243,7 +267,7 @@ async def test_a_way_that_cannot_be_gone_is_an_error_at_the_start(
 ) -> None:
     spec = spec_of(tiny_model_dir, {"weight_sync": weight_sync}, {"kind": "sglang", "urls": [url], **backend})
     with pytest.raises(TrainError, match=said) as caught:
-        open_sync(spec, serving(tiny_model_dir, url), tmp_path, lora=bool(lora))
+        open_sync(spec, serving(tiny_model_dir, url), tmp_path, lora=lora is not None)
     assert caught.value.kind == "train_setup"
 
 
@@ -254,6 +278,7 @@ async def test_a_way_that_cannot_be_gone_is_an_error_at_the_start(
         (True, {}, "AdapterSync"),
         (True, {"method": "disk"}, "DiskSync"),
         (False, {"method": "tensors"}, "TensorSync"),
+        (False, {"method": "collective"}, "CollectiveSync"),
     ],
 )
 async def test_auto_is_the_adapter_where_there_is_one_else_the_disk(

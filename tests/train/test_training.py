@@ -49,7 +49,7 @@ def metrics(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def policy_of(trainer: Trainer) -> dict[str, Any]:
-    return load_file(checkpoints_of(trainer.folder)[-1] / "policy.safetensors")
+    return load_file(checkpoints_of(trainer.folder)[-1] / "policy/shard-00001-model-00001-of-00001.safetensors")
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -164,6 +164,7 @@ async def test_epochs_set_the_number_of_steps(train_spec: Any, tmp_path: Path) -
     assert len(tasks) == 10  # each task once, then four of them again
 
 
+@pytest.mark.slow
 async def test_several_evaluations_have_their_own_tasks_and_steps(train_spec: Any, tmp_path: Path) -> None:
     tasks = {"source": "inline", "rows": [{"id": "e0", "say": "another word"}], "id": "id"}
     sets = {"easy": {"tasks": tasks}, "hard": {"tasks": tasks, "every": 2, "samples": 2}}
@@ -222,7 +223,10 @@ async def test_divergence_stops_it_and_the_last_good_weights_are_kept(
     assert caught.value.kind == "diverged"
     (kept,) = checkpoints_of(trainer.folder)
     assert kept.name == "step-000002"
-    assert all(bool(tensor.isfinite().all()) for tensor in load_file(kept / "policy.safetensors").values())
+    assert all(
+        bool(tensor.isfinite().all())
+        for tensor in load_file(kept / "policy/shard-00001-model-00001-of-00001.safetensors").values()
+    )
     (event,) = [json.loads(line) for line in told.read_text().splitlines() if line]
     assert (event["kind"], event["step"]) == ("diverged", 2)
 
@@ -243,6 +247,7 @@ async def test_a_training_traces_its_episodes_and_tells_that_it_is_finished(trai
     assert events[1]["text"] == f"{trainer.folder.name}: training finished at step 2"
 
 
+@pytest.mark.slow  # by default: a training with LoRA in test_frozen_roles
 async def test_adapters_train_too(train_spec: Any, tmp_path: Path) -> None:
     train = {
         "steps": 3,

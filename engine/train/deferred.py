@@ -1,0 +1,178 @@
+"""Models that are made without memory, so that several processes can shard them before any weight is read.
+
+    deferred = DeferredWeights(folder, torch.float32, kind)
+    run = process_group.shard(deferred.model)      # the parameters get memory for this process's part
+    deferred.fill(process_group)                   # each process reads its part of each weight
+
+Invariant: no process holds more than one weight in full while it fills its shards. Only where the folder has no safetensors
+files, process 0 loads the whole model on its CPU and sends the parts to the others.
+"""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import TrainError
+from engine.tokens.catalogue import no_bars
+from engine.train.files import tensor_files
+from engine.train.tensor_files import read_tensors
+
+if TYPE_CHECKING:
+    from engine.train.distributed import ProcessGroup
+
+
+class DeferredWeights:
+    """A transformers model on the meta device, and which tensor of its files belongs to which of its weights.
+
+    Args:
+        folder: Folder of the model's files.
+        dtype: Dtype of the weights.
+        kind: The transformers class that makes the model, such as `AutoModelForCausalLM`.
+
+    Raises:
+        OSError, ValueError: transformers cannot make the model.
+        TrainError: kind `train_setup`: the files lack a weight of the model.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, kind: Any) -> None:
+        from accelerate import init_empty_weights
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(folder)
+        with init_empty_weights(include_buffers=False), no_bars():
+            self.model = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        self.model.tie_weights()
+        self._folder, self._dtype, self._kind = folder, dtype, kind
+        self._files = tensor_files(folder)
+        self._slots = _slots(self.model)
+        self._keep_float32(dtype)
+        self._sources: dict[str, str] = {}
+        """The tensor of the files by the weight that equals it."""
+        self._conversions: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+        """Conversions of several tensors of the files, by their first weight: the conversion, its tensors and their patterns."""
+        if self._files:
+            self._map_names()
+
+    def fill(self, process_group: ProcessGroup) -> None:
+        """Read this process's part of each weight. Every process must call this, after the model was sharded.
+
+        Raises:
+            TrainError: kind `train_setup`: the files cannot be read.
+        """
+        if not self._files:
+            self._scatter(process_group)
+            return
+        state = {source: self._tensor(name) for name, source in self._sources.items()}
+        try:
+            read_tensors(state, self._folder, process_group)
+            for first, (conversion, sources) in self._conversions.items():
+                for source, pattern in sources:
+                    conversion.add_tensor(first, source, pattern, self._read(source))
+                with torch.no_grad():
+                    made = conversion.convert(first, model=self.model, config=self.model.config)
+                for name, value in made.items():
+                    process_group.copy_part(value[0] if isinstance(value, list) else value, self._tensor(name))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise TrainError(f"the weights in {self._folder} cannot be read: {error}", kind="train_setup") from error
+
+    def _tensor(self, name: str) -> Tensor:
+        module, attribute = self._slots[name]
+        found: Tensor = getattr(module, attribute)
+        return found.detach()
+
+    def _read(self, source: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self._files[source], "pt") as file:
+            found: Tensor = file.get_tensor(source)
+        return found.to(self._dtype) if found.is_floating_point() else found
+
+    def _keep_float32(self, dtype: torch.dtype) -> None:
+        """Keep the weights in float32 that the model's class keeps so."""
+        for pattern, kept in self.model._get_dtype_plan(dtype).items():
+            found = re.compile(pattern.replace(".", r"\.").replace("*", r"\w+"))
+            for name, (module, attribute) in self._slots.items():
+                parameter = module._parameters.get(attribute)
+                if parameter is not None and found.search(name):
+                    module._parameters[attribute] = nn.Parameter(parameter.detach().to(kept))
+
+    def _map_names(self) -> None:
+        """Find the weight of each tensor, with transformers' own rules for the names in files."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        mapping = get_model_conversion_mapping(self.model)
+        renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+        own = self.model.state_dict()
+        for source in sorted(self._files, key=_natural):
+            name, pattern = rename_source_key(source, renamings, converters, self.model.base_model_prefix, own)
+            if name not in own and source in own:
+                name, pattern = source, None
+            if name not in own:
+                continue
+            if pattern is None:
+                self._sources.setdefault(name, source)
+            else:
+                held = self._conversions.setdefault(name, (deepcopy(by_pattern[pattern]), []))
+                held[1].append((source, pattern))
+        self.model._weight_conversions = [each for each in mapping if each.was_used()]
+        self._drop_tied()
+        self._check_complete()
+
+    def _drop_tied(self) -> None:
+        """Read a tied weight once."""
+        seen: set[int] = set()
+        for name in [name for name in self._slots if name in self._sources]:
+            module, attribute = self._slots[name]
+            held = id(getattr(module, attribute))
+            if held in seen:
+                del self._sources[name]
+            seen.add(held)
+
+    def _check_complete(self) -> None:
+        converted = {target for conversion, _ in self._conversions.values() for target in conversion.target_patterns}
+        there = {id(getattr(*self._slots[name])) for name in self._sources}
+        for name, slot in self._slots.items():
+            parts = any(re.search(pattern, name) for pattern in converted) or name in self._conversions
+            if id(getattr(*slot)) not in there and not parts:
+                raise TrainError(
+                    f"{self._folder} has no weight {name!r}, which {type(self.model).__name__} needs; use a complete model folder as "
+                    "`model.path`",
+                    kind="train_setup",
+                )
+
+    def _scatter(self, process_group: ProcessGroup) -> None:
+        """Send process 0's weights to the others, one at a time."""
+        whole: dict[str, Tensor] = {}
+        if process_group.main:
+            with no_bars():
+                whole = self._kind.from_pretrained(self._folder, dtype=self._dtype).state_dict()
+        done: set[int] = set()
+        for name in self._slots:
+            into = self._tensor(name)
+            if id(getattr(*self._slots[name])) not in done:
+                process_group.scatter_into(whole.pop(name, None), into)
+            done.add(id(getattr(*self._slots[name])))
+
+
+def _slots(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """(module, attribute) of each parameter and each buffer that is saved, by name. Sharding and adapters keep these modules."""
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for path, module in model.named_modules():
+        held = [name for name, tensor in module._parameters.items() if tensor is not None]
+        held += [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+        found |= {f"{path}.{name}" if path else name: (module, name) for name in held}
+    return found
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sort key under which layer 10 comes after layer 9: conversions join experts in this order."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]

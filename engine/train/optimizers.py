@@ -1,0 +1,140 @@
+"""The optimizers: AdamW of torch, AdamW with moments of 8 bits (torchao), and moments that stay on the CPU between updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from engine.errors import TrainError
+
+if TYPE_CHECKING:
+    from engine.schemas.train import OptimizerSpec
+
+_GROUP_BYTES = 256 << 20
+"""Bytes of parameters whose moments are on the device at the same time, if moments stay on the CPU."""
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """Make the optimizer of `train.optimizer`.
+
+    Raises:
+        TrainError: kind `train_setup`: torchao is not installed.
+    """
+    settings: dict[str, Any] = {
+        "lr": spec.lr,
+        "betas": (spec.betas[0], spec.betas[1]),
+        "eps": spec.eps,
+        "weight_decay": spec.weight_decay,
+    }
+    if spec.kind == "adamw":
+        return torch.optim.AdamW(parameters, **settings)
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise TrainError(
+            f"`train.optimizer.kind: {spec.kind}` needs torchao ({error}): pip install 'episode-engine[adamw-8bit]'",
+            kind="train_setup",
+        ) from error
+    made: torch.optim.Optimizer = AdamW8bit(parameters, **settings)
+    return made
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate. torchao keeps it in a tensor, so that its compiled update need not be compiled again."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def update(optimizer: torch.optim.Optimizer, *, offload: bool) -> None:
+    """Make one update. `offload`: the moments stay on the CPU; those of some parameters at a time are copied to the device.
+
+    The arithmetic is the same: each parameter's update depends on its own gradient and moments only.
+    """
+    if not offload:
+        optimizer.step()
+        return
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    gradients = [each.grad for each in parameters]
+    for each in parameters:
+        each.grad = None
+    for some in _groups(list(zip(parameters, gradients, strict=True))):
+        for parameter, gradient in some:
+            parameter.grad = gradient
+            _move_moments(optimizer, parameter, local_of(parameter).device)
+        optimizer.step()
+        for parameter, _ in some:
+            _move_moments(optimizer, parameter, torch.device("cpu"))
+            parameter.grad = None
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor: of a sharded one, shape [its rows, …]; else the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def plain_moment(value: Tensor) -> Tensor:
+    """A moment in a plain number type; moments of 8 bits are dequantized to float32. The shape is the same."""
+    part = local_of(value)
+    if type(part) is Tensor:
+        return value
+    return _like(value, part.dequantize())
+
+
+def set_moment(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+    """Set a moment or the step count of a parameter from a plain tensor, which has the parameter's shape."""
+    make = getattr(optimizer, "_new_buffer", None)
+    if make is not None and name != "step":
+        held: Tensor = make(parameter, name == "exp_avg")
+        held.copy_(value)
+        _keep_scale(local_of(held), local_of(value))
+        value = held
+    optimizer.state[parameter][name] = value
+
+
+def _keep_scale(held: Any, value: Tensor) -> None:
+    """Quantize a dequantized moment with the scale that it had. torchao's own scale of it is up to 0.7 % smaller.
+
+    The largest element of a block had the code of 1 or, if it is negative, that of the smallest number of the map, above -1.
+    """
+    if type(held) is Tensor or not held.signed:
+        return
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap
+
+    blocks = value.reshape(-1, held.block_size)
+    scale = torch.maximum(blocks.amax(-1), blocks.amin(-1) / held.qmap[0]).clip(1e-12)
+    held.scale.copy_(scale)
+    held.codes.copy_(quantize_8bit_with_qmap((blocks / scale[:, None]).view(-1), held.qmap).view(held.codes.shape))
+
+
+def _move_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, device: torch.device) -> None:
+    state = optimizer.state.get(parameter, {})
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.ndim:
+            state[name] = _like(value, local_of(value).to(device))
+
+
+def _like(value: Tensor, part: Tensor) -> Tensor:
+    """`part` as the local part of a tensor that is sharded as `value` is."""
+    if not isinstance(value, DTensor):
+        return part
+    return DTensor.from_local(part, value.device_mesh, value.placements, shape=value.shape, stride=value.stride())
+
+
+def _groups(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Iterator[list[tuple[nn.Parameter, Tensor | None]]]:
+    some: list[tuple[nn.Parameter, Tensor | None]] = []
+    size = 0
+    for pair in pairs:
+        some.append(pair)
+        size += local_of(pair[0]).nbytes
+        if size >= _GROUP_BYTES:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some

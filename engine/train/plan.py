@@ -1,0 +1,172 @@
+"""How much memory a training takes on each process, before anything is loaded.
+
+    plan = plan_memory(loaded, processes=8, gpu=True)
+    plan.bytes                       # {"weights": ..., "gradients": ..., ...}
+    plan.longest_row(80 * 10**9)     # tokens
+
+Two steps with tensors without content are made (`planned_step.py`), which differ in their number of tokens. Kernels are those of the CPU;
+what torch's allocator and CUDA itself take comes on top.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.errors import TrainError
+from engine.tokens.loading import load_format
+from engine.train.planned_images import PlannedImages, image_tokens, largest_images
+from engine.train.planned_step import StepBytes, simulate
+from engine.train.setup import train_spec_of
+
+if TYPE_CHECKING:
+    from engine.schemas.train import TrainSpec
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.vision import Vision
+
+_BYTES_8BIT = 2 * (1 + 4 / 256)
+"""Bytes of the two moments of a parameter of `adamw_8bit`: a code each, and a scale for each block of 256."""
+_GROUP = 256 << 20
+"""Bytes of parameters whose moments are on the device at a time with `memory.offload: optimizer`."""
+_LEAST_TEXT = 16
+"""Tokens of text in a planned row with images."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Memory of one process, in bytes, at its peak in a step."""
+
+    processes: int
+    tokens: int
+    """Tokens of the micro-batch: one row, of which all tokens but the first are trained."""
+    row_tokens: int | None
+    """The longest row that the spec's limits allow; None if they do not say."""
+    bytes: dict[str, int]
+    """On the device: weights, gradients, moments, reference, critic (all of its own), images (pixels and activations of the vision
+    model), activations, logits (with gathered blocks and other temporary tensors)."""
+    cpu_bytes: int
+    """Of these kinds, what `memory.offload` keeps on the CPU."""
+    bytes_per_token: float
+    """Growth of the peak with each further token of a micro-batch."""
+    images: PlannedImages | None
+    """The images of the micro-batch; None for a model without images."""
+    omitted: tuple[str, ...]
+    """What the plan does not count."""
+
+    @property
+    def total(self) -> int:
+        """The peak on the device."""
+        return sum(self.bytes.values())
+
+    def longest_row(self, memory: int) -> int:
+        """Tokens of the longest row whose step fits into `memory` bytes of the device; 0 if no row does."""
+        return max(0, self.tokens + math.floor((memory - self.total) / self.bytes_per_token))
+
+
+def plan_memory(
+    loaded: LoadedSpec,
+    *,
+    processes: int,
+    gpu: bool,
+    images: int | None = None,
+    image_size: tuple[int, int] | None = None,
+) -> MemoryPlan:
+    """Plan the memory of each process of a training.
+
+    Args:
+        loaded: The spec.
+        processes: Number of processes.
+        gpu: Plan for GPUs, whose blocks of logits and whose update of AdamW are larger.
+        images: Images of a micro-batch. Default: `limits.images`, else `model.max_images`, else 1.
+        image_size: Width and height of an image. Default: as large as fits into the micro-batch.
+
+    Raises:
+        TrainError: kind `train_setup`: the model cannot be trained, or gets no images.
+        ModelError: the model's files cannot be found.
+    """
+    spec, train = loaded.spec, train_spec_of(loaded)
+    format = load_format(spec.model, loaded.base)
+    if format.vision is None and (images, image_size) != (None, None):
+        raise TrainError(f"the model {spec.model.path} gets no images, so none can be planned", kind="train_setup")
+    count = images or spec.limits.images or spec.model.max_images or 1
+    tokens = max(train.memory.max_tokens_per_microbatch, spec.limits.episode_tokens or 0, 4)
+
+    def step(size: _Size) -> StepBytes:
+        return simulate(loaded, train, format, processes=processes, gpu=gpu, tokens=size.tokens, images=size.images)
+
+    larger = _Size.of(format.vision, tokens, count, image_size)
+    smaller = _Size.of(format.vision, max(tokens // 2, 2), count, image_size)
+    if smaller.tokens >= larger.tokens:  # the images fill both
+        smaller = _Size(larger.tokens - _LEAST_TEXT // 2, larger.images)
+    small, whole = step(smaller), step(larger)
+    slope = (whole.peak - small.peak) / (larger.tokens - smaller.tokens)
+    return _plan(loaded, train, processes, larger, whole, max(slope, 1.0), gpu=gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """The micro-batch of a step."""
+
+    tokens: int
+    images: PlannedImages | None
+
+    @classmethod
+    def of(cls, vision: Vision | None, tokens: int, count: int, image_size: tuple[int, int] | None) -> _Size:
+        """A micro-batch of `tokens` tokens, or as many as its images need."""
+        if vision is None:
+            return cls(tokens, None)
+        if image_size is None:
+            images = largest_images(vision, count, tokens - _LEAST_TEXT)
+        else:
+            images = PlannedImages(count, *image_size)
+        return cls(max(tokens, image_tokens(vision, images) + _LEAST_TEXT), images)
+
+
+def _plan(
+    loaded: LoadedSpec,
+    train: TrainSpec,
+    processes: int,
+    size: _Size,
+    whole: StepBytes,
+    slope: float,
+    *,
+    gpu: bool,
+) -> MemoryPlan:
+    """The plan from the bytes of a step."""
+    held = {name: getattr(whole, name) for name in ("weights", "gradients", "moments", "reference", "critic")}
+    rest = whole.peak - sum(held.values())
+    images = min(whole.images, rest)
+    activations = min(whole.activations, rest - images)
+    if train.optimizer.kind == "adamw_8bit":
+        held["moments"] = math.ceil(whole.trained * _BYTES_8BIT)
+    stays: tuple[str, ...] = {"none": (), "optimizer": ("moments",), "all": tuple(held)}[train.memory.offload]
+    if train.critic is not None and not train.critic.own_model:
+        stays = tuple(name for name in stays if name != "critic")  # a head is not sharded
+    on_cpu = sum(held[name] for name in stays)
+    if train.memory.offload == "optimizer":
+        rest += min(held["moments"], 2 * _GROUP)
+    on_device = {name: 0 if name in stays else found for name, found in held.items()}
+    return MemoryPlan(
+        processes,
+        size.tokens,
+        loaded.spec.limits.episode_tokens,
+        on_device | {"images": images, "activations": activations, "logits": rest - activations - images},
+        on_cpu,
+        slope,
+        size.images,
+        ("what torch's allocator and CUDA take",) if gpu else (),
+    )
+
+
+def size_of(text: str) -> tuple[int, int]:
+    """Width and height of an image, from `1280x720`.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    found = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a size of an image; write 1280x720")
+    return int(found[1]), int(found[2])

@@ -1,0 +1,266 @@
+"""One step of the real trainer with tensors that have sizes and no content, to count its memory.
+
+The model is sharded by the real FSDP over a process group that sends nothing, and the bytes of living tensors are counted
+(`allocated_bytes.py`). So the count knows each model's own layers, vision towers included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine.errors import TrainError
+from engine.tokens.catalogue import resolve_model
+from engine.train.allocated_bytes import AllocatedBytes
+from engine.train.critic import Critic
+from engine.train.distributed import RunForward, ShardedProcessGroup
+from engine.train.logprobs import CPU_BLOCK_ELEMENTS
+from engine.train.optimizers import local_of
+from engine.train.packing import Pack, pack_rows
+from engine.train.planned_images import PlannedImages, planned_row
+from engine.train.policy import Policy
+from engine.train.setup import critic_model
+from engine.train.sizes_only import SizesOnly, experts_in_any_dtype
+
+if TYPE_CHECKING:
+    from engine.schemas.train import TrainSpec
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
+    from engine.train.net import PackedModel
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """Bytes of one process in a step."""
+
+    weights: int
+    gradients: int
+    moments: int
+    """AdamW's moments in the number type of the parameters."""
+    reference: int
+    critic: int
+    """The critic's own weights, gradients and moments."""
+    images: int
+    """Pixels of the micro-batch's images, and activations of the vision model."""
+    activations: int
+    """What a forward pass keeps for the backward pass, without `images`."""
+    peak: int
+    """All together, at the peak."""
+    trained: int
+    """Number of trained parameters, the critic's not included."""
+
+
+def simulate(
+    loaded: LoadedSpec,
+    train: TrainSpec,
+    format: ChatFormat,
+    *,
+    processes: int,
+    gpu: bool,
+    tokens: int,
+    images: PlannedImages | None,
+) -> StepBytes:
+    """Make a step with a micro-batch of one row.
+
+    Args:
+        loaded: The spec.
+        train: Its `train:` section, as it is used.
+        format: The model's chat format.
+        processes: Number of processes.
+        gpu: Take blocks of logits and AdamW's update as on a GPU, which has temporary tensors for all parameters at a time.
+        tokens: Tokens of the row, of which all but the first and those of images are trained.
+        images: The row's images; None: it has none.
+
+    Raises:
+        TrainError: kind `train_setup`: the model cannot be trained, or this process is one of several.
+    """
+    spec = loaded.spec
+    folder = resolve_model(spec.model.path, spec.model.revision, loaded.base)
+    memory = train.memory
+    if not gpu:
+        smaller = min(memory.logits_chunk_elements, CPU_BLOCK_ELEMENTS)
+        memory = memory.model_copy(update={"logits_chunk_elements": smaller})
+    train = train.model_copy(update={"device": "cpu", "memory": memory})
+    with _planned(processes) as group:
+        policy = Policy.load(
+            folder, train, temperature=1.0, vocab=format.vocab_size, vision=format.vision, process_group=group
+        )
+        own_model = None
+        if train.critic is not None and train.critic.own_model:
+            own_model = critic_model(loaded, train, format, policy)
+        critic = None if train.critic is None else _critic(loaded, train, policy, group, own_model)
+        with SizesOnly(), experts_in_any_dtype(), AllocatedBytes() as held:
+            policy.shard(offload=train.memory.offload == "all")
+            if critic is not None:
+                _without_content(critic.head)
+                _with_memory(critic.head)
+                critic.shard(offload=train.memory.offload == "all")
+            pack = _one_row(policy, tokens, images)
+            return _step(policy, critic, train, held, pack, gpu=gpu)
+
+
+def _critic(
+    loaded: LoadedSpec, train: TrainSpec, policy: Policy, group: _PlannedProcessGroup, model: PackedModel | None
+) -> Critic:
+    assert train.critic is not None
+    return Critic(
+        train.critic,
+        loaded.spec.rewards.credit,
+        policy,
+        group,
+        model=model,
+        gradient_checkpointing=train.memory.gradient_checkpointing,
+        shard=False,
+    )
+
+
+def _step(
+    policy: Policy, critic: Critic | None, train: TrainSpec, held: AllocatedBytes, pack: Pack, *, gpu: bool
+) -> StepBytes:
+    """Make a step. What was computed before the micro-batch at the peak is there: moments, and gradients of other micro-batches."""
+    trained = list(policy.parameters())
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, foreach=gpu)
+    own = [] if critic is None else list(critic.parameters.values())
+    updated = [optimizer] if critic is None else [optimizer, critic.optimizer]
+    _set_gradients([*trained, *own])
+    for each in updated:
+        each.step()
+        each.zero_grad()
+    seen = _VisionBytes(held, policy, *([] if critic is None else [critic.net]))
+    held.reset_peak()
+    _set_gradients([*trained, *own])  # of the micro-batches before
+    before, values = held.now, None
+    if critic is not None and critic.reads_policy:
+        logprobs, entropy, values = policy.forward_with_values(pack, critic.head, entropy=True)
+    else:
+        logprobs, entropy = policy.forward(pack, entropy=True)
+        values = None if critic is None else critic.values(pack)
+    activations = held.now - before
+    if train.kl.in_loss:
+        policy.reference(pack)
+    assert entropy is not None
+    whole = logprobs.sum() + entropy.sum()
+    if values is not None:
+        whole = whole + values.sum()
+    whole.backward()  # type: ignore[no-untyped-call]
+    del logprobs, entropy, values, whole
+    for each in reversed(updated):
+        each.step()
+    return StepBytes(
+        weights=_bytes(policy.model.parameters()),
+        gradients=_bytes(trained),
+        moments=_moments(optimizer),
+        reference=0 if policy.reference_model is None else _bytes(policy.reference_model.model.parameters()),
+        critic=0 if critic is None else _bytes(critic.weights()) + _bytes(own) + _moments(critic.optimizer),
+        images=seen.bytes,
+        activations=activations - seen.bytes,
+        peak=held.peak,
+        trained=sum(local_of(each).numel() for each in trained),
+    )
+
+
+class _VisionBytes:
+    """Counts what the vision towers of models keep, and the pixels that they get."""
+
+    def __init__(self, held: AllocatedBytes, *models: Any) -> None:
+        self.bytes = 0
+        self._held, self._before = held, 0
+        for each in models:
+            tower = each.model.get_encoder("image") if each is not None else None
+            if tower is not None and tower is not each.model:
+                tower.register_forward_pre_hook(self._enter, with_kwargs=True)
+                tower.register_forward_hook(self._leave)
+
+    def _enter(self, tower: nn.Module, args: Any, kwargs: Any) -> None:
+        pixels = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()]
+        self._before = self._held.now
+        if torch.is_grad_enabled():
+            self.bytes += _bytes(pixels)
+
+    def _leave(self, tower: nn.Module, args: Any, result: Any) -> None:
+        if torch.is_grad_enabled():
+            self.bytes += self._held.now - self._before
+
+
+class _PlannedProcessGroup(ShardedProcessGroup):
+    """Process 0 of several that exist in thought: sizes only, nothing is sent."""
+
+    planned = True
+
+    def __init__(self, size: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.rank, self.size = 0, size
+        self._mesh = init_device_mesh("cpu", (size,))
+        self._device = torch.device("cpu")
+        self.torch_group: dist.ProcessGroup | None = dist.group.WORLD
+        self._models, self._roots = [], []
+
+    def shard(self, model: nn.Module, *, offload: bool = False) -> RunForward:
+        _without_content(model)
+        if self.size > 1 or offload:
+            return super().shard(model)
+        _with_memory(model)
+        return lambda function, *args, **kwargs: function(*args, **kwargs)
+
+
+@contextmanager
+def _planned(processes: int) -> Iterator[_PlannedProcessGroup]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise TrainError(
+            "the memory of a training is planned by one process: run `engine train --plan` without a launcher",
+            kind="train_setup",
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+    try:
+        yield _PlannedProcessGroup(processes)
+    finally:
+        dist.destroy_process_group()
+
+
+def _without_content(model: nn.Module) -> None:
+    """Move a model's parameters to the meta device; tied ones stay tied."""
+    _replace_parameters(model, lambda parameter: parameter.detach().to("meta"))
+
+
+def _with_memory(model: nn.Module) -> None:
+    """Give a model's parameters memory, which within `SizesOnly` is counted and not taken."""
+    _replace_parameters(model, lambda parameter: torch.empty_like(parameter, device="cpu"))
+
+
+def _replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], Tensor]) -> None:
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(replacement(parameter), requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[parameter]
+
+
+def _one_row(policy: Policy, tokens: int, images: PlannedImages | None) -> Pack:
+    """A pack of one row."""
+    row = planned_row(policy.net.vision, policy.net.vocab, tokens, images)
+    (pack,) = pack_rows([row], tokens, share_prefixes=False)
+    return pack
+
+
+def _set_gradients(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> int:
+    return sum(_bytes(state.values()) for state in optimizer.state.values())
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(local_of(each).nbytes for each in tensors if isinstance(each, Tensor))

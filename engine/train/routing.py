@@ -1,0 +1,129 @@
+"""Expert choices of the sampler in the trainer's forward pass (rollout routing replay, arXiv 2510.11370).
+
+A router chooses the experts of a token by its largest logits. Sampler and trainer compute these logits with other kernels, so near a
+tie they choose differently, and then the log-probs of one token differ by much more than by rounding. With the sampler's choices in
+the rows, the routers of the trainer use the same experts; the weights of the experts are computed from the trainer's own logits, so
+gradients reach the router.
+
+Invariants:
+- A model is accepted only if each router's output is (logits, weights, choices), the weights follow from logits and choices by a
+  known formula, and the model's log-probs depend on the choices. All three are checked on the loaded model.
+- A token without known choices uses the router's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.backends.local.routers import is_routing, routers_of
+from engine.errors import TrainError
+
+Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logits [T, experts], choices [T, top_k]) -> weights [T, top_k], float32."""
+
+
+def _softmax(logits: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+    return logits.float().softmax(-1).gather(-1, choices)
+
+
+def _normalized_softmax(logits: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+    found = _softmax(logits, choices)
+    return found / found.sum(-1, keepdim=True)
+
+
+_FORMULAS: tuple[Formula, ...] = (_normalized_softmax, _softmax)
+"""Of Mixtral, and of Qwen with `norm_topk_prob`; of Qwen without it."""
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Maximum absolute difference of weights from those of a formula, by the type of the weights."""
+
+
+class RouterReplay:
+    """Makes the routers of a model use given choices.
+
+        replay = RouterReplay(model)
+        replay.observes = True
+        model(...)                  # the routers' own choices; this pass also finds each router's formula
+        replay.use(experts)         # int [T, layers, top_k] on the model's device, -1 where not known
+        model(...)                  # the given choices
+        replay.use(None)
+
+    The choices stay in use until the next call of `use`: gradient checkpointing runs a layer again in the backward pass.
+
+    Args:
+        model: A model of transformers, with or without routers.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._name = type(model).__name__
+        self._formulas: dict[int, Formula | None] = {}
+        """The formula of each layer with a router; None until it is found."""
+        self._seen: dict[int, torch.Tensor] = {}
+        """The routers' own choices in the newest pass that was observed."""
+        self._used: torch.Tensor | None = None
+        self.observes = False
+        """Whether passes with the routers' own choices are observed, for `problem` and `seen`."""
+        for layer, router in routers_of(model).items():
+            self._formulas[layer] = None
+            router.register_forward_hook(self._hook(layer))
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers with a router, ascending."""
+        return sorted(self._formulas)
+
+    def use(self, experts: torch.Tensor | None) -> None:
+        """Use these choices, int [T, layers, top_k] with -1 where not known, in the next passes; None: the routers' own."""
+        self._used = experts
+
+    def problem(self) -> str | None:
+        """Why given choices cannot be used; None: they can. Call it after a pass that was observed."""
+        if not self._formulas:
+            return "it has no routers that transformers declares (`router_logits`)"
+        missing = [layer for layer in self.layers if self._formulas[layer] is None]
+        if missing:
+            return f"the output of its router in layer {missing[0]} is not (logits, weights, choices) with a known formula of weights"
+        return None
+
+    def seen(self) -> torch.Tensor:
+        """The routers' own choices in the newest pass that was observed, int32 [T, layers, top_k]; -1 in layers without a router."""
+        first = self._seen[self.layers[0]]
+        found = torch.full((len(first), self.layers[-1] + 1, first.shape[-1]), -1, dtype=torch.int32)
+        for layer, choices in self._seen.items():
+            found[:, layer] = choices.cpu()
+        return found
+
+    def _hook(self, layer: int) -> Callable[..., Any]:
+        def replace(_module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
+            used, formula = self._used, self._formulas[layer]
+            if used is None:
+                if self.observes:
+                    if formula is None and is_routing(output):
+                        formula = self._formulas[layer] = _formula_of(*output)
+                    if formula is not None:
+                        self._seen[layer] = output[2]
+                return None
+            assert formula is not None, "`use` was called in spite of a `problem`"
+            logits, weights, own = output
+            if layer >= used.shape[1] or used.shape[2] != own.shape[-1] or len(used) != len(own):
+                raise TrainError(
+                    f"the rows have experts of {tuple(used.shape)} [tokens, layers, top_k]; layer {layer} of {self._name} chooses "
+                    f"{own.shape[-1]} for each of {len(own)} tokens: were they sampled with another model?",
+                    kind="train_setup",
+                )
+            given = used[:, layer].to(own.dtype)
+            choices = torch.where(given < 0, own, given)
+            return logits, formula(logits, choices).to(weights.dtype), choices
+
+        return replace
+
+
+def _formula_of(logits: torch.Tensor, weights: torch.Tensor, choices: torch.Tensor) -> Formula | None:
+    """The formula that gives these weights; None if none does."""
+    most = _TOLERANCE.get(weights.dtype, 1e-5) if logits.dtype == weights.dtype else 1e-2
+    for formula in _FORMULAS:
+        if float((formula(logits, choices) - weights.float()).abs().max()) <= most:
+            return formula
+    return None

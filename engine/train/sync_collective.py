@@ -1,0 +1,322 @@
+"""Sends new weights to SGLang servers by broadcasts in one process group.
+
+Process 0 of the training and every tensor-parallel process of every server are in one group. Servers are told names, number types
+and shapes of a bucket, and receive its tensors; the last bucket names the version.
+
+Invariants:
+- A failure ends the group for all of its processes. It is made again with the servers that are there, which get all buckets again.
+- A server that is lost during a push, or was away, stays out of the pool until it has the weights of a later push.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from engine.backends.sglang.control import PauseMode
+from engine.errors import BackendError
+from engine.train.broadcasts import JOIN_SECONDS, BroadcastGroup, GroupKind, check_own, own_address
+from engine.train.server_models import ServerModels
+from engine.train.server_pushes import check_versions, post_update, through_outages
+from engine.train.shared_tensors import buckets
+from engine.train.sync import Pushed, tensor_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from engine.backends.servers.server import Server
+    from engine.backends.sglang.client import SGLangBackend
+    from engine.train.policy import Policy
+
+log = structlog.get_logger(__name__)
+
+GROUP = "episode-engine"
+"""Name of the group. A server has the group of a training that was killed until it is told to destroy it."""
+ANSWER_SECONDS = 10.0
+"""After a failed broadcast: time in which a server must answer, in seconds. One that does not is out."""
+BUCKET_SECONDS = 120.0
+"""Time in which a server must have received and loaded a bucket, in seconds."""
+CONNECT_SECONDS = 2.0
+"""After a failure: time in which the other servers have connected to the group, in seconds."""
+BUCKET_BYTES = 256 << 20
+"""Maximum bytes of tensors that a server receives before it loads them. A larger tensor is sent by itself."""
+
+Bucket = list[tuple[str, "torch.Tensor"]]
+Outcomes = dict["Server", BackendError]
+"""The error of each server that had one."""
+
+
+class CollectiveSync:
+    """By broadcasts: servers may be on any host that reaches process 0 of the training, and no file is written.
+
+    Args:
+        backend: The backend, started.
+        mode: What becomes of replies that are being sampled.
+        address: Address of this host for the servers; None: that of the route to them.
+        port: Port for the servers; None: a free one.
+
+    Raises:
+        TrainError: kind `train_setup`: the address is not one of this host.
+    """
+
+    def __init__(self, backend: SGLangBackend, mode: PauseMode, address: str | None, port: int | None) -> None:
+        if address is not None:
+            check_own(address)
+        self._backend = backend
+        self._mode = mode
+        self._address, self._port = address, port
+        self._fit = ServerModels(backend)
+        self._group: BroadcastGroup | None = None
+        self._members: list[Server] = []
+        backend.at_close.append(self.close)
+
+    async def push(self, policy: Policy, version: int) -> Pushed:
+        """See `WeightSync`. A server that was not there stays out until the next push."""
+        await self._fit.check(policy)
+        weights = await asyncio.to_thread(policy.serving_weights)
+        pieces = list(buckets(weights, BUCKET_BYTES))
+        paused = self._backend.control.paused_seconds
+
+        async def load(servers: list[Server], flush: bool) -> list[BaseException | None]:
+            failures = await self._load(servers, pieces, version, flush, policy.device)
+            return [failures.get(server) for server in servers]
+
+        async def update() -> None:
+            source = f"broadcasts of version {version}"
+            await self._backend.control.update_weights(load, version, source=source, mode=self._mode, again=False)
+            await check_versions(self._backend, version)
+
+        await through_outages(self._backend, version, update)
+        return Pushed(tensor_bytes(weights.values()), self._backend.control.paused_seconds - paused)
+
+    async def close(self) -> None:
+        """End the group on the servers too: NCCL may end a process whose peer is gone."""
+        if self._group is None:
+            return
+        members = self._members
+        ends = asyncio.ensure_future(
+            _each(members, "/destroy_weights_update_group", {"group_name": GROUP}, seconds=ANSWER_SECONDS)
+        )
+        await asyncio.sleep(0)  # the calls are sent first: ranks of NCCL leave a group together
+        await asyncio.to_thread(self._leave)
+        for server, error in (await ends).items():
+            log.debug("a server did not leave the group", server=server.url, reason=str(error))
+
+    async def _load(
+        self, servers: list[Server], pieces: list[Bucket], version: int, flush: bool, device: torch.device
+    ) -> Outcomes:
+        """Send all buckets; without the servers that are lost on the way. Returns the errors."""
+        lost: Outcomes = {}
+        failures: Outcomes = {}
+        again = True
+        while left := [server for server in servers if server not in lost]:
+            failures = await self._try(left, pieces, version, flush, device)
+            if not failures:
+                break
+            self._leave()
+            gone = await _gone(failures)
+            lost |= gone
+            if not gone and not again:
+                break  # they are there, and refused twice
+            again = bool(gone)
+            log.info(
+                "a broadcast of weights failed and begins again",
+                version=version,
+                without=[server.url for server in gone],
+                reasons=[str(error) for error in failures.values()],
+            )
+        else:
+            failures = {}
+        if failures:
+            await _each(left, "/end_weight_update", {})
+            message = "was not sent all weights, because another server refused"
+            failures = {s: failures.get(s) or BackendError(f"{s.url} {message}", kind="update_failed") for s in left}
+        return lost | failures
+
+    async def _try(
+        self, servers: list[Server], pieces: list[Bucket], version: int, flush: bool, device: torch.device
+    ) -> Outcomes:
+        if failures := await self._join(servers, device):
+            return failures
+        await _each(servers, "/end_weight_update", {})  # of a push that was interrupted
+        if failures := await _each(servers, "/begin_weight_update", {}):
+            return failures
+        for number, piece in enumerate(pieces):
+            last = number == len(pieces) - 1
+            body: dict[str, Any] = {
+                "names": [name for name, _ in piece],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in piece],
+                "shapes": [list(tensor.shape) for _, tensor in piece],
+                "group_name": GROUP,
+                "flush_cache": flush and last,
+            }
+            # The version comes with the last bucket, so a server with only some of them does not report it.
+            if last:
+                body["weight_version"] = str(version)
+            group = self._group
+            assert group is not None
+            send = partial(group.broadcast, [tensor for _, tensor in piece], device)
+            bodies = dict.fromkeys(servers, body)
+            if failures := await self._together(send, "/update_weights_from_distributed", bodies):
+                return failures
+        return await _each(servers, "/end_weight_update", {})
+
+    async def _join(self, servers: list[Server], device: torch.device) -> Outcomes:
+        """Make the group of these servers, unless it exists."""
+        if self._group is not None and self._members == servers:
+            return {}
+        self._leave()
+        ranks: dict[Server, int] = {}
+        failures: Outcomes = {}
+        on_gpus = device.type == "cuda"
+        for server in servers:
+            try:
+                facts = await server.json("GET", "/server_info")
+                ranks[server] = _processes(server, facts)
+                on_gpus &= facts.get("device") == "cuda"
+            except BackendError as error:
+                failures[server] = error
+        if failures:
+            return failures
+        host = self._address or own_address(server.url for server in servers)
+        kind: GroupKind = "nccl" if on_gpus else "gloo"
+        group = await asyncio.to_thread(BroadcastGroup, GROUP, kind, host, self._port, 1 + sum(ranks.values()))
+        self._group, self._members = group, list(servers)
+        await _each(servers, "/destroy_weights_update_group", {"group_name": GROUP})  # of a training that was killed
+        bodies: dict[Server, dict[str, Any]] = {}
+        first = 1
+        for server, count in ranks.items():
+            bodies[server] = {
+                "master_address": group.host,
+                "master_port": group.port,
+                "rank_offset": first,
+                "world_size": group.size,
+                "group_name": GROUP,
+                "backend": kind,
+            }
+            first += count
+        return await self._together(group.join, "/init_weights_update_group", bodies)
+
+    async def _together(self, own: Callable[[], None], path: str, bodies: dict[Server, dict[str, Any]]) -> Outcomes:
+        """Do this process's part of a collective operation while the servers do theirs. Returns the errors of the servers."""
+        mine = _in_thread(own)
+        calls = {server: asyncio.ensure_future(post_update(server, path, body)) for server, body in bodies.items()}
+        try:
+            _, waiting = await asyncio.wait(
+                [mine, *calls.values()], timeout=BUCKET_SECONDS, return_when=asyncio.FIRST_EXCEPTION
+            )
+            if not waiting and not mine.exception() and not any(call.exception() for call in calls.values()):
+                return {}
+            # A server that connects to a store that is gone tries for half an hour; one that is connected stops waiting at once.
+            await asyncio.wait([*calls.values()], timeout=CONNECT_SECONDS)
+            self._leave()
+            await asyncio.wait([*calls.values()], timeout=ANSWER_SECONDS)
+            return {server: _failure(server, path, call, mine) for server, call in calls.items()}
+        finally:
+            for call in calls.values():
+                call.cancel()
+            mine.add_done_callback(lambda done: done.cancelled() or done.exception())  # read, so that nobody complains
+            if not mine.done():
+                self._leave()
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group, self._members = None, []
+
+
+def _in_thread(function: Callable[[], None]) -> asyncio.Future[None]:
+    """Run a function in a thread that does not keep this process from ending: NCCL may wait in it for ever."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def end(error: Exception | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        error = None
+        try:
+            function()
+        except Exception as caught:  # noqa: BLE001  (whoever waits for `done` gets it)
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(end, error)
+
+    threading.Thread(target=run, name="broadcasts", daemon=True).start()
+    return done
+
+
+def _processes(server: Server, facts: dict[str, Any]) -> int:
+    """Number of processes of a server that join.
+
+    Raises:
+        BackendError: kind `update_failed`: SGLang cannot do it with the server's layout.
+    """
+    for key, name in (("pp_size", "pipeline"), ("dp_size", "data")):
+        if int(facts.get(key) or 1) > 1:
+            raise BackendError(
+                f"{server.url} has {key} {facts[key]}: SGLang takes broadcasts of weights only without {name} parallelism; "
+                "use `train.weight_sync.method: disk`",
+                kind="update_failed",
+            )
+    return int(facts.get("tp_size") or 1)
+
+
+class _Silent(BackendError):
+    """A server did not end its part of a collective operation that the others ended."""
+
+
+def _failure(server: Server, path: str, call: asyncio.Future[None], mine: asyncio.Future[None]) -> BackendError:
+    if not call.done():
+        message = f"{server.url}{path} did not answer within {ANSWER_SECONDS:g} s after the group was closed"
+        return _Silent(message, kind="unreachable", retryable=True, refused=True)
+    error = call.exception()
+    if isinstance(error, BackendError):
+        return error
+    if error is not None:
+        raise error
+    own = mine.exception() if mine.done() else None
+    return BackendError(f"{server.url}{path}: the group failed: {own or 'another server failed'}", kind="update_failed")
+
+
+async def _gone(failures: Outcomes) -> Outcomes:
+    """The servers that cannot be asked any more, with an error that says so."""
+
+    async def ask(server: Server, error: BackendError) -> BackendError | None:
+        if isinstance(error, _Silent):
+            return error
+        try:
+            await server.json("GET", "/model_info", timeout=ANSWER_SECONDS)
+        except BackendError as failure:
+            return failure if failure.retryable else None
+        return None
+
+    answers = await asyncio.gather(*(ask(server, error) for server, error in failures.items()))
+    return {server: answer for server, answer in zip(failures, answers, strict=True) if answer is not None}
+
+
+async def _each(servers: list[Server], path: str, body: dict[str, Any], *, seconds: float | None = None) -> Outcomes:
+    """POST to each server. Returns the errors."""
+    outcomes = await asyncio.gather(
+        *(post_update(server, path, body, seconds=seconds or JOIN_SECONDS) for server in servers),
+        return_exceptions=True,
+    )
+    failures: Outcomes = {}
+    for server, outcome in zip(servers, outcomes, strict=True):
+        if isinstance(outcome, BackendError):
+            failures[server] = outcome
+        elif outcome is not None:
+            raise outcome
+    return failures

@@ -1,0 +1,210 @@
+"""`engine train --plan`: the memory of a training, planned and measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_moe
+import yaml
+
+from engine.spec.load import load_spec
+from engine.train.plan import plan_memory
+from engine.train.plan_advice import row_findings
+
+sys.path.append(str(Path(__file__).parent))
+from plan_worker import IMAGES
+from test_distributed import free_port
+
+HERE = Path(__file__).parent
+SEEN: dict[str, Any] = {"images": IMAGES.number, "image_size": (IMAGES.width, IMAGES.height)}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kl": {"kl": {"coefficient": 0.1}, "memory": {"max_tokens_per_microbatch": 300, "gradient_checkpointing": True}},
+    "lora": {"lora": {"rank": 8}, "kl": {"coefficient": 0.1}},
+    "probe": {"critic": {"kind": "probe"}},
+    "head": {"critic": {"kind": "head"}, "lora": {"rank": 8}},
+    "network": {
+        "critic": {"kind": "network"},
+        "memory": {"max_tokens_per_microbatch": 300, "gradient_checkpointing": True},
+    },
+    "experts": {"kl": {"coefficient": 0.1}},
+    "images": {"kl": {"coefficient": 0.1}},
+    "images again": {"memory": {"max_tokens_per_microbatch": 300, "gradient_checkpointing": True}},
+    "images of a critic": {"critic": {"kind": "network"}},
+}
+
+
+@pytest.fixture
+def spec(tmp_path: Path, tiny_model_dir: Path) -> Any:
+    """Write a spec whose model is large beside Python's own tensors."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(tiny_model_dir, tmp_path / "model")
+    config = AutoConfig.from_pretrained(tiny_model_dir)
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 128, 384, 6
+    config.layer_types = None if getattr(config, "layer_types", None) is None else ["full_attention"] * 6
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+
+    def vlm() -> Path:
+        from engine.tokens.tiny_vlm import build
+
+        return build(tmp_path / "vlm", intermediate_size=384, num_hidden_layers=6)
+
+    def moe() -> Path:
+        return tiny_moe.build(
+            tmp_path / "moe", vocab_size=1000, hidden_size=128, moe_intermediate_size=96, num_hidden_layers=6
+        )
+
+    def make(seeing: bool = False, experts: bool = False, **train: Any) -> Path:
+        path = tmp_path / "spec.yaml"
+        credit = {"method": "gae"} if "critic" in train else {"method": "turn_return"}
+        path.write_text(
+            yaml.safe_dump(
+                {
+                    "spec": "episode/v1",
+                    "name": "planned",
+                    "model": {"path": str(vlm() if seeing else moe() if experts else tmp_path / "model")},
+                    "backend": {"kind": "local"},
+                    "tasks": {"source": "inline", "rows": [{"id": "t"}], "id": "id"},
+                    "prompt": [{"role": "user", "content": "Say it."}],
+                    "machine": {"preset": "single_turn"},
+                    "limits": {"turn_tokens": 6},
+                    "rewards": {"credit": credit},
+                    "train": {"device": "cpu", "memory": {"max_tokens_per_microbatch": 300}} | train,
+                }
+            )
+        )
+        return path
+
+    return make
+
+
+def measured(path: Path, processes: int) -> list[dict[str, int]]:
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port())]
+    command = [sys.executable, *(launcher if processes > 1 else []), str(HERE / "plan_worker.py"), str(path)]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(path.with_suffix(f".{rank}.json").read_text()) for rank in range(processes)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "processes"),
+    [
+        *[("plain", 1), ("plain", 2), ("plain", 4), ("kl", 1), ("kl", 2), ("lora", 2)],
+        *[("probe", 1), ("probe", 2), ("head", 2), ("network", 1), ("network", 2), ("network", 4)],
+        *[("images", 1), ("images", 2), ("images", 4), ("images again", 2), ("images of a critic", 2)],
+        *[("experts", 1), ("experts", 2)],
+    ],
+)
+def test_the_plan_is_what_a_step_takes(spec: Any, kind: str, processes: int) -> None:
+    seeing = kind.startswith("images")
+    path = spec(seeing, kind == "experts", **KINDS[kind])
+    plan = plan_memory(load_spec(path), processes=processes, gpu=False, **SEEN if seeing else {})
+    found = measured(path, processes)
+    print(kind, processes, plan.total, plan.bytes, found)
+    for each in found:
+        assert plan.total == pytest.approx(each["peak"], rel=0.1)
+
+
+@pytest.mark.slow
+def test_the_plan_counts_by_kind_without_loading(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weight is read, and kinds that do not depend on activations are exact."""
+    path = spec(**KINDS["kl"])
+    for file in (path.parent / "model").glob("*.safetensors"):
+        values = file.read_bytes()
+        file.write_bytes(values[: len(values) // 2] + bytes(len(values) - len(values) // 2))  # the headers stay
+    found = {n: plan_memory(load_spec(path), processes=n, gpu=False) for n in (1, 2)}
+    weights = found[1].bytes["weights"]
+    assert found[1].bytes["gradients"] == found[1].bytes["reference"] == weights
+    assert found[1].bytes["moments"] == pytest.approx(2 * weights, rel=1e-3)
+    for name in ("weights", "gradients", "moments", "reference"):
+        assert found[2].bytes[name] == pytest.approx(found[1].bytes[name] / 2, rel=0.02)
+    assert found[2].longest_row(10**9) > found[1].longest_row(10**9) > found[1].longest_row(10**8) > 0
+    assert found[1].longest_row(10**6) == 0
+
+
+@pytest.mark.slow
+def test_the_command_says_what_fits_and_what_makes_it_smaller(spec: Any) -> None:
+    from typer.testing import CliRunner
+
+    from engine.cli.main import app
+
+    path = spec()
+    told = CliRunner().invoke(app, ["train", str(path), "--plan", "--memory", "1GB"])
+    assert told.exit_code == 0, told.output
+    assert "Memory of the process at the peak of a step, with a micro-batch of one row of 300 tokens" in told.output
+    assert "5.24 MB  weights" in told.output
+    assert "10.49 MB  AdamW's moments" in told.output
+    command = ["train", str(path), "--plan", "--processes", "2", "--memory", "35.5MB", "--set"]
+    told = CliRunner().invoke(app, [*command, "limits.episode_tokens=280"])
+    assert told.exit_code == 1
+    assert "Memory of each of 2 processes" in told.output
+    assert "What makes it smaller: `train.memory.max_tokens_per_microbatch: " in told.output.replace("\n", " ")
+    told = CliRunner().invoke(app, [*command, "limits.episode_tokens=1000"])
+    assert told.exit_code == 1
+    assert "verl (`ulysses_sequence_parallel_size`)" in told.output.replace("\n", " ")
+    for wrong in (["--memory", "1GB"], ["--plan", "--memory", "much"]):
+        assert CliRunner().invoke(app, ["train", str(path), *wrong]).exit_code == 2
+    assert CliRunner().invoke(app, ["train", "--plan"]).exit_code == 2
+
+
+def test_the_longest_row_is_compared_with_the_memory_of_the_spec(train_spec: Any) -> None:
+    """`engine validate` reports a row that does not fit, with what to change, and plans nothing for a model that is not here."""
+    limits = {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64}
+
+    def found(memory: str, seconds: float = 200.0, **changes: Any) -> list[Any]:
+        train = {"plan": {"gpu_memory": memory, "processes": 2}, "memory": {"max_tokens_per_microbatch": 64}}
+        return list(row_findings(load_spec(train_spec(train=train, **({"limits": limits} | changes))), seconds))
+
+    assert found("1GB") == []
+    (row,) = found("2MB")
+    assert (row.rule, row.severity, row.path) == ("train.plan", "warning", ("limits", "episode_tokens"))
+    assert re.match(
+        r"`limits.episode_tokens` is 64, and the longest row whose step fits into 2.00 MB of each of 2 GPUs has \d+ tokens$",
+        row.message,
+    )
+    assert "engine validate --trainer verl" in row.fix
+    assert found("1kB", model={"path": "no/such-model"}) == []
+    (late,) = found("1GB", seconds=1e-6)
+    assert late.message == "the memory of a step was not planned within 1e-06 s"
+
+
+@pytest.mark.slow
+def test_validate_plans_in_its_sandbox(spec: Any) -> None:
+    """Without network and programs, and in the memory of the checking process."""
+    from typer.testing import CliRunner
+
+    from engine.cli.main import app
+
+    path = spec(plan={"gpu_memory": "35.5MB", "processes": 2})
+    told = CliRunner().invoke(app, ["validate", str(path)])
+    words = " ".join(told.output.split())
+    assert told.exit_code == 0, told.output
+    assert "warning[train.plan] rows may be as long as the model's context" in words, told.output
+    assert "verl (`ulysses_sequence_parallel_size`)" in words
+    told = CliRunner().invoke(app, ["validate", str(path), "--set", "limits.episode_tokens=280"])
+    assert "a micro-batch has up to 300 tokens (`train.memory.max_tokens_per_microbatch`), and 2" in " ".join(
+        told.output.split()
+    ), told.output
+    told = CliRunner().invoke(app, ["train", str(path), "--plan"])
+    assert told.exit_code == 1, told.output
+    assert "Memory of each of 2 processes" in told.output
+    seeing = spec(True, plan={"gpu_memory": "1GB", "images": 2, "image_size": "168x112"})
+    told = CliRunner().invoke(app, ["train", str(seeing), "--plan"])
+    assert told.exit_code == 0, told.output
+    assert "a micro-batch of one row of 300 tokens with 2 images of 168 x 112 pixels:" in " ".join(told.output.split())
+    assert "images: pixels, activations of the vision model" in told.output
+    path = spec(plan={"gpu_memory": "35.5MB", "processes": 2})  # in the same file: the model that reads no images
+    told = CliRunner().invoke(app, ["train", str(path), "--plan", "--images", "2"])
+    assert told.exit_code == 1, told.output
+    assert "gets no images, so none can be planned" in told.output
