@@ -73,8 +73,16 @@ alive() { # pid file -> is that server's process there, and still ours?
     [ -n "$pid" ] && [ -r "/proc/$pid/cmdline" ] && tr '\0' ' ' <"/proc/$pid/cmdline" | grep -q "sglang_cpu/launch.py"
 }
 
-free_port() {
-    "$venv/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+free_port() { # below the ports that Linux gives to programs that ask for any: one of them could take it before the server does
+    "$venv/bin/python" - <<'PY'
+import contextlib, random, socket
+while True:
+    port = random.randrange(20000, 32768)
+    with socket.socket() as trial, contextlib.suppress(OSError):
+        trial.bind(("127.0.0.1", port))
+        print(port)
+        break
+PY
 }
 
 start() {

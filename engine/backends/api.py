@@ -55,6 +55,8 @@ class Answer(msgspec.Struct, frozen=True):
     reasoning: str | None = None
     calls: list[tuple[str, Any]] = []
     """Name and arguments of each tool call; the arguments as an object or as JSON text."""
+    signed: list[dict[str, Any]] | None = None
+    """See `Generation.signed`."""
 
 
 class UnusableReplyError(ValueError):
@@ -94,7 +96,7 @@ class ApiBackend(Backend):
             BackendError: The spec's sampling sets a parameter that the protocol does not have, the variable of the key is
                 not set, or the URL is invalid.
         """
-        refuse_parameters(cls.declared, loaded.spec.sampling)
+        refuse_parameters(spec, loaded.spec.sampling)
         try:
             return cls(spec, format, api_key=read_key(spec.api_key_env))
         except ValueError as error:
@@ -129,6 +131,10 @@ class ApiBackend(Backend):
     def adapts(self, reply: HttpReply, sent: bytes) -> bool:
         """Whether a refused request is to be sent once more, because its next body differs from the one that was sent."""
         return False
+
+    def pause(self, reply: HttpReply) -> float | None:
+        """Seconds for which no request should be sent, by the reply's headers other than `Retry-After`; None: they do not say."""
+        return None
 
     # ------------------------------------------------------------------------------------------------------
 
@@ -188,6 +194,7 @@ class ApiBackend(Backend):
             seconds=time.perf_counter() - began,
             text=answer.text,
             reasoning=answer.reasoning,
+            signed=answer.signed,
             calls=[_attempt(f"call_{request.turn}_{index}", *call) for index, call in enumerate(answer.calls)],
             sampled_tokens=usage.output,
             cost=cost,
@@ -271,7 +278,11 @@ class ApiBackend(Backend):
         if reply.status != 200:
             if self.adapts(reply, body):
                 return await self._attempt(request, messages)
+            if reply.retry_after is None:
+                reply = msgspec.structs.replace(reply, retry_after=self.pause(reply))
             raise refusal(self._spec.url, reply)
+        if seconds := self.pause(reply):
+            self._pace.rest(seconds)
         try:
             return self.read(reply.body)
         except (UnusableReplyError, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -38,6 +38,11 @@ class Backend(ABC):
     """Longest sequence in tokens, prompt and reply together, where the backend has a limit of its own."""
     outage: Outage | None = None
     """For backends with servers: whether requests wait until a server is back, and the deadlines that wait with them."""
+    logs: Path | None = None
+    """Folder for the logs of servers that the backend starts. The command sets it before `start`; None: a folder of the cache."""
+    training: bool = False
+    """Whether a training uses the backend, and sends it weights. It sets this before `start`: servers that an earlier training, which was
+    killed in the middle of a push, left paused are continued."""
     budget: Budget | None = None
     """What the run may cost. The runner sets it; a backend whose config has `prices` asks before each request, and charges each reply."""
 
@@ -80,6 +85,20 @@ class Backend(ABC):
             BackendError: No reply; `retryable` says whether another try may succeed.
         """
 
+    async def lend_memory(self) -> None:  # noqa: B027
+        """Release the GPU memory of the servers to a trainer on the same GPUs. No request may be running. New weights take it back.
+
+        Raises:
+            BackendError: A server still works on requests, or refuses; all servers have their memory then.
+        """
+
+    async def take_memory_back(self) -> None:  # noqa: B027
+        """Take back what `lend_memory` released and no new weights have taken back.
+
+        Raises:
+            BackendError: A server refuses.
+        """
+
     def release(self, episode_id: str) -> None:  # noqa: B027
         """Drop what is cached for an episode that has ended."""
 
@@ -91,12 +110,18 @@ class Backend(ABC):
         return {}
 
 
-def refuse_parameters(declared: type[BackendBase], sampling: SamplingParams) -> None:
+def refuse_parameters(declared: BackendBase, sampling: SamplingParams) -> None:
     """Refuse sampling parameters that a kind of backend does not have.
 
     Raises:
         BackendError: Kind `unsupported_parameter`; the message names all of them.
     """
+    if sampling.temperature > declared.max_temperature and "temperature" not in declared.lacking:
+        raise BackendError(
+            f"`sampling.temperature` is {sampling.temperature:g}; the {declared.kind_name()} backend takes at most "
+            f"{declared.max_temperature:g}",
+            kind="unsupported_parameter",
+        )
     given = declared.unsupported(sampling)
     if given:
         names = ", ".join(f"`sampling.{name}`" for name in given)

@@ -86,4 +86,8 @@ class Budget:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
         os.close(self._file)

@@ -69,7 +69,7 @@ class ScriptedBackend(Backend):
         """
         from engine.spec.load import Document
 
-        refuse_parameters(cls.declared, loaded.spec.sampling)
+        refuse_parameters(spec, loaded.spec.sampling)
         where = ("backend", "replies")
         if isinstance(spec.replies, str):
             script = _read_script(loaded.resolve(spec.replies, where))
@@ -163,23 +163,8 @@ class ScriptedBackend(Backend):
         """The reply's ids, int32 [tokens]; computed once."""
         known = self._ids.get(id(reply))
         if known is None:
-            known = self._ids[id(reply)] = np.asarray(self._write(reply), dtype=np.int32)
+            known = self._ids[id(reply)] = np.asarray(write_reply(self._format, reply), dtype=np.int32)
         return known
-
-    def _write(self, reply: ScriptedReply) -> list[int]:
-        if reply.tokens is not None:
-            bad = [token for token in reply.tokens if not 0 <= token < self._format.vocab_size]
-            if bad:
-                raise BackendError(
-                    f"the script's token {bad[0]} is not in the vocabulary [0, {self._format.vocab_size})",
-                    kind="script_error",
-                )
-            return reply.tokens
-        if reply.tool_calls:
-            ids = write_calls(self._format, reply.text, [(call.name, call.arguments) for call in reply.tool_calls])
-        else:
-            ids = list(self._format.encode(reply.text))
-        return [*ids, self._format.stop_token_ids[0]] if reply.finish == "stop" else ids
 
     def _end(self, reply: ScriptedReply, ids: np.ndarray, request: GenerateRequest) -> tuple[int, FinishReason]:
         """Number of tokens of a reply, and its finish reason, before `max_new_tokens` is applied."""
@@ -204,6 +189,27 @@ class ScriptedBackend(Backend):
             return string[0], FinishReason(type="stop", matched=string[1])
         message = "the script sets `finish: abort`" if reply.finish == "abort" else None
         return len(ids), FinishReason(type=reply.finish, message=message)
+
+
+def write_reply(format: ChatFormat, reply: ScriptedReply) -> list[int]:
+    """The ids of a scripted reply, with the stop token if it ends by one.
+
+    Raises:
+        BackendError: Kind `script_error`: an id is not in the vocabulary, or the calls cannot be written in the format.
+    """
+    if reply.tokens is not None:
+        bad = [token for token in reply.tokens if not 0 <= token < format.vocab_size]
+        if bad:
+            raise BackendError(
+                f"the script's token {bad[0]} is not in the vocabulary [0, {format.vocab_size})",
+                kind="script_error",
+            )
+        return reply.tokens
+    if reply.tool_calls:
+        ids = write_calls(format, reply.text, [(call.name, call.arguments) for call in reply.tool_calls])
+    else:
+        ids = list(format.encode(reply.text))
+    return [*ids, format.stop_token_ids[0]] if reply.finish == "stop" else ids
 
 
 def _read_script(path: Path) -> Script:

@@ -15,6 +15,8 @@ Fault = tuple[int, dict[str, str], bytes]
 """Status (0: the connection is dropped), headers and body of one reply."""
 OVERLOADED: Fault = (529, {}, b'{"type":"error","error":{"type":"overloaded_error","message":"Overloaded"}}')
 DROPPED: Fault = (0, {}, b"")
+_MARKER = ', "cache_control": {"type": "ephemeral"}'
+THOUGHT = {"type": "thinking", "thinking": "17 and 4.", "signature": "EqQBCkYIBBgC"}
 WRONG_JSON: Fault = (200, {}, b'{"id": "x", "choi')
 
 
@@ -80,9 +82,12 @@ class ApiServer:
         self.times.append(time.monotonic())
         if self.faults:
             return self.faults.pop(0)
-        problem, reply = {"/v1/chat/completions": self._chat}[path](body)
+        problem, reply = {"/v1/chat/completions": self._chat, "/v1/messages": self._messages}[path](body)
         if problem:
             self.refused.append(problem)
+            if path == "/v1/messages":
+                reply = {"type": "error", "error": {"type": "invalid_request_error", "message": problem}}
+                return 400, {}, json.dumps(reply).encode()
             error = {"error": {"message": problem, "type": "invalid_request_error", "param": None, "code": None}}
             return 400, {}, json.dumps(error).encode()
         self.served += 1
@@ -90,7 +95,7 @@ class ApiServer:
 
     def counted(self, body: dict[str, Any]) -> tuple[int, int]:
         """Tokens of the prompt, and those in the longest prefix that an earlier prompt shares; 4 characters each."""
-        prompt = json.dumps([body.get("tools"), body.get("system"), body["messages"]])
+        prompt = json.dumps([body.get("tools"), body.get("system"), body["messages"]]).replace(_MARKER, "")
         shared = max((_shared(prompt, earlier) for earlier in self._cache), default=0)
         self._cache.append(prompt)
         return len(prompt) // 4, shared // 4
@@ -134,6 +139,60 @@ class ApiServer:
             },
             "service_tier": "default", "system_fingerprint": None,
         }  # fmt: skip
+
+    def _messages(self, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Anthropic's API: the refusals that it documents, and replies of its form."""
+        messages = body["messages"]
+        if "max_tokens" not in body:
+            return "max_tokens: Field required", {}
+        waiting: list[str] = []
+        for at, message in enumerate(messages):
+            if message["role"] != ("assistant" if at % 2 else "user"):
+                return f"messages.{at}: roles must alternate between 'user' and 'assistant'", {}
+            blocks = message["content"]
+            results = [block["tool_use_id"] for block in blocks if block["type"] == "tool_result"]
+            if any(block["type"] == "tool_result" for block in blocks[len(results) :]) or sorted(results) != sorted(
+                waiting
+            ):
+                return f"messages.{at}: `tool_use` ids without `tool_result` blocks immediately after: {waiting}", {}
+            if not blocks or any(block["type"] == "text" and not block["text"].strip() for block in blocks):
+                return f"messages.{at}: text content blocks must be non-empty", {}
+            used = [block for block in blocks if block["type"] == "tool_use"]
+            if used and "thinking" in body and blocks[0] != THOUGHT:
+                return f"messages.{at}.content.0: `thinking` blocks must be passed back unmodified", {}
+            if any(not isinstance(block["input"], dict) for block in used):
+                return f"messages.{at}: input: Input should be a valid dictionary", {}
+            if used and "tools" not in body:
+                return "Requests which include `tool_use` or `tool_result` blocks must define tools", {}
+            waiting = [block["id"] for block in used]
+        if waiting:
+            return f"`tool_use` ids were found without `tool_result` blocks immediately after: {waiting}", {}
+        if sum("cache_control" in block for block in _blocks(body)) > 4:
+            return "A maximum of 4 blocks with cache_control may be provided.", {}
+        asked = body.get("tools") and len(messages) == 1
+        content = [
+            {"type": "tool_use", "id": "toolu_01A", "name": "add", "input": {"a": 17, "b": 4}},
+            {"type": "tool_use", "id": "toolu_01B", "name": "add", "input": "{" if self.broken else {"a": 1, "b": 1}},
+        ]
+        prompt, cached = self.counted(body)
+        marked = any("cache_control" in block for block in _blocks(body))
+        cached = cached if marked else 0
+        written = prompt - cached if marked else 0
+        return "", {
+            "id": "msg_01D", "type": "message", "role": "assistant", "model": body["model"],
+            "content": [*([THOUGHT] if "thinking" in body else []), *content] if asked else [{"type": "text", "text": "It is 21."}],
+            "stop_reason": "tool_use" if asked else "end_turn", "stop_sequence": None,
+            "usage": {
+                "input_tokens": prompt - cached - written, "output_tokens": 10, "cache_read_input_tokens": cached,
+                "cache_creation_input_tokens": written, "service_tier": "standard",
+                "cache_creation": {"ephemeral_5m_input_tokens": written, "ephemeral_1h_input_tokens": 0},
+            },
+        }  # fmt: skip
+
+
+def _blocks(body: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = [block for message in body["messages"] for block in message["content"]]
+    return [*body.get("tools", ()), *body.get("system", ()), *messages]
 
 
 def _call(id_: str, arguments: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A server in a process of its own, to be killed and started again: each reply follows from its prompt.
 
-    python outage_server.py KIND PORT [--latency 0.1] [--refuse SECONDS] [--serve N] [--retry-after VALUE|date|none] [--status 429]
+    python outage_server.py KIND PORT [--latency 0.1] [--refuse SECONDS] [--serve N] [--retry-after VALUE|date|none] [--status 429] [--no-echo]
 
 KIND is `sglang` or `openai`. The port is printed once the server listens. After `--serve` requests (0) it refuses every request with
 `--status` for `--refuse` seconds.
@@ -64,7 +64,7 @@ class Server(FakeSGLang):
         return head.encode() + body
 
     def good(self, rid: bytes, prompt: bytes, echo: bool = True) -> bytes:
-        data = json.loads(super().good(rid, prompt, echo))
+        data = json.loads(super().good(rid, prompt, echo and not self._arguments.no_echo))
         chosen = random.Random(zlib.crc32(prompt))
         ids = [*(chosen.randrange(20, 400) for _ in range(chosen.randrange(2, 12))), END]
         data["output_ids"] = ids
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--serve", type=int, default=0)
     parser.add_argument("--retry-after", default="none")
     parser.add_argument("--status", type=int, default=429)
+    parser.add_argument("--no-echo", action="store_true", help="as SGLang before 0.5.23: the prompt is not reported")
     asyncio.run(_serve(parser.parse_args()))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from engine.backends.sglang.client import SGLangBackend
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
+from engine.tokens.experts import ExpertLayout
 from engine.tokens.format import ChatFormat
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -41,7 +42,13 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    format: ChatFormat, servers: int = 1, *, sampling: SamplingParams | None = None, start: bool = True, **spec: Any
+    format: ChatFormat,
+    servers: int = 1,
+    *,
+    sampling: SamplingParams | None = None,
+    start: bool = True,
+    layout: ExpertLayout | None = None,
+    **spec: Any,
 ) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         fakes, urls = [], []
@@ -56,6 +63,7 @@ async def cluster(
             format,
             sampling=sampling or SamplingParams(),
             model="fake",
+            layout=layout,
         )
         stack.push_async_callback(backend.close)
         if start:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from engine.backends.base import Backend
 from engine.backends.registry import runtime_class
@@ -23,11 +24,18 @@ KINDS = pytest.mark.parametrize("declared", BACKENDS, ids=lambda declared: decla
 EXAMPLES: dict[str, str] = {
     "local": "{kind: local}",
     "sglang": '{kind: sglang, urls: ["http://127.0.0.1:30000"]}',
+    "vllm": '{kind: vllm, urls: ["http://127.0.0.1:8000"]}',
     "openai": '{kind: openai, url: "http://127.0.0.1:8000/v1", model: m}',
+    "anthropic": '{kind: anthropic, url: "http://127.0.0.1:8000/v1", model: m}',
     "scripted": "{kind: scripted, replies: [a]}",
 }
 VALUES: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.5,
     "top_k": 5,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "logit_bias": {"1": 1.0},
     "min_p": 0.1,
     "repetition_penalty": 1.1,
     "min_new_tokens": 2,
@@ -75,8 +83,9 @@ def test_the_kinds_that_train_are_named_in_messages() -> None:
 def test_validate_refuses_the_sampling_parameters_that_the_run_refuses(
     declared: type[BackendBase], tmp_path: Path
 ) -> None:
-    refused = declared.unsupported(SamplingParams.model_validate(VALUES))
-    assert refused == list(declared.unsupported_sampling)
+    backend = declared.model_validate(yaml.safe_load(EXAMPLES[declared.kind_name()]))
+    refused = backend.unsupported(SamplingParams.model_validate(VALUES))
+    assert refused == list(backend.lacking)
     found = validated(tmp_path, EXAMPLES[declared.kind_name()], f"sampling: {json.dumps(VALUES)}")
     assert sorted(line for line in found if "does not have" in line) == sorted(
         f"sampling.{name}: the `{declared.kind_name()}` backend does not have `{name}`" for name in refused
@@ -84,7 +93,8 @@ def test_validate_refuses_the_sampling_parameters_that_the_run_refuses(
 
 
 def test_every_unsupported_parameter_is_one_that_this_test_sets() -> None:
-    assert {name for declared in BACKENDS for name in declared.unsupported_sampling} == set(VALUES)
+    examples = [declared.model_validate(yaml.safe_load(EXAMPLES[declared.kind_name()])) for declared in BACKENDS]
+    assert {name for backend in examples for name in backend.lacking} == set(VALUES)
 
 
 def test_a_role_s_sampling_is_checked_against_its_own_backend(tmp_path: Path) -> None:

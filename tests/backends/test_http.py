@@ -65,9 +65,15 @@ async def serving(*answers: list[bytes]) -> AsyncIterator[tuple[Raw, HttpClient]
 OK = [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"]
 
 
+def whole(reply: HttpReply) -> tuple[int, bytes]:
+    """Status and body of a reply, whose head has the same status."""
+    assert reply.head.partition(b" ")[2].startswith(b"%d" % reply.status)
+    return reply.status, reply.body
+
+
 async def test_a_request_is_sent_whole_with_its_headers() -> None:
     async with serving(OK) as (raw, client):
-        assert await client.request("POST", "/generate", b"[1,", b"2]") == HttpReply(200, b"ok")
+        assert whole(await client.request("POST", "/generate", b"[1,", b"2]")) == (200, b"ok")
         port = client.url.rpartition(":")[2].partition("/")[0]
     assert raw.requests == [
         f"POST /base/generate HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\nX-Key: k\r\n"
@@ -85,7 +91,7 @@ async def test_a_connection_is_used_again() -> None:
 async def test_concurrent_requests_have_a_connection_each() -> None:
     async with serving(OK, OK, OK) as (raw, client):
         replies = await asyncio.gather(*(client.request("GET", "/") for _ in range(3)))
-        assert replies == [HttpReply(200, b"ok")] * 3
+        assert [whole(reply) for reply in replies] == [(200, b"ok")] * 3
         assert raw.connections == 3
 
 
@@ -132,14 +138,14 @@ async def test_every_way_of_ending_a_body_is_read(pieces: list[bytes]) -> None:
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    assert await client.request("GET", "/") == HttpReply(200, b"hello")
+    assert whole(await client.request("GET", "/")) == (200, b"hello")
     await client.close()
     server.close()
 
 
 async def test_no_content_has_no_body() -> None:
     async with serving([b"HTTP/1.1 204 No Content\r\n\r\n"], OK) as (raw, client):
-        assert await client.request("GET", "/") == HttpReply(204, b"")
+        assert whole(await client.request("GET", "/")) == (204, b"")
         assert (await client.request("GET", "/")).body == b"ok"
         assert raw.connections == 1
 

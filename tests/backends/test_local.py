@@ -409,17 +409,17 @@ async def test_new_weights_take_over_inside_a_reply(opened: Opener, tiny_model_d
     backend = opened()
     await backend.start()
     prompt = np.arange(10, 40, dtype=np.int32)
-    call = asyncio.create_task(backend.generate(ask(prompt, most=400)))
-    await sampling(backend)
     changed = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
+    call = asyncio.create_task(backend.generate(ask(prompt, most=200)))
+    await sampling(backend)
     await backend.update_weights(changed.state_dict(), 3)
     reply = await call
     first, second = reply.versions
-    assert (first.version, first.start, second.version, second.end) == (0, 0, 3, 400)
+    assert (first.version, first.start, second.version, second.end) == (0, 0, 3, 200)
     assert first.end == second.start
     old = recomputed(reference, prompt, reply.output_ids)
     new = recomputed(changed, prompt, reply.output_ids)

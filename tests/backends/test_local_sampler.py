@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from slow_cases import each_once
+from slow_cases import slow_but, slow_but_each
 
 from engine.backends.local.sampler import SamplingState, sample, uniforms
 from engine.schemas.generation import GenerateRequest, SamplingParams
@@ -55,7 +56,7 @@ def test_uniforms_are_uniform_and_independent_of_neighbouring_seeds() -> None:
     assert abs(np.corrcoef(by_seed[:, :-1].ravel(), by_seed[:, 1:].ravel())[0, 1]) < 0.02
 
 
-@pytest.mark.parametrize("vocab", [3, 256, 257, 1000])
+@pytest.mark.parametrize("vocab", slow_but([3, 256, 257, 1000], 257))
 def test_samples_follow_the_distribution(vocab: int) -> None:
     torch.manual_seed(vocab)
     logits = torch.randn(vocab) * 2
@@ -92,17 +93,21 @@ def kept(chances: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int
 
 @pytest.mark.parametrize(
     ("filters", "spread"),
-    each_once(
-        [
-            (5, 1.0, 0.0),
-            (0, 0.6, 0.0),
-            (0, 1.0, 0.2),
-            (40, 0.9, 0.01),
-            (0, 0.9999, 0.0),
-            (600, 1.0, 0.0),
-            (1, 1.0, 0.0),
-        ],
-        [3.0, 0.3],
+    slow_but_each(
+        3,
+        product(
+            [
+                (5, 1.0, 0.0),
+                (0, 0.6, 0.0),
+                (0, 1.0, 0.2),
+                (40, 0.9, 0.01),
+                (0, 0.9999, 0.0),
+                (600, 1.0, 0.0),
+                (1, 1.0, 0.0),
+            ],
+            [3.0, 0.3],
+        ),
+        several=True,
     ),
 )
 def test_filters_keep_what_their_definition_keeps(filters: tuple[int, float, float], spread: float) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from outage_server import Server
 from sglang_cluster import Call, cluster, request
+from slow_cases import each_once
 
 from engine.backends.http.outage import Outage
 from engine.backends.openai import OpenAIBackend
@@ -47,7 +48,9 @@ class One:
         self.backend: SGLangBackend | OpenAIBackend
 
     async def start(self, *, refuse: float = 0.0, retry_after: str = "none", status: int = 429) -> None:
-        arguments = argparse.Namespace(latency=0.01, serve=0, refuse=refuse, retry_after=retry_after, status=status)
+        arguments = argparse.Namespace(
+            latency=0.01, serve=0, refuse=refuse, retry_after=retry_after, status=status, no_echo=False
+        )
         self.server = Server(arguments)
         url = await self.server.start(port=self.port)
         self.port = int(url.rpartition(":")[2])
@@ -127,8 +130,7 @@ async def test_a_pause_until_a_date_is_kept(chat_format: ChatFormat, kind: str) 
         assert it.server.refused <= 8
 
 
-@pytest.mark.parametrize("refusal", ["away", "429", "429 for a day", "503"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("refusal", "kind"), each_once(["away", "429", "429 for a day", "503"], KINDS))
 async def test_nobody_replies_for_as_long_as_the_run_waits(chat_format: ChatFormat, kind: str, refusal: str) -> None:
     async with one(kind, chat_format, wait=0.3, retries=100) as it:
         await it.ask()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from api_server import ApiServer
+from slow_cases import slow_after
 from test_openai import request
 
 from engine.backends.http.pace import Pace
@@ -57,7 +58,7 @@ async def test_a_request_larger_than_a_minute_s_tokens_goes_alone() -> None:
     assert clock.now == pytest.approx(121)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", slow_after(5, range(20)))
 async def test_no_time_has_more_than_its_limit(seed: int) -> None:
     chosen, clock = random.Random(seed), Clock()
     requests, tokens = chosen.randrange(1, 30), chosen.randrange(50, 500)

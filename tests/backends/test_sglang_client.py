@@ -95,6 +95,7 @@ SERVER_ERRORS = {
 
 
 @pytest.mark.parametrize("fault", [*BAD_REPLIES.values(), *SERVER_ERRORS.values()], ids=[*BAD_REPLIES, *SERVER_ERRORS])
+@pytest.mark.usefixtures("short_pauses")
 async def test_another_try_follows_a_reply_that_cannot_be_used(
     chat_format: ChatFormat, fault: Callable[[Call], Any]
 ) -> None:
@@ -107,6 +108,7 @@ async def test_another_try_follows_a_reply_that_cannot_be_used(
 
 
 @pytest.mark.parametrize("fault", list(BROKEN.values()), ids=list(BROKEN))
+@pytest.mark.usefixtures("short_pauses")
 async def test_another_try_follows_a_broken_connection(chat_format: ChatFormat, fault: Callable[[Call], Any]) -> None:
     async with cluster(chat_format) as it:
         it.fake.faults += [fault, fault]  # a connection that was used before is tried twice
@@ -214,7 +216,7 @@ async def test_a_cancelled_request_is_stopped_on_the_server(chat_format: ChatFor
 async def test_closing_leaves_no_abort_behind_that_nobody_answers(
     chat_format: ChatFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.backends.sglang.attempts.ABORT_SECONDS", 0.05)
+    monkeypatch.setattr("engine.backends.servers.attempts.ABORT_SECONDS", 0.05)
     async with cluster(chat_format) as it:
         it.fake.latency = 30
         task = asyncio.create_task(it.backend.generate(request()))
@@ -480,7 +482,9 @@ async def test_a_server_that_does_not_echo_prompts_is_refused_at_the_start(chat_
 
     async with cluster(chat_format, start=False) as it:
         it.fake.faults.append(without_echo)
-        with pytest.raises(BackendError, match="does not say which prompt it worked on"):
+        with pytest.raises(
+            BackendError, match=r"does not report the prompt that it computed on .*`backend.unchecked_prompts: allow`"
+        ):
             await it.backend.start()
 
 

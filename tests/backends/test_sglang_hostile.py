@@ -24,6 +24,8 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
 
 @pytest.fixture(scope="module")
 def chat_format(tiny_model_dir: Path) -> ChatFormat:

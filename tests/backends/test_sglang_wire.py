@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.sglang.reply_body import PromptMismatch, ReplyError, decode, version_number
-from engine.backends.sglang.request_body import Encoder, Outgoing
+from engine.backends.servers.reply import PromptMismatch, ReplyError
+from engine.backends.servers.request import Outgoing
+from engine.backends.sglang.reply_body import decode, version_number
+from engine.backends.sglang.request_body import Encoder
 from engine.errors import BackendError
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
 

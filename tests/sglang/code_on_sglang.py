@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from engine.schemas.environment import EpisodeView, UserTurn
 from engine.schemas.message import ToolCall
 from engine.schemas.reward import RewardEvent
@@ -46,3 +48,8 @@ class Pedant:
         if self._answers == 2:
             return UserTurn(satisfied=True, rewards=[RewardEvent(value=1.0)])
         return UserTurn(content=f"{len(view.reply)} characters are not enough. Say more.")
+
+
+def by_token(row: dict[str, Any]) -> np.ndarray:
+    """An advantage for each token that depends on its id alone, so that every episode trains."""
+    return (row["input_ids"] % 7 - 3).astype(np.float32)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +16,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "sglang_cpu.sh"
 FLAGS = [
     "--deterministic",
     "--enable-metrics",
-    "--enable-lora",
-    "--max-lora-rank",
-    "8",
-    "--lora-backend",
-    "torch_native",
 ]
-FLAGS += ["--lora-target-modules", "q_proj", "v_proj"]
+LORA_FLAGS = ["--enable-lora", "--max-lora-rank", "8", "--lora-backend", "torch_native"]
+LORA_FLAGS += ["--lora-target-modules", "q_proj", "v_proj"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,13 +51,23 @@ def sglang_python() -> Path:
     return python
 
 
+@pytest.fixture(scope="session")
+def sglang_interpreter() -> Path:
+    """The interpreter of SGLang's own environment."""
+    return sglang_python()
+
+
 @contextmanager
-def running(model: Path, state: Path, *flags: str) -> Iterator[Running]:
-    """A server with this model until the block ends."""
+def running(model: Path, state: Path, *flags: str, lora: bool = True) -> Iterator[Running]:
+    """A server with this model until the block ends, which takes adapters with `lora`."""
     sglang_python()
     environment = {**os.environ, "SGLANG_CPU_STATE": str(state), "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     started = subprocess.run(
-        [SCRIPT, "start", model, *FLAGS, *flags], env=environment, capture_output=True, text=True, check=False
+        [SCRIPT, "start", model, *FLAGS, *(LORA_FLAGS if lora else []), *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if started.returncode:
         pytest.fail(f"the SGLang server did not start:\n{started.stderr[-4000:]}")
@@ -71,6 +77,12 @@ def running(model: Path, state: Path, *flags: str) -> Iterator[Running]:
     finally:
         port = url.rpartition(":")[2]
         subprocess.run([SCRIPT, "stop", "--port", port], env=environment, capture_output=True, check=False)
+
+
+@pytest.fixture(scope="session")
+def server_of() -> Callable[..., AbstractContextManager[Running]]:
+    """See `running`."""
+    return running
 
 
 @pytest.fixture(scope="session")
@@ -150,3 +162,13 @@ def router_python() -> Path:
             pytest.fail(message)
         pytest.skip(message)
     return python
+
+
+@pytest.fixture
+def own_weights(sglang_server: Running, tiny_model_dir: Path) -> Iterator[None]:
+    """The server has the model's own weights again when the test is over."""
+    yield
+    import httpx
+
+    body = {"model_path": str(tiny_model_dir), "weight_version": "0", "flush_cache": True}
+    assert httpx.post(f"{sglang_server.url}/update_weights_from_disk", json=body, timeout=120).json()["success"]

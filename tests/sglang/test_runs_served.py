@@ -233,3 +233,68 @@ async def test_episodes_go_on_elsewhere_when_their_server_is_killed(
     turns = sum(len(trajectory.turns) for trajectory in found.values())
     assert stats["turns"] == turns
     assert stats["certificate"] == {"turns_checked": turns, "turns_unchecked": 0, "prompt_mismatches": 0}
+
+
+CPU_SERVER = [
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--dtype", "float32"),
+    *(
+        "--max-total-tokens",
+        "16384",
+        "--cuda-graph-backend-decode",
+        "disabled",
+        "--cuda-graph-backend-prefill",
+        "disabled",
+    ),
+    *("--skip-server-warmup", "--sleep-on-idle"),
+]
+"""What a real server needs on a machine without GPUs, as in scripts/sglang_cpu.sh."""
+
+
+def server_processes(port: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if port.encode() in words and b"sglang.launch_server" in words and b"-S" not in words:
+            found.append(int(entry.name))
+    return found
+
+
+def test_a_run_starts_its_server_starts_it_again_and_leaves_no_process(
+    make_spec: MakeSpec, tmp_path: Path, sglang_interpreter: Path
+) -> None:
+    stand_ins = HERE.parents[1] / "scripts" / "sglang_cpu"
+    environment = {
+        "PYTHONPATH": str(stand_ins),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    launch = {"gpus": 0, "python": str(sglang_interpreter), "args": CPU_SERVER, "env": environment}
+    spec = make_spec(name="launched", rollout={"samples_per_task": 24, "concurrency": 2})
+    written = yaml.safe_load(spec.read_text())
+    written["backend"] = {"kind": "sglang", "launch": launch}
+    spec.write_text(yaml.safe_dump(written))
+    process = engine("run", spec, "--out", tmp_path / "runs", cwd=tmp_path)
+    logs: list[Path] = []
+
+    def sampling() -> bool:
+        assert process.poll() is None, finish(process)
+        logs[:] = tmp_path.glob("runs/*/servers/server-0.log")
+        return bool(logs) and logs[0].read_text(errors="replace").count("POST /generate") > 30
+
+    until(sampling, 300)
+    [log] = logs
+    port = log.read_text().splitlines()[0].partition("--port ")[2].split()[0]
+    [pid] = server_processes(port)
+    os.kill(pid, signal.SIGKILL)
+    status, out, err = finish(process)
+    assert status == 0, out + err
+    [told] = [json.loads(file.read_text()) for file in tmp_path.glob("runs/*/backend.json")]
+    assert told["launched"][0]["restarts"] == 1
+    assert told["certificate"]["turns_unchecked"] == told["certificate"]["prompt_mismatches"] == 0
+    with RunStore.open(next(tmp_path.glob("runs/*")), readonly=True) as store:
+        assert {trajectory.outcome.failure for trajectory in store.trajectories()} == {None}
+    assert server_processes(port) == []

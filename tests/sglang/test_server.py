@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from engine.backends.sglang.client import SGLangBackend
+from engine.doctor.examine import MINIMUM_SGLANG
+from engine.doctor.facts import release, sglang_of
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
@@ -437,3 +439,41 @@ async def test_an_adapter_that_the_spec_names_and_nobody_loaded_is_found_before_
     with pytest.raises(BackendError, match="ghost"):
         async with opened(sglang_server, chat_format, tiny_model_dir, adapter="ghost"):
             pass
+
+
+def test_doctor_reads_the_arguments_of_the_real_server(sglang_interpreter: Path) -> None:
+    stand_ins = Path(__file__).parents[2] / "scripts" / "sglang_cpu"
+    environment = {"PYTHONPATH": str(stand_ins), "SGLANG_USE_CPU_ENGINE": "1"}
+    found = sglang_of(str(sglang_interpreter), environment, flags=True)
+    assert found.error is None
+    assert release(found.version or "") >= MINIMUM_SGLANG
+    assert found.flags is not None
+    assert found.flags >= {
+        "--model-path",
+        "--tp-size",
+        "--enable-lora",
+        "--mem-fraction-static",
+        "--enable-memory-saver",
+    }
+
+
+async def test_memory_is_released_and_taken_back_around_new_weights(
+    backend: SGLangBackend, chat_format: ChatFormat, tiny_model_dir: Path, other_model_dir: Path, at_first: None
+) -> None:
+    """The order of calls is that of the real server; without a GPU there is no memory that it could release."""
+    prompt = prompt_of(chat_format)
+    control = backend.control
+    await control.memory.release()
+    await control.update_weights_from_disk(str(other_model_dir), 5)
+    generation = await backend.generate(request(prompt, HOT))
+    np.testing.assert_allclose(
+        generation.logprobs, recomputed(other_model_dir, prompt, generation.output_ids.tolist()), atol=1e-4
+    )
+    assert {span.version for span in generation.versions} == {5}
+    await control.memory.release()
+    await control.memory.resume()
+    await control.memory.resume()  # nothing is released: the real server would end
+    await control.update_weights_from_disk(str(tiny_model_dir), 6)
+    assert (await backend.generate(request(prompt, HOT))).versions[0].version == 6
+    with pytest.raises(BackendError, match="--enable-memory-saver"):
+        await control.memory.prepare(None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,6 @@ from engine.train.trainer import Trainer
 
 Running = Any
 LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
-
-
-@pytest.fixture(autouse=True)
-def _spec_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "train"))
-
-
-@pytest.fixture
-def own_weights(sglang_server: Running, tiny_model_dir: Path) -> Iterator[None]:
-    """The server has the model's own weights again when the test is over."""
-    yield
-    import httpx
-
-    body = {"model_path": str(tiny_model_dir), "weight_version": "0", "flush_cache": True}
-    assert httpx.post(f"{sglang_server.url}/update_weights_from_disk", json=body, timeout=120).json()["success"]
 
 
 def spec_of(folder: Path, server: Running, model: Path, train: dict[str, Any]) -> Path:
@@ -62,9 +46,10 @@ def spec_of(folder: Path, server: Running, model: Path, train: dict[str, Any]) -
         {"weight_sync": {"method": "disk"}},
         {"weight_sync": {"method": "tensors", "pause_generation": False}},
         {"weight_sync": {"method": "tensors"}, "lora": LORA},
+        {"weight_sync": {"method": "collective"}},
         {"weight_sync": {"method": "adapter"}, "lora": LORA},
     ],
-    ids=["disk", "tensors in flight", "lora as tensors", "adapter"],
+    ids=["disk", "tensors in flight", "lora as tensors", "collective", "adapter"],
 )
 async def test_each_step_samples_with_the_weights_of_the_step_before(
     sglang_server: Running, tiny_model_dir: Path, tmp_path: Path, own_weights: None, train: dict[str, Any]

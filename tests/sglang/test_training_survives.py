@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from engine.actions.role_models import RoleModel, RoleReply
-from engine.backends.sglang.server import Server
+from engine.backends.servers.server import Server
 from engine.errors import OutageError, TrainError
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import Message
@@ -27,21 +26,6 @@ from engine.train.trainer import Trainer
 Running = Any
 LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 PROBE = [Message(role="user", content="Say word 1.")]
-
-
-@pytest.fixture(autouse=True)
-def _spec_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "train"))
-
-
-@pytest.fixture
-def own_weights(sglang_server: Running, tiny_model_dir: Path) -> Iterator[None]:
-    """The server has the model's own weights again when the test is over."""
-    yield
-    import httpx
-
-    body = {"model_path": str(tiny_model_dir), "weight_version": "0", "flush_cache": True}
-    assert httpx.post(f"{sglang_server.url}/update_weights_from_disk", json=body, timeout=120).json()["success"]
 
 
 def begin(folder: Path, model: Path, backend: dict[str, Any], train: dict[str, Any], **changes: Any) -> Trainer:
@@ -97,9 +81,10 @@ def kill_in_push(patch: pytest.MonkeyPatch, victim: Running, number: int, *, sen
     [
         ({"weight_sync": {"method": "disk"}}, True),
         ({"weight_sync": {"method": "tensors"}}, False),
+        ({"weight_sync": {"method": "collective"}}, True),
         ({"weight_sync": {"method": "adapter"}, "lora": LORA}, True),
     ],
-    ids=["disk", "tensors", "adapter"],
+    ids=["disk", "tensors", "collective", "adapter"],
 )
 async def test_training_goes_on_when_one_of_two_servers_dies_during_a_push(
     sglang_server: Running,

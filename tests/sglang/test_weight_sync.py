@@ -22,9 +22,9 @@ from engine.schemas.train import TrainSpec
 from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
 from engine.train.policy import Policy
+from engine.train.server_pushes import check_versions
 from engine.train.shared_tensors import SharedBuffer, buffer_bytes
 from engine.train.sync import open_sync
-from engine.train.sync_sglang import _check_versions
 
 Running = Any
 HOT = SamplingParams(temperature=1.0, ignore_eos=True)
@@ -124,6 +124,7 @@ async def until_running(backend: SGLangBackend, tokens: float = 0.3) -> None:
         ("disk", LORA),
         ("tensors", None),
         ("tensors", LORA),
+        ("collective", None),
         ("adapter", LORA),
         ("auto", None),
         ("auto", LORA),
@@ -149,10 +150,10 @@ async def test_what_is_sampled_after_a_push_is_of_the_pushed_weights(
     old = by_transformers(tiny_model_dir, PROMPT, replies[0].output_ids.tolist())
     assert np.abs(replies[0].logprobs - old).max() > 1e-2  # the push was needed
     kept = sorted(path.name for path in (tmp_path / "weights").glob("*")) if (tmp_path / "weights").exists() else []
-    assert len(kept) == (0 if method == "tensors" else 1)
+    assert len(kept) == (0 if method in ("tensors", "collective") else 1)
 
 
-@pytest.mark.parametrize("method", ["disk", "tensors"])
+@pytest.mark.parametrize("method", ["disk", "tensors", "collective"])
 @pytest.mark.parametrize("pause", [True, False])
 async def test_replies_that_are_being_sampled_go_on_with_two_versions(
     backend: SGLangBackend, tiny_model_dir: Path, tmp_path: Path, method: str, pause: bool
@@ -220,7 +221,7 @@ async def test_a_version_that_the_server_does_not_report_is_said(
 ) -> None:
     await open_sync(spec_of(tiny_model_dir), backend, tmp_path, lora=False).push(policy_of(tiny_model_dir), 4)
     with pytest.raises(TrainError, match=r"was sent version 5, but reports '4' with its next reply") as caught:
-        await _check_versions(backend, 5)
+        await check_versions(backend, 5)
     assert caught.value.kind == "weights_not_taken"
 
 
@@ -230,7 +231,7 @@ async def test_a_folder_that_the_server_cannot_load_is_told_with_what_it_samples
     class Broken:
         """A policy whose files are no model."""
 
-        def save(self, folder: Path) -> None:
+        def save(self, folder: Path, *, serving: bool) -> None:
             folder.mkdir(parents=True)
 
     sync = open_sync(spec_of(tiny_model_dir, weight_sync={"method": "disk"}), backend, tmp_path, lora=False)

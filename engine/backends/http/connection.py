@@ -169,9 +169,9 @@ class Connection(asyncio.BufferedProtocol):
             wait = None if reader.retry_after is None else retry_seconds(reader.retry_after)
             try:
                 waiter.set_result(
-                    HttpReply(status, body, None, wait)
+                    HttpReply(status, body, None, wait, reader.head)
                     if read is None
-                    else HttpReply(status, b"", read(status, body), wait)
+                    else HttpReply(status, b"", read(status, body), wait, reader.head)
                 )
             except Exception as error:  # noqa: BLE001  (the caller gets it, not the event loop)
                 waiter.set_exception(error)

@@ -63,6 +63,7 @@ class ReplyReader:
         "_left",
         "_most",
         "body",
+        "head",
         "keep",
         "retry_after",
         "status",
@@ -85,6 +86,8 @@ class ReplyReader:
         """Bytes that the body lacks, or `_IN_HEAD`, or `_UNTIL_CLOSED`."""
         self._interim = 0
         self.body: bytes | bytearray = b""
+        self.head = b""
+        """The status line and the headers of the reply."""
         self.status = 0
         self.keep = True
         """The connection may be used again after this reply."""
@@ -203,6 +206,7 @@ class ReplyReader:
     def _read_head(self, head: bytes) -> bool:
         """Read the head of a reply. Returns False for an interim reply."""
         # The heads of one server differ only in their length, so the meaning of the rest is kept.
+        self.head = head
         sized = _LENGTH.search(head)
         if sized is None:
             return self._parse_head(head)

@@ -62,12 +62,13 @@ class Pace:
         self._requests = None if requests is None else _Bucket(requests, clock())
         self._tokens = None if tokens is None else _Bucket(tokens, clock())
         self._turn = asyncio.Lock()
+        self._rests_until = 0.0
         self.waited = 0.0
         """Seconds that requests waited, the waiting in line not counted."""
 
     async def take(self, tokens: int) -> None:
         """Wait until a request with so many tokens may be sent."""
-        if self._requests is None and self._tokens is None:
+        if self._requests is None and self._tokens is None and self._rests_until <= self._clock():
             return
         async with self._turn:
             while (seconds := self._seconds(tokens)) > _ROUNDING:
@@ -81,7 +82,12 @@ class Pace:
     def _seconds(self, tokens: int) -> float:
         now = self._clock()
         wants = ((self._requests, 1), (self._tokens, tokens))
-        return max(bucket.seconds(amount, now) for bucket, amount in wants if bucket is not None)
+        rest = self._rests_until - now
+        return max([rest, *(bucket.seconds(amount, now) for bucket, amount in wants if bucket is not None)])
+
+    def rest(self, seconds: float) -> None:
+        """Let no request begin for some seconds, because the API said that nothing is left of a limit."""
+        self._rests_until = max(self._rests_until, self._clock() + seconds)
 
     def correct(self, estimated: int, counted: int) -> None:
         """Replace an estimate by what the API counted."""

@@ -42,6 +42,8 @@ class HttpReply(msgspec.Struct, frozen=True):
     """The result of the request's `read`."""
     retry_after: float | None = None
     """Seconds until the next request, from the header `Retry-After`; only with status 429, 503 and 529."""
+    head: bytes = b""
+    """The status line and the headers."""
 
 
 def retry_seconds(value: bytes, now: float | None = None) -> float | None:

@@ -90,7 +90,7 @@ class LocalBackend(Backend):
         """
         from engine.tokens.catalogue import resolve_model
 
-        refuse_parameters(cls.declared, loaded.spec.sampling)
+        refuse_parameters(spec, loaded.spec.sampling)
         model = loaded.spec.model
         contexts = [value for value in (format.context, model.context) if value]
         return cls(
@@ -147,14 +147,15 @@ class LocalBackend(Backend):
 
     def _open_model(self, folder: Path, device: torch.device, dtype: torch.dtype) -> PackedModel:
         """Load the model and check its forward pass."""
-        rows, repeatable = self._spec.max_batch, self._spec.deterministic
+        rows = self._spec.max_batch
+        keys = {"repeatable": self._spec.deterministic, "experts": self._spec.routed_experts}
         if self._vision is None:
             from engine.backends.local.load import PackedModel
 
-            return PackedModel(folder, device, dtype, rows, repeatable=repeatable)
+            return PackedModel(folder, device, dtype, rows, **keys)
         from engine.backends.local.vision import VisionModel
 
-        return VisionModel(folder, device, dtype, rows, vision=self._vision, repeatable=repeatable)
+        return VisionModel(folder, device, dtype, rows, vision=self._vision, **keys)
 
     def _images(self, request: GenerateRequest) -> PromptImages | None:
         """Check the images of a request, and mark their tokens. None without images.
@@ -186,7 +187,7 @@ class LocalBackend(Backend):
         from engine.backends.local.sampler import SamplingState
 
         worker = self._started()
-        refuse_parameters(self.declared, request.sampling)
+        refuse_parameters(self._spec, request.sampling)
         images = self._images(request)
         most = tokens_to_sample(request, rows=worker.packed.vocab, context=self.context)
         assert self._vocab is not None

@@ -47,15 +47,20 @@ class Stash(NamedTuple):
 
     keys: torch.Tensor
     values: torch.Tensor
+    experts: torch.Tensor | None = None
+    """[layers, length, top_k], where the experts of tokens are kept."""
 
     @property
     def bytes(self) -> int:
         """Memory in bytes."""
-        return self.keys.nbytes + self.values.nbytes
+        return self.keys.nbytes + self.values.nbytes + (0 if self.experts is None else self.experts.nbytes)
 
 
 class KVRows:
-    """The cache: keys and values, each [layers, rows, kv_heads, capacity, head_dim]; allocated at the first write."""
+    """The cache: keys and values, each [layers, rows, kv_heads, capacity, head_dim]; allocated at the first write.
+
+    `experts` [layers, rows, capacity, top_k] are those of the tokens, where a model has some and they are written.
+    """
 
     def __init__(self, layers: int, rows: int) -> None:
         self._layers = layers
@@ -63,6 +68,7 @@ class KVRows:
         self._wanted = GROWTH
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
+        self.experts: torch.Tensor | None = None
 
     @property
     def capacity(self) -> int:
@@ -72,7 +78,7 @@ class KVRows:
     @property
     def bytes(self) -> int:
         """Memory in bytes."""
-        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
+        return sum(store.nbytes for store in (self.keys, self.values, self.experts) if store is not None)
 
     def reserve(self, length: int) -> None:
         """Enlarge the cache for rows of `length` tokens. It grows by at least half, so that it rarely grows."""
@@ -82,6 +88,10 @@ class KVRows:
         self._wanted = -(-wanted // GROWTH) * GROWTH
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+            if self.experts is not None:
+                old = self.experts
+                self.experts = old.new_zeros((*old.shape[:2], self._wanted, old.shape[3]))
+                self.experts[:, :, : old.shape[2]] = old
 
     def _grown(self, old: torch.Tensor) -> torch.Tensor:
         new = old.new_zeros((*old.shape[:3], self._wanted, old.shape[4]))
@@ -97,17 +107,32 @@ class KVRows:
         self.keys[layer][plan.rows, :, plan.positions] = key[0].transpose(0, 1)
         self.values[layer][plan.rows, :, plan.positions] = value[0].transpose(0, 1)
 
+    def write_experts(self, layer: int, chosen: torch.Tensor, plan: Plan | Tile) -> None:
+        """Store the experts [tokens, top_k] that one layer chose in a forward pass."""
+        if self.experts is None:
+            shape = (self._layers, self._rows, self._wanted, chosen.shape[-1])
+            self.experts = torch.zeros(shape, dtype=torch.int16, device=chosen.device)
+        self.experts[layer][plan.rows, plan.positions] = chosen.to(torch.int16)
+
+    def experts_of(self, row: int, start: int, end: int) -> torch.Tensor:
+        """The experts of a row's tokens [start, end), int16 [tokens, layers, top_k]; zeros in layers without experts."""
+        assert self.experts is not None
+        return self.experts[:, row, start:end].transpose(0, 1)
+
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of one row to another."""
         for store in (self.keys, self.values):
             if store is not None and length:
                 store[:, target, :, :length] = store[:, source, :, :length]
+        if self.experts is not None:
+            self.experts[:, target, :length] = self.experts[:, source, :length]
 
     def take(self, row: int, length: int) -> Stash:
         """Copy a row's first `length` tokens to a stash."""
         assert self.keys is not None
         assert self.values is not None
-        return Stash(self.keys[:, row, :, :length].clone(), self.values[:, row, :, :length].clone())
+        experts = None if self.experts is None else self.experts[:, row, :length].clone()
+        return Stash(self.keys[:, row, :, :length].clone(), self.values[:, row, :, :length].clone(), experts)
 
     def put(self, row: int, stash: Stash, length: int) -> None:
         """Copy the first `length` tokens of a stash to a row. Call `reserve` first."""
@@ -115,10 +140,12 @@ class KVRows:
         assert self.values is not None
         self.keys[:, row, :, :length] = stash.keys[:, :, :length]
         self.values[:, row, :, :length] = stash.values[:, :, :length]
+        if self.experts is not None and stash.experts is not None:
+            self.experts[:, row, :length] = stash.experts[:, :length]
 
     def clear(self) -> None:
         """Drop all rows and free the memory."""
-        self.keys = self.values = None
+        self.keys = self.values = self.experts = None
 
 
 @dataclass(slots=True)

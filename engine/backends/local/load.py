@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.backends.local.kv import ATTENTION, Chunk, KVRows, Plan, RowsCache, attend
+from engine.backends.local.routers import is_routing, routers_of
 from engine.backends.local.tiles import TILE, tiles
 from engine.errors import BackendError
 from engine.tokens.catalogue import no_bars
+from engine.tokens.experts import ExpertLayout, expert_layout
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -49,7 +52,14 @@ class PackedModel:
     """Images whose features were computed; 0 for a model without a vision tower."""
 
     def __init__(
-        self, folder: Path, device: torch.device, dtype: torch.dtype, rows: int, *, repeatable: bool = False
+        self,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        rows: int,
+        *,
+        repeatable: bool = False,
+        experts: bool = False,
     ) -> None:
         """Load the model and check the packed pass.
 
@@ -59,9 +69,10 @@ class PackedModel:
             dtype: The data type of its weights.
             rows: Maximum number of sequences in one pass.
             repeatable: A token's logits are bit-identical in every batch; see tiles.py.
+            experts: Keep the experts of each token beside its cached values.
 
         Raises:
-            BackendError: Kind `unsupported_model`: not a causal decoder with standard attention, or logits depend on the batch.
+            BackendError: Kind `no_experts`: the model has none; `unsupported_model`: they cannot be read, or it is not a causal decoder with standard attention, or logits depend on the batch.
         """
         from transformers import AutoConfig
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -86,6 +97,8 @@ class PackedModel:
         self._spare = rows
         self.store = KVRows(int(text.num_hidden_layers), rows + repeatable)
         self._cache = RowsCache(self.store)
+        self.layout = self._watch_routers(folder) if experts else None
+        """The model's experts, where they are kept."""
         self._check_logprobs(folder, rows)
         if repeatable:
             self._check_repeatable(folder)
@@ -101,6 +114,38 @@ class PackedModel:
 
         with no_bars():
             return AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, attn_implementation="sdpa")
+
+    def _watch_routers(self, folder: Path) -> ExpertLayout:
+        """Store the choices of the model's routers in each forward pass.
+
+        Raises:
+            BackendError: See `__init__`.
+        """
+        layout, routers = expert_layout(self.config.to_dict()), routers_of(self.model)
+        if layout is None:
+            raise BackendError(
+                f"backend.routed_experts: the model in {folder} has no experts, so no routing is reported: remove the key",
+                kind="no_experts",
+            )
+        if sorted(routers) != list(layout.sparse):
+            raise BackendError(
+                f"backend.routed_experts: {type(self.model).__name__} has routers in layers {sorted(routers)}, and its configuration "
+                f"declares experts in layers {list(layout.sparse)}; remove the key",
+                kind="unsupported_model",
+            )
+        for layer, router in routers.items():
+            router.register_forward_hook(partial(self._store_choices, layer))
+        return layout
+
+    def _store_choices(self, layer: int, router: Any, inputs: Any, output: Any) -> None:
+        if self._cache.plan is None:  # the model's own pass, in a check
+            return
+        if not is_routing(output):
+            raise BackendError(
+                f"backend.routed_experts: the choices of {type(router).__name__} cannot be read; remove the key",
+                kind="unsupported_model",
+            )
+        self.store.write_experts(layer, output[2], self._cache.plan)
 
     def _set_attention(self) -> None:
         """Make the text layers use `attend`."""

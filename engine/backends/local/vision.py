@@ -56,6 +56,7 @@ class VisionModel(PackedModel):
         *,
         vision: Vision,
         repeatable: bool = False,
+        experts: bool = False,
     ) -> None:
         """See `PackedModel`. `vision`: the model's image processing.
 
@@ -64,7 +65,7 @@ class VisionModel(PackedModel):
         """
         self.vision = vision
         self.images_computed = 0
-        super().__init__(folder, device, dtype, rows, repeatable=repeatable)
+        super().__init__(folder, device, dtype, rows, repeatable=repeatable, experts=experts)
 
     @property
     def reuses_prefixes(self) -> bool:
@@ -130,7 +131,7 @@ class VisionModel(PackedModel):
                 found = find(
                     input_ids=torch.from_numpy(images.ids.astype(np.int64))[None],
                     mm_token_type_ids=torch.tensor(self.vision.token_types([images.ids.tolist()])),
-                    image_grid_thw=torch.from_numpy(self.vision.tensors([images.digests])["image_grid_thw"]),
+                    image_grid_thw=torch.from_numpy(self.vision.grids(images.digests)),
                 )
                 images.positions = found[0][:, 0]
         return images.positions

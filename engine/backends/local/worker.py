@@ -28,6 +28,7 @@ from engine.backends.local.rows import PendingReply, Row, RowTable
 from engine.backends.local.sampler import sample, sample_each
 from engine.backends.stops import finish_reason
 from engine.errors import BackendError, EngineError
+from engine.schemas.experts import expert_dtype
 from engine.schemas.generation import FinishReason, Generation
 
 log = structlog.get_logger(__name__)
@@ -253,9 +254,18 @@ class Worker:
             versions=row.versions,
             prompt_tokens=row.prompt,
             cached_tokens=row.reused,
+            routed_experts=self._experts(row, pending.request.experts_from),
             seconds=time.perf_counter() - pending.queued,
             queue_seconds=row.began - pending.queued,
         )
+
+    def _experts(self, row: Row, start: int | None) -> np.ndarray | None:
+        """The experts of a row's tokens from number `start` up to the last but one, [tokens, layers, top_k]; None: not requested."""
+        layout = self.packed.layout
+        if start is None or layout is None:
+            return None
+        chosen = self.packed.store.experts_of(row.index, start, row.length - 1)
+        return chosen.cpu().numpy().astype(expert_dtype(layout.experts).newbyteorder("="))
 
     def _fail_running(self, error: Exception) -> None:
         """Fail all running requests after a failed pass, and drop the cache, because rows may be partly written."""

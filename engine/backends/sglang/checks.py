@@ -7,36 +7,32 @@ router drops are found with requests that SGLang must refuse: a normal answer me
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-import numpy as np
 import structlog
 
 from engine.backends.http.refusal import error_text
-from engine.backends.http.reply import HttpFailure, HttpReply
+from engine.backends.http.reply import HttpReply
+from engine.backends.servers.asking import ask, check_each, check_stop_ids, check_tokenizer, try_sampling
+from engine.backends.servers.pool import Pool
+from engine.backends.servers.server import Server
 from engine.backends.sglang.images import check_images
-from engine.backends.sglang.pool import Pool
-from engine.backends.sglang.reply_body import ReplyError, decode
+from engine.backends.sglang.launching import EXPERTS_FLAG
+from engine.backends.sglang.reply_body import decode
 from engine.backends.sglang.request_body import Encoder, sampling_fields
-from engine.backends.sglang.server import Server
 from engine.errors import BackendError, OutageError
-from engine.schemas.generation import GenerateRequest, SamplingParams
+from engine.schemas.generation import SamplingParams
 
 if TYPE_CHECKING:
     from engine.schemas.backend import SGLangBackendSpec
+    from engine.tokens.experts import ExpertLayout
     from engine.tokens.format import ChatFormat
 
 log = structlog.get_logger(__name__)
 
-TRIAL_SECONDS = 120.0
-"""Time limit of a test request in seconds: a first request may compile a grammar or load an adapter."""
-SAMPLE_TEXT = "Wie viel ist 17 × 25? <answer>425</answer>\n\tdef f(x): return x ** 2  # naïve 𝒙\n"
-"""Text that both tokenizers encode."""
 _RANGE = re.compile(r"\[0, (\d+)\]")
 _REFUSED: dict[str, dict[str, Any]] = {
     "sampling_seed": {"sampling_params": {"sampling_seed": 2**63}},
@@ -53,6 +49,8 @@ _REFUSED: dict[str, dict[str, Any]] = {
     "lora_path": {"lora_path": "there-is-no-such-adapter"},
 }
 """Parameter -> a request that SGLang refuses because of it."""
+_EXPERTS_PROBE = {"input_ids": [0, 0], "sampling_params": {"max_new_tokens": 1}, "return_routed_experts": True}
+"""A request whose reply has the routed experts."""
 
 
 class Facts(NamedTuple):
@@ -80,6 +78,7 @@ async def check_servers(
     sampling: SamplingParams,
     model: str,
     headers: dict[str, str],
+    layout: ExpertLayout | None = None,
 ) -> Facts:
     """Check all servers at once. A server that cannot be reached is left out until it is back, if another one is available.
 
@@ -89,22 +88,9 @@ async def check_servers(
     """
     if spec.router:
         pool.workers = await _workers(pool.servers, headers)
-    outcomes = await asyncio.gather(
-        *(check_server(server, spec, format, sampling, model) for server in pool.workers), return_exceptions=True
+    found = await check_each(
+        pool, pool.workers, lambda server: check_server(server, spec, format, sampling, model, layout), "sglang"
     )
-    found: list[ServerInfo] = []
-    absent: list[BackendError] = []
-    for server, outcome in zip(pool.workers, outcomes, strict=True):
-        if isinstance(outcome, BackendError) and (outcome.refused or outcome.kind == "unreachable"):
-            absent.append(outcome)
-            if not spec.router:
-                pool.failed(server, str(outcome))
-        elif isinstance(outcome, BaseException):
-            raise outcome
-        else:
-            found.append(outcome)
-    if not found:
-        raise OutageError("no sglang server can be reached: " + "; ".join(map(str, absent)), kind="unreachable")
     versions = {server.version for server in pool.workers if server.version is not None}
     if len(versions) > 1:
         log.warning("sglang servers hold different weights", versions=sorted(versions))
@@ -141,7 +127,12 @@ async def check_model_path(urls: Sequence[str], headers: dict[str, str], folder:
 
 
 async def check_server(
-    server: Server, spec: SGLangBackendSpec, format: ChatFormat, sampling: SamplingParams, model: str
+    server: Server,
+    spec: SGLangBackendSpec,
+    format: ChatFormat,
+    sampling: SamplingParams,
+    model: str,
+    layout: ExpertLayout | None = None,
 ) -> ServerInfo:
     """Check one server: at the start, and when it is back after a failure, since it may serve another model then.
 
@@ -166,35 +157,29 @@ async def check_server(
             "whole server: leave it out, or start the server without the flag",
             kind="bad_sampling",
         )
-    await _check_tokenizer(server, format)
+    await check_tokenizer(server, format)
     if format.vision is not None:
         server.images = await check_images(server, details, format, ask_worker)
     vocab_size = await _vocab_size(server)
-    outside = [token for token in format.stop_token_ids if vocab_size is not None and token >= vocab_size]
-    if outside:
+    if vocab_size is not None:
+        check_stop_ids(server, format, vocab_size)
+    if layout is not None and details.get("enable_return_routed_experts") is False:
         raise BackendError(
-            f"{server.url} serves a vocabulary of {vocab_size} ids; the spec's model stops at {outside}",
+            f"{server.url} does not report routed experts: start it with {EXPERTS_FLAG}, or remove `backend.routed_experts`",
             kind="wrong_server",
         )
-    await _trial(server, spec, format, sampling, vocab_size or format.vocab_size)
+    await try_sampling(
+        server,
+        "/generate",
+        Encoder(vocab_size=vocab_size or format.vocab_size, layout=layout),
+        decode,
+        spec=spec,
+        format=format,
+        sampling=sampling,
+        echo="(return_prompt_token_ids): install sglang 0.5.23",
+    )
     context = details.get("max_req_input_len")
     return ServerInfo(vocab_size, int(context) if context else None)
-
-
-async def _check_tokenizer(server: Server, format: ChatFormat) -> None:
-    try:
-        reply = await server.json("POST", "/tokenize", {"prompt": SAMPLE_TEXT, "add_special_tokens": False})
-    except BackendError as error:
-        if error.kind == "unreachable":
-            raise
-        log.info("the server does not tokenize; its tokenizer is not compared", url=server.url, reason=str(error))
-        return
-    theirs, ours = reply.get("tokens"), list(format.encode(SAMPLE_TEXT))
-    if theirs != ours:
-        raise BackendError(
-            f"{server.url} has another tokenizer than the spec's model: for one text it writes {theirs}, ours {ours}",
-            kind="wrong_server",
-        )
 
 
 async def _vocab_size(server: Server) -> int | None:
@@ -204,51 +189,9 @@ async def _vocab_size(server: Server) -> int | None:
     return int(match.group(1)) + 1 if match else None
 
 
-async def _trial(
-    server: Server, spec: SGLangBackendSpec, format: ChatFormat, sampling: SamplingParams, vocab_size: int
-) -> None:
-    """Sample one token with the spec's own sampling."""
-    request = GenerateRequest(
-        episode_id="trial",
-        turn=0,
-        input_ids=np.array((list(format.encode("Hello")) or [0])[:8], dtype=np.int32),
-        sampling=sampling.model_copy(update={"min_new_tokens": None}),
-        max_new_tokens=1,
-        stop_token_ids=list(format.stop_token_ids),
-        seed=0,
-        adapter=spec.adapter,
-    )
-    sent = Encoder(vocab_size=vocab_size).encode(request, f"trial-{id(server):x}", request.input_ids, 1)
-    reply = await ask_worker(server, b"".join(sent.pieces))
-    if reply.status != 200:
-        raise BackendError(
-            f"{server.url} refuses this spec's sampling ({reply.status}): {error_text(reply)}", kind="bad_sampling"
-        )
-    try:
-        part = decode(reply.body, sent, vocab_size)
-    except ReplyError as error:
-        raise BackendError(f"{server.url} sent a reply that cannot be used: {error}", kind="bad_reply") from None
-    if not part.echoed:
-        raise BackendError(
-            f"{server.url} does not say which prompt it worked on (return_prompt_token_ids): sglang 0.5.23 or later is needed",
-            kind="wrong_server",
-        )
-
-
 async def ask_worker(server: Server, body: dict[str, Any] | bytes) -> HttpReply:
-    """Send a test request to `/generate`. Returns its reply, whatever its status.
-
-    Raises:
-        BackendError: no reply in time (kind `unreachable`).
-    """
-    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-    try:
-        async with asyncio.timeout(TRIAL_SECONDS):
-            return await server.http.request("POST", "/generate", data)
-    except TimeoutError:
-        raise BackendError(f"{server.url} did not answer within {TRIAL_SECONDS:g} s", kind="unreachable") from None
-    except HttpFailure as failure:
-        raise BackendError(f"{server.url}: {failure}", kind="unreachable") from None
+    """Send a test request to `/generate`; see `ask`."""
+    return await ask(server, "/generate", body)
 
 
 # -- the router
@@ -294,7 +237,9 @@ async def _dropped(routers: list[Server], sampling: SamplingParams, spec: SGLang
             )
         if b'"prompt_token_ids"' not in reply.body:
             dropped.add("return_prompt_token_ids")
-    used = set(sampling_fields(sampling)) | ({"lora_path"} if spec.adapter else set())
+        if spec.asks_experts and b'"routed_experts"' not in (await ask_worker(router, _EXPERTS_PROBE)).body:
+            dropped.add("return_routed_experts")
+    used = set(sampling_fields(sampling)) | ({"lora_path"} if spec.adapter else set()) | {"return_routed_experts"}
     needed = sorted(dropped & used)
     if needed:
         raise BackendError(

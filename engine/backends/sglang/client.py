@@ -1,13 +1,8 @@
-"""SGLang servers as a backend: interrupted replies, the policy's adapter, and the certificate of prompts.
-
-Invariant: one call of `generate` returns at most one generation, and each of its tokens was sampled after exactly the prompt
-that was sent. Lost connections and servers change only the counts.
-"""
+"""SGLang servers as a backend: weights, adapters, images and colocation."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,22 +11,23 @@ import numpy as np
 import structlog
 from msgspec.structs import replace
 
-from engine.backends.base import Backend
 from engine.backends.http.keys import key_headers, read_key
-from engine.backends.http.outage import Outage
-from engine.backends.sglang.attempts import Attempts
+from engine.backends.launch.servers import LaunchedServers
+from engine.backends.servers.attempts import Attempts
+from engine.backends.servers.backend import ServersBackend
+from engine.backends.servers.pool import Pool
+from engine.backends.servers.reply import Part
+from engine.backends.servers.server import Server
 from engine.backends.sglang.checks import ask_worker, check_model_path, check_server, check_servers
 from engine.backends.sglang.control import Control
 from engine.backends.sglang.images import refuse_family
-from engine.backends.sglang.pool import Pool
-from engine.backends.sglang.reply_body import DEFAULT_VERSION, Part
+from engine.backends.sglang.launching import launched_servers
+from engine.backends.sglang.reply_body import DEFAULT_VERSION, decode
 from engine.backends.sglang.request_body import Encoder
-from engine.backends.sglang.resume import can_resume, clean_cut, cut, join
-from engine.backends.sglang.server import Server
-from engine.deadline import Deadlines
-from engine.errors import BackendError, ContextOverflow
+from engine.backends.sglang.routing import layout_of
+from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec
-from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams, VersionSpan
+from engine.schemas.generation import GenerateRequest, SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,12 +36,10 @@ if TYPE_CHECKING:
     from engine.backends.sglang.verify import Difference
     from engine.schemas.backend import SGLangBackendSpec
     from engine.spec.load import LoadedSpec
+    from engine.tokens.experts import ExpertLayout
     from engine.tokens.format import ChatFormat
 
 log = structlog.get_logger(__name__)
-
-INTERRUPTIONS = 32
-"""Maximum number of times that one reply is continued."""
 
 
 class PolicyAdapter(NamedTuple):
@@ -55,7 +49,7 @@ class PolicyAdapter(NamedTuple):
     version: int
 
 
-class SGLangBackend(Backend):
+class SGLangBackend(ServersBackend):
     """Samples from one or more SGLang servers.
 
     backend = SGLangBackend.open(spec, chat_format, loaded)
@@ -76,6 +70,9 @@ class SGLangBackend(Backend):
         model: str,
         api_key: str | None = None,
         folder: Callable[[], Path] | None = None,
+        launched: LaunchedServers | None = None,
+        colocated: bool = False,
+        layout: ExpertLayout | None = None,
     ) -> None:
         """Nothing is opened yet.
 
@@ -86,6 +83,9 @@ class SGLangBackend(Backend):
             model: The model's name in the spec.
             api_key: Sent as a bearer token.
             folder: Finds the model's files, for `spec.verify`.
+            launched: The servers of `spec.launch`, started with the backend and stopped with it.
+            colocated: Whether a trainer uses the servers' GPUs in turn with them.
+            layout: The model's experts, with `spec.routed_experts`.
         """
         headers = key_headers(api_key)
         self._spec = spec
@@ -94,15 +94,30 @@ class SGLangBackend(Backend):
         self._model = model
         self._folder = folder
         self._headers = headers
-        self.pool = Pool(
-            (Server(url, headers) for url in spec.urls),
+        self._colocated = colocated
+        self._layout = layout
+        pool = Pool(
+            (Server(url, headers) for url in (launched.urls if launched is not None else spec.urls)),
             health_timeout=spec.health_timeout,
             wait=spec.wait,
             admit=self._admit,
+            wake=self._wake,
         )
-        self.outage: Outage = self.pool.outage
-        self.control = Control(self.pool)
-        self.vocab_size = format.vocab_size
+        self.control = Control(pool)
+        self.encoder = Encoder(vocab_size=format.vocab_size, vision=format.vision, layout=layout)
+        counts: Counter[str] = Counter()
+        attempts = Attempts(
+            pool,
+            self.encoder,
+            path="/generate",
+            decode=decode,
+            abort_path="/abort_request",
+            weights=self.control,
+            retries=spec.retries,
+            try_timeout=spec.try_timeout or spec.timeout / 2,
+            counts=counts,
+        )
+        super().__init__(spec, format, pool=pool, attempts=attempts, counts=counts, launched=launched)
         self.policy: PolicyAdapter | None = None
         """Set while the policy is a LoRA adapter: a reply then has the version of the adapter."""
         self.adapter_uses: Counter[str] = Counter()
@@ -111,30 +126,26 @@ class SGLangBackend(Backend):
         """Parameters that the router drops."""
         self.verified: Difference | None = None
         """Difference between the servers' log-probs and those of the model's files; None without `spec.verify`."""
-        self._counts: Counter[str] = Counter()
-        self.attempts = Attempts(
-            self.pool,
-            self.control,
-            Encoder(vocab_size=self.vocab_size, vision=format.vision),
-            retries=spec.retries,
-            try_timeout=spec.try_timeout or spec.timeout / 2,
-            counts=self._counts,
-        )
-        self._deadlines = Deadlines(spec.timeout)
-        self.outage.clocks.add(self._deadlines)
-        self.outage.clocks.add(self.attempts.deadlines)
 
     @classmethod
     def open(cls, spec: SGLangBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> SGLangBackend:
         """See `Backend.open`.
 
         Raises:
-            BackendError: The variable of the API key is not set, a URL is invalid, or the model's images cannot be served.
+            BackendError: The variable of the API key is not set, a URL is invalid, the model's images cannot be served, or it has no
+                experts to report (kind `no_experts`).
         """
         from engine.tokens.catalogue import resolve_model
 
         if format.vision is not None:
             refuse_family(format.vision)
+
+        def folder() -> Path:
+            return resolve_model(loaded.spec.model.path, loaded.spec.model.revision, loaded.base)
+
+        launched = None
+        if spec.launch is not None:
+            launched = launched_servers(spec.launch, folder(), loaded.spec.train, experts=spec.asks_experts)
         try:
             return cls(
                 spec,
@@ -142,7 +153,10 @@ class SGLangBackend(Backend):
                 sampling=loaded.spec.sampling,
                 model=loaded.spec.model.path,
                 api_key=read_key(spec.api_key_env),
-                folder=lambda: resolve_model(loaded.spec.model.path, loaded.spec.model.revision, loaded.base),
+                folder=folder,
+                launched=launched,
+                colocated=loaded.spec.train is not None and loaded.spec.train.colocate,
+                layout=layout_of(folder()) if spec.asks_experts else None,
             )
         except ValueError as error:
             raise BackendError(f"backend.urls: {error}", kind="bad_url") from None
@@ -167,17 +181,26 @@ class SGLangBackend(Backend):
 
         Raises:
             OutageError: No server can be reached.
-            BackendError: A server cannot serve this spec.
+            BackendError: A server cannot be started (kind `launch`), or cannot serve this spec.
         """
-        facts = await check_servers(self.pool, self._spec, self._format, self._sampling, self._model, self._headers)
+        await self.launch()
+        if self._colocated:
+            await self.control.memory.prepare(self.logs)
+        if self.training:
+            await self.control.wake_all()
+        facts = await check_servers(
+            self.pool, self._spec, self._format, self._sampling, self._model, self._headers, self._layout
+        )
         self.vocab_size = facts.vocab_size
         self.context = facts.context
         self.dropped = facts.dropped
-        self.attempts.encoder = Encoder(
+        self.encoder = self.attempts.encoder = Encoder(
             vocab_size=facts.vocab_size,
             seeded=any(server.seeded for server in self.workers),
             echo="return_prompt_token_ids" not in facts.dropped,
             vision=self._format.vision,
+            layout=self._layout,
+            own_prefixes=self._spec.routed_experts == "exact",
         )
         if self._spec.verify and self._folder is not None:
             from engine.backends.sglang.verify import verify_servers
@@ -190,82 +213,36 @@ class SGLangBackend(Backend):
                 self.verified = await verify_servers(there, self._format, self._folder, ask_worker)
         self.pool.watch()
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one reply: ids int32 [tokens], log-probs float32 [tokens]. Cancelling the call stops the server's work.
+    async def prepare(self, request: GenerateRequest) -> None:
+        """See `ServersBackend.prepare`.
 
         Raises:
-            ContextOverflow: The prompt does not fit the servers' context.
-            OutageError: No server replied to any request for `backend.wait`.
-            BackendError: Kinds `timeout`, `unreachable`, `unavailable`, `rate_limited`, `server_error`, `bad_reply`,
-                `bad_request`, `bad_prompt`, `prompt_mismatch`, `unauthorized`, `not_found`, `closed`.
+            BackendError: The router drops a key that the request needs (kind `unsupported`), or its adapter was unloaded (kind
+                `bad_request`).
         """
-        began = time.perf_counter()
         if request.banned_token_ids and "logit_bias" in self.dropped:
             raise BackendError(
                 "the router drops logit_bias, so ids cannot be banned; name the servers themselves", kind="unsupported"
             )
         if request.adapter is not None and request.adapter in self.control.unloaded:
             raise BackendError(f"the adapter {request.adapter!r} was unloaded", kind="bad_request")
-        if self.context is not None and len(request.input_ids) >= self.context:
-            raise ContextOverflow(f"{len(request.input_ids)} tokens; the servers take fewer than {self.context}")
         if request.images:
-            await self.attempts.encoder.scale_images(request)
-        try:
-            with self._deadlines.begin():
-                part = await self._part(request, request.input_ids, request.max_new_tokens, 0)
-                parts, finish = [part], part.finish
-                if finish.type == "abort" and self._spec.interrupted != "report":
-                    parts, finish = await self._continue(request, part)
-        except TimeoutError:
-            self._counts["timeouts"] += 1
-            raise BackendError(f"no reply within {self._spec.timeout:g} s", kind="timeout") from None
-        generation = join(parts, finish, time.perf_counter() - began)
-        counts = self._counts
-        counts["turns"] += 1
-        checked = part.echoed if len(parts) == 1 else all(part.echoed for part in parts)
-        counts["checked" if checked else "unchecked"] += 1
-        counts["tokens"] += len(generation.output_ids)
-        counts["cached_tokens"] += generation.cached_tokens
-        counts["prompt_tokens"] += generation.prompt_tokens
-        return generation
+            await self.encoder.scale_images(request)
 
-    def release(self, episode_id: str) -> None:
-        """Drop the prompt and the server of an episode that has ended."""
-        self.attempts.encoder.forget(episode_id)
-        self.pool.forget(episode_id)
+    async def lend_memory(self) -> None:
+        """See `Backend.lend_memory`."""
+        await self.control.memory.release()
 
-    async def close(self) -> None:
-        """Have the servers stop what is running, and close all connections."""
-        await self.attempts.close()
-        await self.pool.close()
+    async def take_memory_back(self) -> None:
+        """See `Backend.take_memory_back`."""
+        await self.control.memory.resume()
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and the certificate of the prompts."""
-        names = (
-            "turns",
-            "tokens",
-            "prompt_tokens",
-            "cached_tokens",
-            "attempts",
-            "retries",
-            "interruptions",
-            "aborts",
-            "timeouts",
-            "try_timeouts",
-        )
         return {
-            "certificate": {
-                "turns_checked": self._counts["checked"],
-                "turns_unchecked": self._counts["unchecked"],
-                "prompt_mismatches": self._counts["mismatches"],
-            },
-            **{name: self._counts[name] for name in names},
-            "bad_replies": self._counts["bad_replies"],
-            "failovers": self.pool.failovers,
-            **self.outage.stats(),
-            "seeded": self.attempts.encoder.seeded,
+            **super().stats(),
+            "seeded": self.encoder.seeded,
             "dropped_by_router": list(self.dropped),
-            "servers": [server.stats() for server in self.pool.servers],
             **({} if self._format.vision is None else {"images": self._images()}),
             **({} if self.verified is None else {"verified": self.verified._asdict()}),
         }
@@ -280,34 +257,6 @@ class SGLangBackend(Backend):
         }
 
     # -- one reply
-
-    async def _continue(self, request: GenerateRequest, part: Part) -> tuple[list[Part], FinishReason]:
-        """Continue a reply whose first part was interrupted. Returns all parts."""
-        parts: list[Part] = []
-        for _ in range(INTERRUPTIONS):
-            self._counts["interruptions"] += 1
-            parts = self._kept(request, [*parts, part])
-            sampled = sum(len(kept.ids) for kept in parts)
-            if sampled == request.max_new_tokens:
-                return parts, FinishReason(type="length")
-            ids = np.concatenate([request.input_ids, *(kept.ids for kept in parts)])
-            part = await self._part(request, ids, request.max_new_tokens - sampled, sampled)
-            if part.finish.type != "abort":
-                break
-        return [*parts, part], part.finish
-
-    def _kept(self, request: GenerateRequest, parts: list[Part]) -> list[Part]:
-        """The parts of an interrupted reply that its rest may be sampled after."""
-        if not can_resume(request.sampling):
-            return []
-        sampled = [token for part in parts for token in part.ids.tolist()]
-        keep = clean_cut(sampled, request.sampling.stop, self._format.decode)
-        kept: list[Part] = []
-        for part in parts:
-            if keep > 0 and len(part.ids):
-                kept.append(cut(part, min(keep, len(part.ids))))
-            keep -= len(part.ids)
-        return kept
 
     def _part(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Coroutine[Any, Any, Part]:
         """One reply of one server, sampled with the policy's adapter if there is one and the request is not for the base model."""
@@ -327,13 +276,18 @@ class SGLangBackend(Backend):
         tokens = len(part.ids)
         return replace(part, versions=[VersionSpan(version=policy.version, start=0, end=tokens)] if tokens else [])
 
+    async def _wake(self, server: Server) -> None:
+        """Have a server that is out sample again, for its health check. A router keeps the health of its servers itself."""
+        if not self._spec.router:
+            await self.control.wake(server)
+
     async def _admit(self, server: Server) -> None:
-        """Give a server that is back the weights and adapters of the others, and check it: it may serve another model now."""
-        await self.control.catch_up(server)
+        """Check a server that is back, because it may serve another model now, and give it the weights and adapters of the others."""
         if self._spec.router:
             return
-        found = await check_server(server, self._spec, self._format, self._sampling, self._model)
-        if self.context is None:  # the first check of all is still going on
-            return
-        if (found.vocab_size or self.vocab_size) < self.vocab_size or (found.context or self.context) < self.context:
+        found = await check_server(server, self._spec, self._format, self._sampling, self._model, self._layout)
+        if self.context is not None and (  # None: the first check of all is still going on
+            (found.vocab_size or self.vocab_size) < self.vocab_size or (found.context or self.context) < self.context
+        ):
             raise BackendError(f"{server.url} came back with a smaller vocabulary or context", kind="wrong_server")
+        await self.control.catch_up(server)

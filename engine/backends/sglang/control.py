@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal, NamedTuple
 
 import structlog
 
-from engine.backends.sglang.pool import Pool
-from engine.backends.sglang.server import Server
+from engine.backends.servers.pool import Pool
+from engine.backends.servers.server import Server
+from engine.backends.sglang.loads import UPDATE_SECONDS, LoadAll, from_disk, separately
+from engine.backends.sglang.memory import ServerMemory
 from engine.errors import BackendError
 
 log = structlog.get_logger(__name__)
 
 PauseMode = Literal["in_place", "retract", "abort"]
-UPDATE_SECONDS = 600.0
-"""Time limit for loading weights or an adapter, in seconds."""
 PAUSE_SECONDS = 60.0
 _RESUME = {"torch_empty_cache": False}
 """Emptying torch's cache needs CUDA; it is a hint, and the next allocation does without."""
-
-
-Load = Callable[[Server, bool], Awaitable[None]]
-"""Gives a server weights; the bool says whether the prefixes that it has cached are dropped. Raises BackendError."""
 
 
 class _NoServer(BackendError):
@@ -38,7 +35,7 @@ class _NoServer(BackendError):
 
 class _Weights(NamedTuple):
     name: str
-    load: Load
+    load: LoadAll
     again: bool
     """Whether they can be loaded later, on a server that was not available."""
     source: str
@@ -62,6 +59,7 @@ class Control:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
+        self.memory = ServerMemory(pool)
         self.expected: str | None = None
         """Name of the weights that every request sent from now on must be sampled with; None: not known."""
         self.prefixes: str | None = None
@@ -70,6 +68,10 @@ class Control:
         self._adapters: dict[str, tuple[str, bool]] = {}
         self.unloaded: set[str] = set()
         """Adapters that were taken out. SGLang loads one again when a request names it; the backend refuses such a request."""
+        self.paused_seconds = 0.0
+        """Seconds in which sampling was paused for updates of weights, in total."""
+        self._lost_servers: set[Server] = set()
+        """Servers that could not be asked any more during the newest update."""
         self._lock = asyncio.Lock()
         self._paused: PauseMode | None = None
 
@@ -131,16 +133,16 @@ class Control:
             BackendError: a server refused them (kind `update_failed`), or no server is there (kind `no_server`). A server
                 that dies meanwhile is out of the pool, and is given them before it comes back; the others go on.
         """
-        load = from_disk(str(path), version, load_format)
+        load = separately(from_disk(str(path), version, load_format))
         await self.update_weights(load, version, source=f"weights from {path}", mode=mode)
 
     async def update_weights(
-        self, load: Load, version: int, *, source: str, mode: PauseMode = "retract", again: bool = True
+        self, load: LoadAll, version: int, *, source: str, mode: PauseMode = "retract", again: bool = True
     ) -> None:
         """Give every server weights, however that is done; otherwise as `update_weights_from_disk`.
 
         Args:
-            load: Gives them to one server, under the name `str(version)`; called for all at once.
+            load: Gives them to servers, under the name `str(version)`.
             version: not negative.
             source: what they are, for errors.
             mode: what becomes of replies that are being sampled.
@@ -151,7 +153,9 @@ class Control:
             raise ValueError(f"a weight version is not negative; got {version}")
         async with self._lock:
             weights = _Weights(str(version), load, again, source)
+            self._lost_servers.clear()
             self.expected = None  # until every server has them, either version is right
+            await self.memory.resume("weights")
             servers = await self._takers(again)
             held = self._paused or mode
             try:
@@ -168,21 +172,33 @@ class Control:
 
     @asynccontextmanager
     async def _paused_for_update(self, mode: PauseMode, servers: list[Server]) -> AsyncIterator[list[Server]]:
-        """Pause servers; yields those that are still there. A server that is lost while paused is resumed by `catch_up`."""
+        """Pause servers; yields those that are still there. A server that is lost while paused is resumed by `wake`."""
         paused = servers
+        began = time.monotonic()
         try:
             paused = await self._each(servers, "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS)
             yield paused
         finally:
             there = [server for server in paused if server.healthy or server not in self._pool.servers]
-            with contextlib.suppress(_NoServer):
-                await self._each(there, "/continue_generation", _RESUME, seconds=PAUSE_SECONDS)
+            try:
+                with contextlib.suppress(_NoServer):
+                    await self._each(there, "/continue_generation", _RESUME, seconds=PAUSE_SECONDS)
+            finally:
+                self.paused_seconds += time.monotonic() - began
+                out = [server for server in paused if server not in there and server not in self._lost_servers]
+                await asyncio.gather(*(self._try_to_continue(server) for server in out))
+
+    async def _try_to_continue(self, server: Server) -> None:
+        """Continue a server that is out: it refused the weights, or was away and has taken them."""
+        try:
+            await server.json("POST", "/continue_generation", _RESUME, timeout=5.0)
+        except BackendError as error:
+            log.debug("a server that is out was not continued", server=server.url, reason=str(error))
 
     async def _load_everywhere(self, weights: _Weights, servers: list[Server], *, flush: bool) -> None:
         previous, self._weights = self._weights, weights
-        outcomes = await asyncio.gather(
-            *(self._load(server, weights, flush) for server in servers), return_exceptions=True
-        )
+        outcomes = await self._load(servers, weights, flush)
+        await self.memory.resume()
         failures = [(s, o) for s, o in zip(servers, outcomes, strict=True) if isinstance(o, BaseException)]
         nobody = len(failures) == len(servers)
         if nobody and weights.again:
@@ -211,6 +227,7 @@ class Control:
     def _lost(self, server: Server, error: BaseException) -> bool:
         if not isinstance(error, BackendError) or not error.retryable or server not in self._pool.servers:
             return False
+        self._lost_servers.add(server)
         self._out(server, str(error))
         return True
 
@@ -240,19 +257,22 @@ class Control:
         return there
 
     async def _takers(self, again: bool) -> list[Server]:
-        """The servers that are there; where it is now or never, also those that were away and answer again."""
+        """The servers that are there; where it is now or never, also those that were away and whose model answers again."""
         there = self._reachable()
         if again:
             return there
         away = [server for server in self._pool.workers if not server.healthy]
         answers = await asyncio.gather(
-            *(server.json("GET", "/model_info", timeout=5.0) for server in away), return_exceptions=True
+            *(server.json("GET", "/server_info", timeout=5.0) for server in away), return_exceptions=True
         )
         return [*there, *(s for s, answer in zip(away, answers, strict=True) if isinstance(answer, dict))]
 
-    async def _load(self, server: Server, weights: _Weights, flush: bool) -> None:
-        await weights.load(server, flush)
-        server.version = weights.name
+    async def _load(self, servers: list[Server], weights: _Weights, flush: bool) -> list[BaseException | None]:
+        outcomes = await weights.load(servers, flush) if servers else []
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if outcome is None:
+                server.version = weights.name
+        return outcomes
 
     async def versions(self) -> dict[str, str]:
         """URL -> name of the weights that this server says it has."""
@@ -274,6 +294,7 @@ class Control:
                 there (kind `no_server`). A server that dies meanwhile is given it when it is back.
         """
         async with self._lock:
+            await self.memory.resume()
             if name in self._adapters:
                 await self._unload(name)
             asked: list[Server] = []
@@ -333,30 +354,61 @@ class Control:
             for url, load in loads.items()
         }
 
-    async def catch_up(self, server: Server) -> None:
-        """Load on a server that is back what the others have loaded meanwhile.
+    async def wake(self, server: Server) -> None:
+        """Have a server that is out sample again: its health check samples a token, and it may have been lost while it was paused.
 
         Raises:
-            BackendError: It cannot load it now; it stays out of the pool.
+            BackendError: It cannot be reached, or must wait: for the end of an update (kind `updating`), or until the trainer
+                gives its memory back (kind `memory_released`).
         """
-        if self._paused is None:  # it may have been lost in the middle of an update, after it was paused
+        self._refuse_during_update(server)
+        await self.memory.catch_up(server)
+        if self._paused is None:
             await server.json("POST", "/continue_generation", _RESUME, timeout=PAUSE_SECONDS)
-        if self._weights is not None:
+
+    async def wake_all(self) -> None:
+        """`wake` all servers. One that cannot be reached is left as it is."""
+        outcomes = await asyncio.gather(*map(self.wake, self._reachable()), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BackendError):
+                log.debug("a server was not continued", reason=str(outcome))
+            elif outcome is not None:
+                raise outcome
+
+    async def catch_up(self, server: Server) -> None:
+        """Load on a server that is back what the others have loaded meanwhile. It may be used as soon as this returns.
+
+        Raises:
+            BackendError: It cannot load it now, or the others were given something else meanwhile (kind `updating`); it stays out
+                of the pool.
+        """
+        weights, adapters = self._weights, dict(self._adapters)
+        self._refuse_during_update(server)
+        await self.memory.catch_up(server)
+        if weights is not None:
             info = await server.json("GET", "/model_info")
-            if str(info["weight_version"]) != self._weights.name:
-                if not self._weights.again:
+            if str(info["weight_version"]) != weights.name:
+                if not weights.again:
                     raise BackendError(
-                        f"{server.url} has weights {info['weight_version']!r}, not {self._weights.name!r}, and waits for "
-                        "the next ones",
+                        f"{server.url} has weights {info['weight_version']!r}, not {weights.name!r}, and waits for the next ones",
                         kind="stale_weights",
                     )
-                await self._load(server, self._weights, flush=True)
-        for name, (path, pinned) in self._adapters.items():
+                (failure,) = await self._load([server], weights, flush=True)
+                if failure is not None:
+                    raise failure
+        for name, (path, pinned) in adapters.items():
             try:
                 await server.json("POST", "/load_lora_adapter", _adapter(name, path, pinned), timeout=UPDATE_SECONDS)
             except BackendError as error:
                 if "already" not in str(error):
                     raise
+        if self._weights is not weights or self._adapters != adapters:
+            raise BackendError(f"{server.url} missed an update while it loaded the one before", kind="updating")
+        self._refuse_during_update(server)
+
+    def _refuse_during_update(self, server: Server) -> None:
+        if self._lock.locked():
+            raise BackendError(f"{server.url} waits for the end of an update of the others", kind="updating")
 
     def _reachable(self) -> list[Server]:
         return [server for server in self._pool.workers if server.healthy]
@@ -384,20 +436,6 @@ class Control:
         if failures:
             raise BackendError(f"{path} failed: " + "; ".join(map(str, failures)), kind="control_failed")
         return {server.url: reply for server, reply in zip(servers, replies, strict=True)}
-
-
-def from_disk(path: str, version: int, load_format: str | None = None) -> Load:
-    """A function that loads the weights of a folder on a server."""
-
-    async def load(server: Server, flush: bool) -> None:
-        body: dict[str, Any] = {"model_path": path, "weight_version": str(version), "flush_cache": flush}
-        if load_format is not None:
-            body["load_format"] = load_format
-        reply = await server.json("POST", "/update_weights_from_disk", body, timeout=UPDATE_SECONDS)
-        if not reply.get("success"):
-            raise BackendError(f"{server.url}: {reply.get('message')}", kind="update_failed")
-
-    return load
 
 
 def _adapter(name: str, path: str, pinned: bool) -> dict[str, Any]:

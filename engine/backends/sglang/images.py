@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from engine.backends.http.refusal import error_text
-from engine.backends.sglang.server import ImageFacts, Server
+from engine.backends.servers.server import ImageFacts, Server
 from engine.errors import BackendError
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.tokens.conversation import Conversation

@@ -8,30 +8,20 @@ one log-prob of the same id, and all ids lie in the vocabulary.
 
 from __future__ import annotations
 
-import math
-import struct
 import zlib
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from engine.backends.sglang.request_body import Outgoing
-from engine.errors import BackendError
+from engine.backends.servers.reply import Part, PromptMismatch, ReplyError, arrays, ending
+from engine.backends.servers.request import Outgoing
+from engine.backends.sglang.routing import routed_experts
 from engine.schemas.generation import FinishReason, VersionSpan
 
 DEFAULT_VERSION = "default"
 """SGLang's name of the weights that it was started with; version 0 in the engine."""
 _ECHO = b',"prompt_token_ids":['
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-ROUNDING = 1e-5
-"""Maximum log-prob: float32 rounding can bring the log of a probability of 1 above 0."""
-
-
-class ReplyError(Exception):
-    """A reply is unusable; another try may succeed."""
 
 
 class _Finish(msgspec.Struct):
@@ -55,6 +45,7 @@ class _Meta(msgspec.Struct):
     weight_version: str | int | None = None
     weight_versions: list[_Span] = []
     output_token_logprobs: msgspec.Raw = msgspec.Raw(b"[]")
+    routed_experts: str | None = None
     e2e_latency: float | None = None
     queue_time: float | None = None
 
@@ -69,44 +60,6 @@ _decoder = msgspec.json.Decoder(_Reply)
 _ids_decoder = msgspec.json.Decoder(list[int])
 _flat_decoder = msgspec.json.Decoder(list[float | int | None])
 _rows_decoder = msgspec.json.Decoder(list[tuple[float | None, int, Any]])
-
-
-class Part(msgspec.Struct, frozen=True):
-    """One reply of the server: a whole generation, or what was sampled before it was interrupted."""
-
-    ids: np.ndarray
-    """int32 [tokens]"""
-    logprobs: np.ndarray
-    """float32 [tokens]"""
-    finish: FinishReason
-    versions: list[VersionSpan]
-    """Cover [0, tokens)."""
-    version: str | None
-    """The last weights' own name."""
-    prompt_tokens: int
-    cached_tokens: int
-    queue_seconds: float
-    echoed: bool
-    """Whether the server's prompt was compared with the one that was sent."""
-
-
-class PromptMismatch(BackendError):
-    """The server worked on another prompt than the one it was sent.
-
-    It shows the first difference between the ids that were sent, shape [n], and those that the server saw.
-    """
-
-    def __init__(self, sent: np.ndarray, seen: Sequence[int]) -> None:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(sent.tolist(), seen, strict=False)) if a != b), min(len(sent), len(seen))
-        )
-        self.at = at
-        window = slice(max(0, at - 2), at + 3)
-        super().__init__(
-            f"the server's prompt is not the one it was sent: they differ at token {at}. Sent {sent[window].tolist()} "
-            f"({len(sent)} tokens), the server saw {list(seen[window])} ({len(seen)} tokens), from token {window.start} on",
-            kind="prompt_mismatch",
-        )
 
 
 def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
@@ -142,18 +95,7 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
         raise ReplyError(f"it counts {meta.completion_tokens} tokens and holds {len(ids)}")
     if not same and tokens != ids:
         raise ReplyError(f"its {len(tokens)} log-probs are not those of its {len(ids)} tokens")
-    array = _int32(ids)
-    if array is None or (
-        ids and np.maximum.reduce(array.view(np.uint32)) >= vocab_size
-    ):  # a negative one is the largest
-        raise ReplyError(f"it holds an id outside the vocabulary of {vocab_size}")
-    logprobs = _float32(values)
-    if logprobs is None:
-        at = next(at for at, value in enumerate(values) if value is None or not abs(value) <= _FLOAT32_MAX)
-        raise ReplyError(f"token {at} has no finite log-prob")
-    if values and np.maximum.reduce(logprobs) > ROUNDING:
-        at = next(at for at, value in enumerate(values) if value > ROUNDING)
-        raise ReplyError(f"token {at} has the log-prob {values[at]:g}; none is above 0")
+    array, logprobs = arrays(ids, values, vocab_size)
     return Part(
         ids=array,
         logprobs=logprobs,
@@ -164,30 +106,8 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
         cached_tokens=meta.cached_tokens,
         queue_seconds=meta.queue_time or 0.0,
         echoed=echoed,
+        experts=None if sent.experts_from is None else routed_experts(meta.routed_experts, sent, len(ids)),
     )
-
-
-@lru_cache(4096)
-def _packer(form: str) -> Callable[..., bytes]:
-    return struct.Struct(form).pack
-
-
-def _int32(values: list[int]) -> np.ndarray | None:
-    """The values as int32 [tokens], read-only; None where one does not fit. At half the cost of `np.array`."""
-    try:
-        return np.frombuffer(_packer(f"{len(values)}i")(*values), np.int32)
-    except struct.error:
-        return None
-
-
-def _float32(values: list[float | None]) -> np.ndarray | None:
-    """The values as float32 [tokens], read-only; None where one is not a finite number."""
-    try:
-        if math.isfinite(sum(values)):  # type: ignore[arg-type]
-            return np.frombuffer(_packer(f"{len(values)}f")(*values), np.float32)
-    except (TypeError, OverflowError):  # a null among them; one too large
-        pass
-    return None
 
 
 _NOT_ECHOED: list[int] = []
@@ -233,21 +153,16 @@ def _columns(rows: msgspec.Raw) -> tuple[list[Any], list[Any]]:
     return [row[0] for row in decoded], [row[1] for row in decoded]
 
 
-@lru_cache(256)
-def _ending(kind: str, matched: int | str | None, message: str | None) -> FinishReason:
-    return FinishReason.read({"type": kind, "matched": matched, "message": message})
-
-
 def _finish(finish: _Finish) -> FinishReason:
     if finish.type == "abort":
-        return _ending("abort", None, finish.message or "aborted")
+        return ending("abort", None, finish.message or "aborted")
     if finish.type == "length":
-        return _ending("length", None, None)
+        return ending("length", None, None)
     if finish.type == "stop":
         matched = finish.matched
         if isinstance(matched, list):  # a stop sequence of ids: its last one ended the reply
             matched = matched[-1] if matched else None
-        return _ending("stop", matched, None)
+        return ending("stop", matched, None)
     raise ReplyError(f"it ended for an unknown reason, {finish.type!r}")
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from engine.backends.servers.server import Server
 from engine.backends.sglang.images import ask_logprobs, sample_prompt
-from engine.backends.sglang.server import Server
 from engine.errors import BackendError
 from engine.tokens.catalogue import no_bars
 

@@ -1,4 +1,4 @@
-"""One SGLang server: its connections, and what is known about it."""
+"""One server: its connections, and what is known about it."""
 
 from __future__ import annotations
 

@@ -9,25 +9,25 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
 from engine.backends.http.refusal import refusal
 from engine.backends.http.reply import HttpFailure, HttpReply
 from engine.backends.http.retries import Tries
-from engine.backends.sglang.reply_body import Part, PromptMismatch, ReplyError, decode
-from engine.backends.sglang.request_body import Encoder, Outgoing
+from engine.backends.servers.reply import Part, PromptMismatch, ReplyError
+from engine.backends.servers.request import Outgoing, PromptEncoder
 from engine.deadline import Deadlines
 from engine.errors import BackendError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from engine.backends.sglang.control import Control
-    from engine.backends.sglang.pool import Pool
-    from engine.backends.sglang.server import Server
+    from engine.backends.servers.pool import Pool
+    from engine.backends.servers.server import Server
     from engine.schemas.generation import GenerateRequest
 
 log = structlog.get_logger(__name__)
@@ -36,26 +36,61 @@ ABORT_SECONDS = 2.0
 """Time that `close` waits until servers have received their aborts, in seconds."""
 
 
+class GivenWeights(Protocol):
+    """Which weights the servers were given; None: their own."""
+
+    @property
+    def expected(self) -> str | None:
+        """Name of the weights that every request sent from now on must be sampled with."""
+
+    @property
+    def prefixes(self) -> str | None:
+        """Name of the weights that computed the cached prefixes that requests may use from now on."""
+
+
+class OwnWeights:
+    """The `GivenWeights` of servers that are given none."""
+
+    expected: str | None = None
+    prefixes: str | None = None
+
+
 class Attempts:
     """The requests of one backend: attempts, retries on other servers, and aborts.
 
     Args:
         pool: The servers.
-        control: Says which weights the servers must have.
         encoder: Encodes the requests.
+        path: Path of the requests.
+        decode: Reads the body of a reply to a request, for a vocabulary of a given size; raises ReplyError or PromptMismatch.
+        abort_path: Path of the calls that abort a request; None: a server aborts a request whose connection is closed.
+        weights: Says which weights the servers must have.
         retries: Maximum number of retries of a request.
         try_timeout: Deadline of one attempt in seconds.
         counts: The backend's counts: attempts, retries, aborts and what was wrong with replies are added here.
     """
 
     def __init__(
-        self, pool: Pool, control: Control, encoder: Encoder, *, retries: int, try_timeout: float, counts: Counter[str]
+        self,
+        pool: Pool,
+        encoder: PromptEncoder,
+        *,
+        path: str,
+        decode: Callable[[bytes, Outgoing, int], Part],
+        abort_path: str | None,
+        weights: GivenWeights,
+        retries: int,
+        try_timeout: float,
+        counts: Counter[str],
     ) -> None:
         self.encoder = encoder
         """Replaced when the servers' facts are known."""
         self.deadlines = Deadlines(try_timeout)
         self._pool = pool
-        self._control = control
+        self._path = path
+        self._decode = decode
+        self._abort_path = abort_path
+        self._weights = weights
         self._retries = retries
         self._counts = counts
         self._nonce = secrets.token_hex(8)
@@ -78,7 +113,7 @@ class Attempts:
         An attempt that no server worked on does not count as a retry.
 
         Raises:
-            BackendError: as `SGLangBackend.generate`.
+            BackendError: as `ServersBackend.generate`.
         """
         failed: list[Server] = []
         tries: Tries | None = None
@@ -107,7 +142,7 @@ class Attempts:
                 await self._wait(tries.pause)
 
     def _encode(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Outgoing:
-        return self.encoder.encode(request, self._rid(), ids, most, sampled, prefixes=self._control.prefixes)
+        return self.encoder.encode(request, self._rid(), ids, most, sampled, prefixes=self._weights.prefixes)
 
     def _rid(self) -> str:
         """A request id of fixed length: SGLang aborts every request whose id begins with the given one."""
@@ -131,13 +166,14 @@ class Attempts:
         if self._closed.is_set():
             raise BackendError("the backend was closed", kind="closed")
         self._counts["attempts"] += 1
-        expected = self._control.expected
+        expected = self._weights.expected
         self._calls[sent.rid] = server
         server.begin()
         try:
-            read = partial(_read, sent, self.encoder.vocab_size)
             with self.deadlines.begin():
-                reply = await server.http.request("POST", "/generate", *sent.pieces, read=read, most=sent.most)
+                reply = await server.http.request(
+                    "POST", self._path, *sent.pieces, read=partial(self._read, sent), most=sent.most
+                )
         except HttpFailure as failure:
             if failure.sent:
                 self.abort(server, sent.rid)
@@ -162,6 +198,15 @@ class Attempts:
             raise refusal(server.url, HttpReply(reply.status, reply.read, None, reply.retry_after))
         return self._accepted(server, reply.read, expected)
 
+    def _read(self, sent: Outgoing, status: int, body: bytes) -> Part | ReplyError | PromptMismatch | bytes:
+        """A decoded reply, or the error in it; the body if the status is not 200."""
+        if status != 200:
+            return body
+        try:
+            return self._decode(body, sent, self.encoder.vocab_size)
+        except (ReplyError, PromptMismatch) as error:
+            return error
+
     def _accepted(self, server: Server, part: Part | ReplyError | PromptMismatch, expected: str | None) -> Part:
         if isinstance(part, ReplyError):
             self._counts["bad_replies"] += 1
@@ -175,7 +220,7 @@ class Attempts:
             server.version = part.version
             if (
                 expected is not None
-                and expected == self._control.expected
+                and expected == self._weights.expected
                 and part.version != expected
                 and len(part.ids)
             ):
@@ -189,15 +234,17 @@ class Attempts:
         if self._stopped:
             return
         self._counts["aborts"] += 1
+        if self._abort_path is None:  # its connection is closed, since the reply was not read to the end
+            return
         targets = [server] if server in self._pool.workers else self._pool.workers
         for target in targets:
-            task = asyncio.get_running_loop().create_task(self._send_abort(target, rid))
+            task = asyncio.get_running_loop().create_task(self._send_abort(target, self._abort_path, rid))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 
-    async def _send_abort(self, server: Server, rid: str) -> None:
+    async def _send_abort(self, server: Server, path: str, rid: str) -> None:
         try:
-            await server.json("POST", "/abort_request", {"rid": rid}, timeout=ABORT_SECONDS)
+            await server.json("POST", path, {"rid": rid}, timeout=ABORT_SECONDS)
         except BackendError as error:  # a server that is gone has stopped anyway
             log.debug("abort was not delivered", server=server.url, rid=rid, reason=str(error))
 
@@ -213,13 +260,3 @@ class Attempts:
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
-
-
-def _read(sent: Outgoing, vocab_size: int, status: int, body: bytes) -> Part | ReplyError | PromptMismatch | bytes:
-    """A decoded reply, or the error in it; the body if the status is not 200."""
-    if status != 200:
-        return body
-    try:
-        return decode(body, sent, vocab_size)
-    except (ReplyError, PromptMismatch) as error:
-        return error

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from engine.backends.sglang.reply_body import Part
+from engine.backends.servers.reply import Part
 from engine.schemas.generation import FinishReason, Generation, SamplingParams, VersionSpan
 
 TAIL = 64
@@ -70,7 +70,9 @@ def cut(part: Part, count: int) -> Part:
         for span in part.versions
         if span.start < count
     ]
-    return replace(part, ids=part.ids[:count], logprobs=part.logprobs[:count], versions=versions)
+    removed = len(part.ids) - count
+    experts = part.experts if part.experts is None or not removed else part.experts[: len(part.experts) - removed]
+    return replace(part, ids=part.ids[:count], logprobs=part.logprobs[:count], versions=versions, experts=experts)
 
 
 def join(parts: Sequence[Part], finish: FinishReason, seconds: float) -> Generation:
@@ -94,10 +96,18 @@ def join(parts: Sequence[Part], finish: FinishReason, seconds: float) -> Generat
         finish=finish,
         versions=versions,
         prompt_tokens=first.prompt_tokens,
+        prompt_unchecked=not all(part.echoed for part in parts),
         cached_tokens=first.cached_tokens,
         seconds=seconds,
         queue_seconds=first.queue_seconds if len(parts) == 1 else sum(part.queue_seconds for part in parts),
+        routed_experts=_join_experts(parts),
     )
+
+
+def _join_experts(parts: Sequence[Part]) -> np.ndarray | None:
+    """The experts of all parts; each part has those of the tokens for which no earlier part had any."""
+    found = [part.experts for part in parts if part.experts is not None]
+    return np.concatenate(found) if found else None
 
 
 def _join_versions(parts: Sequence[Part]) -> list[VersionSpan]:

@@ -21,7 +21,7 @@ import structlog
 from engine.backends.http.outage import Outage
 from engine.backends.http.refusal import UNAVAILABLE
 from engine.backends.http.retries import growing_pause
-from engine.backends.sglang.server import Server
+from engine.backends.servers.server import Server
 from engine.errors import BackendError
 
 log = structlog.get_logger(__name__)
@@ -54,19 +54,25 @@ class Pool:
         health_timeout: float,
         wait: float = 600.0,
         admit: Callable[[Server], Awaitable[None]] | None = None,
+        wake: Callable[[Server], Awaitable[None]] | None = None,
+        probe: str = "/model_info",
     ) -> None:
         """
         Args:
             servers: At least one.
             wait: Seconds without any reply after which requests that wait for a server raise `OutageError`.
             health_timeout: Seconds without any reply after which a busy server gets a health check.
+            probe: Path of a request that a server answers at once, also while it is busy.
             admit: Called with a server that answers its health check again; it raises BackendError if the server must stay out.
+            wake: Called with a server that is out, before its health check; it raises BackendError if the check must wait.
         """
         self.servers = list(servers)
         self.workers = self.servers
         """Servers that take control calls: the same ones, or those behind the router."""
         self._health_timeout = health_timeout
         self._admit = admit
+        self._wake = wake
+        self._probe = probe
         self._sticky: OrderedDict[str, Server] = OrderedDict()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.outage = Outage(wait)
@@ -166,7 +172,7 @@ class Pool:
             return
         server.healthy = False
         server.http.drop_idle()
-        log.warning("sglang server taken out", url=server.url, reason=reason)
+        log.warning("server taken out", url=server.url, reason=reason)
         self._close_gate(reason if server.url in reason else f"{server.url}: {reason}")
         self._run(f"heal {server.url}", self._heal(server, retry_after or 0.0))
 
@@ -191,7 +197,7 @@ class Pool:
             await server.http.close()
 
     def _run(self, name: str, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work, name=f"sglang: {name}")
+        task = asyncio.get_running_loop().create_task(work, name=f"servers: {name}")
         self._tasks[name] = task
         task.add_done_callback(lambda done: self._finished(name, done))
 
@@ -199,18 +205,20 @@ class Pool:
         if self._tasks.get(name) is task:
             del self._tasks[name]
         if not task.cancelled() and task.exception() is not None:
-            log.error("the health check of sglang servers failed", task=name, error=repr(task.exception()))
+            log.error("the health check of servers failed", task=name, error=repr(task.exception()))
 
     async def _heal(self, server: Server, pause: float) -> None:
         wait = 0.25
         await asyncio.sleep(min(pause, self.outage.limit))
         while True:
             try:
+                if self._wake is not None:
+                    await self._wake(server)
                 await server.json("GET", "/health", timeout=30.0)
                 if self._admit is not None:
                     await self._admit(server)
             except BackendError as error:
-                log.debug("sglang server is still out", url=server.url, reason=str(error))
+                log.debug("server is still out", url=server.url, reason=str(error))
                 await asyncio.sleep(wait * random.uniform(0.8, 1.2))
                 wait = min(MAX_HEAL_PAUSE, wait * 2)
                 continue
@@ -219,7 +227,7 @@ class Pool:
             if server.usable:  # it replied to the check
                 self.outage.served()
             server.counts["rejoined"] += 1
-            log.info("sglang server is back", url=server.url)
+            log.info("server is back", url=server.url)
             return
 
     async def _watch(self) -> None:
@@ -241,7 +249,7 @@ class Pool:
 
     async def _suspect(self, server: Server) -> None:
         try:
-            await server.json("GET", "/model_info", timeout=min(10.0, self._health_timeout))
+            await server.json("GET", self._probe, timeout=min(10.0, self._health_timeout))
         except BackendError as error:
             if error.kind != "unreachable":
                 return

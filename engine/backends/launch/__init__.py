@@ -1,0 +1,1 @@
+"""Servers that a run starts itself: commands, processes, health, logs, restarts."""

@@ -1,0 +1,11 @@
+"""What backends share whose servers take token ids and report token ids: SGLang and vLLM.
+
+backend.py   one reply: deadlines, interruptions, counts
+attempts.py  sends a request until a server answers it; retries and aborts
+request.py   the text of prompts, kept from turn to turn
+reply.py     a reply as ids and log-probs, and what can be wrong with one
+resume.py    continues a reply that was interrupted
+server.py    one server
+pool.py      which server a request goes to, and which servers are there
+asking.py    test requests before the first episode
+"""

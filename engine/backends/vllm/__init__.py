@@ -1,0 +1,8 @@
+"""vLLM servers over `/v1/completions`, with token ids in both directions.
+
+client.py        the backend
+request_body.py  the body of a request
+reply_body.py    the body of its reply, checked to the token
+checks.py        checks of the servers before the first episode, among them which log-probs they report
+launching.py     the commands that start servers
+"""
