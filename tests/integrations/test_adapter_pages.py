@@ -128,6 +128,7 @@ def test_an_environment_of_verifiers(tmp_path: Path, tiny_tokenizer_dir: Path) -
     assert sum(earned(episode)) == pytest.approx(reward + 0.25, abs=1e-12)
 
 
+@pytest.mark.slow  # by default: test_adapter_verl
 def test_verls_gsm8k(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """verl need not be installed. The tool is one of ours, in verl's form; verl's own one runs in `test_adapter_verl.py`."""
     from test_adapter_verl import ITEM, row, went, write

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from adapters_kit import (
     spec_of,
 )
 from env_count import build_env
+from slow_cases import slow_after
 from stopping import Resumed, content
 
 from engine.integrations.environments.slime import SlimeEnvironment
@@ -65,8 +67,10 @@ def test_it_fits_its_protocol() -> None:
     assert isinstance(SlimeEnvironment("env_count:build_env", str(HERE)), Environment)
 
 
-@pytest.mark.parametrize("isolation", ["process", "thread"])
-@pytest.mark.parametrize("numbers", [(3, 9, 7), (7,), (1, 2, 3, 4, 5)])
+@pytest.mark.parametrize(
+    ("isolation", "numbers"),
+    slow_after(3, product(["thread", "process"], [(7,), (3, 9, 7), (1, 2, 3, 4, 5)]), several=True),
+)
 def test_episodes_are_those_of_slimes_loop(
     tmp_path: Path, tiny_tokenizer_dir: Path, count: dict[str, Any], numbers: tuple[int, ...], isolation: str
 ) -> None:

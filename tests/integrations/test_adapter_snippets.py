@@ -19,7 +19,9 @@ import pyarrow.parquet
 import pytest
 import yaml
 from adapters_kit import earned, run_spec, shown
+from slow_cases import slow_but_each
 from test_adapter_verl import ITEM, row, write
+from test_harbor import COMMAND, needs_sandbox, write_task
 from typer.testing import CliRunner
 
 from engine.cli.main import app
@@ -86,6 +88,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(HERE / "env_count.py", tmp_path / "env_count.py")
     shutil.copy(HERE / "env_vf.py", tmp_path / "my_env.py")
     (tmp_path / "server.py").write_text(SERVER)
+    write_task(tmp_path / "tasks/sum")
     example = tmp_path / "slime" / "examples" / "geo3k_vlm_multi_turn"
     example.mkdir(parents=True)
     shutil.copy(HERE / "env_count.py", example / "env_geo3k.py")
@@ -114,7 +117,7 @@ def test_every_adapter_has_a_block() -> None:
     assert named == {*ADAPTERS, *TOOL_ADAPTERS}
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", slow_but_each(2, BLOCKS))
 def test_a_block_is_valid(folder: Path, tiny_tokenizer_dir: Path, name: str) -> None:
     """As it is printed: with its own model, backend and tasks, where it has them."""
     block = BLOCKS[name]
@@ -128,6 +131,7 @@ def test_a_block_is_valid(folder: Path, tiny_tokenizer_dir: Path, name: str) -> 
     assert "error[" not in result.output
 
 
+@pytest.mark.slow  # by default: test_adapter_slime
 def test_slime_runs(folder: Path, tiny_tokenizer_dir: Path) -> None:
     (episode,) = run_spec(
         folder, completed(BLOCKS["slime_0"], tiny_tokenizer_dir, ["one", "two", "three", "four"])
@@ -182,3 +186,11 @@ def test_mcp_runs(folder: Path, tiny_tokenizer_dir: Path) -> None:
     (episode,) = run_spec(folder, document).values()
     assert episode.outcome.failure is None
     assert episode.messages[2].text == f"tea: {len('secret-of-the-test')}"
+
+
+@needs_sandbox
+@pytest.mark.slow  # by default: tests/agents/test_harbor.py
+def test_harbor_runs(folder: Path, tiny_tokenizer_dir: Path) -> None:
+    document = completed(BLOCKS["harbor_0"], tiny_tokenizer_dir, [f"<call>shell({COMMAND!r})</call>", "Done."])
+    (episode,) = run_spec(folder, document).values()
+    assert (episode.outcome.failure, episode.outcome.reward) == (None, 1.0)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from adapters_kit import FAULTY_EVERY, FEW, run_spec
+from slow_cases import slow_after
 from stopping import Resumed, content
 
 from engine.errors import EngineError
@@ -122,11 +124,18 @@ def test_it_fits_its_protocol(tmp_path: Path) -> None:
     assert isinstance(asyncio.run(made()), Environment)
 
 
-@pytest.mark.parametrize("answers", [["41", "raise", "42"], ["42"], ["no", "raise", "raise", "7"]])
-def test_the_episode_is_that_of_verls_loop(tmp_path: Path, tiny_tokenizer_dir: Path, answers: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("isolation", "answers"),
+    slow_after(
+        2, product(["thread", "process"], [["42"], ["41", "raise", "42"], ["no", "raise", "raise", "7"]]), several=True
+    ),
+)
+def test_the_episode_is_that_of_verls_loop(
+    tmp_path: Path, tiny_tokenizer_dir: Path, answers: list[str], isolation: str
+) -> None:
     write(tmp_path, [ITEM], [row()])
     replies = [*(f'<call>grade(answer="{answer}")</call>' for answer in answers), "Done."]
-    (episode,) = run_spec(tmp_path, document(tiny_tokenizer_dir, replies)).values()
+    (episode,) = run_spec(tmp_path, document(tiny_tokenizer_dir, replies, {"isolation": isolation})).values()
 
     async def by_hand() -> list[tuple[str, float]]:
         tool = tool_by_hand(tmp_path)
@@ -170,7 +179,7 @@ def test_tools_and_an_interaction_in_one_spec(tmp_path: Path, tiny_tokenizer_dir
         "with": {"config": "interactions.yaml"},
     }
     replies = ["It is 41.", '<call>grade(answer="42")</call>', "It is 42."]
-    spec = document(tiny_tokenizer_dir, replies, user=user, machine="tools_and_user")
+    spec = document(tiny_tokenizer_dir, replies, {"isolation": "thread"}, user=user, machine="tools_and_user")
     (episode,) = run_spec(tmp_path, spec).values()
     assert episode.outcome.event == "satisfied"
     assert [turn.rewards for turn in episode.turns] == [
@@ -214,13 +223,20 @@ def test_instances_live_for_a_call_or_for_the_episode(
     assert [posting.name for posting in episode.postings][2:] == ([] if lifetime == "call" else ["grade"])
 
 
-@pytest.mark.parametrize(("answers", "value"), [(["42"], 2.0), (["42", "7"], 0.0), (["7", "42"], 2.0)])
+@pytest.mark.parametrize(
+    ("isolation", "case"),
+    slow_after(
+        2, product(["thread", "process"], [(["42"], 2.0), (["42", "7"], 0.0), (["7", "42"], 2.0)]), several=True
+    ),
+)
 def test_calc_reward_is_asked_at_the_end(
-    tmp_path: Path, tiny_tokenizer_dir: Path, answers: list[str], value: float
+    tmp_path: Path, tiny_tokenizer_dir: Path, case: tuple[list[str], float], isolation: str
 ) -> None:
+    answers, value = case
     write(tmp_path, [ITEM], [row(calc_reward_kwargs={"scale": 2.0})])
     replies = [*(f'<call>grade(answer="{answer}")</call>' for answer in answers), "Done."]
-    (episode,) = run_spec(tmp_path, document(tiny_tokenizer_dir, replies, {"with": {"lifetime": "episode"}})).values()
+    environment = {"with": {"lifetime": "episode"}, "isolation": isolation}
+    (episode,) = run_spec(tmp_path, document(tiny_tokenizer_dir, replies, environment)).values()
     last = episode.postings[-1]
     assert (last.name, last.turn, last.delta, last.cause) == ("grade", len(answers), value, "GraderTool.calc_reward")
     assert episode.outcome.failure is None
@@ -245,19 +261,27 @@ def test_pictures_and_facts_of_a_tool(tmp_path: Path, tiny_tokenizer_dir: Path) 
 def test_a_tool_reads_the_episode(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     write(tmp_path, [ITEM, {"class_name": "my_tools:HistoryTool", "config": {"type": "native"}}], [row()])
     replies = ["<call>history()</call>", '<call>grade(answer="7")</call>', "<call>history()</call>", "Done."]
-    (episode,) = run_spec(tmp_path, document(tiny_tokenizer_dir, replies)).values()
+    (episode,) = run_spec(tmp_path, document(tiny_tokenizer_dir, replies, {"isolation": "thread"})).values()
     said, rewards = went(episode)
     assert [said[0], said[2]] == ["1 sua []", "2 suatata [0.0, -0.05]"]
     assert rewards == [0.0, -0.05, 0.0]
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"), [("shape", "must return (response, reward, metrics)"), ("reward", "the reward 'much'")]
+    ("isolation", "case"),
+    slow_after(
+        2,
+        product(
+            ["thread", "process"],
+            [("shape", "must return (response, reward, metrics)"), ("reward", "the reward 'much'")],
+        ),
+        several=True,
+    ),
 )
-@pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_an_answer_of_another_form_fails_the_episode(
-    tmp_path: Path, tiny_tokenizer_dir: Path, answer: str, words: str, isolation: str
+    tmp_path: Path, tiny_tokenizer_dir: Path, case: tuple[str, str], isolation: str
 ) -> None:
+    answer, words = case
     write(tmp_path, [ITEM], [row()])
     replies = [f'<call>grade(answer="{answer}")</call>', "Done."]
     (episode,) = run_spec(tmp_path, document(tiny_tokenizer_dir, replies, {"isolation": isolation})).values()
@@ -269,7 +293,9 @@ def test_an_answer_of_another_form_fails_the_episode(
 
 def test_what_exists_only_inside_of_verl_fails_the_episode(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     write(tmp_path, [{"class_name": "my_tools.InsideTool", "config": {"type": "native"}}], [{**row(), "extra_info": {"index": 0}}])  # fmt: skip
-    (episode,) = run_spec(tmp_path, document(tiny_tokenizer_dir, ["<call>history()</call>", "Done."])).values()
+    (episode,) = run_spec(
+        tmp_path, document(tiny_tokenizer_dir, ["<call>history()</call>", "Done."], {"isolation": "thread"})
+    ).values()
     assert episode.outcome.failure is not None
     assert "reads `agent_data.response_ids`" in episode.outcome.failure.message
     with pytest.raises(AttributeError):
@@ -302,7 +328,8 @@ def test_what_cannot_be_a_tool_is_refused(tmp_path: Path, item: dict[str, Any], 
 def test_a_tool_of_an_older_verl_runs_for_an_episode(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     write(tmp_path, [{"class_name": "my_tools.OldTool", "config": {}}], [{**row(), "extra_info": {"index": 0}}])
     replies = ["<call>history()</call>", "Done."]
-    (episode,) = run_spec(tmp_path, document(tiny_tokenizer_dir, replies, {"with": {"lifetime": "episode"}})).values()
+    environment = {"with": {"lifetime": "episode"}, "isolation": "thread"}
+    (episode,) = run_spec(tmp_path, document(tiny_tokenizer_dir, replies, environment)).values()
     assert went(episode) == (["heard"], [0.5])
 
 

@@ -1,0 +1,1 @@
+"""Files of rows from strangers, opened without executing anything in them."""

@@ -1,0 +1,254 @@
+"""Arrays in pickles and in files of `torch.save`, as NumPy arrays, without torch.
+
+    read_torch(data)                  # the object of a file of `torch.save`: dicts, lists, arrays
+    plain(read_pickle(data))          # the same for a pickle that holds arrays
+
+Every array is checked against the bytes that the file has for it before it is made.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from engine.errors import AuditError
+from engine.integrations.audit.files.inert import Inert, inside, read_pickle
+
+MAX_DEPTH = 64
+"""Maximum nesting of lists, dicts and objects."""
+_NUMPY_TYPE = re.compile(r"[<>|=]?([biufUS])(\d{1,6})")
+_TORCH_TYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "BFloat16": "bfloat16",
+}
+"""Torch's names of types, as in `LongStorage`."""
+_NAMES = {"half": "float16", "float": "float32", "double": "float64", "long": "int64", "int": "int32"}
+_SIMPLE = set(_TORCH_TYPES.values()) | {"uint16", "uint32", "uint64"}
+
+
+def array_of(data: bytes | memoryview, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """An array of little-endian bytes.
+
+    Raises:
+        AuditError: The type is not a simple one, or the bytes are not those of the shape.
+    """
+    name = dtype.removeprefix("torch.")
+    name = _NAMES.get(name, name)
+    if name not in _SIMPLE:
+        raise AuditError(f"arrays of type {dtype!r} are not read")
+    stored = np.dtype("<u2" if name == "bfloat16" else name).newbyteorder("<")
+    if any(not isinstance(size, int) or size < 0 for size in shape) or prod(shape) * stored.itemsize != len(data):
+        raise AuditError(f"an array of shape {shape} and type {dtype} has {len(data):,} bytes")
+    found = np.frombuffer(data, stored).reshape(shape)
+    return (found.astype(np.uint32) << 16).view(np.float32) if name == "bfloat16" else found
+
+
+class Storage:
+    """The bytes of a tensor's storage, and the type of its elements."""
+
+    def __init__(self, data: memoryview, dtype: str) -> None:
+        self.data = data
+        self.dtype = dtype
+
+    def view(self, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> np.ndarray:
+        """The tensor of a shape at an offset.
+
+        Raises:
+            AuditError: It reaches beyond the storage.
+        """
+        width = 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+        flat = array_of(self.data[: len(self.data) // width * width], self.dtype, (len(self.data) // width,))
+        numbers = (offset, *size, *stride)
+        if len(size) != len(stride) or any(not isinstance(n, int) or n < 0 for n in numbers):
+            raise AuditError(f"a tensor has the shape {size} and the strides {stride}")
+        if not prod(size):
+            return np.empty(size, flat.dtype)
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if last >= len(flat) or prod(size) > len(flat):
+            raise AuditError(f"a tensor of shape {size} reaches beyond its {len(flat):,} stored elements")
+        steps = tuple(step * flat.itemsize for step in stride)
+        return np.lib.stride_tricks.as_strided(flat[offset:], size, steps, writeable=False).copy()
+
+
+def read_torch(data: bytes) -> Any:
+    """Return the object of a file of `torch.save`.
+
+    Raises:
+        AuditError: The file is damaged, of torch's old form (before 1.6), or exceeds a limit.
+    """
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        names = archive.namelist()
+        total = sum(info.file_size for info in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise AuditError(f"not a readable file of torch.save ({error})") from error
+    if total > 4 * len(data) + 65536:  # torch stores without compression
+        raise AuditError(f"the archive of {len(data):,} bytes would unpack to {total:,}")
+    pickles = [name for name in names if name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise AuditError("the zip archive is not a file of torch.save: it has no `data.pkl`")
+    folder = pickles[0].removesuffix("data.pkl")
+    kept: dict[str, memoryview] = {}
+
+    def part(name: str) -> bytes:
+        try:
+            return archive.read(name)
+        except (KeyError, zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+            raise AuditError(f"the file of torch.save is damaged: {name} cannot be read ({error})") from error
+
+    def storage(key: Any) -> Storage:
+        kind = getattr(key[1], "name", "") if isinstance(key, tuple) and len(key) >= 3 else ""
+        dtype = _TORCH_TYPES.get(kind.rpartition(".")[2].removesuffix("Storage"))
+        if dtype is None:
+            raise AuditError(f"tensors of {kind or 'an unknown storage'} are not read")
+        name = f"{folder}data/{key[2]}"
+        if name not in kept:
+            kept[name] = memoryview(part(name))
+        return Storage(kept[name], dtype)
+
+    order = f"{folder}byteorder"
+    if order in names and part(order) != b"little":
+        raise AuditError("the tensors were written on a big-endian machine; they are not read")
+    return plain(read_pickle(part(pickles[0]), storage))
+
+
+def plain(value: Any) -> Any:
+    """Replace inert records of arrays, tensors, dicts and enumerations by NumPy arrays and plain values; others stay.
+
+    Raises:
+        AuditError: An array does not match its bytes, or the value exceeds a limit.
+    """
+    return _Converter().convert(value, 0)
+
+
+class _Converter:
+    """Converts one file. An object that the file refers to several times is converted once, so no file grows in memory."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, Any] = {}
+
+    def convert(self, value: Any, depth: int) -> Any:
+        if not isinstance(value, list | tuple | dict | Inert):
+            return value
+        if depth > MAX_DEPTH:
+            raise AuditError(f"values are nested more than {MAX_DEPTH} deep")
+        if id(value) not in self._done:
+            self._done[id(value)] = self._new(value, depth)
+        return self._done[id(value)]
+
+    def _new(self, value: Any, depth: int) -> Any:
+        if isinstance(value, list | tuple):
+            if all(type(item) in (int, float, bool) for item in value):
+                return list(value)
+            return [self.convert(item, depth + 1) for item in value]
+        if isinstance(value, dict):
+            return {key: self.convert(item, depth + 1) for key, item in value.items()}
+        return self._record(value, depth)
+
+    def _record(self, value: Inert, depth: int) -> Any:
+        known = _KNOWN.get(value.name.rpartition(".")[2])
+        try:
+            if known is not None:
+                return known(self, value, depth)
+        except (IndexError, TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
+            raise AuditError(f"a `{value.name}` of the pickle is damaged ({error})") from error
+        if value.state is None and len(value.args) == 1 and isinstance(value.args[0], str | int):
+            return value.args[0]  # a member of an enumeration
+        return value
+
+    def array(self, value: Inert, depth: int) -> Any:
+        """`numpy._reconstruct`: an array; a list where its elements are objects."""
+        _, shape, dtype, fortran, data = value.state
+        if isinstance(data, list):
+            if prod(shape) != len(data):
+                raise AuditError(f"an array of objects of shape {shape} has {len(data)} elements")
+            return self.convert(data, depth)
+        found = np.frombuffer(data, _numpy_type(dtype))
+        if prod(shape) != len(found):
+            raise AuditError(f"an array of shape {shape} has {len(found)} elements")
+        return found.reshape(shape, order="F" if fortran else "C")
+
+    def scalar(self, value: Inert, depth: int) -> Any:
+        """`numpy.scalar`."""
+        return np.frombuffer(value.args[1], _numpy_type(value.args[0]))[0].item()
+
+    def tensor(self, value: Inert, depth: int) -> Any:
+        """`torch._rebuild_tensor_v2`."""
+        storage, offset, size, stride, *_ = value.args
+        if not isinstance(storage, Storage):
+            raise AuditError("a tensor of the pickle has no storage")
+        return storage.view(offset, tuple(size), tuple(stride))
+
+    def consolidated(self, value: Inert, depth: int) -> Any:
+        """`tensordict._rebuild_tensordict_files_consolidated`: a dict of arrays in one buffer."""
+        about, buffer = value.args[0], self.convert(value.args[1], depth + 1)
+        raw = memoryview(buffer.tobytes())
+        return {
+            key: array_of(raw[start : stop - padding], dtype, tuple(shape))
+            for key, (dtype, shape, start, stop, padding) in about["leaves"].items()
+        }
+
+    def mapping(self, value: Inert, depth: int) -> Any:
+        """`OrderedDict`, `defaultdict` and their like."""
+        return self.convert(value.pairs, depth)
+
+    def size(self, value: Inert, depth: int) -> Any:
+        """`torch.Size`."""
+        return [int(item) for item in value.args[0]]
+
+
+def _numpy_type(value: Any) -> np.dtype[Any]:
+    """The type of an inert `numpy.dtype`.
+
+    Raises:
+        AuditError: It is not a type of numbers or texts.
+    """
+    text = value.args[0] if isinstance(value, Inert) and value.args else ""
+    match = _NUMPY_TYPE.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise AuditError(f"arrays of type {text!r} are not read")
+    order = value.state[1] if isinstance(value.state, tuple) else "<"
+    return np.dtype(text).newbyteorder(">" if order == ">" else "<")
+
+
+_KNOWN: dict[str, Callable[[_Converter, Inert, int], Any]] = {
+    "_reconstruct": _Converter.array,
+    "scalar": _Converter.scalar,
+    "_rebuild_tensor_v2": _Converter.tensor,
+    "_rebuild_tensor": _Converter.tensor,
+    "_rebuild_tensordict_files_consolidated": _Converter.consolidated,
+    "OrderedDict": _Converter.mapping,
+    "defaultdict": _Converter.mapping,
+    "Size": _Converter.size,
+}
+"""How the records of arrays and containers are read, by the last part of their name."""
+
+
+def names_in(value: Any) -> set[str]:
+    """The names of the inert records that a converted value still holds."""
+    found: set[str] = set()
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Inert):
+            found.add(item.name)
+            waiting += list(inside(item))
+        elif isinstance(item, dict):
+            waiting += list(item.values())
+        elif isinstance(item, list):
+            waiting += [each for each in item if isinstance(each, Inert | dict | list)]
+    return found

@@ -1,0 +1,105 @@
+"""AReaL: the tensors of a workflow (`torch.save` or safetensors of a dict, or a list of such dicts), and the JSON lines of `rollout.dump_to_file`.
+
+The tensors are tables [rows, tokens] over prompt and response: `input_ids`, `attention_mask`, `loss_mask`, `logprobs`, `versions` (-1 on tokens that were not
+sampled), and `rewards` [rows]. The response begins at the first token with loss mask 1 or with a version. The JSON lines hold texts only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.errors import AuditError
+from engine.integrations.audit.files.open import Document
+from engine.integrations.audit.rows import Columns, ForeignRow, Vector, aligned, batch_of, ids_of, number, text_of
+
+
+def read(document: Document) -> list[ForeignRow]:
+    """Read a file of AReaL.
+
+    Raises:
+        AuditError: It is not of AReaL's form.
+    """
+    value, name = document.value, document.path.name
+    if document.lines or (isinstance(value, dict) and "completion" in value):
+        lines = value if document.lines else [value]
+        return [_line(line, f"{name} line {at}") for at, line in enumerate(lines, 1)]
+    batches = value if isinstance(value, list) else [value]
+    if not batches or not all(isinstance(batch, dict) for batch in batches):
+        raise AuditError(
+            f"{document.path}: neither tensors of a workflow nor JSON lines with `prompt` and `completion`"
+        )
+    rows: list[ForeignRow] = []
+    for at, batch in enumerate(batches):
+        place = f"{name} item {at}" if len(batches) > 1 else name
+        rows += _batch(Columns(batch, place), place, str(at) if len(batches) > 1 else "")
+    return rows
+
+
+def _line(line: Any, place: str) -> ForeignRow:
+    if not isinstance(line, dict):
+        raise AuditError(f"{place}: not an object")
+    columns = Columns(line, place)
+    columns.need("prompt", "completion")
+    known = [number(columns.get(name)) for name in ("head_version", "tail_version")]
+    return ForeignRow(
+        place=place,
+        group=str(columns.get("task_id", "")),
+        prompt_text=text_of(columns.get("prompt")),
+        response_text=text_of(columns.get("completion")),
+        reward=number(columns.get("reward")),
+        row_versions=tuple(sorted({int(each) for each in known if each is not None})),
+        fields={key: value for key, value in line.items() if key not in ("prompt", "completion", "reward")},
+    )
+
+
+def _batch(columns: Columns, place: str, trajectory: str) -> list[ForeignRow]:
+    """The rows of one dict of tensors."""
+    columns.need("input_ids", "loss_mask")
+    ids = batch_of(columns.get("input_ids"), f"{place}: input_ids")
+    shown = columns.get("attention_mask")
+    shown = np.ones_like(ids) if shown is None else batch_of(shown, f"{place}: attention_mask")
+    if shown.shape != ids.shape:
+        raise AuditError(f"{place}: attention_mask has the shape {list(shown.shape)}, input_ids {list(ids.shape)}")
+    rewards = columns.rows("rewards", len(ids))
+    groups = columns.rows("group", len(ids), columns.get("task_id", ""))
+    return [
+        _row(columns, ids, shown[at] != 0, at, rewards[at], str(groups[at]), place, trajectory)
+        for at in range(len(ids))
+    ]
+
+
+def _row(
+    columns: Columns, ids: Vector, kept: Vector, at: int, reward: Any, group: str, place: str, trajectory: str
+) -> ForeignRow:
+    place = f"{place} row {at}"
+    whole = ids_of(ids[at][kept], f"{place}: input_ids")
+    mask = _of(columns, "loss_mask", at, kept, np.int32, place)
+    logprobs = _of(columns, "logprobs", at, kept, np.float32, place)
+    versions = _of(columns, "versions", at, kept, np.int32, place)
+    assert mask is not None
+    sampled = mask != 0 if versions is None else (mask != 0) | (versions >= 0)
+    found = np.flatnonzero(sampled)
+    start = int(found[0]) if len(found) else len(whole)
+    return ForeignRow(
+        place=place,
+        group=group,
+        trajectory=trajectory,
+        prompt_ids=whole[:start],
+        response_ids=whole[start:],
+        loss_mask=mask[start:],
+        logprobs=None if logprobs is None else logprobs[start:],
+        versions=None if versions is None else versions[start:],
+        reward=number(reward),
+        images="multi_modal_input" in columns,
+    )
+
+
+def _of(columns: Columns, name: str, at: int, kept: Vector, dtype: type[np.generic], place: str) -> Vector | None:
+    if name not in columns:
+        return None
+    table = batch_of(columns.get(name), f"{place}: {name}")
+    if len(table) <= at or table.shape[1] != len(kept):
+        raise AuditError(f"{place}: `{name}` has the shape {list(table.shape)}; input_ids have {len(kept)} tokens")
+    return aligned(table[at][kept], int(kept.sum()), dtype, f"{place}: {name}")

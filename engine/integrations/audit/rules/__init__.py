@@ -1,0 +1,63 @@
+"""The rules of an audit: one small function each, and one entry in `RULES`.
+
+A function gets all rows that it can judge and yields findings. What a rule needs of a row is declared in its entry, and rows without it are
+counted as not judged, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.integrations.audit.examine import Examined
+from engine.integrations.audit.findings import Finding
+from engine.integrations.audit.rules.base import Evidence
+from engine.integrations.audit.rules.batch import mixed_group, no_versions, reward_unseen
+from engine.integrations.audit.rules.prompts import prompt_not_template
+from engine.integrations.audit.rules.tokens import closing_trained, missing_eos, observation_trained, retokenized
+
+__all__ = ["RULES", "Evidence", "Rule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule, and what it needs of a row."""
+
+    name: str
+    title: str
+    check: Callable[[Sequence[Examined], Evidence], Iterator[Finding]]
+    lacks: Callable[[Examined], str | None]
+    """Why a row cannot be judged; None if it can."""
+
+
+def _no_ids(row: Examined) -> str | None:
+    return None if row.row.has_ids else "the row holds only texts"
+
+
+def _no_plain_ids(row: Examined) -> str | None:
+    return _no_ids(row) or ("the row has images" if row.row.images else None)
+
+
+def _no_reward(row: Examined) -> str | None:
+    return None if row.row.reward is not None or row.row.turn_rewards else "the row has no reward"
+
+
+def _no_group(row: Examined) -> str | None:
+    return None if row.row.group else "the row names no group"
+
+
+def _nothing(row: Examined) -> str | None:
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("retokenized", "sampled tokens that were decoded and encoded again", retokenized, _no_ids),
+    Rule("observation_trained", "observations with loss mask 1", observation_trained, _no_ids),
+    Rule("closing_trained", "template text after a reply with loss mask 1", closing_trained, _no_ids),
+    Rule("missing_eos", "replies without a trained stop token", missing_eos, _no_ids),
+    Rule("prompt_not_template", "prompts that are not what the template renders", prompt_not_template, _no_plain_ids),
+    Rule("reward_unseen", "rewards that reach no trained token", reward_unseen, _no_reward),
+    Rule("mixed_group", "groups that mix prompts or tasks", mixed_group, _no_group),
+    Rule("no_versions", "weight versions that are missing", no_versions, _nothing),
+)
+"""The rules, in the order in which findings of a row are listed."""

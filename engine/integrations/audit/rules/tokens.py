@@ -1,0 +1,217 @@
+"""Rules about trained tokens: were they sampled, and does each reply end as it was sampled."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from engine.integrations.audit.examine import Examined, Reply, Sampled
+from engine.integrations.audit.findings import Finding, Severity
+from engine.integrations.audit.rules.base import Evidence, finding_of, first_difference, quoted
+
+
+def retokenized(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
+    """Sampled tokens that were decoded and encoded again.
+
+    Proofs: the sampler's record has a reply of the same text and other ids; or a later row of an episode has the same text as an earlier one and
+    other ids where that one was sampled.
+    """
+    for row in rows if known.sampled is not None else ():
+        assert known.sampled is not None
+        for reply in row.replies:
+            ids = tuple(row.response[reply.start : reply.end].tolist())
+            others = known.sampled.by_text.get(row.text(reply.start, reply.end))
+            if ids not in known.sampled.replies and others:
+                sampled = min(others)
+                at = first_difference(ids, sampled)
+                yield finding_of(
+                    "retokenized",
+                    "error",
+                    row,
+                    f"the sampler gave other ids for the same text: {list(sampled[at : at + 4])} there, {list(ids[at : at + 4])} here "
+                    f"({quoted(row, reply.start, reply.end)})",
+                    reply.start + at,
+                )
+    episodes: dict[tuple[str, str], list[Examined]] = defaultdict(list)
+    for row in rows:
+        if row.row.trajectory:
+            episodes[row.row.group, row.row.trajectory].append(row)
+    for each in episodes.values():
+        for earlier, later in pairwise(each):
+            yield from _rewritten(earlier, later)
+
+
+def _rewritten(earlier: Examined, later: Examined) -> Iterator[Finding]:
+    """A later row of an episode that spells an earlier one with other ids."""
+    form = earlier.marks.form
+    whole = form.decode(earlier.ids)
+    if len(later.ids) <= 1 or not form.decode(later.ids).startswith(whole):
+        return
+    at = first_difference(earlier.ids.tolist(), later.ids.tolist())
+    if at >= len(earlier.ids):
+        return
+    where = at - earlier.start
+    if any(start <= where < end for start, end in earlier.runs):
+        yield finding_of(
+            "retokenized",
+            "error",
+            later,
+            f"{earlier.row.place} has the same text with other ids, and sampled them: {earlier.ids[at : at + 4].tolist()} there, "
+            f"{later.ids[at : at + 4].tolist()} here",
+            at,
+            response=False,
+        )
+
+
+def observation_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
+    """Trained tokens that no sampling made: what follows a stop token in a trained run, and what the sampler's record does not have."""
+    for row in rows:
+        for _, beyond, until in _after_stops(row):
+            if beyond < until:
+                said = quoted(row, beyond, until)
+                yield finding_of(
+                    "observation_trained",
+                    "error",
+                    row,
+                    f"trained after the stop token of a reply, where sampling had ended: {said}",
+                    beyond,
+                )
+        if known.sampled is not None:
+            yield from _never_sampled(row, known.sampled)
+            yield from _not_recorded(row, known.sampled)
+
+
+def _never_sampled(row: Examined, sampled: Sampled) -> Iterator[Finding]:
+    """Trained runs that begin with a reply of the sampler's record, without a stop token, and go on after it."""
+    stops = row.marks.form.stop_set
+    for start, end in row.runs:
+        ids = tuple(row.response[start:end].tolist())
+        length = 0 if ids in sampled.replies else sampled.longest_at(ids)
+        if length and ids[length - 1] not in stops and ids[length] not in stops:
+            said = quoted(row, start + length, end)
+            yield finding_of(
+                "observation_trained",
+                "error",
+                row,
+                f"trained after a reply, and not in the sampler's record: {said}",
+                start + length,
+            )
+
+
+def _not_recorded(row: Examined, sampled: Sampled) -> Iterator[Finding]:
+    """Replies that the sampler's record has in no form."""
+    for reply in row.replies:
+        ids = tuple(row.response[reply.start : reply.end].tolist())
+        texts = {row.text(reply.start, reply.end), row.text(reply.start, reply.end - reply.stopped)}
+        if not (sampled.has(ids) or sampled.longest_at(ids) or not texts.isdisjoint(sampled.by_text)):
+            said = quoted(row, reply.start, reply.end)
+            yield finding_of(
+                "observation_trained", "warning", row, f"trained, and not in the sampler's record: {said}", reply.start
+            )
+
+
+def closing_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
+    """Trained tokens that the template writes at the end of a reply."""
+    for row in rows:
+        for reply, beyond, _ in _after_stops(row):
+            if reply.end < beyond:
+                said = quoted(row, reply.end, beyond)
+                yield finding_of(
+                    "closing_trained", "error", row, f"the template's text after a reply is trained: {said}", reply.end
+                )
+        if known.sampled is None:
+            if (
+                row.row.finish == "length"
+                and row.replies
+                and row.replies[-1].stopped
+                and row.replies[-1].end == len(row.response)
+            ):
+                yield finding_of(
+                    "closing_trained",
+                    "error",
+                    row,
+                    "the row says that its last reply was cut at the length limit, and its last trained token is a stop token, which was then added",
+                    row.replies[-1].end - 1,
+                )
+            continue
+        for reply in row.replies:
+            ids = tuple(row.response[reply.start : reply.end].tolist())
+            if reply.stopped and ids not in known.sampled.replies and _stop_was_added(row, reply, known.sampled):
+                yield finding_of(
+                    "closing_trained",
+                    "error",
+                    row,
+                    f"the stop token after a reply is trained, and the sampler's record does not have it: {quoted(row, reply.end - 1, reply.end)}",
+                    reply.end - 1,
+                )
+
+
+def _stop_was_added(row: Examined, reply: Reply, sampled: Sampled) -> bool:
+    """Whether the record has a reply without its stop token, by ids or by text, and none with it."""
+    without = row.text(reply.start, reply.end - 1)
+    ids = tuple(row.response[reply.start : reply.end - 1].tolist())
+    return ids in sampled.replies or (
+        without in sampled.by_text and row.text(reply.start, reply.end) not in sampled.by_text
+    )
+
+
+def _after_stops(row: Examined) -> Iterator[tuple[Reply, int, int]]:
+    """Replies with a stop token that the trained run goes on after: the reply, where the tokens beyond the template's closing begin, and where the
+    next reply begins or the run ends."""
+    closing = row.marks.closing
+    for at, reply in enumerate(row.replies):
+        if not reply.stopped or reply.end == reply.run_end:
+            continue
+        following = row.replies[at + 1].start if at + 1 < len(row.replies) else reply.run_end
+        until = min(following, reply.run_end)
+        shared = 0
+        while (
+            shared < min(len(closing), until - reply.end) and int(row.response[reply.end + shared]) == closing[shared]
+        ):
+            shared += 1
+        yield reply, reply.end + shared, until
+
+
+def missing_eos(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
+    """Replies that ended by themselves and whose stop token is not trained, or is not there."""
+    longest = max((len(row.response) for row in rows), default=0)
+    for row in rows:
+        for reply in row.replies:
+            if reply.stopped or (known.stops and row.text(reply.start, reply.end).endswith(known.stops)):
+                continue
+            told = _unstopped(row, reply, longest) if known.sampled is None else _stop_lost(row, reply, known.sampled)
+            if told is not None:
+                severity, message = told
+                yield finding_of("missing_eos", severity, row, message, min(reply.end, len(row.response) - 1))
+
+
+def _stop_lost(row: Examined, reply: Reply, sampled: Sampled) -> tuple[Severity, str] | None:
+    """Judge a reply without a stop token by the sampler's record."""
+    ids = tuple(row.response[reply.start : reply.end].tolist())
+    if not any((*ids, stop) in sampled.replies for stop in row.marks.form.stop_set):
+        return None
+    there = reply.end < len(row.response) and int(row.response[reply.end]) in row.marks.form.stop_set
+    where = "has loss mask 0" if there else "is not in the row"
+    return "error", f"the sampler gave a stop token at the end of this reply, which {where}"
+
+
+def _unstopped(row: Examined, reply: Reply, longest: int) -> tuple[Severity, str] | None:
+    """Judge a reply without a stop token by the row alone."""
+    if reply.end == len(row.response):
+        if row.row.finish == "stop":
+            return "error", "the last reply ended by itself, and its stop token is not in the row"
+        if row.row.finish is None and len(row.response) < longest:
+            return (
+                "warning",
+                f"the last reply has no stop token; nothing says that it was cut, and the longest response has {longest} tokens",
+            )
+        return None
+    if int(row.response[reply.end]) in row.marks.form.stop_set:
+        said = quoted(row, reply.start, reply.end)
+        return "warning", f"the stop token after a reply is in the row with loss mask 0: {said}"
+    following = next((start for start, _ in row.runs if start >= reply.end), len(row.response))
+    if not row.marks.has_mark(row.response[reply.end : following]):
+        return None  # text inside a reply, which goes on behind it
+    said = quoted(row, max(reply.start, reply.end - 4), reply.end + 4)
+    return "warning", f"a reply goes over into other tokens without a stop token: {said}"

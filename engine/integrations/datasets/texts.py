@@ -1,0 +1,219 @@
+"""A run's conversations as the messages that a chat template of transformers is given, with what that form cannot hold.
+
+    texts = RunTexts(store, form, losses)
+    prompt, reply, images = texts.turn(trajectory, 2)
+
+Invariant: the messages are those that the engine's own chat format gave the template: calls as calls or as they were written, tool
+results in the role that the spec sets. What they cannot hold is counted in `Losses`, never left out silently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engine.actions.workers import Workers
+from engine.backends.replay import ReplayBackend
+from engine.errors import EngineError, RenderError
+from engine.factory import EpisodeFactory
+from engine.store.sft_rows import reply_numbers, shown_messages
+from engine.tokens.literal import MARK, unquote
+
+if TYPE_CHECKING:
+    from engine.schemas.environment import Task
+    from engine.schemas.message import Message
+    from engine.schemas.trajectory import Trajectory, Turn
+    from engine.spec.load import LoadedSpec
+    from engine.store.reader import RunReader
+    from engine.tokens.format import ChatFormat
+
+View = dict[str, Any]
+
+
+@dataclass
+class Losses:
+    """What a data set does not carry, counted."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """Number of things by what they are."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Number of things that have no row, by what they are."""
+
+    def lines(self) -> list[str]:
+        """One line for each, in a fixed order."""
+        lost = [f"not carried: {count} {what}" for what, count in sorted(self.counts.items()) if count]
+        return lost + [f"left out: {count} {what}" for what, count in sorted(self.left_out.items()) if count]
+
+
+@dataclass(frozen=True)
+class ShownTurn:
+    """A reply and what the model was shown before it."""
+
+    prompt: list[View]
+    reply: View
+    images: list[str]
+    """Digests of the images of the prompt, in order."""
+    whole: bool
+    """Whether the reply ended by itself and all of it is in `reply`: no call was malformed, and it was not cut short."""
+
+
+class RunTexts:
+    """Makes messages of one run's episodes.
+
+    Args:
+        store: The run.
+        loaded: Its spec.
+        form: The chat format of its model.
+        losses: Counts what cannot be carried.
+    """
+
+    def __init__(self, store: RunReader, loaded: LoadedSpec, form: ChatFormat, losses: Losses) -> None:
+        self._form = form
+        self._losses = losses
+        self._tools = ToolSchemas(loaded, form, store.task)
+        self._known: tuple[str, dict[int, View]] = ("", {})
+
+    def tools(self, trajectory: Trajectory) -> list[View]:
+        """The schemas of the tools that the model was shown. If the spec's code cannot be loaded here, they are counted as lost."""
+        found = self._tools.of(trajectory.task_id)
+        if found is None:
+            self._losses.counts["episodes whose tool schemas are unknown: the spec's code cannot be loaded here"] += 1
+        return found or []
+
+    def turn(self, trajectory: Trajectory, turn: Turn) -> ShownTurn:
+        """One reply with its prompt."""
+        if self._known[0] != trajectory.episode_id:
+            self._known = (trajectory.episode_id, {})
+        messages, numbers = shown_messages(trajectory, turn.index)
+        turn_of = {at: number for number, at in enumerate(reply_numbers(trajectory))}
+        views = [
+            self._reply(trajectory, turn_of[number]) if number in turn_of else self._view(message)
+            for message, number in zip(messages, numbers, strict=True)
+        ]
+        images = [part.image for message in messages[:-1] for part in message.images]
+        whole = turn.event != "malformed" and turn.finish.type == "stop"
+        return ShownTurn(views[:-1], views[-1], images, whole)
+
+    def opening(self, trajectory: Trajectory) -> tuple[list[View], list[str]]:
+        """What the model was shown before its first reply, with the digests of the images."""
+        if trajectory.turns:
+            first = self.turn(trajectory, trajectory.turns[0])
+            return first.prompt, first.images
+        shown = trajectory.messages
+        return [self._view(message) for message in shown], [part.image for message in shown for part in message.images]
+
+    def same_ids(self, trajectory: Trajectory, turn: Turn, shown: ShownTurn, tools: Sequence[View]) -> bool:
+        """Whether the template writes the prompt and the reply of a turn with the ids of the run. Not for images."""
+        branch = trajectory.branches[turn.branch]
+        ids = branch.input_ids
+        try:
+            prompt = self._form.render_views(shown.prompt, list(tools) or None)
+            whole = self._form.render_views([*shown.prompt, shown.reply], list(tools) or None)
+        except RenderError:
+            return False
+        shown_ids: list[int] = ids[: turn.end].tolist()
+        return prompt == shown_ids[: turn.start] and whole[: turn.end] == shown_ids
+
+    def _reply(self, trajectory: Trajectory, number: int) -> View:
+        known = self._known[1]
+        if number not in known:
+            turn = trajectory.turns[number]
+            message = trajectory.messages[reply_numbers(trajectory)[number]]
+            known[number] = self._sampled(trajectory, turn) if turn.end > turn.start else self._view(message)
+        return known[number]
+
+    def _sampled(self, trajectory: Trajectory, turn: Turn) -> View:
+        ids = trajectory.branches[turn.branch].input_ids
+        tools = self.tools_quietly(trajectory)
+        parsed = self._form.replies.parse(
+            ids[turn.start : turn.end], before=ids[: turn.start], turn=turn.index, tools=tools
+        )
+        return self._plain(self._form.views.of_reply(parsed, ids[turn.start : turn.end]))
+
+    def tools_quietly(self, trajectory: Trajectory) -> list[View]:
+        """The same as `tools`, and nothing is counted."""
+        return self._tools.of(trajectory.task_id) or []
+
+    def _view(self, message: Message) -> View:
+        try:
+            view = self._form.views.of(message)
+        except RenderError:  # the run's backend was shown more than this template can show
+            self._losses.counts["messages that the chat template cannot show in full"] += 1
+            view = {"role": message.role, "content": message.text}
+        return self._plain(view)
+
+    def _plain(self, view: View) -> View:
+        """The view without the engine's marks: text that only spells a special token becomes that token elsewhere."""
+        marked = _has_mark(view)
+        if not marked:
+            return view
+        self._losses.counts[
+            "messages whose text spells special tokens, which the trainer's tokenizer reads as tokens"
+        ] += 1
+        plain: View = _unquoted(view)
+        return plain
+
+
+def _has_mark(value: Any) -> bool:
+    if isinstance(value, str):
+        return MARK in value
+    if isinstance(value, Mapping):
+        return any(_has_mark(item) for pair in value.items() for item in pair)
+    return isinstance(value, list) and any(map(_has_mark, value))
+
+
+def _unquoted(value: Any) -> Any:
+    if isinstance(value, str):
+        return unquote(value)
+    if isinstance(value, Mapping):
+        return {_unquoted(key): _unquoted(item) for key, item in value.items()}
+    return [_unquoted(item) for item in value] if isinstance(value, list) else value
+
+
+class ToolSchemas:
+    """The schemas of a spec's tools, in OpenAI's form; if an environment or a task has its own, they are asked for once for each task.
+
+    Args:
+        loaded: The spec, whose code is imported.
+        form: The chat format of its model.
+        task: Reads a task by its id.
+    """
+
+    def __init__(self, loaded: LoadedSpec, form: ChatFormat, task: Callable[[str], Task]) -> None:
+        self._loaded = loaded
+        self._form = form
+        self._task = task
+        self._known: dict[str, list[View] | None] = {}
+
+    def of(self, task_id: str) -> list[View] | None:
+        """The schemas that the model is shown in an episode of a task; None if the spec's code cannot be loaded here."""
+        known = "" if "" in self._known else task_id
+        if known not in self._known:
+            try:
+                schemas, same = asyncio.run(self._ask(self._task(task_id)))
+            except EngineError:
+                schemas, same = None, False
+            known = "" if same else task_id
+            self._known[known] = schemas
+        return self._known[known]
+
+    async def _ask(self, task: Task) -> tuple[list[View], bool]:
+        """The schemas, and whether all tasks have the same."""
+        own = self._loaded.spec.conversation
+        workers = Workers(1)
+        try:
+            backend = ReplayBackend.open(self._loaded.spec.backend, self._form, self._loaded)
+            factory = EpisodeFactory(self._loaded, self._form, backend, workers, role_backends="none")
+            shared = factory.object_builder.shared_toolbox
+            if shared is not None and (own is None or own.tools is None):
+                return list(shared.schemas), True
+            objects = await factory.object_builder.open(task)
+            try:
+                return (list(objects.toolbox.schemas) if objects.toolbox else []), False
+            finally:
+                await factory.object_builder.close(objects)
+        finally:
+            workers.close()

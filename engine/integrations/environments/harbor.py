@@ -1,0 +1,174 @@
+"""Tasks of Harbor's form: the instruction, a sandbox with the task's files, and the reward of its `tests/test.sh`.
+
+    tasks: {source: harbor, path: tasks}
+    environment: {adapter: harbor, use: shell, timeout: 15m}      # use: program, for an agent program
+    machine: tools                                                # machine: agent
+
+With `use: shell` the model has a tool `shell`. With `use: program` an agent program finds a command in EPISODE_SHELL, which runs its
+arguments in the task's sandbox. At the end the tests run in a new sandbox with the same files, and without the processes of the
+episode. Rewards are read as Harbor 0.25 does (`verifier/verifier.py`): all numbers of /logs/verifier/reward.json, else the number in
+/logs/verifier/reward.txt. Without one of them the episode fails, unless `with: {reward: exit_code}` makes it 1 for status 0 and else 0.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.integrations.environments.base import AdapterError
+from engine.isolation.sandbox import host_python
+from engine.isolation.workspace import Workspace, read_small
+from engine.schemas.environment import EpisodeView, ProgramSettings, Reset, Task
+from engine.schemas.message import Message
+from engine.schemas.reward import RewardEvent
+from engine.spec.harbor.dockerfile import PATH
+from engine.spec.harbor.folders import HarborTask, copied, files_of, read_task
+
+MOST_SHOWN = 16_000
+"""Maximum characters of a command's output that the model is shown: half from the beginning, half from the end."""
+
+
+class HarborEnvironment:
+    """One episode of a task folder.
+
+    Args:
+        use: `shell`: the model has a tool `shell`. `program`: an agent program has a command.
+        base: The spec's folder.
+        reward: Where the reward comes from: files as in Harbor, or the exit status of the tests.
+        seconds: Maximum time of one command of the tool.
+
+    Raises:
+        AdapterError: An argument is wrong.
+    """
+
+    def __init__(
+        self, use: str, base: str = ".", reward: Literal["file", "exit_code"] = "file", seconds: float = 120.0
+    ) -> None:
+        if use not in ("shell", "program"):
+            raise AdapterError(f"`use` is {use!r}; write `shell` or `program`")
+        if reward not in ("file", "exit_code"):
+            raise AdapterError(f"`reward` is {reward!r}; write `file` or `exit_code`")
+        self._use, self._base, self._reward, self._seconds = use, Path(base), reward, seconds
+        self._task: HarborTask | None = None
+        self._workspace: Workspace | None = None
+        self._deadline = 0.0
+
+    def reset(self, task: Task, seed: int) -> Reset:
+        """Make the task's files; the instruction is the first message.
+
+        Raises:
+            AdapterError: The task is not one of `source: harbor`.
+            HarborError: Its folder cannot be read any more.
+            RuntimeError: There is no sandbox on this machine.
+        """
+        if not isinstance(task.fields.get("folder"), str):
+            raise AdapterError(
+                f"task {task.id!r} has no field `folder`; write `tasks: {{source: harbor, path: FOLDER}}`"
+            )
+        found = read_task(self._base / task.fields["folder"])
+        image = found.image
+        path = image.env.get("PATH", PATH)
+        if image.base == "python":  # which has a `python`, as this machine may not have in /usr
+            path += f":{Path(host_python()).parent}"
+        self._task = found
+        self._workspace = Workspace(
+            [pair for copy in image.copies for pair in copied(found.folder, copy)],
+            folders=image.folders,
+            workdir=image.workdir,
+            env=image.env | {"PATH": path},
+            memory=found.memory_mb * 2**20,
+            disk=found.storage_mb * 2**20,
+        )
+        self._deadline = time.monotonic() + found.agent_seconds
+        return Reset(messages=[Message(role="user", content=found.instruction)])
+
+    def tools(self) -> list[Callable[..., Any]]:
+        """The tool `shell`, if the model has it."""
+        return [self.shell] if self._use == "shell" else []
+
+    def program(self) -> ProgramSettings:
+        """EPISODE_SHELL for the agent program, a command that runs its arguments in the task's sandbox, and the task's time."""
+        assert self._task is not None
+        assert self._workspace is not None
+        seconds = self._task.agent_seconds
+        return ProgramSettings(env={"EPISODE_SHELL": str(self._workspace.shell(seconds))}, seconds=seconds)
+
+    def shell(self, command: str) -> str:
+        """Run a shell command and show what it prints. Files stay; processes end with the command.
+
+        Args:
+            command: The command, for /bin/sh.
+        """
+        assert self._workspace is not None
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            return "error: the time of this task is over"
+        result = self._workspace.run(command, min(self._seconds, left))
+        notes = {
+            "time": f"(stopped: it ran longer than {min(self._seconds, left):g} s)",
+            "output": "(stopped: it printed too much)",
+            "disk": "(stopped: the files are too large)",
+        }
+        note = notes.get(result.stopped, "" if result.status == 0 else f"(exit status {result.status})")
+        text = result.output.rstrip("\n")
+        if len(text) > MOST_SHOWN:
+            text = f"{text[: MOST_SHOWN // 2]}\n(…)\n{text[-MOST_SHOWN // 2 :]}"
+        return "\n".join(filter(None, (text, note))) or "(no output)"
+
+    def score(self, view: EpisodeView) -> list[RewardEvent]:
+        """Run the tests and return their rewards, for the last turn.
+
+        Raises:
+            AdapterError: They ran out of time, or wrote no reward that can be read.
+        """
+        task, workspace = self._task, self._workspace
+        assert task is not None
+        assert workspace is not None
+        tests = task.folder / "tests"
+        files = [(file, str(file.relative_to(tests))) for file in files_of(tests, task.folder)]
+        tests_copy = workspace.fresh_folder("tests", files)
+        (tests_copy / "test.sh").chmod(0o755)
+        logs = workspace.fresh_folder("verifier")
+        result = workspace.run(
+            "/tests/test.sh",
+            task.verifier_seconds,
+            env=task.verifier_env,
+            mounts={"/tests": tests_copy, "/logs/verifier": logs},
+        )
+        if result.stopped:
+            raise AdapterError(f"the tests of {task.folder} were stopped ({result.stopped}): …{result.output[-500:]}")
+        if self._reward == "exit_code":
+            return [RewardEvent(turn="last", value=float(result.status == 0), source="tests")]
+        rewards = _rewards(read_small(logs / "reward.json"), read_small(logs / "reward.txt"))
+        if rewards is None:
+            raise AdapterError(
+                f"the tests of {task.folder} ended with status {result.status} and wrote no number to /logs/verifier/reward.txt: "
+                f"…{result.output[-500:]}"
+            )
+        return [RewardEvent(turn="last", name=name, value=value, source="tests") for name, value in rewards.items()]
+
+    def close(self) -> None:
+        """Remove the task's files."""
+        if self._workspace is not None:
+            self._workspace.close()
+
+
+def _rewards(as_json: bytes | None, as_text: bytes | None) -> dict[str, float] | None:
+    """Rewards by name; None if neither file holds finite numbers."""
+    try:
+        if as_json is not None:
+            value = json.loads(as_json)
+            named = value if isinstance(value, dict) else {"reward": value}
+        elif as_text is not None:
+            named = {"reward": float(as_text)}
+        else:
+            return None
+    except (ValueError, RecursionError):
+        return None
+    if not named or any(isinstance(item, bool) or not isinstance(item, int | float) for item in named.values()):
+        return None
+    return {name: float(item) for name, item in named.items()} if all(map(isfinite, named.values())) else None

@@ -1,0 +1,1 @@
+"""Other trainers: what each carries of a spec (`capabilities.py`), and what a spec uses (`check.py`)."""

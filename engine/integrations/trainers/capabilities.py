@@ -1,0 +1,295 @@
+"""What other trainers carry of what a spec uses: one table, read by `engine validate --trainer` and by docs/trainers.md.
+
+The table is about each trainer's hand-over: which values of a training row reach its loss, if the engine runs the episodes and the
+trainer updates the weights. It was read in the trainer's source, in the version that is named; `ran` says where this was
+also executed. Nothing here imports a trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["carried", "approximated", "refused", "unknown"]
+"""`carried`: exactly. `approximated`: something of it is lost. `refused`: it does not arrive. `unknown`: nobody has looked."""
+
+THINGS: Mapping[str, str] = {
+    "token_ids": "sampled token ids, never tokenised again",
+    "masks": "a loss mask with observations between sampled tokens",
+    "logprobs": "the sampler's log-probs, for a rollout correction",
+    "versions": "the weight version of each token",
+    "turn_credit": "an advantage for each turn",
+    "token_bonuses": "an advantage for each token",
+    "branches": "several rows of one episode",
+    "images": "images of any turn",
+    "reward_names": "rewards by name",
+    "oversampling": "groups that are left out and replaced",
+    "expert_routing": "the experts that the sampler chose (mixture of experts)",
+}
+"""The things that a spec may use, in the order of the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """How a trainer carries one thing."""
+
+    status: Status
+    how: str
+    """By what it is carried, what is lost, or why it is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """One trainer."""
+
+    title: str
+    version: str
+    """The version, or the commit, that the table is about."""
+    ran: bool
+    """Whether the hand-over of advantages was executed, and not only read in the source."""
+    way_in: str
+    """The shortest way in."""
+    things: Mapping[str, Carried]
+    """One entry for each of `THINGS`."""
+    notes: str = ""
+    """What has been run with the engine's adapter, in Markdown; empty if there is no adapter."""
+
+
+def _yes(how: str) -> Carried:
+    return Carried("carried", how)
+
+
+def _partly(how: str) -> Carried:
+    return Carried("approximated", how)
+
+
+def _no(how: str) -> Carried:
+    return Carried("refused", how)
+
+
+_UNKNOWN = Carried("unknown", "not examined")
+_GROUPS_BEFORE = (
+    "the engine leaves groups out and replaces them before the hand-over; the trainer's own filter stays off"
+)
+
+_TRL_NOTES = """\
+The adapter, its arguments beside TRL's, and what remains exact: [from TRL](from-trl.md). Run with TRL 1.16.0 on a CPU by
+`tests/integrations/test_trainer_trl.py`: the loss of a batch of two turns equals the value that is computed by hand from the stored rows to 1e-6 (`grpo`, `dr_grpo`,
+`dapo`); a tiny Qwen2.5-VL with images between its replies makes two steps, with the log-probs of a plain pass of transformers to 1e-4; a batch that lost something on
+the way makes no update.
+
+`python scripts/train_with_trl.py specs/train_credit.yaml --out OUT --several-rows leave_out --set model.path=MODEL`, MODEL made by `scripts/make_tiny_lm.py --teach 200 --seed 0`; 24 steps of
+64 episodes of eight turns, seed 0, about one minute on two cores that also did other work. Mean reward of the step:
+
+| credit | step 1 | step 6 | step 12 | step 18 | step 24 | largest `sampler/diff_max` of these steps |
+|---|---|---|---|---|---|---|
+| by turn (`turn_return`, `gamma: 0`) | -0.50 | -0.36 | 0.31 | 0.85 | 0.93 | 1.6e-6 |
+| the same with `engine train` (other tasks in each step) | -0.56 | -0.40 | 0.55 | 0.77 | 0.92 | 4.6e-06 |
+| by outcome | -0.50 | -0.50 | -0.22 | -0.17 | 0.07 | 1.7e-6 |
+
+SmolLM2-135M on `specs/train_arithmetic.yaml` in float32, one step of 64 episodes: mean reward 0.13, `sampler/diff_mean` 2.0e-6, `sampler/diff_max` 1.9e-5. A whole training of
+this model under TRL has not been measured.
+"""
+
+TRAINERS: Mapping[str, Trainer] = {
+    "trl": Trainer(
+        "TRL GRPOTrainer",
+        "1.16.0",
+        True,
+        "`engine.integrations.trainers.trl`: the trainer's model is the backend of a `rollout_func`, and a subclass whose `_generate_and_score_completions` sets the advantages",
+        {
+            "token_ids": _yes("`prompt_ids` and `completion_ids` of `rollout_func`"),
+            "masks": _yes("`env_mask`, if the trainer has neither `tools` nor `environment_factory`"),
+            "logprobs": _partly(
+                "`old_per_token_logps` are the sampler's, so the clipped ratio is relative to the sampler; `train.rollout_correction` is not applied"
+            ),
+            "versions": _no("a row has no weight versions; the run store has them"),
+            "turn_credit": _yes("the subclass gives advantages [batch, tokens]; `_compute_loss` takes them"),
+            "token_bonuses": _yes("as `turn_credit`"),
+            "branches": _no(
+                "there is one row for each prompt that the trainer asks for; an episode with several rows stops the training, or is left out and counted"
+            ),
+            "images": _partly(
+                "models whose tensors are `pixel_values` and `image_grid_thw` (Qwen's families), without a KL penalty; others are refused"
+            ),
+            "reward_names": _partly("metrics of TRL's log (`reward/<name>`); the loss reads advantages"),
+            "oversampling": _partly(
+                "a row is needed for each prompt, so a group without signal stays in the batch with advantage 0"
+            ),
+            "expert_routing": _no("rows have no routing"),
+        },
+        notes=_TRL_NOTES,
+    ),
+    "verl": Trainer(
+        "verl",
+        "0.9.1 (V1 trainer)",
+        True,
+        "an agent loop manager that writes TransferQueue rows with a column of advantages, and a registered trainer that reads it",
+        {
+            "token_ids": _yes("`prompts` and `responses` of the manager's rows"),
+            "masks": _yes("`response_mask`"),
+            "logprobs": _yes("`rollout_log_probs`"),
+            "versions": _partly("`min_global_steps` and `max_global_steps` of a row; not by token"),
+            "turn_credit": _yes(
+                "a column of its own with a registered trainer, or per-token `rm_scores` with a registered estimator"
+            ),
+            "token_bonuses": _yes("as `turn_credit`"),
+            "branches": _yes(
+                "one row each, by the index in the key; verl's own GRPO estimator counts rows as group members"
+            ),
+            "images": _yes(
+                "the manager writes `multi_modal_inputs` and `position_ids`; the default post-processing tokenises again"
+            ),
+            "reward_names": _partly(
+                "`extra_fields` for metrics; all rows need the same keys; the loss reads one sum by token"
+            ),
+            "oversampling": _partly(
+                f"{_GROUPS_BEFORE}; in sync mode, a group with a failed episode trains without it unless `sampler.sync_refill_failed_groups` is set"
+            ),
+            "expert_routing": _yes("`routed_experts`"),
+        },
+    ),
+    "slime": Trainer(
+        "slime",
+        "624b824a8 (0.3.1)",
+        False,
+        "`--rollout-function-path`, `--custom-convert-samples-to-train-data-path` and `--custom-advantage-function-path`",
+        {
+            "token_ids": _yes("`Sample.tokens`"),
+            "masks": _yes("`Sample.loss_mask`"),
+            "logprobs": _partly(
+                "used only with `--use-rollout-logprobs` or `--use-tis`; the first sample decides for all"
+            ),
+            "versions": _no("`weight_versions` are on the samples and are not given to the training"),
+            "turn_credit": _yes("`rewards` as a tensor by token in the converter, read by the advantage function"),
+            "token_bonuses": _yes("as `turn_credit`"),
+            "branches": _yes("a list of samples with one `rollout_id`; slime's own normalisation must be off"),
+            "images": _yes("`multimodal_train_inputs`"),
+            "reward_names": _partly("`raw_reward` holds the sum; `metadata` does not reach the training"),
+            "oversampling": _yes(f"{_GROUPS_BEFORE}; or by slime's dynamic sampling filter"),
+            "expert_routing": _yes(
+                "`rollout_routed_experts` of a sample: the column of a row as it is, for one token less than `tokens`"
+            ),
+        },
+    ),
+    "skyrl": Trainer(
+        "SkyRL",
+        "0.3.0",
+        True,
+        "a `GeneratorInterface`, and a registered advantage estimator that returns the rewards by token",
+        {
+            "token_ids": _yes("`prompt_token_ids` and `response_ids`"),
+            "masks": _yes("`loss_masks`; the estimator sees observations too, so advantages are 0 there"),
+            "logprobs": _partly("`rollout_logprobs` are used only with `off_policy_correction`"),
+            "versions": _no("staleness is counted by the step at which an episode began"),
+            "turn_credit": _yes("rewards by token, which the registered estimator returns as advantages"),
+            "token_bonuses": _yes("as `turn_credit`"),
+            "branches": _no("one row for each prompt; in step-wise mode all rows get the number of the last one"),
+            "images": _yes("`pixel_values` and `image_grid_thw`"),
+            "reward_names": _partly(
+                "`env_metrics` and `rollout_metrics`; the trainer's own reward metrics are sums of advantages"
+            ),
+            "oversampling": _partly(f"{_GROUPS_BEFORE}: `zero_variance_filter` is ignored with rewards by token"),
+            "expert_routing": _yes("`rollout_expert_indices`"),
+        },
+    ),
+    "areal": Trainer(
+        "AReaL",
+        "1.0.4",
+        True,
+        "a `RolloutWorkflow` whose column `values` holds the negative advantages, with `actor.discount: 0`, no norms, no critic and `kl_ctl: 0`",
+        {
+            "token_ids": _yes("`input_ids`"),
+            "masks": _yes("`loss_mask`"),
+            "logprobs": _yes("`logprobs`"),
+            "versions": _yes("`versions`"),
+            "turn_credit": _yes("the column `values`; the last token is equal to within one rounding"),
+            "token_bonuses": _yes("as `turn_credit`"),
+            "branches": _yes("several rows in what the workflow returns"),
+            "images": _yes("`multi_modal_input`"),
+            "reward_names": _partly("`rewards` has one number for each row"),
+            "oversampling": _partly(f"{_GROUPS_BEFORE}: `should_accept_fn` accepts episodes and not groups"),
+            "expert_routing": _UNKNOWN,
+        },
+    ),
+    "prime_rl": Trainer(
+        "prime-rl",
+        "559b44772 (0.8.0)",
+        False,
+        "files of `MicroBatch` for its trainer, without its orchestrator",
+        {
+            "token_ids": _yes("`token_ids`"),
+            "masks": _yes("`mask`"),
+            "logprobs": _yes("`logprobs`"),
+            "versions": _no("a sample has temperatures by token and no weight versions"),
+            "turn_credit": _yes("`advantages` by token"),
+            "token_bonuses": _yes("`advantages` by token"),
+            "branches": _yes("a sample each"),
+            "images": _yes("`mm_kwargs`"),
+            "reward_names": _no("a sample has no rewards"),
+            "oversampling": _yes(_GROUPS_BEFORE),
+            "expert_routing": _yes("`routed_experts`"),
+        },
+    ),
+    "rllm": Trainer(
+        "rLLM",
+        "9beb6e0f2 (0.3.0.pre)",
+        False,
+        "`Step.advantage` as a list, with `rllm.algorithm.use_precomputed_advantage: true`",
+        {
+            "token_ids": _yes("`prompt_ids` and `response_ids` of a step"),
+            "masks": _yes("a step is a prompt and a response, so observations are in prompts"),
+            "logprobs": _yes("`Step.logprobs`"),
+            "versions": _partly("`Step.weight_version`: one for each step"),
+            "turn_credit": _yes(
+                "`Step.advantage`; without the setting it is overwritten, and a list of another length becomes zeros"
+            ),
+            "token_bonuses": _yes("`Step.advantage` as a list"),
+            "branches": _yes("steps"),
+            "images": _partly("only through its verl backend"),
+            "reward_names": _partly("a step has one reward"),
+            "oversampling": _UNKNOWN,
+            "expert_routing": _UNKNOWN,
+        },
+    ),
+    "tinker": Trainer(
+        "tinker",
+        "tinker-cookbook 0.6.1",
+        False,
+        "a `Datum` for each row; training needs the hosted service",
+        {
+            "token_ids": _yes("`ModelInput` and `target_tokens`"),
+            "masks": _yes("`mask`"),
+            "logprobs": _yes("`logprobs`"),
+            "versions": _no("a `Datum` has no weight versions"),
+            "turn_credit": _yes("`advantages` by token"),
+            "token_bonuses": _yes("`advantages` by token"),
+            "branches": _yes("a `Datum` each"),
+            "images": _yes("`ImageChunk`"),
+            "reward_names": _partly("metrics of your own; a `Datum` has no rewards"),
+            "oversampling": _yes(_GROUPS_BEFORE),
+            "expert_routing": _UNKNOWN,
+        },
+    ),
+    "art": Trainer(
+        "ART",
+        "openpipe-art 0.5.18",
+        False,
+        "`Trajectory` objects",
+        {
+            "token_ids": _no("the conversation is rendered and tokenised again"),
+            "masks": _partly("found in the text that is rendered again"),
+            "logprobs": _partly("only where the choices of the API have them"),
+            "versions": _partly("the first and the last policy version of a trajectory"),
+            "turn_credit": _no("a trajectory has one advantage"),
+            "token_bonuses": _no("a trajectory has one advantage"),
+            "branches": _partly("`additional_histories`, which share the advantage"),
+            "images": _no("trajectories hold text"),
+            "reward_names": _partly("`metrics`; the loss reads `reward`"),
+            "oversampling": _UNKNOWN,
+            "expert_routing": _no("trajectories have no routing"),
+        },
+    ),
+}
+"""The trainers by the name that `--trainer` takes."""

@@ -1,0 +1,154 @@
+"""TRL's GRPOTrainer with the engine's rows: advantages by token, the sampler's log-probs, images of any turn.
+
+Written for TRL 1.16. Three methods of GRPOTrainer are extended: `_generate_and_score_completions` (the batch of one generation),
+`_prepare_inputs` (its slices; the sums are compared here) and `_compute_loss` (the loss of a slice).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.errors import TrainError
+from engine.integrations.trainers.trl.arguments import refuse_arguments
+from engine.integrations.trainers.trl.handover import Sums
+
+if TYPE_CHECKING:
+    from engine.integrations.trainers.trl.rollouts import EngineRollouts
+
+_IMAGE_TENSORS = {"pixel_values", "image_grid_thw"}
+"""The tensors of images that TRL splits by row; Qwen's families have these two."""
+
+
+def engine_reward(prompts: list[Any], completions: list[Any], engine_reward: list[float | None], **_: Any) -> list[Any]:
+    """The sum of an episode's rewards, for TRL's metrics; the loss reads the engine's advantages. None: the engine failed."""
+    return engine_reward
+
+
+class EngineGRPO:
+    """The methods that `EngineGRPOTrainer` adds to TRL's GRPOTrainer.
+
+    Args:
+        rollouts: The episodes.
+        args: TRL's `GRPOConfig`; `grpo_arguments` makes its values from the spec.
+        model: A model that is already loaded from the spec's `model.path`, or its folder. Default: TRL loads it.
+        options: Other arguments of `GRPOTrainer`, such as `callbacks`.
+
+    Raises:
+        TrainError: kind `train_setup`: an argument would change the engine's rows, or have no effect.
+    """
+
+    def __init__(self, rollouts: EngineRollouts, args: Any, *, model: Any = None, **options: Any) -> None:
+        from datasets import Dataset
+        from transformers import AutoTokenizer
+
+        refuse_arguments(args, options, rollouts.loaded, vision=rollouts.format.vision is not None)
+        self._rollouts = rollouts
+        self._newest: torch.Tensor | None = None
+        self._unchecked = False
+        options.setdefault("processing_class", AutoTokenizer.from_pretrained(rollouts.model_folder))
+        super().__init__(  # type: ignore[call-arg]
+            model=str(rollouts.model_folder) if model is None else model,
+            args=args,
+            reward_funcs=engine_reward,
+            train_dataset=Dataset.from_dict({"prompt": rollouts.tasks}),
+            rollout_func=rollouts,
+            **options,
+        )
+
+    _metrics: Any
+    state: Any
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """Make the batch of a generation: TRL's, with the engine's advantages, log-probs and images."""
+        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        rows = self._rollouts.handed
+        completion = batch["completion_ids"]
+        batch["advantages"] = _padded([row.advantages for row in rows], completion)
+        # TRL's own old log-probs, if it computed them, are of a pass without images.
+        batch["old_per_token_logps"] = _padded([row.logprobs for row in rows], completion)
+        batch |= self._images(batch)
+        for name, value in self._rollouts.metrics.items():
+            self._metrics["train"][name].append(value)
+        self._unchecked = True
+        return batch
+
+    def _images(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The tensors of the rows' images; none if no row has an image.
+
+        Raises:
+            TrainError: kind `train_setup`: TRL cannot split this family's tensors by row.
+        """
+        digests = [row.images for row in self._rollouts.handed]
+        vision = self._rollouts.format.vision
+        if vision is None or not any(digests):
+            return {}
+        tensors = vision.tensors(digests)
+        if set(tensors) != _IMAGE_TENSORS:
+            raise TrainError(
+                f"TRL cannot split the image tensors of this model by row ({', '.join(sorted(tensors))}); use a model with "
+                f"{' and '.join(sorted(_IMAGE_TENSORS))}, or `engine train`",
+                kind="train_setup",
+            )
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        found: dict[str, Any] = {name: torch.from_numpy(array).to(ids.device) for name, array in tensors.items()}
+        found["num_images"] = [len(each) for each in digests]
+        found["mm_token_type_ids"] = torch.tensor(vision.token_types(ids.tolist()), device=ids.device)
+        return found
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """Return the next slice; after a generation, compare the sums of all slices with those of the engine's rows.
+
+        Raises:
+            TrainError: kind `handover`: they differ. No update is made with the batch.
+        """
+        inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        if self._unchecked:
+            self._unchecked = False
+            self._rollouts.sums.check(Sums.of_batches(self._buffered_inputs))  # type: ignore[attr-defined]
+        return inputs
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(*args, **options)  # type: ignore[misc]
+        self._newest = found[0].detach()
+        return found
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Compute TRL's loss; before the first update with a batch, measure how far its log-probs are from the sampler's."""
+        if "num_images" in inputs and not sum(inputs["num_images"]):
+            inputs = {name: value for name, value in inputs.items() if name not in _IMAGE_TENSORS | {"num_images"}}
+        loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
+        if self._newest is not None and self.state.global_step == self._rollouts.version:
+            trained = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+            apart = (self._newest - inputs["old_per_token_logps"]).abs()[trained]
+            if len(apart):
+                self._metrics["train"]["sampler/diff_mean"].append(float(apart.mean()))
+                self._metrics["train"]["sampler/diff_max"].append(float(apart.max()))
+        return loss
+
+
+def _padded(rows: list[Any], like: torch.Tensor) -> torch.Tensor:
+    """Rows of different lengths as float32 [rows, completion]; 0.0 on padding."""
+    found = np.zeros(tuple(like.shape), np.float32)
+    for place, row in enumerate(rows):
+        found[place, : len(row)] = row
+    return torch.from_numpy(found).to(like.device)
+
+
+@cache
+def trainer_class() -> type[Any]:
+    """TRL's GRPOTrainer with the methods of `EngineGRPO`.
+
+    Raises:
+        TrainError: kind `train_setup`: TRL is not installed.
+    """
+    try:
+        from trl import GRPOTrainer
+    except ImportError as error:
+        raise TrainError(
+            f"TRL cannot be imported ({error}); pip install 'episode-engine[trl]'", kind="train_setup"
+        ) from error
+    return type("EngineGRPOTrainer", (EngineGRPO, GRPOTrainer), {"__doc__": EngineGRPO.__doc__})

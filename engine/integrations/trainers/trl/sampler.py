@@ -1,0 +1,126 @@
+"""Samples with the weights of a trainer in this process: the engine's local sampler over the trainer's own model.
+
+No weight is copied. The trainer and the sampler use the model in turn: `lent` switches it to the sampler's attention and to evaluation
+mode, and switches back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.backends.local.backend import LocalBackend
+from engine.backends.local.kv import ATTENTION
+from engine.backends.local.load import PackedModel, stash_budget
+from engine.backends.local.rows import RowTable
+from engine.backends.local.vision import VisionModel
+from engine.backends.local.worker import Command
+
+if TYPE_CHECKING:
+    from engine.schemas.backend import LocalBackendSpec
+    from engine.tokens.vision import Vision
+
+
+class _SharedModel(PackedModel):
+    """A text model that the trainer has loaded."""
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        self._given = model
+        super().__init__(*args, **kwargs)
+
+    def _open(self, folder: Path) -> Any:
+        return self._given
+
+
+class _SharedVisionModel(VisionModel):
+    """A model with a vision tower that the trainer has loaded."""
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        self._given = model
+        super().__init__(*args, **kwargs)
+
+    def _open(self, folder: Path) -> Any:
+        return self._given
+
+
+class SharedBackend(LocalBackend):
+    """The local backend over a model that a trainer updates in place.
+
+    Requests are valid only inside `lent`, and after `weights_changed` if the weights have changed since the last one.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        folder: Path,
+        decode: Callable[[Sequence[int]], str],
+        spec: LocalBackendSpec,
+        *,
+        vocab: int | None,
+        context: int | None,
+        vision: Vision | None,
+    ) -> None:
+        """
+        Args:
+            model: The trainer's model, without wrappers.
+            folder: The folder that it was loaded from.
+            decode: See `LocalBackend`; also `vocab`, `context` and `vision`.
+            spec: Batch size, `deterministic`, threads. Device and precision are the model's.
+            vocab: Number of ids that may be sampled.
+            context: Maximum length of a sequence in tokens.
+            vision: The image processing of a model with a vision tower.
+        """
+        super().__init__(lambda: folder, decode, spec, vocab=vocab, context=context, vision=vision)
+        self._model = model
+
+    def _load(self, folder: Path) -> tuple[PackedModel, RowTable]:
+        if self._spec.threads is not None:
+            torch.set_num_threads(self._spec.threads)
+        first = next(self._model.parameters())
+        rows, repeatable = self._spec.max_batch, self._spec.deterministic
+        packed: PackedModel
+        if self._vision is None:
+            packed = _SharedModel(self._model, folder, first.device, first.dtype, rows, repeatable=repeatable)
+        else:
+            packed = _SharedVisionModel(
+                self._model, folder, first.device, first.dtype, rows, vision=self._vision, repeatable=repeatable
+            )
+        return packed, RowTable(packed.store, rows, stash_budget(first.device), reuse=packed.reuses_prefixes)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside the block the model belongs to the sampler."""
+        model = self._model
+        text = model.config.get_text_config()
+        before = text._attn_implementation
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        if self._worker is not None:  # `start` sets it after its check of the model
+            self._attend(ATTENTION)
+        try:
+            yield
+        finally:
+            self._attend(before)
+            for module, training in modes:
+                module.training = training
+
+    def _attend(self, name: str) -> None:
+        self._model.set_attn_implementation(name if self._vision is None else {"text_config": name})
+
+    async def weights_changed(self, version: int) -> None:
+        """Drop what was computed with older weights. Tokens sampled from now on carry this version."""
+        worker = self._started()
+
+        def forget() -> None:
+            worker.table.clear()
+            worker.version = version
+
+        loop = asyncio.get_running_loop()
+        command = Command(forget, loop.create_future(), loop)
+        worker.submit(command)
+        await command.future
