@@ -9,6 +9,7 @@ saves; docs/performance.md has the figures. A file that saves less than 3 % of a
     plain_tokenizer.py  reads tokenizer folders as transformers does, without importing it
     qwen_replies.py     parses replies in Qwen3's format from their ids
     wrapper.py          keeps the tokens that a template puts around messages
+    reply_text.py       keeps the text that a template puts around the parts of a reply
 
 Nothing here imports other modules of the engine.
 """

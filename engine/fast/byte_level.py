@@ -5,7 +5,8 @@ Invariant: `ByteDecoder.decode` gives what the `ByteLevel` decoder of the librar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 
@@ -44,11 +45,26 @@ class ByteDecoder:
 
     Args:
         backend: The `tokenizers.Tokenizer`; its decoder is `ByteLevel`.
+        size: One past the largest id.
     """
 
-    def __init__(self, backend: Any) -> None:
-        self._bytes_of = _Pieces(backend).__getitem__
+    def __init__(self, backend: Any, size: int) -> None:
+        self._bytes_of = _Pieces(backend)
+        self._known: list[bytes | None] = [None] * size
+        """By id: its bytes, once it has occurred."""
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Ids -> text. Bytes that are not UTF-8 become U+FFFD."""
-        return b"".join(map(self._bytes_of, ids)).decode("utf-8", "replace")
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids -> text. Bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            OverflowError: An id is negative.
+        """
+        known = self._known
+        if len(ids) > 1 and min(ids) >= 0:
+            try:  # `itemgetter` looks all of them up in one call, which costs less than `map`
+                return b"".join(itemgetter(*ids)(known)).decode("utf-8", "replace")
+            except (TypeError, IndexError):  # an id occurs for the first time, or is not in the vocabulary
+                for id_ in ids:
+                    if id_ < len(known):
+                        known[id_] = self._bytes_of[id_]
+        return b"".join(map(self._bytes_of.__getitem__, ids)).decode("utf-8", "replace")

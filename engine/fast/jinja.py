@@ -72,10 +72,15 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _tojson(
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Plain JSON: jinja2's own filter would escape characters of HTML."""
+    if not ensure_ascii and indent is None and separators is None and not sort_keys:
+        return _encode(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -94,9 +99,16 @@ def looked_for(sources: Iterable[str], also: Iterable[str] = ()) -> re.Pattern[s
     """
     found = set(also)
     for source in sources:
-        _collect(_environment().parse(source), "looked", found)
+        found |= _looked_for(source)
     telling = sorted(text for text in found if re.search(r"[^\w\s]", text))
     return re.compile("|".join(map(re.escape, telling))) if telling else None
+
+
+@lru_cache(maxsize=64)
+def _looked_for(source: str) -> frozenset[str]:
+    found: set[str] = set()
+    _collect(_environment().parse(source), "looked", found)
+    return frozenset(found)
 
 
 def _collect(node: nodes.Node, use: str, found: set[str]) -> None:
@@ -126,7 +138,7 @@ def compile_template(source: str) -> Template:
         jinja2.TemplateSyntaxError: The source is not valid Jinja.
     """
     environment = _environment()
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = to_json
     environment.globals.update(
         {"raise_exception": _raise, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.tokens.proof import Extension, View
 
 _PAD = "  First 12 things.\n\n then {mark} (é, \"q\" 'r' & {{x}} [y] \\ 100%) \n"
-_STYLES: tuple[Callable[[str], str], ...] = (
+STYLES: tuple[Callable[[str], str], ...] = (
     lambda mark: _PAD.replace("{mark}", mark),
     str,
     lambda mark: f"({mark}).",
@@ -84,7 +84,7 @@ def make_wrapper(form: Wrappable, reply: View, new: Sequence[View], tools: list[
     short: Wrapper | None = None
     ids = {str(view["tool_call_id"]) for view in new if "tool_call_id" in view}
     ids |= {call["id"] for call in reply.get("tool_calls", ())}
-    for style in _STYLES:
+    for style in STYLES:
         probes = [{**view, "content": style(f"Wq{index}jZyProbe")} for index, view in enumerate(new)]
         contents = [view["content"] for view in probes]
         found = form.extension(reply, probes, tools)

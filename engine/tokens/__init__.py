@@ -2,6 +2,7 @@
 
     tape.py           one append-only tape of typed spans; everything else is derived from it
     conversation.py   messages in, exact prompts out: one tape per branch
+    thread.py         the messages, and those that the model is shown
     loading.py        load_format: from a spec's `model` to a chat format
     format.py         ChatFormat: what every chat format has
     views.py          messages as chat templates read them
@@ -15,7 +16,10 @@
     readers.py        replies parsed by token; arguments.py restores their arguments
     toolcalls/        tool calls that are written as text, one class per format
     tokenizer.py      a tokenizer, called directly; literal.py encodes text that only spells special tokens
-    vision.py         how images become tokens (vision_families.py, images.py)
+    vision.py         how images become tokens (vision_families.py, vision_processing.py, images.py)
+    vision_sizes.py   tokens of an image from its size alone; pixels.py and pixel_pool.py scale images, in processes
+    image_bank.py     the images of a run by digest
+    inputs.py         the digest of what tokens depend on
     catalogue.py      models that have a name here
 
 Nothing here talks to a model or to a spec's code.

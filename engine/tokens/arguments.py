@@ -45,8 +45,9 @@ def restored(
     Raises:
         UnreadableCall: A text could stand for two values.
     """
-    written = {key.strip(): value for pattern in _TAGGED for key, value in pattern.findall(raw)}
-    if not written and _BARE_NONE.search(raw):
+    tagged = "<" in raw
+    written = {key.strip(): value for pattern in _TAGGED for key, value in pattern.findall(raw)} if tagged else {}
+    if not written and "None" in raw and _BARE_NONE.search(raw):
         if _QUOTED_NONE.search(raw):
             raise UnreadableCall("It holds None both as a text and as no value: write null for no value.")
         return _each(arguments, lambda text: None if text == "None" else text), True

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import RenderError
+from engine.fast.reply_text import make_reply_text, parts_of, shape_of
 from engine.fast.wrapper import Wrapper, is_plain, make_wrapper
-from engine.tokens.literal import unquote
+from engine.tokens.literal import MARK, unquote
 from engine.tokens.proof import Extension, Frame, Trail, Verdict, View, prove, remainder
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ _BEFORE, _EXCERPT = 8, 48
 """Characters of a reply that a branch's reason quotes: how many before the difference, and how many in all."""
 _MAX_WRAPPERS = 4096
 """Wrappers that are kept: one for each sequence of roles and tool names."""
+_MAX_SHAPES = 256
+"""Shapes of replies that are kept for one frame: one for each sequence of tool names."""
 
 
 class Bridges:
@@ -192,15 +195,33 @@ class Bridges:
     ) -> str | None:
         """What the template writes for a reply, its end token included; None where it rewrites earlier messages."""
         form = self._form
-        if frame is not None:
-            shown = _between(frame.text, form.text([*frame.before, reply, *frame.new], None), frame.tail)
-            if shown is not None:
-                return unquote(shown)
+        shown = None if frame is None else self._shown_in(frame, reply)
+        if shown is not None:
+            return unquote(shown)
         if conversation is None:
             return None
         views = conversation()
         before, whole = form.text(views[:-1], tools), form.text([*views, *new], tools)
         return _between(unquote(before), unquote(whole), form.decode(found.bridge))
+
+    def _shown_in(self, frame: Frame, reply: View) -> str | None:
+        """What the template writes for a reply in a frame; None where it writes other text around it."""
+
+        def rendered(view: View) -> str | None:
+            return _between(frame.text, self._form.text([*frame.before, view, *frame.new], None), frame.tail)
+
+        shape = shape_of(reply, self._is_inspected)
+        if shape is None:
+            return rendered(reply)
+        if shape not in frame.replies and len(frame.replies) < _MAX_SHAPES:
+            frame.replies[shape] = make_reply_text(rendered, reply)
+        known = frame.replies.get(shape)
+        return rendered(reply) if known is None else known.write(parts_of(reply))
+
+    def _is_inspected(self, text: str) -> bool:
+        """Whether a text has something that the template may look for, or a mark of quoted text."""
+        inspected = self._form.inspected
+        return MARK in text or (inspected is not None and inspected.search(text) is not None)
 
 
 def _between(before: str, whole: str, after: str) -> str | None:

@@ -125,6 +125,11 @@ def cache_root() -> Path:
     return Path(given).expanduser() if given else Path.home() / ".cache" / "episode-engine"
 
 
+def prepared_folder() -> Path:
+    """The folder of results that were prepared from data. See `engine.preparing`."""
+    return cache_root() / "prepared"
+
+
 def cached(name: str) -> Path | None:
     """The cached folder of a catalogue name; None where there is none yet."""
     folder = cache_root() / "models" / name

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -225,9 +226,14 @@ def chosen_reader(form: TemplateFormat, spec: ModelSpec) -> ChosenReader:
     return found
 
 
+@cache
+def _installed(package: str) -> str:
+    return version(package)
+
+
 def _hash(form: TemplateFormat, spec: ModelSpec) -> str:
     """A hash of everything that the result depends on."""
-    parts = [_VERSION, version("renderers"), form.sources, sorted(form.fast.added), spec.template_kwargs, form.stops]
+    parts = [_VERSION, _installed("renderers"), form.sources, sorted(form.fast.added), spec.template_kwargs, form.stops]
     parts += [type(form.fast.full).__name__, form.fast.size]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 

@@ -42,9 +42,10 @@ class Quoting:
 
     def spans(self, text: str) -> list[Span]:
         """The characters [start, end) of each added token that a text spells."""
-        if not any(start in text for start in self._starts):
-            return []
-        return [match.span() for match in self._tokens.finditer(text)]
+        for start in self._starts:
+            if start in text:
+                return [match.span() for match in self._tokens.finditer(text)]
+        return []
 
     def quote(self, text: str, intended: Sequence[Span] = ()) -> str:
         """The text with every added token in it quoted, except those in the spans `intended`."""

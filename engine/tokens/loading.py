@@ -32,8 +32,7 @@ def load_format(model: ModelSpec, base: Path) -> ChatFormat:
         EntryError: `model.tool_calls` names a class that cannot be imported.
         ModelError: The model's files are not there and cannot be fetched.
     """
-    folder = _folder(model.path, model.revision, base)
-    source = folder if model.tokenizer is None else _folder(model.tokenizer, None, base)
+    folder, source = model_folders(model, base)
     tokenizer = _load_tokenizer(source, model, base)
     config = _json(folder / "config.json")
     settings = config.get("text_config", {}) | config
@@ -92,6 +91,16 @@ def _patched(source: str, with_tools: str, model: ModelSpec) -> tuple[str, str]:
     return found, found if with_tools == source else with_tools
 
 
+def model_folders(model: ModelSpec, base: Path) -> tuple[Path, Path]:
+    """The folders of a model's config and weights, and of its tokenizer.
+
+    Raises:
+        ModelError: They are not there and cannot be fetched.
+    """
+    folder = _folder(model.path, model.revision, base)
+    return folder, folder if model.tokenizer is None else _folder(model.tokenizer, None, base)
+
+
 def _folder(path: str, revision: str | None, base: Path) -> Path:
     if (base / path).is_dir():
         return base / path
@@ -117,6 +126,8 @@ def _ask_transformers(source: Path) -> Any:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise RenderError(f"model: no tokenizer can be loaded from {source}: {error}") from error
+    except Exception as error:  # damaged files raise whatever the library meets
+        raise RenderError(f"model: no tokenizer can be loaded from {source}: {error!r}") from error
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from engine.errors import RenderError
+from engine.fast.reply_text import ReplyText
 
 View = dict[str, Any]
 """A message as chat templates read it."""
@@ -149,6 +150,13 @@ class Trail:
         self._since = 1 << kind if kind == USER else self._since | 1 << kind
         kinds.append(kind)
 
+    def copy(self) -> Trail:
+        """A trail that grows independently; O(messages)."""
+        other = Trail()
+        other.kinds = self.kinds[:]
+        other.cut(self.mark())
+        return other
+
     def mark(self) -> TrailMark:
         """The current state, for `cut`."""
         return len(self.kinds), self.odd, self._head, self._pairs, self._since
@@ -174,6 +182,8 @@ class Frame(NamedTuple):
     """Messages after the reply, of the kinds that were checked."""
     tail: str
     """What the template writes after the reply and its end token."""
+    replies: dict[Any, ReplyText | None]
+    """By shape of a reply: what the template writes around its parts here; None where a reply of this shape has to be rendered."""
 
 
 class Verdict(NamedTuple):
@@ -376,4 +386,4 @@ def _frame(form: Provable, reply: View, new: list[View], region: str, coming: st
     except RenderError:
         return None
     same = whole == text + region + coming
-    return Frame(before, text, new, coming) if same else None
+    return Frame(before, text, new, coming, {}) if same else None

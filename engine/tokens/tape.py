@@ -5,6 +5,7 @@ Invariants, which `append` checks; there is no other way to add tokens:
 - The first span is the `prompt`, and there is only one.
 - Sampled tokens are in `generated` spans and nowhere else; each of them has its log-probability, its weight
   version and its assistant turn, and turns only grow.
+- Expert choices (`backend.routed_experts`) are those of the first `routed` tokens, without a gap.
 - Placeholders of images are inside images and nowhere else, as many as each image has; none is sampled.
 - A token is never changed. Prompt tokens with no sampled token after them can be removed (`cut`). A view that `ids` gave
   stays valid.
@@ -16,7 +17,8 @@ span: about 4 bytes per token, and 4 more per sampled token.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -30,7 +32,7 @@ IntVector = npt.NDArray[np.int32]
 FloatVector = npt.NDArray[np.float32]
 
 _KINDS: tuple[SpanKind, ...] = ("prompt", "generated", "bridge", "closing")
-_CODE = {kind: code for code, kind in enumerate(_KINDS)}
+_CODE: dict[SpanKind, int] = {kind: code for code, kind in enumerate(_KINDS)}
 _PROMPT, _GENERATED, _BRIDGE, _CLOSING = range(4)
 _FIELDS = 4
 """Integers of one span's record: kind, start, end, turn."""
@@ -79,6 +81,8 @@ class Tape:
     """
 
     __slots__ = (
+        "_experts",
+        "_forked",
         "_ids",
         "_length",
         "_logprobs",
@@ -90,6 +94,7 @@ class Tape:
         "_view",
         "_vocab",
         "images",
+        "routed",
     )
 
     def __init__(self, vocab_size: int | None = None, placeholder: int | None = None) -> None:
@@ -106,6 +111,11 @@ class Tape:
         self._spans = array("i")
         self._versions: list[_Run] = []
         self._turn = -1
+        self._forked = False
+        """The prompt ends with a reply of another tape, which a closing may follow."""
+        self._experts: list[np.ndarray] = []
+        self.routed = 0
+        """How many tokens, from the first one on, have known experts."""
 
     def __len__(self) -> int:
         return self._length
@@ -142,6 +152,7 @@ class Tape:
         logprobs: Sequence[float] | FloatVector | None = None,
         versions: Iterable[VersionSpan] = (),
         images: Sequence[tuple[ProcessedImage, int]] = (),
+        experts: np.ndarray | None = None,
         checked: bool = False,
     ) -> tuple[int, int]:
         """Append one span.
@@ -153,6 +164,8 @@ class Tape:
             logprobs: For `generated`: one for each id, float32 [tokens].
             versions: For `generated`: weight versions that cover [0, tokens); none means version 0.
             images: The images in `ids`, in order, each with the position of its first token in `ids`.
+            experts: For `generated`: the experts of the tokens from number `routed` up to the last but one of the tape after
+                this span, [tokens, layers, top_k].
             checked: The caller has checked that the ids are in the vocabulary and have no placeholders except those of `images`.
 
         Returns:
@@ -179,6 +192,10 @@ class Tape:
                     f"weight versions cover [{runs[0][1] - start}, {runs[-1][2] - start}) of {count} tokens"
                     f"{', with gaps' if gap else ''}"
                 )
+            if experts is not None:
+                self.admit_experts(count, experts)
+                self._experts.append(experts)
+                self.routed += len(experts)
             self._keep_sampled(count, logprobs, runs)
             self._turn = turn
         elif not count:
@@ -192,6 +209,20 @@ class Tape:
         if images:
             self.images.extend((picture, start + at) for picture, at in images)
         return start, end
+
+    def admit_experts(self, count: int, experts: np.ndarray) -> None:
+        """Check the experts [tokens, layers, top_k] of a reply of `count` tokens; see `append`.
+
+        Raises:
+            ValueError: They are those of another number of tokens, or of another model than those before them.
+        """
+        due = self._length + count - 1 - self.routed
+        if len(experts) != due:
+            raise ValueError(f"the experts of {len(experts)} tokens came with a reply; {due} were due")
+        if self._experts and experts.shape[1:] != self._experts[0].shape[1:]:
+            raise ValueError(
+                f"experts [layers, top_k] of shape {experts.shape[1:]} follow those of shape {self._experts[0].shape[1:]}"
+            )
 
     def mark(self) -> tuple[int, int, int]:
         """The end of the tape, for `cut`: tokens, integers of spans, images."""
@@ -211,6 +242,19 @@ class Tape:
         self._ids = self._ids[:length].copy()
         self._length, self._view = length, None
         del self._spans[spans:], self.images[images:]
+
+    def fork(self, end: int) -> Tape:
+        """A tape whose prompt is this tape's first `end` tokens. They are not trained there: each sampled token is trained once.
+
+        Their experts come again with the first reply on the new tape.
+
+        Args:
+            end: The end of a span.
+        """
+        fresh = Tape(self._vocab, self._placeholder)
+        fresh._forked = True
+        fresh.append("prompt", self._ids[:end], images=[(picture, at) for picture, at in self.images if at < end])
+        return fresh
 
     def branch(self, index: int, reason: str) -> Branch:
         """The training row of this tape; everything is derived from its spans.
@@ -241,6 +285,7 @@ class Tape:
                 ImageSpan(image=picture.digest, start=start, end=start + len(picture.ids), grid=list(picture.grid))
                 for picture, start in self.images
             ],
+            routed_experts=np.concatenate(self._experts) if self._experts else None,
         )
 
     def _records(self) -> Iterable[tuple[int, int, int, int]]:
@@ -259,7 +304,7 @@ class Tape:
             raise ValueError("a tape begins with its one prompt span")
         if code == _PROMPT and not count:
             raise ValueError("the prompt is empty")
-        if code == _CLOSING and last == _PROMPT:
+        if code == _CLOSING and last == _PROMPT and not self._forked:
             raise ValueError("a closing span follows a turn; there is no turn yet")
         if code != _GENERATED and turn != -1:
             raise ValueError(f"a {_KINDS[code]} span belongs to no turn")
@@ -314,4 +359,27 @@ def as_seen(branch: Branch) -> Branch:
         weight_versions=branch.weight_versions[:end],
         turn_ids=branch.turn_ids[:end],
         images=[image for image in branch.images if image.end <= end],
+        routed_experts=None if branch.routed_experts is None else branch.routed_experts[:end],
+    )
+
+
+def untrained(branch: Branch, turns: Collection[int]) -> Branch:
+    """A branch in which some turns are not trained: their spans are `unreceived`.
+
+    Args:
+        branch: The branch.
+        turns: The turns; those of other branches have no effect.
+    """
+    if not any(span.turn in turns for span in branch.spans if span.kind == "generated"):
+        return branch
+    left_out = np.isin(branch.turn_ids, list(turns))
+    return replace(
+        branch,
+        spans=[
+            replace(span, kind="unreceived") if span.kind == "generated" and span.turn in turns else span
+            for span in branch.spans
+        ],
+        loss_mask=np.where(left_out, 0, branch.loss_mask).astype(np.int32),
+        logprobs=np.where(left_out, 0, branch.logprobs).astype(np.float32),
+        weight_versions=np.where(left_out, -1, branch.weight_versions).astype(np.int32),
     )

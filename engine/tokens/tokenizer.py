@@ -40,7 +40,7 @@ class FastTokenizer:
         self._memory: dict[str, list[int]] = {}
         self._borders: dict[str, bool] = {}
         byte_level = type(getattr(self._backend, "decoder", None)).__name__ == "ByteLevel"
-        self._bytes = ByteDecoder(self._backend) if byte_level else None
+        self._bytes = ByteDecoder(self._backend, self.size) if byte_level else None
         self.name_or_path: str = getattr(tokenizer, "name_or_path", "")
         self.unk_token_id: int | None = tokenizer.unk_token_id
         self.eos_token_id: int | None = tokenizer.eos_token_id
@@ -137,6 +137,14 @@ class FastTokenizer:
             text: str = self._backend.decode(plain, skip_special_tokens=False)
             return text
         return str(self.full.decode(plain, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def piece(self, id_: int) -> str:
+        """The text of one token inside a longer text: SentencePiece's decoders leave out the space of a first token."""
+        if self._bytes is None and self._backend is not None:
+            piece = self._backend.id_to_token(id_)
+            if piece is not None and piece.startswith("▁"):
+                return str(piece.replace("▁", " "))
+        return self.decode(id_)
 
     def spelled(self, ids: Sequence[int] | np.ndarray) -> tuple[str, list[tuple[int, int]]]:
         """The decoded text, and the characters [start, end) of each added token in it. ids: int [tokens]."""

@@ -11,16 +11,16 @@ Invariants, checked whenever ids are appended and before every request:
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from engine.errors import ImageError, RenderError
-from engine.tokens.images import ImageBank, ProcessedImage, Tensors, open_pixels
+from engine.tokens.image_bank import ImageBank
+from engine.tokens.images import ProcessedImage, Tensors
+from engine.tokens.vision_processing import ImageProcessing, VisionFamily
 
 if TYPE_CHECKING:
     from engine.schemas.model import ModelSpec
@@ -36,50 +36,6 @@ class PlacedImage(NamedTuple):
     start: int
 
 
-class VisionFamily(Protocol):
-    """The differences between families: see vision_families.py."""
-
-    marker: str
-    """The token that a chat template writes for an image."""
-    placeholder: str
-    """The token that stands for one feature of the vision tower."""
-    forbidden: tuple[str, ...]
-    """Tokens that only the processor writes: texts must not spell them, and replies must not have them."""
-    names: tuple[str, ...]
-    """Names of the forward pass's tensors."""
-    served: bool
-    """Whether an image can be sent to a server so that it does not scale it: see `Vision.scaled`."""
-
-    def processor(self, folder: Path, tokenizer: Any) -> Any:
-        """The model's processor, for images only."""
-        ...
-
-    def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
-        """One image -> tensors, its expansion as text, its grid, and the number of placeholders for that grid.
-
-        The tensors have the shapes of the processor: [1, …] for an image, or [patches, …] where the family packs patches.
-
-        Raises:
-            ValueError: The processor's result is inconsistent.
-        """
-        ...
-
-    def scale(self, processor: Any, image: Any, grid: tuple[int, ...]) -> Any:
-        """The pixels that `process` cuts into patches, as an RGB image, which is sent to servers.
-
-        Raises:
-            ValueError: No single image gives the same tensors; `served` is False.
-        """
-        ...
-
-    def stack(self, rows: Sequence[Sequence[Tensors]]) -> Tensors:
-        """The tensors of a batch, from each sequence's images in order.
-
-        Shapes: [images, …] or [patches, …] over all images, as the model's forward pass takes them.
-        """
-        ...
-
-
 class Vision:
     """The images of one model. Made by `load_vision`; shared by all episodes.
 
@@ -91,7 +47,6 @@ class Vision:
         self.family = family
         self.most_images = spec.max_images
         self.most_pixels = spec.max_image_pixels
-        self._folder = folder
         self._tokenizer = tokenizer
         added = tokenizer.added
         missing = [token for token in (family.marker, family.placeholder) if token not in added]
@@ -103,68 +58,18 @@ class Vision:
         self.banned = sorted(added[token] for token in self.forbidden)
         """Ids that must not be sampled."""
         self._banned = np.array(self.banned, np.int32)
-        self.bank = ImageBank(self._process, scale=self.scaled)
+        self.processing = ImageProcessing(family, folder, tokenizer, self.placeholder_id)
+        self.bank = ImageBank(self.processing)
+        """The images that were shown."""
 
-    @cached_property
+    @property
     def processor(self) -> Any:
         """The model's own processor (transformers), without its video part.
 
         Raises:
             RenderError: It cannot be loaded.
         """
-        try:
-            return self.family.processor(self._folder, self._tokenizer.real)
-        except (OSError, ValueError, ImportError, TypeError) as error:
-            raise RenderError(f"the image processor of {self._folder} cannot be loaded: {error}") from error
-
-    def _process(self, digest: str, data: bytes) -> tuple[ProcessedImage, Tensors]:
-        image = open_pixels(data)
-        try:
-            tensors, text, grid, wanted = self.family.process(self.processor, image)
-        except (ValueError, TypeError, ZeroDivisionError, OSError) as error:
-            raise ImageError(
-                f"the model's processor refuses an image of {image.size[0]} x {image.size[1]} pixels: {error}",
-                kind="image_refused",
-            ) from error
-        ids = np.asarray(self._tokenizer.encode(text), np.int32)
-        found = int(np.count_nonzero(ids == self.placeholder_id))
-        if found != wanted:
-            raise ImageError(
-                f"an image with the grid {grid} needs {wanted} placeholders; its tokens have {found}",
-                kind="image_mismatch",
-                blame="engine",
-            )
-        ids.flags.writeable = False
-        return ProcessedImage(digest, ids, found, grid), tensors
-
-    def scaled(self, digest: str) -> bytes:
-        """An image at the size of its grid, as an RGB PNG, which is sent to servers in its place.
-
-        Servers process images themselves, and their processors decode and scale differently (Pillow, torchvision,
-        nvJPEG: up to 17 grey levels). None of them scales an image that already has its grid's size, so the server's pixels
-        are the pixels of the training rows. This method checks that the copy's tensors equal the image's, bit for bit.
-
-        Raises:
-            ImageError: Kind `image_refused`: the processor scales the copy again, because its aspect ratio is too large.
-        """
-        image = open_pixels(self.bank.source(digest).data)
-        picture, tensors = self.bank.picture(digest), self.bank.tensors(digest)
-        try:
-            copy = self.family.scale(self.processor, image, picture.grid)
-            found, _, grid, _ = self.family.process(self.processor, copy)
-            if grid != picture.grid or any(not np.array_equal(found[name], tensors[name]) for name in found):
-                raise ValueError(
-                    f"a copy of {copy.size[0]} x {copy.size[1]} pixels is scaled again, to the grid {grid}"
-                )
-        except (ValueError, TypeError) as error:
-            raise ImageError(
-                f"an image of {image.size[0]} x {image.size[1]} pixels cannot be sent to a server exactly: {error}; "
-                "crop it, or use `backend: {kind: local}`",
-                kind="image_refused",
-            ) from error
-        buffer = io.BytesIO()
-        copy.save(buffer, "PNG", compress_level=1)
-        return buffer.getvalue()
+        return self.processing.processor
 
     # --- checks ---------------------------------------------------------------------------------------------
 
@@ -283,6 +188,14 @@ class Vision:
         """
         found = [[self.bank.tensors(digest) for digest in digests] for digests in rows]
         return self.family.stack(found) if any(found) else {}
+
+    def grids(self, digests: Sequence[str]) -> np.ndarray:
+        """The grids of images, int64 [images, sides]; no tensor is made.
+
+        Raises:
+            ImageError: As in `tensors`.
+        """
+        return np.array([self.bank.picture(digest).grid for digest in digests], np.int64)
 
     def token_types(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """`mm_token_type_ids` [sequences][tokens], computed by the processor's own code: 1 on placeholders."""

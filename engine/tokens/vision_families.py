@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine.tokens.images import Tensors
+from engine.tokens.vision_sizes import QwenSizes, SizedImages, TiledSizes
 
 _QWEN = {
     "qwen2_vl": "Qwen2VLProcessor",
@@ -84,6 +85,10 @@ class QwenFamily:
         tensors = {name: np.ascontiguousarray(found[name]) for name in self.names}
         return tensors, str(processor.replace_image_token(found, 0)), grid, count // merge**2
 
+    def sized(self, processor: Any) -> SizedImages:
+        """See `Family.sized`."""
+        return QwenSizes(processor)
+
     def scale(self, processor: Any, image: Any, grid: tuple[int, ...]) -> Any:
         """See `Family.scale`."""
         from PIL import Image
@@ -142,6 +147,10 @@ class TiledFamily:
             raise ValueError(f"tiles of shape {found['pixel_values'].shape} for a grid of {grid}")
         tensors = {name: np.ascontiguousarray(found[name][0]) for name in self.names}
         return tensors, processor.replace_image_token(found, 0), grid, tiles * self.slots
+
+    def sized(self, processor: Any) -> SizedImages:
+        """See `Family.sized`."""
+        return TiledSizes(processor, self.slots)
 
     def scale(self, processor: Any, image: Any, grid: tuple[int, ...]) -> Any:
         """See `Family.scale`."""

@@ -368,7 +368,7 @@ class Player:
             return Result("WRONG", str(wrong))
         except RenderError as error:
             return Result("refused", str(error), self.needless)
-        reasons = [reason for _, reason in self.conversation._tapes[1:]]
+        reasons = [reason for _, reason in self.conversation.tapes.all[1:]]
         if reasons:
             return Result("branched", "; ".join(reasons), self.needless)
         return Result("spaced" if self.spaced else "exact")
@@ -377,7 +377,7 @@ class Player:
         """The conversation as it is now, in OpenAI's form. `raw`: replies as text, as they were sampled."""
         found = []
         for index, message in enumerate(self.conversation.messages):
-            view = self.conversation._verbatim.get(index)
+            view = self.conversation.thread.verbatim.get(index)
             if raw and index in self.raw:
                 found.append({"role": "assistant", "content": self.raw[index]})
                 continue
@@ -416,12 +416,12 @@ class Player:
 
     def _check(self) -> None:
         """The next prompt is what the template writes, or begins a branch that had to begin."""
-        tapes = self.conversation._tapes
+        tapes = self.conversation.tapes.all
         before, old = len(tapes), tapes[-1][0] if tapes else None
         said = self._pieces(old) if old is not None else []
         prompt = self.conversation.prompt().tolist()
         text = self._written()
-        tape, reason = self.conversation._tapes[-1]
+        tape, reason = self.conversation.tapes.all[-1]
         for span in tape.spans:
             ids = prompt[span.start : span.end]
             if span.kind != "generated" and ids != self.form.tokenizer.encode(
@@ -434,7 +434,7 @@ class Player:
         if "".join(self.form.decode(prompt).split()) != "".join(text.split()):
             raise Wrong(f"{self.form.decode(prompt)!r} ends before {text!r}")
         self.spaced += found
-        if len(self.conversation._tapes) > before >= 1:
+        if len(self.conversation.tapes.all) > before >= 1:
             if not reason:
                 raise Wrong("a branch without a reason")
             for other in (False, True)[: 2 - self.form.knows_reasoning]:

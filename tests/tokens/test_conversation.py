@@ -192,9 +192,7 @@ def check_exact(conversation: Conversation, prompts: list[np.ndarray], replies: 
 
 @pytest.mark.parametrize(
     "case",
-    slow_but(
-        CASES, "family", "family keeps", "thinking", "plain", "alternating", "unmarked", "counting", "prefilled keeps"
-    ),
+    slow_but(CASES, "family keeps", "thinking", "unmarked", "counting", "prefilled keeps"),
 )
 @given(data=st.data())
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -213,7 +211,7 @@ def test_every_prompt_is_its_branch_and_every_sampled_id_is_masked_once(
     check_exact(conversation, prompts, replies)
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "family", "plain keeps", "alternating", "unmarked", "prefilled"))
+@pytest.mark.parametrize("case", slow_but(CASES, "plain keeps", "unmarked", "prefilled"))
 @given(data=st.data())
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_prompt_that_gets_no_reply_leaves_nothing_behind(case: str, formats: Formats, data: st.DataObject) -> None:
@@ -227,7 +225,7 @@ def test_a_prompt_that_gets_no_reply_leaves_nothing_behind(case: str, formats: F
     tried.open([user(first)])
 
     def same() -> None:
-        assert (tried.length, tried.pending) == (plain.length, plain.pending)
+        assert (tried.length, tried.thread.characters) == (plain.length, plain.thread.characters)
         assert [row.json() for row in tried.branches()] == [row.json() for row in plain.branches()]
 
     def attempt() -> None:
@@ -262,7 +260,7 @@ def test_a_prompt_that_gets_no_reply_leaves_nothing_behind(case: str, formats: F
 
 @pytest.mark.parametrize(
     "case",
-    slow_but([name for name, case in CASES.items() if case[1] == "branch"], "family", "plain", "unmarked", "counting"),
+    slow_but([name for name, case in CASES.items() if case[1] == "branch"], "plain", "unmarked", "counting"),
 )
 @given(data=st.data())
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -274,18 +272,18 @@ def test_a_bridge_is_what_the_whole_conversation_renders_to(case: str, formats: 
     conversation = Conversation(form, TOOLS, history)  # type: ignore[arg-type]
     conversation.open([user(data.draw(TEXTS))])
     try:
-        shown = form.render(conversation._views(0), TOOLS)
+        shown = form.render(conversation.thread.views(), TOOLS)
         for turn, (ids, stopped, new) in enumerate(plan):
             conversation.prompt()
-            tapes = len(conversation._tapes)
+            tapes = len(conversation.tapes.all)
             conversation.reply(generation(reply_ids(form, ids, stopped)), turn)
             conversation.add(new)
             following = conversation.prompt()
-            whole = form.render(conversation._views(0), TOOLS)
-            if len(conversation._tapes) > tapes:
+            whole = form.render(conversation.thread.views(), TOOLS)
+            if len(conversation.tapes.all) > tapes:
                 assert following.tolist() == whole
             else:
-                last = conversation._tapes[-1][0].spans[-1]
+                last = conversation.tapes.all[-1][0].spans[-1]
                 assert last.kind == "bridge"
                 assert whole[len(whole) - (last.end - last.start) :] == following[last.start :].tolist()
                 assert form.decode(whole).startswith(form.decode(shown))
@@ -451,7 +449,8 @@ def test_another_token_that_ends_replies_begins_a_branch(formats: Formats, histo
     if history == "branch":
         assert form.decode(conversation.prompt()[start:]) == f"42<|im_end|>{tail}"
         assert (
-            conversation._tapes[1][1] == "the reply ended with '<|endoftext|>', where the template writes '<|im_end|>'"
+            conversation.tapes.all[1][1]
+            == "the reply ended with '<|endoftext|>', where the template writes '<|im_end|>'"
         )
     else:
         assert form.decode(conversation.prompt()[start:]) == f"42<|endoftext|><|im_end|>{tail}"
@@ -514,7 +513,7 @@ def test_tool_results_speak_as_a_user_where_the_template_has_no_tools(formats: F
     assert form.decode(conversation.prompt()).endswith(
         "<call>calculate(1)</call><|im_end|>\n<|im_start|>user\n1\n\n Well?<|im_end|>\n<|im_start|>model\n"
     )
-    assert conversation.prompt().tolist() == form.render(conversation._views(0), TOOLS)
+    assert conversation.prompt().tolist() == form.render(conversation.thread.views(), TOOLS)
 
 
 def test_nothing_that_the_template_would_lose_is_said(formats: Formats) -> None:
@@ -576,7 +575,7 @@ def test_a_backend_that_answers_in_text_trains_nothing(formats: Formats) -> None
     reply = conversation.reply(answer, 0)
     assert [attempt.name for attempt in reply.attempts if isinstance(attempt, ToolCall)] == ["calculate"]
     conversation.add([tool("2")])
-    assert conversation.prompt().tolist() == form.render(conversation._views(0), TOOLS)
+    assert conversation.prompt().tolist() == form.render(conversation.thread.views(), TOOLS)
     (row,) = conversation.branches()
     assert row.loss_mask.sum() == 0
 
@@ -622,8 +621,8 @@ def test_length_is_that_of_the_current_branch(formats: Formats) -> None:
     assert conversation.length == 0
     conversation.open([user("Hm?")])
     assert conversation.length == 0
-    assert conversation.pending == 3
+    assert conversation.thread.characters == 3
     prompt = conversation.prompt()
-    assert (conversation.length, conversation.pending) == (len(prompt), 0)
+    assert (conversation.length, conversation.thread.characters) == (len(prompt), 0)
     conversation.reply(generation([1, 2, 3]), 0)
     assert conversation.length == len(prompt) + 3

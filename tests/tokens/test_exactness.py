@@ -39,7 +39,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     return get
 
 
-@pytest.mark.parametrize("name", slow_but(cases(), "gemma3", "gptoss", "lfm2_v2", "qwen3", "qwen3_5_think"))
+@pytest.mark.parametrize("name", slow_but(cases(), "gemma3", "qwen3"))
 def test_every_prompt_is_the_templates_or_begins_a_branch(load: Load, name: str) -> None:
     form = load(name)
     for scenario in SCENARIOS:
@@ -52,8 +52,8 @@ def test_every_prompt_is_the_templates_or_begins_a_branch(load: Load, name: str)
 @pytest.mark.slow
 def test_every_prompt_is_the_templates_or_begins_a_branch_on_all_that_is_here(tmp_path: Path) -> None:
     (tmp_path / "trl").mkdir()
-    found = all_cases(tmp_path / "trl")
-    if len(found) == len(cases()):
+    found = {name: folder for name, folder in all_cases(tmp_path / "trl").items() if name not in cases()}
+    if not found:
         pytest.skip("NOT CHECKED: neither trl nor EPISODE_ENGINE_TOKENIZERS is here")
     wrong = {}
     for number, (name, folder) in enumerate(found.items()):

@@ -20,7 +20,8 @@ from engine.errors import ImageError, StoreError
 from engine.schemas.message import ImagePart
 from engine.store.images import measure
 from engine.tokens import images
-from engine.tokens.images import FORMATS, measure_pixels, open_pixels, read_reference
+from engine.tokens.images import measure_pixels, open_pixels, read_reference
+from engine.tokens.pixels import FORMATS
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(x) print\nshowpage\n%%EOF\n"
 

@@ -1,0 +1,287 @@
+"""The images of a run, by digest: their bytes, their tokens, and what the forward pass takes.
+
+Invariants:
+- An image is decoded once to be shown, however many turns and episodes show it. Its pixels are scaled only where a forward pass or a
+  server takes them.
+- Scaled pixels are kept as bytes, up to a limit in memory. Those that were dropped, and those of other processes, are made again
+  from the encoded image, and must have the same grid.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from base64 import b64encode
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+from engine.errors import ImageError
+from engine.tokens.images import FloatImage, PreparedImage, ProcessedImage, Source, Tensors
+from engine.tokens.pixel_pool import PixelsAhead
+
+if TYPE_CHECKING:
+    from engine.tokens.pixels import Recipe
+    from engine.tokens.vision_processing import ImageProcessing
+
+T = TypeVar("T")
+
+AFTER = 2.0
+"""Seconds of scaling in this process before worker processes scale images ahead."""
+
+
+class SentImages(NamedTuple):
+    """Images for other processes."""
+
+    sources: dict[str, Source]
+    """Encoded images by digest."""
+    tensors: dict[str, Tensors]
+    """Tensors of images whose bytes are not known here."""
+
+
+class ImageBank:
+    """The images of a run and the results of their processing. Shared by all episodes; safe to call from several threads.
+
+    Args:
+        processing: How the model's images are processed.
+        pixel_bytes: Memory limit for scaled pixels, in bytes.
+        source_bytes: Memory limit for encoded images, in bytes.
+        after: Seconds of scaling in this process before worker processes scale images ahead.
+    """
+
+    def __init__(
+        self,
+        processing: ImageProcessing,
+        *,
+        pixel_bytes: int = 1 << 30,
+        source_bytes: int = 1 << 28,
+        after: float = AFTER,
+    ) -> None:
+        self._processing = processing
+        self._pictures: dict[str, ProcessedImage] = {}
+        self._prepared: _RecentlyUsed[PreparedImage] = _RecentlyUsed(pixel_bytes)
+        self._sources: _RecentlyUsed[Source] = _RecentlyUsed(source_bytes)
+        self._uris: _RecentlyUsed[str] = _RecentlyUsed(source_bytes)
+        self._scaled: _RecentlyUsed[str] = _RecentlyUsed(source_bytes)
+        self._fetch: Callable[[str], Source | None] | None = None
+        self._made: Callable[[str], Tensors | None] | None = None
+        self._lock = threading.Lock()
+        self._busy: dict[str, AbstractContextManager[bool]] = {}
+        self._after = after
+        self._seconds = 0.0
+        """Seconds of scaling in this process."""
+        self._ahead = PixelsAhead()
+        self.looked = 0
+        """How many times an image was decoded to be shown."""
+        self.processed = 0
+        """How many times pixels were scaled for a forward pass."""
+
+    def read_from(self, fetch: Callable[[str], Source | None]) -> None:
+        """Set where images that are not in memory are read from: a run store, by digest."""
+        self._fetch = fetch
+
+    def read_tensors_from(self, made: Callable[[str], Tensors | None]) -> None:
+        """Set where tensors that were computed before are read from: the files beside exported rows, by digest.
+
+        The tensors have the shapes that `VisionFamily.process` gave them.
+        """
+        self._made = made
+
+    def put(self, digest: str, data: bytes, mime: str) -> None:
+        """Keep an image's bytes in memory."""
+        with self._lock:
+            self._sources.put(digest, Source(data, mime), len(data))
+
+    def source(self, digest: str) -> Source:
+        """An image's bytes.
+
+        Raises:
+            ImageError: It is neither in memory nor in the store (kind `image_missing`).
+        """
+        with self._lock:
+            found = self._sources.get(digest)
+        if found is None and self._fetch is not None:
+            found = self._fetch(digest)
+        if found is None:
+            raise ImageError(f"the image {digest} is not in the run store", kind="image_missing", blame="engine")
+        self.put(digest, *found)
+        return found
+
+    def data_uri(self, digest: str) -> str:
+        """An image as a `data:` URI; encoded once.
+
+        Raises:
+            ImageError: As in `source`.
+        """
+        with self._lock:
+            found = self._uris.get(digest)
+        if found is None:
+            data, mime = self.source(digest)
+            found = f"data:{mime};base64,{b64encode(data).decode()}"
+            with self._lock:
+                self._uris.put(digest, found, len(found))
+        return found
+
+    def scaled_uri(self, digest: str) -> str:
+        """An image as the processor scales it, as a PNG `data:` URI; encoded once. See `ImageProcessing.scaled`.
+
+        Raises:
+            ImageError: The processor refuses the image or its scaled copy, or the image is missing.
+        """
+        with self._lock:
+            found = self._scaled.get(digest)
+        if found is None:
+            found = f"data:image/png;base64,{b64encode(self._processing.scaled(self.source(digest).data)).decode()}"
+            with self._lock:
+                self._scaled.put(digest, found, len(found))
+        return found
+
+    def is_scaled(self, digest: str) -> bool:
+        """Whether `scaled_uri` has the result in memory."""
+        with self._lock:
+            return self._scaled.get(digest) is not None
+
+    def picture(self, digest: str) -> ProcessedImage:
+        """An image's tokens, from its size where the processor allows that.
+
+        Raises:
+            ImageError: It cannot be decoded, the processor refuses it, or it is missing.
+        """
+        found = self._pictures.get(digest)
+        if found is not None:
+            return found
+        with self._own(digest):
+            found = self._pictures.get(digest)
+            if found is None:
+                found, prepared = self._processing.look(digest, self.source(digest).data)
+                self.looked += 1
+                if prepared is not None:
+                    self._keep(digest, prepared)
+                    self.processed += 1
+                self._pictures[digest] = found
+        return found
+
+    def tensors(self, digest: str) -> Tensors:
+        """Inputs of the model's forward pass for an image, by name; made of its scaled pixels at each call.
+
+        The shapes are the family's: see `VisionFamily.process`.
+
+        Raises:
+            ImageError: As in `picture`.
+        """
+        return self._image(digest).tensors()
+
+    def _image(self, digest: str) -> PreparedImage:
+        with self._lock:
+            found = self._prepared.get(digest)
+        if found is not None:
+            return found
+        with self._own(digest):
+            with self._lock:
+                found = self._prepared.get(digest)
+            if found is None:
+                found = self._read(digest) or self._made_ahead(digest) or self._make(digest)
+                self._keep(digest, found)
+        return found
+
+    def _read(self, digest: str) -> PreparedImage | None:
+        made = None if self._made is None else self._made(digest)
+        return None if made is None else FloatImage(made)
+
+    def _made_ahead(self, digest: str) -> PreparedImage | None:
+        pixels = self._ahead.take(digest)
+        if pixels is None:
+            return None
+        self.processed += 1
+        return self._processing.arrange(pixels, self.picture(digest).grid)
+
+    def _make(self, digest: str) -> PreparedImage:
+        began = time.perf_counter()
+        found = self._processing.make(digest, self.source(digest).data)
+        self._seconds += time.perf_counter() - began
+        self.processed += 1
+        return found
+
+    def _keep(self, digest: str, prepared: PreparedImage) -> None:
+        with self._lock:
+            self._prepared.put(digest, prepared, prepared.nbytes)
+
+    @contextmanager
+    def _own(self, digest: str) -> Iterator[None]:
+        """Others that need the same image wait until this block ends."""
+        with self._lock:
+            own = self._busy.setdefault(digest, threading.RLock())
+        with own:
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._busy.pop(digest, None)
+
+    # --- many images ----------------------------------------------------------------------------------------
+
+    def expect(self, digests: Iterable[str]) -> None:
+        """Have worker processes scale the images of the coming forward passes ahead, in this order.
+
+        Images that are asked for before a worker has them are scaled by the one who asks. Workers start when this process has
+        spent `after` seconds on scaling.
+        """
+        if self._seconds < self._after:
+            return
+        with self._lock:
+            new = [digest for digest in dict.fromkeys(digests) if self._prepared.get(digest) is None]
+        self._ahead.expect(new, self._job)
+
+    def _job(self, digest: str) -> tuple[bytes, Recipe] | None:
+        """What a worker needs to scale an image; None if it must not."""
+        if self._made is not None and self._made(digest) is not None:
+            return None
+        data = self.source(digest).data
+        recipe = self._processing.recipe(data)
+        return None if recipe is None else (data, recipe)
+
+    def sent(self, digests: Iterable[str]) -> SentImages:
+        """Images for other processes: their bytes, which are much smaller than tensors; tensors where bytes are not known.
+
+        Raises:
+            ImageError: An image is missing.
+        """
+        images = SentImages({}, {})
+        for digest in dict.fromkeys(digests):
+            made = None if self._made is None else self._made(digest)
+            if made is None:
+                images.sources[digest] = self.source(digest)
+            else:
+                images.tensors[digest] = made
+        return images
+
+    def receive(self, images: SentImages) -> None:
+        """Take the images of another process, in place of those that were received before."""
+        self.read_from(images.sources.get)
+        self.read_tensors_from(images.tensors.get)
+
+
+class _RecentlyUsed(Generic[T]):
+    """Values up to a limit in bytes; those used longest ago are dropped."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._used = 0
+        self._values: OrderedDict[str, tuple[T, int]] = OrderedDict()
+
+    def get(self, key: str) -> T | None:
+        found = self._values.get(key)
+        if found is None:
+            return None
+        self._values.move_to_end(key)
+        return found[0]
+
+    def put(self, key: str, value: T, size: int) -> None:
+        if key in self._values:
+            return
+        self._values[key] = (value, size)
+        self._used += size
+        while self._used > self._most and len(self._values) > 1:
+            _, (_, freed) = self._values.popitem(last=False)
+            self._used -= freed

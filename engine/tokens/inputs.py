@@ -1,0 +1,61 @@
+"""What the tokens of a conversation depend on, besides its messages and tools: as one digest, for caches on disk."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.preparing.cache import digest_of_files, digest_of_parts
+from engine.spec.entry import load_entry
+from engine.tokens.loading import model_folders
+
+if TYPE_CHECKING:
+    from engine.schemas.model import ModelSpec
+
+_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+"""Suffixes of the files of tokenizers, templates, configs and processors."""
+_LIBRARIES = ("transformers", "tokenizers", "jinja2", "renderers")
+_DATE = "strftime_now"
+"""A template that calls it writes another text on another day."""
+
+
+def rendering_digest(model: ModelSpec, base: Path) -> str:
+    """Digest of the files of the model's tokenizer, template and processor, the spec's `model`, and the code that renders.
+
+    Raises:
+        ModelError: The model's files are not there and cannot be fetched.
+    """
+    folder, source = model_folders(model, base)
+    files = sorted(
+        file for each in dict.fromkeys((folder, source)) for file in each.iterdir() if file.suffix in _SUFFIXES
+    )
+    if model.chat_template is not None:
+        files.append(base / model.chat_template)
+    parts = [
+        model.model_dump_json(exclude={"path", "revision", "tokenizer"}),
+        digest_of_files(files),
+        digest_of_files(_code()),
+    ]
+    parts += [f"{name} {_version(name)}" for name in _LIBRARIES]
+    if ":" in model.tool_calls:
+        parts.append(digest_of_files([Path(inspect.getfile(load_entry(model.tool_calls, base)))]))
+    dated = any(_DATE in file.read_text("utf-8", "ignore") for file in files if file.suffix in (".json", ".jinja"))
+    if dated or model.renderer not in ("auto", "template"):
+        parts.append(datetime.date.today().isoformat())
+    return digest_of_parts(*parts)
+
+
+def _code() -> list[Path]:
+    """The engine's own code that renders and encodes."""
+    here = Path(__file__).resolve().parent
+    return sorted([*here.rglob("*.py"), *(here.parent / "fast").glob("*.py")])
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
