@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,12 @@ from engine.terminal import echo, echo_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.runner.evaluate import Comparison
+    from engine.view.compare import RunComparison
+
+_TASKS = 8
+"""Maximum number of tasks that are named as better, and as worse."""
+_VALUE = 60
+"""Maximum number of characters of a value of a spec."""
 
 
 def compare(
@@ -27,43 +32,47 @@ def compare(
     """Compare two runs, paired by task: the difference of the second run from the first, with a 95 % interval.
 
     For a training's folder, the newest evaluation is used. Only tasks that both runs have, and that are the same in
-    both, are compared; the others are counted. Episodes with a failure that is not the policy's are excluded.
+    both, are compared; the others are counted. Episodes with a failure that is not the policy's are excluded. The tasks
+    with the largest losses and gains are named, and the values of the specs that differ.
     """
     from engine.cli.console import make_console
     from engine.errors import EngineError, StoreError
-    from engine.runner.evaluate import compare as hold
     from engine.store import RunStore, find_run
+    from engine.view.compare import compare_runs
 
     try:
         one, other = (RunStore.open(find_run(_run(run), out=out), readonly=True) for run in (first, second))
 
-        def same(task_id: str) -> bool:
-            return one.task(task_id).fields == other.task(task_id).fields
-
-        found = hold(one.trajectories(), other.trajectories(), same)
+        found = compare_runs(one, other)
         if not found.tasks:
             raise StoreError(
                 f"{one.run_id} and {other.run_id} have no finished task in common "
-                f"({found.changed} of the same name differ); compare runs of the same tasks"
+                f"({len(found.changed)} of the same name differ); compare runs of the same tasks"
             )
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(2) from None
     if format is Format.JSON:
         told = {
-            "first": one.run_id,
-            "second": other.run_id,
-            "tasks": found.tasks,
+            "first": found.first,
+            "second": found.second,
+            "tasks": len(found.tasks),
             "only_first": found.only_first,
             "only_second": found.only_second,
-            "changed": found.changed,
-            "masked": list(found.masked),
+            "changed": len(found.changed),
+            "masked": found.masked,
             "warning": found.warning,
-            "differences": {name: difference.plain() for name, difference in found.differences.items()},
+            "differences": {
+                measure.name: {name: value for name, value in measure.plain().items() if name != "name"}
+                for measure in found.measures
+            },
+            "verdicts": found.counts,
+            "by_task": [pair.plain() for pair in found.tasks],
+            "spec": [each.plain() for each in found.spec],
         }
         echo_json(told)
     else:
-        _print(make_console(soft_wrap=True), found, one.run_id, other.run_id)
+        _print(make_console(soft_wrap=True), found)
 
 
 def _run(word: str) -> str:
@@ -75,28 +84,49 @@ def _run(word: str) -> str:
     return str(evaluations[-1]) if evaluations else word
 
 
-def _print(console: Console, found: Comparison, first: str, second: str) -> None:
+def _print(console: Console, found: RunComparison) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from engine.cli.eval import words
 
     table = Table("measure", "first", "second", "difference", "95 % interval", title_justify="left")
-    for name, each in found.differences.items():
-        ends = f"{each.low:+.3f} to {each.high:+.3f}" if each.low == each.low else "–"
-        table.add_row(words(name), f"{each.first:.3f}", f"{each.second:.3f}", f"{each.difference:+.3f}", ends)
-    console.print(f"first: {first}\nsecond: {second}")
+    for each in found.measures:
+        ends = f"{each.low:+.3f} to {each.high:+.3f}" if each.low is not None else "–"
+        table.add_row(words(each.name), f"{each.first:.3f}", f"{each.second:.3f}", f"{each.difference:+.3f}", ends)
+    console.print(f"first: {found.first}\nsecond: {found.second}")
     console.print(table)
     left_out = [
         f"{count} tasks {what}"
         for count, what in (
             (found.only_first, "only in the first"),
             (found.only_second, "only in the second"),
-            (found.changed, "not the same in both"),
+            (len(found.changed), "not the same in both"),
         )
         if count
     ]
     if sum(found.masked):
         left_out.append(f"{found.masked[0]} and {found.masked[1]} episodes with a failure that is not the policy's")
-    console.print(f"{found.tasks} tasks, paired" + (f"; left out: {', '.join(left_out)}" if left_out else ""))
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in found.counts.items())
+    console.print(
+        f"{len(found.tasks)} tasks, paired: {counts}" + (f"; left out: {', '.join(left_out)}" if left_out else "")
+    )
+    for verdict, pairs in (("worse", found.tasks), ("better", found.tasks[::-1])):
+        shown = [pair for pair in pairs if pair.verdict == verdict][:_TASKS]
+        told = ", ".join(f"{pair.task} {pair.difference:+.3f}" for pair in shown)
+        if told:
+            console.print(Text(f"{verdict}: {told}", style="red" if verdict == "worse" else "green"))
+    if found.spec:
+        rows = Table("the runs differ in", "first", "second", title_justify="left")
+        for value in found.spec:
+            rows.add_row(Text(value.path), Text(_short(value.first)), Text(_short(value.second)))
+        console.print(rows)
     if found.warning is not None:
         console.print(f"warning: {found.warning}", style="yellow")
+
+
+def _short(value: Any) -> str:
+    from engine.store.codec import json_of
+
+    text = "–" if value is None else json_of(value)
+    return text if len(text) <= _VALUE else f"{text[: _VALUE - 1]}…"

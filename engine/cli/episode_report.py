@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from engine.store.codec import json_of
 from engine.terminal import visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from rich.console import Console
     from rich.table import Table
@@ -17,8 +21,10 @@ if TYPE_CHECKING:
     from engine.schemas.message import Message
     from engine.schemas.reward import Posting
     from engine.schemas.trajectory import Outcome, Trajectory, Turn
-    from engine.store.store import EpisodeRow
+    from engine.store.reader import EpisodeRow, RunReader
 
+_VALUE = 2_000
+"""Characters of a task's field or a fact that are shown."""
 _STYLES = {"system": "dim", "user": "green", "assistant": "cyan", "tool": "yellow"}
 
 
@@ -36,21 +42,33 @@ def ended(row: EpisodeRow) -> str:
     return "solved" if row.solved else row.event or ""
 
 
-def row_style(row: EpisodeRow) -> str:
-    """Return the colour of an episode's line."""
-    if row.failure is not None:
-        return "red"
-    if row.status != "done":
-        return "dim"
-    return "green" if row.solved else ""
-
-
-def print_finished(console: Console, trajectory: Trajectory, row: EpisodeRow) -> None:
-    """Print a finished episode."""
+def print_finished(console: Console, store: RunReader, trajectory: Trajectory, row: EpisodeRow) -> None:
+    """Print a finished episode of a run."""
     from rich.text import Text
 
     outcome = trajectory.outcome
     console.print(Text.assemble((trajectory.episode_id, "bold"), f" · {ended(row)}", _rest(outcome, trajectory, row)))
+    _print_conversation(console, store, trajectory)
+    if trajectory.postings:
+        console.print()
+        console.print(ledger_table(trajectory.postings))
+    _print_judge(console, store, trajectory)
+    _print_values(console, "facts", trajectory.facts)
+    console.print()
+    console.print(Text("Path: ", style="bold").append(_path(trajectory.path), style="none"))
+    if outcome.failure is not None:
+        failure = outcome.failure
+        console.print()
+        console.print(Text(f"Failed in {failure.state} at turn {failure.turn}: {failure.kind}", style="bold red"))
+        console.print(Text(visible(f"blame: {failure.blame}\n{failure.message}"), style="red"))
+        if failure.trace:
+            console.print(Text(visible(failure.trace.rstrip()), style="dim"))
+
+
+def _print_conversation(console: Console, store: RunReader, trajectory: Trajectory) -> None:
+    """Print the task's fields and the messages, with the rewards of turns and what moved between them."""
+    _print_values(console, "task", store.task(trajectory.task_id).fields)
+    files = image_files(store, trajectory)
     spoken = sum(message.role == "assistant" for message in trajectory.messages)
     before = max(0, spoken - len(trajectory.turns))  # assistant messages of few-shot examples are not turns
     told = moves(trajectory.postings)
@@ -62,21 +80,9 @@ def print_finished(console: Console, trajectory: Trajectory, row: EpisodeRow) ->
             count += 1
             if turn is not None:
                 _print_moves(console, told.pop(turn.index - 1, []))
-        _print_message(console, message, turn)
+        _print_message(console, message, turn, files)
     for at_turn in sorted(told):
         _print_moves(console, told[at_turn])
-    if trajectory.postings:
-        console.print()
-        console.print(ledger_table(trajectory.postings))
-    console.print()
-    console.print(Text("Path: ", style="bold").append(_path(trajectory.path), style="none"))
-    if outcome.failure is not None:
-        failure = outcome.failure
-        console.print()
-        console.print(Text(f"Failed in {failure.state} at turn {failure.turn}: {failure.kind}", style="bold red"))
-        console.print(Text(visible(f"blame: {failure.blame}\n{failure.message}"), style="red"))
-        if failure.trace:
-            console.print(Text(visible(failure.trace.rstrip()), style="dim"))
 
 
 def moves(postings: Sequence[Posting]) -> dict[int, list[str]]:
@@ -142,7 +148,12 @@ def _rest(outcome: Outcome, trajectory: Trajectory, row: EpisodeRow) -> str:
             if (spoken := trajectory.counts.get("user_tokens"))
             else []
         ),
-        _count(len(trajectory.branches), "training row"),
+        _count(len(trajectory.branches), "training row") + reasons_in_words(trajectory.branch_reasons),
+        *(
+            [f"{_count(lost, 'reply', 'replies')} not received"]
+            if (lost := trajectory.counts.get("unreceived_replies"))
+            else []
+        ),
         "trainable" if outcome.trainable else "not trainable",
         f"seed {trajectory.seed}",
     ]
@@ -151,11 +162,79 @@ def _rest(outcome: Outcome, trajectory: Trajectory, row: EpisodeRow) -> str:
     return "".join(f" · {word}" for word in words)
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+def _count(number: int, thing: str, things: str = "") -> str:
+    return f"{number} {thing if number == 1 else things or f'{thing}s'}"
 
 
-def _print_message(console: Console, message: Message, turn: Turn | None) -> None:
+def reasons_in_words(reasons: Mapping[str, int]) -> str:
+    """How many rows began for which reason, to follow the number of rows; empty if each episode is one row."""
+    return f" ({', '.join(f'{count} {reason}' for reason, count in reasons.items())})" if reasons else ""
+
+
+def _print_values(console: Console, title: str, values: Mapping[str, Any]) -> None:
+    """Print the fields of a task or the facts, one line each."""
+    from rich.text import Text
+
+    if values:
+        console.print(Text(f"\n{title}", style="bold"))
+    for name, value in values.items():
+        words = value if isinstance(value, str) else json_of(value)
+        lines = words.splitlines() or [""]
+        shown = "\n    ".join(lines if len(words) <= _VALUE else [f"{words[:_VALUE]}… ({len(words)} characters)"])
+        console.print(Text(visible(f"  {name}: "), style="dim").append(visible(shown), style="not dim"))
+
+
+def _print_judge(console: Console, store: RunReader, trajectory: Trajectory) -> None:
+    """Print what the judge said, and the marks that the judge, the scorer and the environment gave at the end."""
+    from rich.text import Text
+
+    from engine.errors import StoreError
+    from engine.schemas.journal import ScoreRecord
+
+    try:
+        journal = store.journal(trajectory.episode_id)
+    except StoreError as error:  # the episode's result is whole without it
+        console.print(Text(visible(f"\nwhat a judge said is not known: {error}"), style="yellow"))
+        return
+    for entry in journal:
+        record = entry.record
+        if not isinstance(record, ScoreRecord):
+            continue
+        for said in record.replies:
+            console.print(Text("\njudge", style="bold magenta"))
+            console.print(Text(visible("\n".join(f"  {line}" for line in said.splitlines()))))
+        for event in record.rewards:
+            given = "transfer" if event.value is None else f"{event.value:+.3f}"
+            mark = f"{event.source or 'score'}: {event.name or 'reward'} {given} on turn {event.turn}"
+            why = f" · {event.cause}" if event.cause else ""
+            console.print(Text(visible(f"\n{mark}{why}"), style="magenta"))
+
+
+def image_files(store: RunReader, trajectory: Trajectory) -> dict[str, Path]:
+    """Write the images of an episode's messages to files in the cache folder, and return the files by digest."""
+    from engine.errors import StoreError
+    from engine.store.private import private_file, private_folder
+    from engine.tokens.catalogue import cache_root
+
+    folder = cache_root() / "view" / "images"
+    found: dict[str, Path] = {}
+    for digest in {image.image for message in trajectory.messages for image in message.images}:
+        try:
+            image = store.image(digest)
+            name = digest.partition(":")[2]
+            file = folder / f"{name}.{(image.mime or 'image/png').partition('/')[2].partition('+')[0]}"
+            if not file.exists():
+                private_folder(folder, exist_ok=True)
+                draft = private_file(file.with_name(f".{file.name}.{os.getpid()}"))
+                draft.write_bytes(image.data)
+                draft.replace(file)
+            found[digest] = file
+        except (StoreError, OSError):  # the digest is printed without a file
+            continue
+    return found
+
+
+def _print_message(console: Console, message: Message, turn: Turn | None, files: Mapping[str, Path]) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
@@ -166,21 +245,26 @@ def _print_message(console: Console, message: Message, turn: Turn | None) -> Non
     if turn is not None:
         head.append(f" · turn {turn.index} · {_count(turn.end - turn.start, 'token')}", style="dim not bold")
         head.append(f" · {turn.event} · {turn.seconds:.2f} s", style="dim not bold")
+        if turn.unreceived:
+            head.append(" · nobody received it, so it is not trained", style="yellow not bold")
         rewards = ", ".join(f"{name} {value:+.3f}" for name, value in sorted(turn.rewards.items()))
-        head.append(f" · {rewards or 'no reward'}", style="bold magenta" if rewards else "dim not bold")
+        none = "no reward" if turn.branch >= 0 else "rewards are known at its end"
+        head.append(f" · {rewards or none}", style="bold magenta" if rewards else "dim not bold")
     console.print(head)
     lines = []
     if message.reasoning:
         lines.append(Text(visible(message.reasoning.rstrip()), style="italic dim"))
     if message.text.strip():
         lines.append(Text(visible(message.text)))
-    for image in message.images:
-        lines.append(Text(f"[image {image.image} {image.width or '?'}×{image.height or '?'}]", style="dim"))
     for call in message.tool_calls:
         arguments = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
         lines.append(Text(visible(f"→ {call.name}({arguments})"), style="yellow"))
-    body = Text("\n").join(lines)
-    console.print(Padding(body, (0, 0, 0, 2)))
+    if lines or not message.images:
+        console.print(Padding(Text("\n").join(lines), (0, 0, 0, 2)))
+    for image in message.images:  # not wrapped, so that the path can be copied
+        place = f" {files[image.image]}" if image.image in files else ""
+        size = f"{image.width or '?'}×{image.height or '?'}"
+        console.print(Text(f"  [image {image.image} {size}]{place}", style="dim"), soft_wrap=True)
 
 
 def _place(posting: Posting) -> str:
@@ -234,15 +318,25 @@ def _path(path: Sequence[tuple[str, str, str]]) -> str:
     return path[0][0] + "".join(f" –{event}→ {dest}" for _, event, dest in path)
 
 
-def print_unfinished(console: Console, row: EpisodeRow, journal: Sequence[JournalEntry], run: str) -> None:
-    """Print the steps of an episode that is not done. `run` is the run's status."""
+def print_unfinished(
+    console: Console, store: RunReader, row: EpisodeRow, journal: Sequence[JournalEntry], attempt: int | None = None
+) -> None:
+    """Print the messages and steps so far of an episode that is not done, or of an earlier attempt, from 0."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    console.print(Text.assemble((row.id, "bold"), f" · {status(row, run)} · {_count(len(journal), 'step')} so far"))
+    from engine.view.unfinished import partial_episode
+
+    told = f"{status(row, store.status)} · {_count(len(journal), 'step')} so far"
+    if attempt is not None:
+        told = f"attempt {attempt + 1} of {row.attempt + 1} · {_count(len(journal), 'step')}"
+    console.print(Text.assemble((row.id, "bold"), f" · {told}"))
     if not journal:
         return
+    trajectory = partial_episode(store, row, journal)
+    _print_conversation(console, store, trajectory)
+    console.print()
     table = Table("step", "state", "event", "to", "seconds", "what", box=box.SIMPLE_HEAD)
     table.columns[4].justify = "right"
     for entry in journal:
@@ -250,6 +344,7 @@ def print_unfinished(console: Console, row: EpisodeRow, journal: Sequence[Journa
             str(entry.seq), entry.state, entry.event, entry.dest, f"{entry.seconds:.2f}", what_happened(entry)
         )
     console.print(table)
+    _print_values(console, "facts", trajectory.facts)
 
 
 def what_happened(entry: JournalEntry) -> Text:
@@ -257,6 +352,7 @@ def what_happened(entry: JournalEntry) -> Text:
     from rich.text import Text
 
     from engine.schemas.journal import (
+        AgentRecord,
         CondenseRecord,
         FailureRecord,
         GenerationRecord,
@@ -281,6 +377,12 @@ def what_happened(entry: JournalEntry) -> Text:
             words = _count(len(record.reset.messages), "message")
         case StepRecord():
             words = _count(len(record.step.messages), "message")
+        case AgentRecord(event="request"):
+            words = _count(len(record.messages), "new message") + (
+                f", a branch: {record.reason}" if record.reason else ""
+            )
+        case AgentRecord():
+            words = f"status {record.status}" if record.status is not None else "killed"
         case CondenseRecord():
             words = (
                 "nothing shorter"

@@ -12,7 +12,7 @@ import typer
 from engine.terminal import echo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from engine.schemas.credit import CreditSpec
     from engine.schemas.trajectory import Trajectory
@@ -26,6 +26,25 @@ class Format(StrEnum):
     JSONL = "jsonl"
     PARQUET = "parquet"
     SFT = "sft"
+    SCENARIO = "scenario"
+    TRL = "trl"
+    VERL = "verl"
+
+
+class Content(StrEnum):
+    """What a row of a data set is."""
+
+    TURNS = "turns"
+    CONVERSATIONS = "conversations"
+    PREFERENCES = "preferences"
+    PROMPTS = "prompts"
+
+
+class Images(StrEnum):
+    """How a data set holds images."""
+
+    BYTES = "bytes"
+    PATHS = "paths"
 
 
 def export(
@@ -34,18 +53,22 @@ def export(
         Format | None,
         typer.Option(
             help="jsonl or parquet: training rows; the default follows the suffix of --out, else jsonl. "
-            "sft: JSON lines for supervised fine-tuning, here or with TRL."
+            "sft: JSON lines for supervised fine-tuning, here or with TRL. scenario: a test of one episode, for `engine test`. "
+            "trl, verl: data sets that these load."
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="The file; by default rows.FORMAT in the run's folder, with --format sft: sft.jsonl."),
+        typer.Option(
+            "--out", "-o", help="The file; by default rows.FORMAT in the run's folder, with --format sft: sft.jsonl."
+        ),
     ] = None,
+    episode: Annotated[str | None, typer.Option(metavar="ID", help="With --format scenario: the episode.")] = None,
     filter: Annotated[
         str | None,
         typer.Option(
             metavar="CEL",
-            help="Only episodes for which this holds: an expression over the variables of guards and `outcome`, "
+            help="Only episodes for which this holds: an expression over the variables of guards, `outcome` and `episode`, "
             "such as 'outcome.solved && turns.assistant <= 4'.",
         ),
     ] = None,
@@ -56,6 +79,30 @@ def export(
             help="With --format sft: train only turns for which this holds, also over `turn`, such as 'turn.event != \"malformed\"'.",
         ),
     ] = None,
+    content: Annotated[
+        Content | None,
+        typer.Option(
+            help="With --format trl or verl, what a row is. trl: turns (the default), conversations, preferences, prompts. verl: prompts."
+        ),
+    ] = None,
+    images: Annotated[
+        Images | None,
+        typer.Option(
+            help="With --format trl or verl: images as the bytes of their files (the default), or as paths of files beside the data set."
+        ),
+    ] = None,
+    ground_truth: Annotated[
+        str | None,
+        typer.Option(metavar="FIELD", help="With --content prompts: the task's field with its answer, also dotted."),
+    ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="Push the rows to a data set of the Hugging Face hub, `owner/name`, with the token in HF_TOKEN; a new one is private.",
+        ),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push: a new data set is public.")] = False,
     runs: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
     trainable_only: Annotated[
         bool, typer.Option("--trainable-only", help="Leave out rows that are not trainable.")
@@ -83,8 +130,14 @@ def export(
     forward pass needs for images are written to a folder beside the file, FILE.images, one file per image.
 
     With --format sft: one row per branch of the chosen episodes, with ids, masks by turn and the messages that the model was shown.
+
+    With --format trl or verl: a data set of messages, and a line for each thing that such a data set does not carry.
+
+    With --format scenario: a scenario of one episode, with its replies and its result, which has passed `engine test`. A file that
+    holds scenarios of the same spec gets one more.
     """
     from engine.cli.console import make_console
+    from engine.cli.report import dropped_words, unchecked_warning
     from engine.errors import EngineError
     from engine.store.export import export_rows
     from engine.store.find import find_run
@@ -92,9 +145,34 @@ def export(
     from engine.store.store import RunStore
 
     chosen = format or (Format.PARQUET if out is not None and out.suffix == ".parquet" else Format.JSONL)
-    if unused := _without_effect(chosen, out, turns, trainable_only, credit, values):
+    given = {
+        "--turns": turns,
+        "--episode": episode,
+        "--filter": filter,
+        "--score": score,
+        "--credit": credit,
+        "--values": values,
+        "--trainable-only": trainable_only,
+        "--content": content,
+        "--images": images,
+        "--ground-truth": ground_truth,
+        "--push": push,
+        "--public": public,
+    }
+    if unused := _without_effect(chosen, out, given):
         echo(f"error: {unused}", err=True)
         raise typer.Exit(2)
+    if chosen in (Format.TRL, Format.VERL):
+        from engine.cli.export_dataset import DatasetOptions, export_dataset
+
+        options = DatasetOptions(
+            chosen, content, images or Images.BYTES, filter, turns, score, ground_truth, push, public
+        )
+        export_dataset(run, runs, out, options)
+        return
+    if chosen is Format.SCENARIO:
+        _export_scenario(run, runs, out, episode)
+        return
     if chosen is Format.SFT:
         _export_sft(run, runs, out, filter, turns, score)
         return
@@ -110,14 +188,21 @@ def export(
                 keep=_filter(store, filter),
             )
             rows = with_image_files(rows, path, partial(vision_of, store))
+            unchecked: list[int] = []
+            rows = _noting_unchecked(rows, unchecked)
             count = _write(store, chosen, path, rows, method, score)
             partly = _partly_done(store)
+            dropped = dropped_words(store)
             evaluation = store.header.evaluation
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(2) from None
     console = make_console(soft_wrap=True)
     console.print(f"{count} rows: {path}")
+    if dropped:
+        console.print(dropped, style="yellow")
+    if unchecked:
+        console.print(unchecked_warning(sum(unchecked)), style="yellow")
     if evaluation:
         console.print("none of them is trainable: this run is an evaluation")
     if partly:
@@ -126,22 +211,43 @@ def export(
         )
 
 
-def _without_effect(
-    chosen: Format,
-    out: Path | None,
-    turns: str | None,
-    trainable_only: bool,
-    credit: list[str] | None,
-    values: Path | None,
-) -> str | None:
+_ROWS = frozenset({Format.JSONL, Format.PARQUET})
+_DATASETS = frozenset({Format.TRL, Format.VERL})
+_TAKEN: dict[str, frozenset[Format]] = {
+    "--turns": frozenset({Format.SFT, Format.TRL}),
+    "--episode": frozenset({Format.SCENARIO}),
+    "--filter": _ROWS | _DATASETS | {Format.SFT},
+    "--score": _ROWS | _DATASETS | {Format.SFT},
+    "--credit": _ROWS,
+    "--values": _ROWS,
+    "--trainable-only": _ROWS,
+    "--content": _DATASETS,
+    "--images": _DATASETS,
+    "--ground-truth": _DATASETS,
+    "--push": _DATASETS,
+    "--public": _DATASETS,
+}
+"""The formats in which an option has an effect."""
+_KINDS: dict[Format, tuple[str, tuple[str, ...]]] = {
+    Format.SFT: ("JSON lines", (".jsonl", ".json")),
+    Format.SCENARIO: ("YAML", (".yaml", ".yml")),
+    Format.TRL: ("Parquet", (".parquet",)),
+    Format.VERL: ("Parquet", (".parquet",)),
+}
+"""The kind of file that a format is, and its suffixes, if no other kind is possible."""
+
+
+def _without_effect(chosen: Format, out: Path | None, given: Mapping[str, object]) -> str | None:
     """Why the options do not go together; None if they do."""
-    if chosen is not Format.SFT:
-        return "--turns has an effect only with --format sft; leave it out, or add --format sft" if turns else None
-    named = {"--credit": credit, "--values": values, "--trainable-only": trainable_only}
-    if given := [option for option, value in named.items() if value]:
-        return f"{given[0]} has no effect with --format sft, whose rows have no advantages and are all trainable; leave it out"
-    if out is not None and out.suffix == ".parquet":
-        return f"--format sft writes JSON lines; name a file with the suffix .jsonl instead of {out.name}"
+    for option, value in given.items():
+        if value and chosen not in _TAKEN[option]:
+            others = " or ".join(f"--format {each}" for each in Format if each in _TAKEN[option])
+            return f"{option} has no effect with --format {chosen}; leave it out, or use {others}"
+    kind, suffixes = _KINDS.get(chosen, ("", ()))
+    if suffixes and out is not None and out.suffix not in suffixes:
+        return f"--format {chosen} writes {kind}; name a file with the suffix {suffixes[0]} instead of {out.name}"
+    if chosen is Format.SCENARIO and (out is None or given["--episode"] is None):
+        return "--format scenario needs --episode ID and -o FILE.yaml; `engine show RUN` lists the episodes"
     return None
 
 
@@ -155,6 +261,7 @@ def _export_sft(
     run: str, runs: Path, out: Path | None, filter: str | None, turns: str | None, score: str | None
 ) -> None:
     from engine.cli.console import make_console
+    from engine.cli.report import dropped_words
     from engine.errors import EngineError
     from engine.runner.finished import TURN_VARIABLES, EpisodeFilter
     from engine.store.export import write_jsonl
@@ -173,6 +280,7 @@ def _export_sft(
                 selection.turn = EpisodeFilter(store, turns, "--turns", TURN_VARIABLES)
             rows = with_image_files(sft_rows(store, selection, score=score), path, partial(vision_of, store))
             count = write_jsonl(rows, path)
+            dropped = dropped_words(store)
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -180,6 +288,38 @@ def _export_sft(
     console.print(f"{count} rows of {selection.episodes} episodes: {path}")
     for line in selection.summary():
         console.print(line)
+    if dropped:
+        console.print(dropped, style="yellow")
+
+
+def _export_scenario(run: str, runs: Path, out: Path | None, episode: str | None) -> None:
+    from engine.cli.console import make_console
+    from engine.errors import EngineError
+    from engine.scenarios.recorded import add_scenario
+    from engine.scenarios.suite import Formats
+    from engine.store.find import find_run
+    from engine.store.store import RunStore
+
+    assert out is not None
+    assert episode is not None
+    try:
+        with RunStore.open(find_run(run, runs), readonly=True) as store:
+            made = add_scenario(store, episode, Formats(), out)
+    except EngineError as error:
+        echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    console = make_console(soft_wrap=True)
+    console.print(f"scenario `{made.name}`, which passes: {out}")
+    for note in made.notes:
+        console.print(note)
+
+
+def _noting_unchecked(rows: Iterator[Row], found: list[int]) -> Iterator[Row]:
+    """The rows; `found` gets the number of unchecked prompts of each row that has some."""
+    for row in rows:
+        if row["unchecked_prompts"]:
+            found.append(row["unchecked_prompts"])
+        yield row
 
 
 def _write(

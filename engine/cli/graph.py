@@ -13,9 +13,6 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from collections import Counter
 
-    from engine.machine.graph import Events
-    from engine.machine.presets import ResolvedMachine
-
 
 class GraphFormat(StrEnum):
     """The format of the picture."""
@@ -42,6 +39,7 @@ def graph(
     Mermaid text can be pasted into documents. SVG needs the package fast-sugiyama. Guards are shown in brackets.
     Transitions that all states share are drawn once, from a box called "any state".
     """
+    from engine.actions.facts import events_of
     from engine.errors import EngineError
     from engine.machine.draw import svg
     from engine.machine.graph import mermaid
@@ -59,7 +57,7 @@ def graph(
         format = GraphFormat.SVG if out is not None and out.suffix == ".svg" else GraphFormat.MERMAID
     draw = svg if format is GraphFormat.SVG else mermaid
     try:
-        text = draw(machine, counts, _events(machine))
+        text = draw(machine, counts, events_of(machine))
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(1) from None
@@ -74,21 +72,13 @@ def graph(
         raise typer.Exit(1) from None
 
 
-def _events(machine: ResolvedMachine) -> Events:
-    """The events that may occur in each state with a built-in action."""
-    from engine.actions.facts import ACTIONS, ALWAYS, OVERFLOW
-
-    return {
-        name: frozenset((*facts.events, *ALWAYS, *([OVERFLOW] if facts.overflows else [])))
-        for name, state in machine.states.items()
-        if (facts := ACTIONS.get(str(state.action))) is not None and facts.events is not None
-    }
-
-
 def _counts(run: str, out: Path) -> Counter[tuple[str, str, str]]:
     from collections import Counter
 
+    from engine.cli.report import dropped_words
     from engine.store import RunStore, find_run
 
     with RunStore.open(find_run(run, out=out), readonly=True) as store:
+        if dropped := dropped_words(store):
+            echo(dropped, err=True)
         return Counter(step for trajectory in store.trajectories() for step in trajectory.path)

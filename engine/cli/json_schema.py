@@ -103,6 +103,7 @@ def episode_schema() -> Schema:
     definitions["ReassignRule"]["allOf"] = _reassign_rules()
     definitions["RewardEvent"]["allOf"] = _event_rules()
     definitions["Mark"]["oneOf"] = [{"required": ["text"]}, {"required": ["pattern"]}]
+    definitions["SGLangBackendSpec"]["oneOf"] = [{"required": ["urls"]}, {"required": ["launch"]}]
     add_words(schema)
     whole = _loosen(schema)
     whole["allOf"] = _user_rules()
@@ -214,7 +215,7 @@ def _rules(name: str, definition: Schema) -> list[Schema]:
 
 def _task_rules() -> list[Schema]:
     needs = {"inline": "rows", "python": "use", "mix": "mix"} | dict.fromkeys(
-        ("jsonl", "csv", "parquet", "hub"), "path"
+        ("jsonl", "csv", "parquet", "hub", "harbor"), "path"
     )
     return [
         {"if": {"required": ["source"], "properties": {"source": {"const": source}}}, "then": {"required": [key]}}

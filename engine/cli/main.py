@@ -26,18 +26,24 @@ app = typer.Typer(
         "  engine test specs/                           play scripted episodes and compare their results\n\n"
         "  engine graph specs/quickstart.yaml           draw the state machine\n\n"
         "  engine run specs/quickstart.yaml             run episodes with the model\n\n"
+        "  engine serve --api SPEC                      let programs that run elsewhere open episodes\n\n"
         "  engine train specs/train_arithmetic.yaml     train the model on its episodes\n\n"
         "  engine show latest                           show messages and rewards, and who moved which reward\n\n"
+        "  engine view                                  look at episodes, tokens and rewards in a browser\n\n"
         "  engine export latest --format parquet        write training rows\n\n"
         "  engine rescore latest --spec other.yaml      apply other reward rules and another credit method\n\n"
         "  engine eval specs/quickstart.yaml            measure success by turn and pass@k, with intervals\n\n"
-        "  engine replay latest                         rebuild the same bytes, without a model"
+        "  engine replay latest                         rebuild the same bytes, without a model\n\n"
+        "  engine audit rows.pkl --from verl --model M  judge training rows that another framework made"
     ),
 )
 
 
 def _register() -> None:
+    from engine.cli.audit import audit
+    from engine.cli.compact import compact
     from engine.cli.compare import compare
+    from engine.cli.doctor import doctor
     from engine.cli.envs import envs
     from engine.cli.eval import evaluate
     from engine.cli.explain import explain
@@ -50,11 +56,13 @@ def _register() -> None:
     from engine.cli.rescore import rescore
     from engine.cli.run import run
     from engine.cli.schema import schema
+    from engine.cli.serve import serve
     from engine.cli.show import show
     from engine.cli.template import template
     from engine.cli.test import test
     from engine.cli.train import train
     from engine.cli.validate import validate
+    from engine.cli.view import view
 
     for command in (
         new,
@@ -63,19 +71,24 @@ def _register() -> None:
         test,
         graph,
         run,
+        serve,
         train,
         show,
+        view,
         export,
         replay,
         schema,
         models,
         envs,
+        doctor,
         template,
+        audit,
     ):
         app.command(command.__name__)(command)
     app.add_typer(import_app, name="import")
     app.command("eval")(evaluate)
     app.command("compare")(compare)
+    app.command("compact")(compact)
     app.command("rescore")(rescore)
 
 

@@ -15,6 +15,7 @@ from engine.limits import LIMITS
 from engine.machine.presets import ABOUT, resolve_machine
 from engine.machine.variables import VARIABLES
 from engine.schemas.base import Bytes, Seconds
+from engine.schemas.descriptions import description_of
 from engine.schemas.entry import IsolationSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.machine import MachineSpec
@@ -37,7 +38,7 @@ and editors do so with a first line of `# yaml-language-server: $schema=…/sche
 - **`extends: base.yaml`**, or a list of files, loads other specs as a base. Mappings are merged key by key,
   other values are replaced, and `null` removes a value. Later files override earlier ones, and this file overrides all.
   A backend or loss of another `kind` and a credit of another `method` replace the base's completely; tasks of another `source`
-  keep `map`, `id` and `limit`. A name without a suffix is that of [published settings](published.md).
+  keep `map`, `id` and `limit`, and `backend.launch` replaces the base's `backend.urls`. A name without a suffix is that of [published settings](published.md).
 - **`${NAME}`** and **`${NAME:default}`** inside a value are environment variables; `$${` is a literal `${`. If
   the variable is the whole value, it is read as YAML, so numbers work. Inside `{…}` or `[…]` quote it: `"${NAME}"`.
 - **`--set a.b=value`** on the command line overrides a value, which is read as YAML; `tools.0.timeout=5s` sets
@@ -109,12 +110,12 @@ def _section(place: str, model: type[BaseModel]) -> str:
     tag = f" (`{decides}: {literals(fields_by_key(model)[decides].annotation)[0]}`)" if decides else ""
     title = f"## `{place}`{tag}" if place else "## The keys of a spec"
     lines = [title, "", " ".join((model.__doc__ or "").split()), "", "| key | type | default | |", "|---|---|---|---|"]
-    lines += [_row(key, info) for key, info in fields_by_key(model).items()]
+    lines += [_row(model, key, info) for key, info in fields_by_key(model).items()]
     return "\n".join(lines) + "\n\n"
 
 
-def _row(key: str, info: FieldInfo) -> str:
-    cells = [f"`{key}`", _type(info), _default(info), " ".join((info.description or _doc(info)).split())]
+def _row(model: type[BaseModel], key: str, info: FieldInfo) -> str:
+    cells = [f"`{key}`", _type(info), _default(info), " ".join((description_of(model, key) or _doc(info)).split())]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

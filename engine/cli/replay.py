@@ -47,7 +47,7 @@ def replay(
         fork_run(run, out, from_turn, salt)
         return
     try:
-        results = asyncio.run(_replay(run, episode, out))
+        results, dropped = asyncio.run(_replay(run, episode, out))
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(1) from None
@@ -58,11 +58,14 @@ def replay(
     console.print(
         f"{len(results)} episodes, {tokens} tokens replayed: {len(results) - len(differing)} the same to the byte"
     )
+    if dropped:
+        console.print(dropped, style="yellow")
     if differing:
         raise typer.Exit(1)
 
 
-async def _replay(run: str, episode: str | None, out: Path) -> list[Replayed]:
+async def _replay(run: str, episode: str | None, out: Path) -> tuple[list[Replayed], str]:
+    from engine.cli.report import dropped_words
     from engine.runner.replay import Replayer
     from engine.store import RunStore, find_run
     from engine.tokens.loading import load_format
@@ -72,7 +75,8 @@ async def _replay(run: str, episode: str | None, out: Path) -> list[Replayed]:
     replayer = Replayer(loaded, load_format(loaded.spec.model, loaded.base), store)
     try:
         stored = [store.trajectory(episode)] if episode is not None else store.trajectories()
-        return [await replayer.check(trajectory, store.task(trajectory.task_id)) for trajectory in stored]
+        results = [await replayer.check(trajectory, store.task(trajectory.task_id)) for trajectory in stored]
+        return results, "" if episode is not None else dropped_words(store)
     finally:
         replayer.close()
         store.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -10,8 +9,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from engine.cli.episode_report import reasons_in_words
+from engine.cli.progress import duration, endings, running, speed
+
 if TYPE_CHECKING:
     from engine.runner.stats import Live, Summary
+    from engine.store.reader import RunReader
 
 
 _MESSAGE = 300
@@ -23,38 +26,56 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "–"
 
 
+def unchecked_warning(count: int) -> str:
+    """What is not known about prompts that a server did not report."""
+    return f"prompts unchecked: {count:,}. The server did not report them, so nothing shows that it computed on the ids of the rows"
+
+
+def dropped_words(store: RunReader) -> str:
+    """How many episodes have no content left; empty if none was dropped."""
+    dropped = store.dropped()
+    return dropped.words(len(store.statuses())) if dropped.episodes else ""
+
+
 class Panel:
     """The live panel; rich renders it at each refresh."""
 
     def __init__(self, live: Live, summary: Summary) -> None:
         self._live = live
         self._summary = summary
-        self._began = time.perf_counter()
 
     def line(self) -> str:
         """Return the panel's main numbers on one line, for logs."""
         live, summary = self._live, self._summary
-        states = " ".join(f"{state}={count}" for state, count in live.states.items() if count > 0)
-        return (
-            f"{summary.episodes}/{live.total} episodes · {live.tokens_per_second:.0f} tokens/s · "
-            f"mean reward {summary.mean_reward:.3f} · {states or '0 running'}"
-            + (f" · {live.waits}" if live.waits else "")
-        )
+        states = " ".join(f"{state}={count}" for state, count in running(live))
+        parts = [f"{summary.episodes}/{live.total} episodes", speed(live)]
+        if live.eta is not None:
+            parts.append(f"{duration(live.eta)} left")
+        if summary.episodes:
+            parts.append(f"mean reward {summary.mean_reward:.3f}")
+        parts += [*endings(live), states or "0 running", *self._warnings()]
+        return " · ".join(parts)
 
     def __rich__(self) -> Group:
         live, summary = self._live, self._summary
         head = Table.grid(padding=(0, 2))
-        seconds = time.perf_counter() - self._began
+        left = f" · {duration(live.eta)} left" if live.eta is not None else ""
         head.add_row(
             ProgressBar(total=max(live.total, 1), completed=summary.episodes, width=32),
             Text(f"{summary.episodes}/{live.total} episodes"),
-            Text(f"{live.tokens_per_second:.0f} tokens/s"),
-            Text(f"mean reward {summary.mean_reward:.3f}"),
-            Text(f"{seconds:.0f} s", style="dim"),
+            Text(f"mean reward {summary.mean_reward:.3f}" if summary.episodes else ""),
+            Text(f"{duration(live.seconds)}{left}", style="dim"),
         )
-        states = Text("  ".join(f"{state} {count}" for state, count in live.states.items() if count > 0), style="cyan")
-        waits = live.waits
-        return Group(head, states, *([Text(waits, style="yellow")] if waits else []))
+        states = Text("  ".join(f"{state} {count}" for state, count in running(live)), style="cyan")
+        more = [Text(line, style="yellow") for line in (*endings(live), *self._warnings())]
+        return Group(head, Text(speed(live)), states, *more)
+
+    def _warnings(self) -> list[str]:
+        unchecked = self._summary.unchecked_prompts
+        return [
+            *([self._live.waits] if self._live.waits else []),
+            *([f"prompts unchecked: {unchecked:,}"] if unchecked else []),
+        ]
 
 
 def _outcomes(summary: Summary) -> Table:
@@ -137,7 +158,7 @@ def print_summary(
     names = ", ".join(f"{name} {value / summary.episodes:+.3f}" for name, value in sorted(summary.names.items()))
     counts = summary.counts
     console.print(
-        f"{summary.episodes} episodes · {summary.branches} rows · {summary.trainable} trainable · "
+        f"{summary.episodes} episodes · {summary.branches} rows{reasons_in_words(summary.branch_reasons)} · {summary.trainable} trainable · "
         f"mean reward {summary.mean_reward:.3f}" + (f" ({names})" if len(summary.names) > 1 else "")
     )
     console.print(
@@ -145,6 +166,10 @@ def print_summary(
         f"{share(summary.cached_tokens, summary.prompt_tokens)} from cache · {counts['tool_calls']} tool calls, "
         f"{counts['tool_errors']} failed · {counts['user_turns']} user turns"
     )
+    if lost := counts["unreceived_replies"]:
+        console.print(f"{lost} replies that no agent program received; they are not trained", style="yellow")
+    if summary.unchecked_prompts:
+        console.print(unchecked_warning(summary.unchecked_prompts), style="yellow")
     if summary.reply_tokens:
         cost = f", cost {summary.cost:.6g}" if summary.cost else ""
         console.print(f"{summary.reply_tokens} tokens replied as text{cost}")

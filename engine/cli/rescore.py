@@ -38,17 +38,22 @@ def rescore(
     configure_logging()
     console = make_console(soft_wrap=True)
     try:
-        result, folder = asyncio.run(_rescore(run, spec, list(overrides or ()), label or spec.stem, out, replace))
+        result, folder, dropped = asyncio.run(
+            _rescore(run, spec, list(overrides or ()), label or spec.stem, out, replace)
+        )
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(1) from None
     _report(console, result, folder)
+    if dropped:
+        console.print(dropped, style="yellow")
 
 
 async def _rescore(
     run: str, path: Path, overrides: list[str], label: str, out: Path, replace: bool
-) -> tuple[Rescored, Path]:
+) -> tuple[Rescored, Path, str]:
     from engine.checks import refuse_errors
+    from engine.cli.report import dropped_words
     from engine.runner.rescore import rescore as score
     from engine.spec.load import load_spec
     from engine.store import RunStore, find_run
@@ -59,7 +64,8 @@ async def _rescore(
     with RunStore.open(find_run(run, out=out)) as store:
         own = store.header.loaded_spec()
         chat_format = load_format(own.spec.model, own.base)
-        return await score(store, loaded, chat_format, label, replace_label=replace), store.folder
+        result = await score(store, loaded, chat_format, label, replace_label=replace)
+        return result, store.folder, dropped_words(store)
 
 
 def _report(console: Console, result: Rescored, folder: Path) -> None:

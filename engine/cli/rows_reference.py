@@ -21,7 +21,7 @@ _SFT = """
 ## Rows for supervised fine-tuning
 
 `engine export RUN --format sft` writes JSON lines, one for each branch of each chosen episode. `--filter CEL` chooses episodes: an expression
-in the language of guards ([spec.md](spec.md#guards)) over their variables, with the values at the end of the episode, and `outcome`. `--turns CEL`
+in the language of guards ([spec.md](spec.md#guards)) over their variables, with the values at the end of the episode, `outcome` and `episode`. `--turns CEL`
 chooses the turns whose tokens are trained, also over `turn`. Without them all episodes are written, except those of an evaluation and
 those with a failure that is not the policy's, and all turns are trained. `--filter` works for the other formats too.
 
@@ -35,8 +35,9 @@ engine export latest --format sft --filter 'outcome.solved && turns.assistant <=
 - The file is data for `train.kind: sft` ([training.md](training.md)) and for TRL's `SFTTrainer`, which reads `input_ids` and `assistant_masks` and
   renders nothing again: `SFTTrainer(model, args=SFTConfig(max_length=None), train_dataset=load_dataset("json", data_files="good.jsonl"))`.
   TRL's default `max_length` would cut rows. TRL does not read the images of rows; `train.kind: sft` does.
-- A backend that gives no token ids (`openai`) gives rows with `messages` and `message_turns` only. A trainer then renders them with its own chat
-  template, and `message_turns` says which replies to train. Turns with malformed calls are not trained there: a message holds no malformed call.
+- A backend that gives no token ids (`openai`, `anthropic`) gives rows with `messages`, `tools` and `message_turns` only. `train.kind: sft` renders them
+  for its model: the tokens of each reply that `message_turns` names are what the chat template writes for it after its prompt, with the stop token. TRL renders them too, with
+  the tools, and trains all replies (`assistant_only_loss`, if the template marks them). Turns with malformed calls are not trained here: a message holds no malformed call.
 
 """
 _BY_TOKEN = (
@@ -48,11 +49,11 @@ _BY_TOKEN = (
     "token_rewards",
     "advantages",
 )
-_SHAPES = {**dict.fromkeys(_BY_TOKEN, "[tokens]"), "turn_rewards": "[turns]"}
+_SHAPES = {**dict.fromkeys(_BY_TOKEN, "[tokens]"), "turn_rewards": "[turns]", "routed_experts.shape": "[3]"}
 
 
 def _sft() -> str:
-    from engine.runner.finished import OUTCOME, TURN
+    from engine.runner.finished import EPISODE, OUTCOME, TURN
     from engine.store.sft_rows import SFT_MEANINGS
 
     lines = ["| column | meaning |", "|---|---|"]
@@ -62,7 +63,7 @@ def _sft() -> str:
         "Variables of `--filter` and `--turns` besides those of guards (`condensed.times` counts only condensations that made the prompt",
     ]
     lines += ["shorter):", "", "| name | type | |", "|---|---|---|"]
-    for name, variable in (("outcome", OUTCOME), ("turn", TURN)):
+    for name, variable in (("outcome", OUTCOME), ("episode", EPISODE), ("turn", TURN)):
         lines += [
             f"| `{name}.{field}` | {' or '.join(sorted(member.types))} | {member.doc} |"
             for field, member in variable.fields.items()

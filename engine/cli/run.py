@@ -271,6 +271,7 @@ async def drive(
     chat_format = load_format(loaded.spec.model, loaded.base)
     tasks = fitting_tasks(tasks, loaded, chat_format)
     backend = open_backend(loaded, chat_format)
+    backend.logs = store.folder / "servers"
     stop = asyncio.Event()
     notices = RunNotices(loaded, store)
     with stop_on_signals(stop, f"To finish it: engine run --resume {store.folder}"):
@@ -326,6 +327,7 @@ async def drive(
 async def _with_progress(runner: Runner, stop: asyncio.Event, console: Console, *, quiet: bool) -> RunResult:
     from rich.live import Live as LiveDisplay
 
+    from engine.cli.progress import ticking
     from engine.cli.report import Panel
 
     panel = Panel(runner.live, runner.summary)
@@ -334,16 +336,8 @@ async def _with_progress(runner: Runner, stop: asyncio.Event, console: Console, 
     if console.is_terminal:
         with LiveDisplay(panel, console=console, refresh_per_second=4, transient=True):
             return await runner.run(stop=stop)
-    ticker = asyncio.create_task(_tick(panel))
     try:
-        return await runner.run(stop=stop)
+        with ticking(panel.line, echo):
+            return await runner.run(stop=stop)
     finally:
-        ticker.cancel()
         echo(panel.line())
-
-
-async def _tick(panel: object, seconds: float = 5.0) -> None:
-    """Without a terminal: print a line every `seconds`."""
-    while True:
-        await asyncio.sleep(seconds)
-        echo(panel.line())  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ UP_TO_DATE, OUT_OF_DATE = 0, 1
 SCHEMAS = Path("schemas/json")
 REFERENCE = Path("docs/spec.md")
 ROWS = Path("docs/rows.md")
+TRAINERS = Path("docs/trainers.md")
 
 
 def generated() -> dict[Path, str]:
@@ -21,9 +22,10 @@ def generated() -> dict[Path, str]:
     from engine.cli.json_schema import documents
     from engine.cli.reference import reference
     from engine.cli.rows_reference import rows_reference
+    from engine.cli.trainers_reference import trainers_reference
 
     files = {SCHEMAS / f"{name}.schema.json": text for name, text in documents().items()}
-    return {**files, REFERENCE: reference(), ROWS: rows_reference()}
+    return {**files, REFERENCE: reference(), ROWS: rows_reference(), TRAINERS: trainers_reference()}
 
 
 def stale(root: Path) -> Iterator[Path]:
@@ -46,7 +48,7 @@ def schema(
         bool, typer.Option("--check", help="Write nothing; exit with 1 when a file is out of date.")
     ] = False,
 ) -> None:
-    """Write schemas/json/*.schema.json, docs/spec.md and docs/rows.md from the data classes.
+    """Write schemas/json/*.schema.json, docs/spec.md, docs/rows.md and docs/trainers.md from the data classes.
 
     In a YAML file that begins with `# yaml-language-server: $schema=…/episode.schema.json`, editors show completion and
     errors.

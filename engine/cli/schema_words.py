@@ -15,7 +15,7 @@ WORDS: dict[str, dict[str, str]] = {
     "": {
         "description": "What the episode is about, for readers of the spec.",
         "model": "The model, and how conversations become its tokens.",
-        "backend": "The sampler: `local`, `sglang`, `openai` or `scripted`.",
+        "backend": "The sampler: `local`, `sglang`, `vllm`, `openai`, `anthropic` or `scripted`.",
         "sampling": "How tokens are sampled.",
         "tasks": "Where tasks come from.",
         "environment": "The environment of each episode, by entry point.",
@@ -48,9 +48,15 @@ WORDS: dict[str, dict[str, str]] = {
     "ImagePart": {"type": "An image, by reference."},
     "LocalBackendSpec": {"kind": "transformers in this process."},
     "SGLangBackendSpec": {"kind": "SGLang servers, over their native HTTP API."},
+    "VLLMBackendSpec": {"kind": "vLLM servers, over their completions API with token ids."},
     "ScriptedBackendSpec": {"kind": "Replies from a file, without a model."},
     "OpenAIBackendSpec": {
         "kind": "Any OpenAI-compatible chat endpoint; its rows do not train.",
+        "model": "The model's name at the endpoint.",
+        "retries": "Attempts after the first, on connection errors and 5xx.",
+    },
+    "AnthropicBackendSpec": {
+        "kind": "Anthropic's Messages API; its rows do not train.",
         "model": "The model's name at the endpoint.",
         "retries": "Attempts after the first, on connection errors and 5xx.",
     },

@@ -1,4 +1,4 @@
-"""`engine show`: shows a run's episodes in a table, or one episode from beginning to end."""
+"""`engine show`: shows the episodes of a run or a training in a table, or one episode from beginning to end."""
 
 from __future__ import annotations
 
@@ -7,107 +7,126 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.terminal import echo
+from engine.cli.exits import wrong_usage
+from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from engine.store.store import EpisodeRow, RunStore
 
 
 def show(
-    run: Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="A run or a training: its folder, its id or the beginning of it, or `latest`; an evaluation of a "
+            "training: TRAINING/evals/step-000010."
+        ),
+    ],
     episode: Annotated[
         str | None, typer.Argument(help="An episode: TASK/SAMPLE, or TASK if it has one sample.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
+    filter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CEL",
+            help="Only episodes for which this holds: an expression over the variables of guards, `outcome`, `episode` "
+            "and `run`, such as 'outcome.reward < 0.5 && turns.assistant > 3 && task.level == \"hard\"'.",
+        ),
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Only episodes in which this was said, in any case.")
+    ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="Sort by order, reward, reward:NAME, turns, tokens, seconds, outcome, version, step, …; -KEY: the "
+            "largest first.",
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of episodes in the table.")] = 100,
     failed: Annotated[bool, typer.Option("--failed", help="Only episodes that failed.")] = False,
+    tokens: Annotated[
+        bool,
+        typer.Option(
+            "--tokens", help="With EPISODE: every sampled token with its id, log-prob, mask, advantage and version."
+        ),
+    ] = False,
+    attempt: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="With EPISODE: its Nth attempt, from 1."),
+    ] = None,
     score: Annotated[
         str | None, typer.Option(metavar="LABEL", help="Use the rewards of this score of `engine rescore`.")
     ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show a stored run, also one that is still running.
+    """Show a stored run or training, also one that is still running.
 
-    Without EPISODE: every episode, how it ended, its turns, tokens and reward. With it: the messages, the reward of
-    each turn, and who moved which reward between turns, when and why.
+    Without EPISODE: every episode, how it ended, its turns, tokens and reward. With it: the task, the messages, the reward of
+    each turn, who moved which reward between turns, when and why, the facts, and the path through the machine.
     """
-    from engine.cli.console import make_console
     from engine.errors import EngineError
-    from engine.store.find import find_run
-    from engine.store.store import RunStore
+    from engine.view.sources import find
 
-    console = make_console()
     try:
-        with RunStore.open(find_run(run, out), readonly=True) as store:
-            if episode is None:
-                _table(console, store, limit, failed=failed, score=score)
-            else:
-                _show_episode(console, store, episode, score)
+        folder = find(run, out)
+        if episode is None:
+            if tokens or attempt is not None:
+                wrong_usage("--tokens and --attempt need an EPISODE")
+            from engine.cli.show_list import Selection, show_list
+
+            selection = Selection(filter, text, sort, limit, failed, score)
+            show_list(folder, selection, json=json)
+        else:
+            given = {"--filter": filter, "--text": text, "--sort": sort, "--failed": failed}
+            if named := [option for option, value in given.items() if value]:
+                wrong_usage(f"{named[0]} chooses episodes for the table; leave out EPISODE, or leave out {named[0]}")
+            _show_episode(folder, episode, score, tokens=tokens, attempt=attempt, json=json)
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(2) from None
 
 
-def _table(console: Console, store: RunStore, limit: int, *, failed: bool, score: str | None) -> None:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from engine.cli.episode_report import ended, row_style, status
-
-    rows = store.episodes(score)
-    states = store.current_states()
-    run_status = store.status
-    shown = [row for row in rows if row.failure] if failed else rows
-    table = Table(
-        "episode", "status", "ended", "turns", "tokens", "reward", "seconds", header_style="bold", box=box.SIMPLE_HEAD
-    )
-    for column in table.columns[3:]:
-        column.justify = "right"
-    for row in shown[:limit]:
-        done = row.status == "done"
-        seconds = row.ended - row.started if row.ended and row.started else None
-        table.add_row(
-            Text(row.id),
-            status(row, run_status),
-            Text(ended(row) if done else states.get(row.id, "")),
-            str(row.turns) if done else "",
-            str(row.tokens) if done else "",
-            f"{row.reward:+.3f}" if row.reward is not None else "",
-            f"{seconds:.1f}" if seconds is not None else "",
-            style=row_style(row),
-        )
-    finished = [row for row in rows if row.status == "done"]
-    place = f" · {run_status} · {store.folder}" + (f" · score {score}" if score else "")
-    console.print(Text.assemble((store.run_id, "bold"), place), soft_wrap=True)
-    if shown:
-        console.print(table)
-    if len(shown) > limit:
-        console.print(f"… and {len(shown) - limit} more: --limit {len(shown)} shows them")
-    line = f"{len(finished)} of {len(rows)} episodes done"
-    if finished:
-        line += f" · mean reward {sum(row.reward or 0.0 for row in finished) / len(finished):.3f}"
-        line += f" · {sum(bool(row.solved) for row in finished)} solved"
-        line += f" · {sum(row.failure is not None for row in finished)} failed"
-    console.print(line)
-    labels = [head.label for head in store.scores() if head.label != score]
-    if labels:
-        console.print(f"Other scores: --score {' | '.join(labels)}", style="dim", soft_wrap=True)
-    if finished:
-        first = next((row for row in finished if row.failure), finished[0])
-        console.print(f"To show one: engine show {store.run_id} {first.id}", style="dim", soft_wrap=True)
-
-
-def _show_episode(console: Console, store: RunStore, name: str, score: str | None) -> None:
+def _show_episode(folder: Path, name: str, score: str | None, *, tokens: bool, attempt: int | None, json: bool) -> None:
+    from engine.cli.console import make_console
     from engine.cli.episode_report import print_finished, print_unfinished
+    from engine.cli.episode_tokens import print_tokens, token_documents
+    from engine.errors import StoreError
+    from engine.store.store import RunStore
+    from engine.view.episode import episode_document
+    from engine.view.sources import episodes_of
 
-    row = _find(store, name)
-    if row.status == "done":
-        told = store.trajectory(row.id, score)
-        print_finished(console, told, next(each for each in store.episodes(score) if each.id == row.id))
-    else:
-        print_unfinished(console, row, store.journal(row.id), store.status)
+    with RunStore.open(episodes_of(folder), readonly=True) as store:
+        row = _find(store, name)
+        if attempt is not None and attempt > row.attempt + 1:
+            raise StoreError(
+                f"{row.id} has {row.attempt + 1} attempt{'s' * (row.attempt > 0)}; give --attempt 1 to {row.attempt + 1}"
+            )
+        number = None if attempt is None else attempt - 1
+        earlier = number is not None and number < row.attempt
+        finished = row.status == "done" and not earlier
+        if score is not None and not finished:
+            raise StoreError("a score has the results of finished episodes only; leave out --score")
+        if json:
+            if score is not None:
+                wrong_usage("--json shows the run's own rewards; leave out --score")
+            document = episode_document(store, row.id, number)
+            if tokens:
+                document["tokens"] = token_documents(store, row.id, finished=finished)
+            echo_json(document)
+            return
+        console = make_console()
+        if finished:
+            scored = row if score is None else next(each for each in store.episodes(score) if each.id == row.id)
+            print_finished(console, store, store.trajectory(row.id, score), scored)
+        else:
+            print_unfinished(console, store, row, store.journal(row.id, number), number if earlier else None)
+        if tokens:
+            if earlier:
+                wrong_usage("the tokens of an earlier attempt are in --json alone; leave out --tokens")
+            print_tokens(console, store, row.id, finished=finished)
 
 
 def _find(store: RunStore, name: str) -> EpisodeRow:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from engine.tokens.format import ChatFormat
     from engine.tokens.template_report import Piece, TurnRendering
+    from engine.tokens.vision import Vision
 
 
 _LONG = 320
@@ -123,6 +124,19 @@ def _write(form: ChatFormat, path: Path) -> None:
         raise RenderError(f"--write {path}: {error.strerror}; name a new file") from error
 
 
+def _images(vision: Vision) -> str:
+    """How the tokens of an image are found."""
+    from engine.errors import RenderError
+
+    try:
+        sized = vision.processing.sized
+    except RenderError as error:
+        return f"none: {error}"
+    return (
+        "tokens from the image's size" if sized is not None else "tokens from the processor, which runs for each image"
+    )
+
+
 def describe(form: ChatFormat, spec: Any) -> dict[str, Any]:
     """Return facts about a chat format, by name."""
     from engine.tokens.choosing import chosen_reader, failures
@@ -156,6 +170,8 @@ def describe(form: ChatFormat, spec: Any) -> dict[str, Any]:
         if shown
     ]
     found["ends replies with"] = form.stops
+    if form.vision is not None:
+        found["images"] = _images(form.vision)
     found["turns"] = turns = usual_turns(form)
     found["branch rule"] = branch_rule(turns, spec.history)
     found["trained"] = masks_or_why(form)

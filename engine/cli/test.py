@@ -69,12 +69,12 @@ def test(
     from engine.scenarios.suite import Formats, run_suite
 
     configure_logging()
-    specs = list(_specs(paths))
+    specs = _specs(paths)
     if not specs:
         echo(f"no specs under {', '.join(map(str, paths))}", err=True)
         raise typer.Exit(INVALID)
     formats = Formats()
-    suites = [run_suite(spec, formats, overrides or (), only) for spec in specs]
+    suites = [run_suite(spec, formats, overrides or (), only, file) for spec, file in specs]
     least = 100.0 if require_coverage else fail_under
     if format is Format.JSON:
         echo_json(as_data(suites, least))
@@ -86,11 +86,19 @@ def test(
 test.__test__ = False  # type: ignore[attr-defined]  # pytest: this is no test
 
 
-def _specs(paths: Sequence[Path]) -> list[Path]:
+def _specs(paths: Sequence[Path]) -> list[tuple[Path, Path | None]]:
+    """The specs to test, each with the file of its scenarios; None for the file beside it."""
     from engine.cli.validate import find_specs
-    from engine.scenarios.load import spec_of
+    from engine.scenarios.load import files_of_scenarios, spec_of
 
-    return list(find_specs([path if path.is_dir() else spec_of(path) for path in paths]))
+    found: dict[tuple[Path, Path | None], tuple[Path, Path | None]] = {}
+    for path in paths:
+        named = files_of_scenarios(path)
+        pairs = [(spec, None) for spec in find_specs([path])] if path.is_dir() else [(spec_of(path), None)][: not named]
+        for spec, file in [*pairs, *((spec_of(file), file) for file in named)]:
+            key = (spec.absolute(), file.absolute() if file else None)
+            found.setdefault(key, (spec, file))
+    return list(found.values())
 
 
 def too_low(suite: SuiteResult, least: float | None) -> bool:

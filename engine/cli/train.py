@@ -63,22 +63,68 @@ def train(
         bool, typer.Option("--keep-going", help="Continue if the first 16 episodes all fail with one cause.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, no progress.")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print the memory of each process at the peak of a step, and load nothing.")
+    ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="With --plan: the number of processes. Default: that of `train.plan`, else 1."
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="With --plan: memory of a GPU, such as 80GB. Prints the longest row that fits, and exits with 1 if a step does not. "
+            "Default: that of `train.plan`.",
+        ),
+    ] = None,
+    images: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="With --plan: images of a micro-batch. Default: `limits.images`, else 1."
+        ),
+    ] = None,
+    image_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WxH", help="With --plan: size of these images, such as 1280x720. Default: as large as fits."
+        ),
+    ] = None,
 ) -> None:
     """Train the spec's model on its own episodes, or with `train.kind: sft` on episodes that were exported.
 
     --resume continues where the training ended, also after `kill -9`: from the newest checkpoint, the batch log and the
     episodes in the store. Episodes that were running continue at their turn. Exit status: 0 when the last step is done; 1
     when the training cannot start or continue; 2 when the command line is wrong; 3 when no server can be reached at the start, none
-    replies for `backend.wait`, or the first 16 episodes all fail with one cause; 130 after Ctrl-C; 143 after SIGTERM.
+    replies for `backend.wait`, the training has cost `rollout.max_cost`, or the first 16 episodes all fail with one cause; 130 after Ctrl-C; 143 after SIGTERM.
     """
     from engine.cli.console import make_console
-    from engine.errors import EngineError, FailingError
+    from engine.errors import BudgetError, EngineError, FailingError
     from engine.logs import configure_logging
     from engine.train import folder as folders
 
     configure_logging()
     console = make_console(soft_wrap=True)
     folder: Path | None = None
+    if plan:
+        from engine.cli.train_plan import plan_training
+
+        plan_training(
+            console,
+            spec,
+            list(overrides or ()),
+            processes=processes,
+            memory=memory,
+            images=images,
+            image_size=image_size,
+        )
+        return
+    if any(each is not None for each in (processes, memory, images, image_size)):
+        wrong_usage(
+            "--processes, --memory, --images and --image-size belong to --plan; the launcher sets the number of processes of a training"
+        )
     try:
         from engine.train.distributed import join_process_group
 
@@ -96,7 +142,8 @@ def train(
             echo(error.cause, err=True)
         if folder is not None and (resume is not None or not folders.discard(folder)):
             _draw_plots(folder, console)
-            console.print(f"Training: {folder}\nTo continue: engine train --resume {folder}")
+            change = " --set rollout.max_cost=AMOUNT" if isinstance(error, BudgetError) else ""
+            console.print(f"Training: {folder}\nTo continue: engine train --resume {folder}{change}")
         raise typer.Exit(FAILED if error.stops_run else ERROR) from None
     _print_result(result, folder, console, time.perf_counter() - began)
 
@@ -252,6 +299,13 @@ def _print_result(result: TrainResult, folder: Path, console: Console, seconds: 
         console.print(f"Resumed: {', '.join(parts)}")
     if result.best is not None:
         console.print(f"Best evaluation: {result.best:.3f} after step {result.best_step}")
+    if result.cost is not None:
+        console.print(f"Cost of the training: {result.cost:.6g}, with its evaluations and unfinished episodes")
+    if result.disk is not None:
+        from engine.cli.compact import disk_lines
+
+        for line in disk_lines(result.disk):
+            console.print(line)
     _draw_plots(folder, console)
     for fault in result.faults:
         console.print(f"could not be finished: {fault}", style="red")

@@ -14,10 +14,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from engine.cli.progress import duration, endings, running, speed, ticking
+
 if TYPE_CHECKING:
     from engine.runner.stats import Live
 
 BARS = "▁▂▃▄▅▆▇█"
+_ETA_STEPS = 10
+"""Number of the newest steps whose mean duration gives the remaining time."""
 WIDTH = 40
 """Maximum number of steps in a curve."""
 
@@ -73,15 +77,18 @@ class TrainPanel:
         self._evaluated: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=WIDTH)
         self._losses: deque[float] = deque(maxlen=WIDTH)
+        self._seconds: deque[float] = deque(maxlen=_ETA_STEPS)
         self._began = time.perf_counter()
 
     def phase(self, name: str) -> None:
-        """Set the current phase: `rollout`, `update`, `sync`, `eval`, `checkpoint`."""
+        """Set the current phase: `rollout`, `update`, `sync`, `eval`, `checkpoint`, `compact`."""
         self._doing = name
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Show the metrics of a step, by their names in `metrics.jsonl`."""
         self._step = step
+        if times := _times(values):
+            self._seconds.append(sum(seconds for _, seconds in times))
         self._evaluated |= {name: value for name, value in values.items() if name.startswith("eval/")}
         self._now = dict(values)
         if "reward/mean" in values:
@@ -94,7 +101,7 @@ class TrainPanel:
     def line(self) -> str:
         """The newest step on one line, for logs."""
         now = self._now
-        parts = [f"step {self._step}/{self._steps}"]
+        parts = [f"step {self._step}/{self._steps}", *([f"{duration(self.eta)} left"] if self.eta is not None else [])]
         for name, key, form in (
             ("reward", "reward/mean", "{:.3f}"),
             ("eval reward", "eval/reward", "{:.3f}"),
@@ -116,6 +123,21 @@ class TrainPanel:
         if times:
             parts.append(" ".join(f"{phase} {seconds:.1f}s" for phase, seconds in times))
         return " · ".join(parts)
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds until the last step, from the mean duration of the newest steps; None before the first and after the last."""
+        left = self._steps - self._step
+        return left * sum(self._seconds) / len(self._seconds) if self._seconds and left > 0 else None
+
+    def progress(self) -> str | None:
+        """The phase and the running episodes on one line, for logs between two steps; None if nothing is known yet."""
+        parts = [f"step {min(self._step + 1, self._steps)}/{self._steps}", *filter(None, [self._doing])]
+        if self.live is not None:
+            states = " ".join(f"{state}={count}" for state, count in running(self.live))
+            parts += [f"{self.live.finished} finished", speed(self.live), *endings(self.live), states or "0 running"]
+            parts += filter(None, [self.live.waits])
+        return " · ".join(parts) if self._doing or self.live is not None else None
 
     def __rich__(self) -> Group:
         rows = Table.grid(padding=(0, 2))
@@ -152,18 +174,23 @@ class TrainPanel:
             ProgressBar(total=max(self._steps, 1), completed=self._step, width=32),
             Text(f"step {self._step}/{self._steps}"),
             Text(self._doing, style="green"),
-            Text(f"{time.perf_counter() - self._began:.0f} s", style="dim"),
+            Text(
+                duration(time.perf_counter() - self._began)
+                + (f" · {duration(self.eta)} left" if self.eta is not None else ""),
+                style="dim",
+            ),
         )
         return head
 
     def _episodes(self) -> str:
-        speed = self._now.get("tokens_per_second")
+        sampled = self._now.get("tokens_per_second")
         if self.live is None:
-            return "–" if speed is None else f"{speed:.0f} tokens/s"
-        running = [f"{state} {count}" for state, count in self.live.states.items() if count > 0]
-        shown = self.live.tokens_per_second if speed is None else speed
+            return "–" if sampled is None else f"{sampled:.0f} tokens/s"
+        states = [f"{state} {count}" for state, count in running(self.live)]
+        shown = self.live.tokens_per_second if sampled is None else sampled
+        turns = f"{self.live.turns_per_second:.1f} turns/s"
         waits = [self.live.waits] if self.live.waits else []
-        return "  ".join([*(running or ["0 running"]), f"{shown:.0f} tokens/s", *waits])
+        return "  ".join([*(states or ["0 running"]), turns, f"{shown:.0f} tokens/s", *endings(self.live), *waits])
 
 
 def _curve(values: deque[float]) -> Text:
@@ -187,7 +214,8 @@ def shown(panel: TrainPanel, console: Console, *, quiet: bool = False) -> Iterat
         return
     panel.printer = console
     try:
-        yield
+        with ticking(panel.progress, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)):
+            yield
     finally:
         panel.printer = None
 

@@ -80,6 +80,12 @@ def validate(
         list[str] | None,
         typer.Option(metavar="NAME=MAXIMUM", help="Fail if the whole run could cost more: --budget tokens=1e9"),
     ] = None,
+    trainer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Also compare what the spec uses with what another trainer carries: --trainer verl"
+        ),
+    ] = None,
     notes: Annotated[bool, typer.Option("--notes", help="In text, also show findings of severity info.")] = False,
     imports: Annotated[
         bool,
@@ -113,8 +119,14 @@ def validate(
         most = read_budget(budget or ())
     except BudgetError as error:
         raise typer.BadParameter(str(error), param_hint="--budget") from error
+    from engine.integrations.trainers.check import TrainerError, read_trainer
+
+    try:
+        chosen = None if trainer is None else read_trainer(trainer)
+    except TrainerError as error:
+        raise typer.BadParameter(str(error), param_hint="--trainer") from error
     folders = tuple(allowed or ())
-    options = Options(tuple(overrides or ()), worst, most, imports, folders, timeout)
+    options = Options(tuple(overrides or ()), worst, most, imports, folders, timeout, chosen)
     reports, printed = examine_all(list(find_specs(specs, folders)), options)
     for line in printed:
         echo(line, err=True)

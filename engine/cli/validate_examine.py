@@ -20,7 +20,8 @@ from engine.checks.context import CheckContext
 from engine.checks.templates import close_child, set_deadline
 from engine.checks.worst_case import worst_case
 from engine.cli.validate_report import Report, excerpts_of, one_line, pack, unpack
-from engine.cli.validate_scenarios import is_scenarios, scenario_problems
+from engine.cli.validate_scenarios import scenario_problems
+from engine.integrations.trainers.check import check_trainer
 from engine.spec.access import Access
 from engine.spec.diagnostic import Diagnostic, Origin
 from engine.spec.load import UNREADABLE, read_spec
@@ -54,6 +55,8 @@ class Options:
     """Additional folders whose files may be opened."""
     seconds: float = SECONDS
     """Time limit for one spec, in seconds."""
+    trainer: str | None = None
+    """The trainer that is to train on the spec's episodes."""
 
 
 def examine(path: Path, options: Options | None = None, doing: Callable[[str], None] | None = None) -> Report:
@@ -66,10 +69,12 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
         options: The options.
         doing: Called with the next activity.
     """
+    from engine.scenarios.load import is_scenarios
+
     options = options or Options()
     access = Access.for_spec(path, options.allowed, imports=options.imports)
     set_deadline(options.seconds / 2)
-    if is_scenarios(path):
+    if is_scenarios(path, access):
         found, unreadable, skipped = scenario_problems(path, options.overrides, access)
         return _report(Report(str(path), found, unreadable, scenarios=True, skipped=skipped), {}, access)
     loaded, problems = read_spec(path, options.overrides, access)
@@ -82,7 +87,13 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
     if (options.cost or options.budget) and sound:
         worst = worst_case(CheckContext(loaded))
         found += mask_all(over_budget(loaded, worst, options.budget), loaded.variables)
+    if options.trainer is not None and sound:
+        found += mask_all(check_trainer(loaded, options.trainer), loaded.variables)
     sources = {mask_name(file, loaded.variables): text for file, text in loaded.sources.items()}
+    if loaded.spec.train is not None and loaded.spec.train.plan is not None:
+        from engine.train.plan_advice import row_findings  # imports torch
+
+        found += mask_all(row_findings(loaded, options.seconds / 2), loaded.variables)
     return _report(Report(str(path), [*problems, *found], worst=worst, skipped=skipped), sources, access)
 
 

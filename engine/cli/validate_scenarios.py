@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 
-def is_scenarios(path: Path) -> bool:
-    """Return whether a file's name is that of a scenario file: `task.scenarios.yaml`."""
-    return path.suffix in (".yaml", ".yml") and path.stem.endswith(".scenarios")
-
-
 TASK_RULE = "scenario.unknown-task"
 
 
@@ -43,10 +38,10 @@ def scenario_problems(
         scenarios = load_scenarios(path, access)
     except SpecError as error:
         return list(error.diagnostics), any(item.rule in UNREADABLE for item in error.diagnostics), []
-    spec = spec_of(path)
+    spec = spec_of(path, access)
     here = Origin(str(path), 1, 1)
     if not spec.is_file():
-        fix = f"write {spec.name}, or name this file after its spec"
+        fix = f"write {spec.name}, name this file after its spec, or name the spec in `scenarios_of`"
         message = f"there is no spec `{spec}` for these scenarios"
         return [Diagnostic("scenario.no-spec", "error", message, fix, here)], False, []
     specs = ScenarioSpecs(spec, overrides, access)

@@ -7,17 +7,23 @@ column, like a mistake in a spec.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from engine.checks import refuse_first_tasks
 from engine.errors import SpecError
 from engine.schemas.scenario import Scenario, ScenarioFile
+from engine.spec.access import Access
 from engine.spec.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
 from engine.spec.load import load_document, load_spec
+from engine.spec.resolve import MAX_BYTES
 from engine.spec.sources import Row
 from engine.spec.tasks import load_tasks, task_of
 
@@ -26,7 +32,6 @@ if TYPE_CHECKING:
 
     from engine.machine.presets import ResolvedMachine
     from engine.schemas.environment import Task
-    from engine.spec.access import Access
     from engine.spec.load import Document, LoadedSpec
 
 SUFFIX = ".scenarios"
@@ -34,6 +39,7 @@ ENDINGS = (".yaml", ".yml")
 _BACKEND = "backend={kind: scripted, replies: []}"
 """The override that replaces the spec's backend, so that nothing of it is needed."""
 _SCRIPTABLE = "step"
+_SPEC_KEY = re.compile(r"^scenarios_of[ \t]*:(.*)$", re.MULTILINE)
 
 
 def scenarios_of(spec: Path) -> Path | None:
@@ -42,13 +48,49 @@ def scenarios_of(spec: Path) -> Path | None:
     return next((path for path in beside if path.is_file()), None)
 
 
-def spec_of(path: Path) -> Path:
-    """Return the spec of a path: the file itself or, for a file of scenarios, the spec beside it."""
-    if path.suffix not in ENDINGS or not path.stem.endswith(SUFFIX):
+def is_scenarios(path: Path, access: Access | None = None) -> bool:
+    """Return whether a file holds scenarios: by its name, `task.scenarios.yaml`, or by its key `scenarios_of`."""
+    if path.suffix not in ENDINGS:
+        return False
+    return path.stem.endswith(SUFFIX) or _named_spec(path, access) is not None
+
+
+def spec_of(path: Path, access: Access | None = None) -> Path:
+    """Return the spec of a path: the file itself or, for a file of scenarios, the spec that it names or the one beside it."""
+    if path.suffix not in ENDINGS:
+        return path
+    if (named := _named_spec(path, access)) is not None:
+        return Path(os.path.normpath(path.parent / named))
+    if not path.stem.endswith(SUFFIX):
         return path
     stem = path.stem.removesuffix(SUFFIX)
     beside = [path.with_name(f"{stem}{ending}") for ending in ENDINGS]
     return next((file for file in beside if file.is_file()), beside[0])
+
+
+def files_of_scenarios(path: Path) -> list[Path]:
+    """Return the files that name their spec by `scenarios_of`: the file itself, or those below a folder, sorted."""
+    if path.is_dir():
+        files = sorted(file for ending in ENDINGS for file in path.rglob(f"*{ending}"))
+        visible = (file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
+        return [file for file in visible if file.is_file() and _named_spec(file, None) is not None]
+    return [path] if path.suffix in ENDINGS and _named_spec(path, None) is not None else []
+
+
+def _named_spec(path: Path, access: Access | None) -> str | None:
+    """The value of `scenarios_of` in a file; None if it has none, or cannot be read, which reading it as a spec reports."""
+    try:
+        data = (access or Access()).read(path, MAX_BYTES)
+    except (OSError, ValueError):
+        return None
+    found = _SPEC_KEY.search(data.decode("utf-8-sig", "replace")) if data is not None else None
+    if found is None:
+        return None
+    try:
+        value = yaml.safe_load(found[1])
+    except yaml.YAMLError:
+        return None
+    return value if isinstance(value, str) else None
 
 
 @dataclass(frozen=True)
@@ -181,6 +223,8 @@ def _misfits(loaded: LoadedSpec, machine: ResolvedMachine, scenario: Scenario) -
     environment = scenario.environment
     if (environment.reset or environment.score) and spec.environment is None:
         yield "no-environment", "the environment answers here, but the spec has none", None, ("environment",)
+    if scenario.scorer is not None and spec.rewards.scorer is None:
+        yield "no-scorer", "the scorer answers here, but the spec has none", "give it a `rewards.scorer`", ("scorer",)
     expands = spec.condense is not None and spec.condense.expand
     if scenario.tools and not spec.tools and spec.environment is None and not expands:
         yield "no-tools", "tools answer here, but the spec has none", None, ("tools",)

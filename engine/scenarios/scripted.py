@@ -16,20 +16,34 @@ from pydantic import BaseModel
 
 from engine.actions.base import Action
 from engine.actions.custom import StepAction
+from engine.actions.score import ScoreAction
 from engine.actions.toolbox import BoundTool, Toolbox
 from engine.actions.workers import call_spec_code, on_main_loop
 from engine.errors import SpecCodeError
 from engine.isolation.remote import RemoteTool
 from engine.limits import EPISODE_SECONDS
 from engine.schemas.environment import Reset, Step, ToolReply, UserTurn
+from engine.schemas.journal import ScoreRecord
 
 if TYPE_CHECKING:
     from engine.actions.base import EpisodeObjects
     from engine.actions.workers import Workers
     from engine.episode import Episode
+    from engine.schemas.environment import EpisodeView
     from engine.schemas.journal import Record
-    from engine.schemas.scenario import OutOfTime, Scenario, ScriptedFault, ScriptedResult, ScriptedStep
+    from engine.schemas.scenario import (
+        OutOfTime,
+        Scenario,
+        ScriptedFault,
+        ScriptedResult,
+        ScriptedScore,
+        ScriptedStep,
+    )
     from engine.schemas.trajectory import Blame
+
+
+SCORER_SECONDS = 60.0
+"""Deadline of a scripted scorer, which answers at once."""
 
 
 class InvalidAnswer:
@@ -172,8 +186,10 @@ def _said(answer: ScriptedResult) -> Any:
     """Return the result of a scripted tool."""
     if answer.faulty:
         return _faulted(answer, "tool", f"tool `{answer.tool}`")
-    if answer.rewards or answer.facts:
-        content = answer.result if isinstance(answer.result, str) else _json(answer.result)
+    if answer.rewards or answer.facts or answer.content is not None:
+        content = answer.content
+        if content is None:
+            content = answer.result if isinstance(answer.result, str) else _json(answer.result)
         return ToolReply(content=content, rewards=answer.rewards, facts=answer.facts)
     return answer.result
 
@@ -221,6 +237,25 @@ class ScriptedStepAction(StepAction):
 
     def _say(self, answer: ScriptedStep, view: Any) -> Any:
         return _faulted(answer, self._blame, self._what) if answer.faulty else _as(Step, answer)
+
+
+class ScriptedScoreAction(ScoreAction):
+    """`score` with a scripted answer in place of the spec's scorer. The environment's `score` is asked as in a run."""
+
+    events = ()
+
+    def __init__(self, real: ScoreAction, answer: ScriptedScore) -> None:
+        vars(self).update(vars(real))
+        self._answer = answer
+
+    async def final(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
+        """Return the scripted rewards."""
+        source = "score" if self._judge is None else "judge"
+        return ScoreRecord(rewards=await self._ask(self._say, episode.view(), "the scorer", source, SCORER_SECONDS))
+
+    def _say(self, view: EpisodeView) -> Any:
+        answer = self._answer
+        return _faulted(answer, "environment", "the scorer") if answer.faulty else list(answer.rewards)
 
 
 class OutOfTimeAction(Action):
@@ -278,6 +313,10 @@ def script_actions(
         real = changed[state]
         assert isinstance(real, StepAction)  # `check_scenario` has checked it
         changed[state] = ScriptedStepAction(real, answers)
+    if scenario.scorer is not None:
+        for state, action in actions.items():
+            if isinstance(action, ScoreAction):
+                changed[state] = ScriptedScoreAction(action, scenario.scorer)
     if (late := scenario.out_of_time) is not None:
         changed[late.state] = _late(changed[late.state], late, episode_seconds)
     return changed

@@ -99,16 +99,23 @@ class Formats:
         return self._known[key]
 
 
-def run_suite(spec: Path, formats: Formats, overrides: Sequence[str] = (), only: str | None = None) -> SuiteResult:
-    """Play every scenario of a spec.
+def run_suite(
+    spec: Path,
+    formats: Formats,
+    overrides: Sequence[str] = (),
+    only: str | None = None,
+    file: Path | None = None,
+) -> SuiteResult:
+    """Play every scenario of a file. It runs an event loop of its own: call it in a thread where one runs.
 
     Args:
-        spec: The spec's file; its scenarios are beside it.
+        spec: The spec.
         formats: Chat formats, shared by all specs of the command.
         overrides: Overrides in the form of `--set`; a scenario's own `set` is applied after them.
         only: Play only scenarios whose name contains this. Coverage then counts only these.
+        file: The scenarios; by default those beside the spec.
     """
-    path = scenarios_of(spec)
+    path = file or scenarios_of(spec)
     specs = ScenarioSpecs(spec, overrides)
     try:
         loaded = specs.base()

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.store import codec
+from engine.store.dropped import forget
+from engine.store.episode_rows import mark_pending
 from engine.store.fork import shared_entries
 from engine.store.reader import ENTRY
 
@@ -30,17 +32,14 @@ def begin_again(connection: sqlite3.Connection, blames: Sequence[str], fork: For
         tuple(blames),
     ).fetchall()
     numbers = [(number,) for number, _ in found]
+    for number, _ in found:
+        forget(connection, number)
     if fork is not None:
         for number, _ in found:
             _keep_shared(connection, number, fork.turn)
     for table in _DERIVED:
         connection.executemany(f"DELETE FROM {table} WHERE episode = ?", numbers)
-    connection.executemany(
-        "UPDATE episodes SET status = 'pending', attempt = attempt + 1, state = NULL, event = NULL, \"limit\" = NULL, "
-        "failure = NULL, blame = NULL, solved = NULL, trainable = NULL, reward = NULL, turns = NULL, tokens = NULL, "
-        "started = NULL, ended = NULL WHERE number = ?",
-        numbers,
-    )
+    mark_pending(connection, numbers)
     return [episode for _, episode in found]
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,19 +21,23 @@ import numpy as np
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from engine.errors import SpecCodeError, StoreError
+from engine.schemas.experts import pack_experts
 from engine.schemas.generation import Generation
 from engine.schemas.journal import JournalEntry, Record
 from engine.schemas.reward import Posting
 from engine.schemas.trajectory import Branch, EpisodeScore, Span, Trajectory
 from engine.storable import MAX_SIZE, refusal, valid_text
 
-_BESIDE_ARRAYS = [field.name for field in fields(Generation) if field.name not in ("output_ids", "logprobs")]
+_ARRAYS = ("output_ids", "logprobs", "routed_experts")
+_BESIDE_ARRAYS = [field.name for field in fields(Generation) if field.name not in _ARRAYS]
 _BESIDE_ROWS = [field.name for field in fields(Trajectory) if field.name not in ("branches", "postings")]
 _SPAN = [field.name for field in fields(Span)]
 _IMAGE_SPAN = ("start", "end", "image", "grid")
 _POSTING = [field.name for field in fields(Posting)]
 _IMAGE = "image"
 """The key that distinguishes an image from a span in the stored list of a branch."""
+_EXPERTS = "experts"
+"""The key of the number of tokens with known experts in the same list. The experts are in the journal alone; see `routing.py`."""
 _SWAP = sys.byteorder == "big"
 
 
@@ -80,9 +85,9 @@ class Written(msgspec.Struct, frozen=True):
 
     kind: str
     payload: str
-    """The JSON of the record, without the two arrays of a generation."""
+    """The JSON of the record, without the arrays of a generation. `routed_experts` is the shape of its experts and their bytes each."""
     tokens: bytes | None
-    """For a generation: int32 ids, then as many float32 log-probs."""
+    """For a generation: int32 ids, then as many float32 log-probs, then the experts, if there are any."""
     record: Record
     """The record as it will be read back. The episode continues with this one, so that a replay gives the same result."""
 
@@ -110,6 +115,9 @@ def write_record(record: Record) -> Written:
             generation = record.generation
             tokens = array_bytes(generation.output_ids) + array_bytes(generation.logprobs)
             said = {name: getattr(generation, name) for name in _BESIDE_ARRAYS}
+            if generation.routed_experts is not None:
+                packed = pack_experts(generation.routed_experts)
+                tokens, said["routed_experts"] = tokens + packed["data"], [*packed["shape"], packed["dtype"]]
             return Written("generation", json_of({"kind": "generation", "generation": said}), tokens, record)
         answers = record.answers()
         problem = next(filter(None, (refusal({place: answer}) for place, answer in (answers or {}).items())), None)
@@ -165,9 +173,13 @@ def read_entry(row: Sequence[Any]) -> JournalEntry:
         if record["kind"] != kind:
             raise ValueError(f"its payload is of kind {record['kind']!r}")
         if kind == "generation":
-            half = len(tokens) // 2
-            record["generation"]["output_ids"] = array_from(tokens[:half], np.int32)
-            record["generation"]["logprobs"] = array_from(tokens[half:], np.float32)
+            generation, end = record["generation"], len(tokens)
+            if (form := generation.get("routed_experts")) is not None:
+                *shape, dtype = form
+                end -= prod(shape) * np.dtype(dtype).itemsize
+                generation["routed_experts"] = {"shape": shape, "dtype": dtype, "data": tokens[end:]}
+            generation["output_ids"] = array_from(tokens[: end // 2], np.int32)
+            generation["logprobs"] = array_from(tokens[end // 2 : end], np.float32)
         told = {"seq": seq, "state": state, "event": event, "dest": dest, "record": record, "at": at}
         return JournalEntry.read(told | {"seconds": seconds})
 
@@ -208,7 +220,8 @@ def _write_branch(branch: Branch, episode_id: str) -> tuple[Any, ...]:
         raise StoreError(f"{episode_id}: an image of branch {branch.index} lies outside of it, or on sampled tokens")
     said = [tuple(getattr(span, name) for name in _SPAN) for span in branch.spans]
     seen = [(_IMAGE, *(getattr(image, name) for name in _IMAGE_SPAN)) for image in branch.images]
-    spans = to_json([*said, *seen]).decode()
+    routed = [] if branch.routed_experts is None else [(_EXPERTS, len(branch.routed_experts))]
+    spans = to_json([*said, *seen, *routed]).decode()
     return (
         branch.index,
         branch.reason,
@@ -225,21 +238,31 @@ def _derived(spans: Sequence[Any], size: int) -> tuple[np.ndarray, np.ndarray]:
     mask = np.zeros(size, np.int32)
     turns = np.full(size, -1, np.int32)
     for span in spans:
-        if span.kind == "generated":
-            mask[span.start : span.end] = 1
+        if span.kind in ("generated", "unreceived"):
+            mask[span.start : span.end] = span.kind == "generated"
             turns[span.start : span.end] = span.turn
     return mask, turns
 
 
+def routed_tokens(row: Sequence[Any]) -> int | None:
+    """How many tokens of a branch have known experts, from the columns of `read_branch`; None if they were not requested.
+
+    Raises:
+        StoreError: the columns do not hold a branch.
+    """
+    with damaged(f"branch {row[0]}"):
+        return next((int(part[1]) for part in from_json(row[3]) if part[0] == _EXPERTS), None)
+
+
 def read_branch(row: Sequence[Any]) -> Branch:
-    """Convert columns (branch, reason, tokens, spans, input_ids, logprobs, weight_versions) to a branch.
+    """Convert columns (branch, reason, tokens, spans, input_ids, logprobs, weight_versions) to a branch without its experts.
 
     Raises:
         StoreError: the columns do not hold a branch.
     """
     index, reason, size, spans, ids, logprobs, versions = row
     with damaged(f"branch {index}"):
-        parts = from_json(spans)
+        parts = [part for part in from_json(spans) if part[0] != _EXPERTS]
         branch = Branch.read(
             {
                 "index": index,

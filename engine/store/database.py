@@ -28,6 +28,8 @@ SCHEMA_VERSION = 6
 """Written to `PRAGMA user_version`. Files of other versions are refused. Version 5 renamed `Turn.anchor` to `state_key`,
 `EpisodeScore.anchors` to `state_keys`, and the table `flights` to `crash_counts`. Version 6 added the
 tokens of a posting's part."""
+COMPACTED_VERSION = 7
+"""Version of a file from which episodes were dropped: it has one more table, see `engine.store.dropped`."""
 APPLICATION_ID = 0x45504953
 """Written to `PRAGMA application_id`: "EPIS"."""
 
@@ -191,9 +193,11 @@ def check_version(connection: sqlite3.Connection, path: Path) -> None:
         raise StoreError(f"{path} is not a run: {error}") from error
     if application != APPLICATION_ID:
         raise StoreError(f"{path} is not a run: it is another SQLite file")
-    if version != SCHEMA_VERSION:
-        fix = "upgrade episode-engine" if version > SCHEMA_VERSION else "use the engine that wrote it"
-        raise StoreError(f"{path} has store version {version}, and this engine reads version {SCHEMA_VERSION}: {fix}")
+    if version not in (SCHEMA_VERSION, COMPACTED_VERSION):
+        fix = "upgrade episode-engine" if version > COMPACTED_VERSION else "use the engine that wrote it"
+        raise StoreError(
+            f"{path} has store version {version}, and this engine reads versions {SCHEMA_VERSION} and {COMPACTED_VERSION}: {fix}"
+        )
 
 
 @cache

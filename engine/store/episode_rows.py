@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import StoreError
 from engine.storable import stored_fields
-from engine.store import codec, crashes, database
+from engine.store import codec, crashes, database, dropped
 from engine.store.reader import ENTRY, journal_rows
 
 if TYPE_CHECKING:
@@ -73,6 +73,9 @@ def begin(
         crashes.mark_running(connection, number)
         return number, 0, []
     number, attempt, status, started = found
+    if dropped.forget(connection, number):  # it is sampled again, after a training went back to an older checkpoint
+        mark_pending(connection, [(number,)])
+        attempt, status, started = attempt + 1, "pending", None
     if status == "done":
         raise StoreError(f"{episode_id} is done; it is not run again")
     connection.execute(
@@ -81,6 +84,16 @@ def begin(
     )
     crashes.mark_running(connection, number)
     return number, attempt, journal_rows(connection, number, attempt)
+
+
+def mark_pending(connection: sqlite3.Connection, numbers: Sequence[tuple[int]]) -> None:
+    """Give episodes, each (number,), a new attempt that has not begun, without the summary of the old one."""
+    connection.executemany(
+        "UPDATE episodes SET status = 'pending', attempt = attempt + 1, state = NULL, event = NULL, \"limit\" = NULL, "
+        "failure = NULL, blame = NULL, solved = NULL, trainable = NULL, reward = NULL, turns = NULL, tokens = NULL, "
+        "started = NULL, ended = NULL WHERE number = ?",
+        numbers,
+    )
 
 
 def restart(connection: sqlite3.Connection, track: Track, keep: int) -> None:

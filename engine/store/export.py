@@ -9,7 +9,7 @@ With a `vision`, a row of a branch with images also has the tensors that a forwa
 the names of the model's family: `pixel_values` and `image_grid_thw` for Qwen-VL. `loader.py` makes batches of rows.
 
 Invariants:
-- The five arrays of a branch are unchanged from the store. Rewards and advantages are computed from
+- The arrays of a branch are unchanged from the store. Rewards and advantages are computed from
   the sealed ledger, so another credit method needs no new run.
 - A group is the trainable finished episodes of one task; a baseline is computed from these episodes only.
 """
@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from engine.masking import mask
 from engine.rewards.credit import Member, Values, Where, credit_tokens, place
 from engine.rewards.ledger import SealedLedger
 from engine.schemas.credit import CreditSpec
+from engine.schemas.experts import experts_as_text
 from engine.schemas.reward_spec import RewardsSpec
 from engine.store.columns import json_text, message_row, outcome_row, task_row
 from engine.store.private import private_file
@@ -90,16 +92,32 @@ def export_rows(
         StoreError: the run has no such score.
         LedgerError: the credit method needs values that are missing.
     """
-    rewards = RewardsSpec.model_validate(store.score(score).rewards if score else store.header.rewards)
-    base = Path(store.header.spec_path).parent if store.header.spec_path else None
-    method = credit or rewards.credit
-    metadata = _metadata(store, method, score)
-    plan = Plan(method, rewards.placement, base, values or {}, vision, store.header.evaluation, metadata)
+    plan = plan_of(store, credit=credit, score=score, values=values, vision=vision)
     for task_id, group in groupby(store.trajectories(score), key=lambda trajectory: trajectory.task_id):
         episodes = list(group)
         kept = {each.episode_id for each in episodes if keep is None or keep(each)}
         rows = group_rows(episodes, plan, trainable_only, store.task(task_id)) if kept else ()
         yield from (row for row in rows if row["episode_id"] in kept)
+
+
+def plan_of(
+    store: RunReader,
+    *,
+    credit: CreditSpec | None = None,
+    score: str | None = None,
+    values: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    vision: Vision | None = None,
+) -> Plan:
+    """Return how rows are made from a run. The arguments are those of `export_rows`.
+
+    Raises:
+        StoreError: the run has no such score.
+    """
+    rewards = RewardsSpec.model_validate(store.score(score).rewards if score else store.header.rewards)
+    base = Path(store.header.spec_path).parent if store.header.spec_path else None
+    method = credit or rewards.credit
+    metadata = _metadata(store, method, score)
+    return Plan(method, rewards.placement, base, values or {}, vision, store.header.evaluation, metadata)
 
 
 def credit_of(store: RunReader, score: str | None = None) -> CreditSpec:
@@ -179,6 +197,7 @@ def _shared(trajectory: Trajectory, ledger: SealedLedger, plan: Plan, task: Task
         "episode_id": trajectory.episode_id,
         "sample_index": trajectory.sample_index,
         "seed": trajectory.seed,
+        "unchecked": Counter(turn.branch for turn in trajectory.turns if turn.prompt_unchecked),
         "turn_rewards": np.array(ledger.totals, np.float64),
         "parts": ledger.parts,
         "outcome": outcome_row(trajectory.outcome),
@@ -206,10 +225,12 @@ def _row(shared: Row, branch: Branch, placement: Where, advantages: list[Values]
         "turn_ids": branch.turn_ids,
         "token_rewards": place(branch, shared["turn_rewards"], placement, shared["parts"]),
         "advantages": _on_tokens(branch, advantages) if trainable and advantages is not None else None,
+        "unchecked_prompts": shared["unchecked"][branch.index],
         "turn_rewards": shared["turn_rewards"],
         "outcome": shared["outcome"],
         "messages": shared["messages"],
         "images": [image.plain() for image in branch.images],
+        "routed_experts": branch.routed_experts,
         "task_fields": shared["task_fields"],
         "facts": shared["facts"],
         "metadata": shared["metadata"],
@@ -239,6 +260,8 @@ def write_jsonl(rows: Iterable[Row], path: Path) -> int:
     count = 0
     with whole_file(path) as draft, draft.open("wb") as file:
         for row in rows:
+            if row.get("routed_experts") is not None:
+                row = row | {"routed_experts": experts_as_text(row["routed_experts"])}
             file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
             count += 1
     return count

@@ -33,9 +33,9 @@ def find_run(run: Path | str, out: Path | str = "runs") -> Path:
         StoreError: no run matches, or several do.
     """
     path = Path(run)
-    if path.name == database.FILE and _is_file(path):
+    if path.name == database.FILE and is_file(path):
         return path.parent
-    if _is_file(path / database.FILE):
+    if is_file(path / database.FILE):
         return path
     runs = list_runs(out)
     if not runs:
@@ -62,11 +62,11 @@ def find_run(run: Path | str, out: Path | str = "runs") -> Path:
     raise StoreError(f"no run `{run}` in {out}{hint}")
 
 
-def _is_file(path: Path) -> bool:
+def is_file(path: Path) -> bool:
     """Return whether the path is an existing file; False for a path that the system refuses, for example one that is too long."""
     try:
         return path.is_file()
-    except OSError:
+    except (OSError, ValueError):
         return False
 
 

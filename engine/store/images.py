@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import StoreError
-from engine.tokens.images import Source, digest_of, open_image
+from engine.tokens.images import Source, digest_of
+from engine.tokens.pixels import open_file
 
 if TYPE_CHECKING:
     from engine.store.reader import RunReader
@@ -29,7 +30,7 @@ class StoredImage(NamedTuple):
 
 
 def measure(data: bytes, mime: str | None = None) -> StoredImage:
-    """Read an image's media type and size from its header; the pixels are not decoded. See `FORMATS`.
+    """Read an image's media type and size from its header; the pixels are not decoded. See `engine.tokens.pixels.FORMATS`.
 
     Raises:
         StoreError: the bytes are not an image in one of the formats, or the header claims too many pixels.
@@ -39,7 +40,7 @@ def measure(data: bytes, mime: str | None = None) -> StoredImage:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with open_image(data) as image:
+            with open_file(data) as image:
                 width, height = image.size
                 kind = mime or Image.MIME.get(image.format or "", "application/octet-stream")
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

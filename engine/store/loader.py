@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import StoreError
+from engine.schemas.experts import unpack_experts
 from engine.store.export import Row
 from engine.store.images import stored_images
 from engine.store.private import private_file, private_folder
@@ -158,6 +159,8 @@ def typed_row(row: Row) -> Row:
     for name in ("logprobs", "token_rewards", "advantages"):
         # JSON has no NaN and no infinity: the export writes null.
         typed[name] = None if row[name] is None else np.array(row[name], np.float32)
+    if row.get("routed_experts") is not None:
+        typed["routed_experts"] = unpack_experts(row["routed_experts"])
     return row | typed
 
 
@@ -177,7 +180,8 @@ def collate(rows: Sequence[Row], vision: Vision | None = None, *, pad_id: int = 
 
     Returns:
         input_ids, attention_mask, loss_mask, turn_ids, weight_versions (int64), logprobs, advantages, token_rewards
-        (float32): each [rows, longest]. For a model with vision: mm_token_type_ids [rows, longest], the images' tensors
+        (float32): each [rows, longest]. For rows with routed experts: routed_experts (int32), [rows, longest, layers, top_k], -1 where
+        they are not known. For a model with vision: mm_token_type_ids [rows, longest], the images' tensors
         under their family's names, and banned_token_ids [ids], which the sampler could not choose: a trainer removes
         them from its logits as well.
 
@@ -195,6 +199,13 @@ def collate(rows: Sequence[Row], vision: Vision | None = None, *, pad_id: int = 
     for name, (dtype, fill) in _BY_TOKEN.items():
         values = [np.zeros(len(row["input_ids"])) if row[name] is None else row[name] for row in rows]
         batch[name] = torch.from_numpy(_padded(values, longest, dtype, fill))
+    experts = [row["routed_experts"] for row in rows if row.get("routed_experts") is not None]
+    if experts:
+        routed = np.full((len(rows), longest, *experts[0].shape[1:]), -1, np.int32)
+        for place, row in zip(routed, rows, strict=True):
+            if row["routed_experts"] is not None:
+                place[: len(row["routed_experts"])] = row["routed_experts"]
+        batch["routed_experts"] = torch.from_numpy(routed)
     if vision is None:
         if any(row["images"] for row in rows):
             raise StoreError("rows have images: pass `vision=vision_of(store)`")
@@ -214,7 +225,7 @@ def forward_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """
     tiled = "pixel_attention_mask" in batch
     names = [name for name in _INPUTS if name in batch and not (tiled and name == "mm_token_type_ids")]
-    known = {*_INPUTS, *_BY_TOKEN, "banned_token_ids"}
+    known = {*_INPUTS, *_BY_TOKEN, "banned_token_ids", "routed_experts"}
     return {name: batch[name] for name in (*names, *(name for name in batch if name not in known))}
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.schemas.experts import pack_experts
 from engine.store.export import Row, whole_file
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def arrow_schema() -> pa.Schema:
     image = pa.struct(
         [("image", pa.string()), ("start", pa.int32()), ("end", pa.int32()), ("grid", pa.list_(pa.int32()))]
     )
+    experts = pa.struct([("shape", pa.list_(pa.int64())), ("dtype", pa.string()), ("data", pa.binary())])
     failure = pa.struct(
         [
             ("kind", pa.string()),
@@ -101,10 +103,12 @@ def arrow_schema() -> pa.Schema:
             ("turn_ids", pa.list_(pa.int32())),
             ("token_rewards", pa.list_(pa.float32())),
             ("advantages", pa.list_(pa.float32())),
+            ("unchecked_prompts", pa.int32()),
             ("turn_rewards", pa.list_(pa.float64())),
             ("outcome", outcome),
             ("messages", pa.list_(message)),
             ("images", pa.list_(image)),
+            ("routed_experts", experts),
             ("task_fields", pa.string()),
             ("facts", pa.string()),
             ("metadata", metadata),
@@ -132,7 +136,7 @@ def write_parquet(rows: Iterable[Row], path: Path, metadata: dict[str, str] | No
         tokens = 0
         for row in rows:
             waiting.append(row)
-            tokens += len(row["input_ids"]) + _characters(row) // 8
+            tokens += len(row["input_ids"]) + _bytes(row) // 8
             count += 1
             if len(waiting) >= GROUP_ROWS or tokens >= GROUP_TOKENS:
                 writer.write_batch(_batch(waiting))
@@ -142,17 +146,22 @@ def write_parquet(rows: Iterable[Row], path: Path, metadata: dict[str, str] | No
     return count
 
 
-def _characters(row: Row) -> int:
-    """Return the length of a row's long texts. A row group can hold at most 2 GiB of one column."""
+def _bytes(row: Row) -> int:
+    """Return the size of a row's long texts and its experts. A row group can hold at most 2 GiB of one column."""
     said = sum(len(message["content"]) for message in row["messages"])
-    return said + len(row["task_fields"] or "") + len(row["facts"])
+    experts = row["routed_experts"]
+    return said + len(row["task_fields"] or "") + len(row["facts"]) + (0 if experts is None else int(experts.nbytes))
 
 
 def _batch(rows: list[Row]) -> pa.RecordBatch:
     import pyarrow as pa
 
     schema = arrow_schema()
-    columns = [pa.array([row[column.name] for row in rows], column.type) for column in schema]
+    routed = [row["routed_experts"] for row in rows]
+    packed = {"routed_experts": [None if experts is None else pack_experts(experts) for experts in routed]}
+    columns = [
+        pa.array(packed.get(column.name) or [row[column.name] for row in rows], column.type) for column in schema
+    ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 

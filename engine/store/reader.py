@@ -19,9 +19,11 @@ from engine.schemas.environment import Task
 from engine.schemas.journal import JournalEntry
 from engine.schemas.trajectory import Branch, Trajectory
 from engine.store import codec, database
+from engine.store.dropped import Dropped, Space, read_dropped, read_dropped_ids, refuse_dropped, space
 from engine.store.header import RunHeader
 from engine.store.images import StoredImage
 from engine.store.lock import is_held
+from engine.store.routing import routed_generations, with_experts
 from engine.store.scores import ScoreHead, read_heads, require
 from engine.tokens.images import digest_of
 
@@ -112,6 +114,21 @@ class RunReader:
         with self._reader() as connection:
             return dict(connection.execute("SELECT id, status FROM episodes").fetchall())
 
+    def dropped(self) -> Dropped:
+        """Return how many episodes have only their summary left, because their content was dropped to save space."""
+        with self._reader() as connection:
+            return read_dropped(connection)
+
+    def dropped_ids(self) -> set[str]:
+        """Return the ids of the episodes whose content was dropped."""
+        with self._reader() as connection:
+            return read_dropped_ids(connection)
+
+    def space(self) -> Space:
+        """Return the size of the run's file."""
+        with self._reader() as connection:
+            return space(connection)
+
     def episodes(self, score: str | None = None) -> list[EpisodeRow]:
         """Return a summary of every episode, in the order of tasks and samples; with `score`, the results of that score.
 
@@ -136,6 +153,15 @@ class RunReader:
         with self._reader() as connection:
             return self._row(connection, episode_id)
 
+    def samples(self, task_id: str) -> list[EpisodeRow]:
+        """Return a summary of every episode of one task, in the order of samples."""
+        query = (
+            f"SELECT {_EPISODE} FROM episodes WHERE task_id = ? AND "
+            "task_index = (SELECT position FROM tasks WHERE id = ?) ORDER BY sample_index, number"
+        )
+        with self._reader() as connection:
+            return [_episode(row) for row in connection.execute(query, (task_id, task_id))]
+
     def task(self, task_id: str) -> Task:
         """Return a task for which an episode was begun or planned.
 
@@ -153,10 +179,13 @@ class RunReader:
 
         Raises:
             StoreError: the run has no such episode.
+            DroppedError: its content was dropped.
         """
         with self._reader() as connection:
             row = self._row(connection, episode_id)
             rows = journal_rows(connection, row.number, row.attempt if attempt is None else attempt)
+            if not rows:
+                refuse_dropped(connection, row.number, row.id)
         with decoding(self._path, episode_id):
             return [codec.read_entry(entry) for entry in rows]
 
@@ -188,11 +217,13 @@ class RunReader:
 
         Raises:
             StoreError: the run has no such episode or score, or the episode is not done.
+            DroppedError: its content was dropped.
         """
         with self._reader() as connection:
             row = self._row(connection, episode_id)
             if row.status != "done":
                 raise StoreError(f"{episode_id} is {row.status}: it has no trajectory yet")
+            refuse_dropped(connection, row.number, row.id)
             text = connection.execute(
                 "SELECT trajectory FROM trajectories WHERE episode = ?", (row.number,)
             ).fetchone()[0]
@@ -207,7 +238,9 @@ class RunReader:
                 return codec.read_score(scored[1]).over(found)
 
     def trajectories(self, score: str | None = None) -> Iterator[Trajectory]:
-        """Yield every finished episode, in the order of tasks and samples, with a few in memory at a time.
+        """Yield every finished episode with content, in the order of tasks and samples, with a few in memory at a time.
+
+        Episodes that were dropped are left out: say so with `dropped`.
 
         With `score`: the episodes that were done when the run was scored, with the results of that score.
 
@@ -288,6 +321,18 @@ class RunReader:
         return _episode(row)
 
     @contextmanager
+    def snapshot(self) -> Iterator[sqlite3.Connection]:
+        """A read-only connection on one snapshot of the run's file, for queries over its tables (`engine.store.database`).
+
+        Close it soon: a long read prevents the writer from resetting its WAL.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        with self._reader() as connection:
+            yield connection
+
+    @contextmanager
     def _reader(self) -> Iterator[sqlite3.Connection]:
         with closing(database.connect_reader(self._path)) as connection, reading(self._path):
             connection.execute("BEGIN")  # one snapshot for everything that is read with this connection
@@ -328,12 +373,14 @@ def journal_rows(connection: sqlite3.Connection, number: int, attempt: int) -> l
 
 
 def _trajectory(connection: sqlite3.Connection, number: int, text: str) -> Trajectory:
-    branches: list[Branch] = [
-        codec.read_branch(row)
-        for row in connection.execute(f"SELECT {_BRANCH} FROM branches WHERE episode = ? ORDER BY branch", (number,))
-    ]
+    rows = connection.execute(f"SELECT {_BRANCH} FROM branches WHERE episode = ? ORDER BY branch", (number,)).fetchall()
+    branches: list[Branch] = [codec.read_branch(row) for row in rows]
     postings = [
         codec.read_posting(row)
         for row in connection.execute(f"SELECT {_POSTING} FROM postings WHERE episode = ? ORDER BY seq", (number,))
     ]
-    return codec.read_trajectory(text, branches, postings)
+    trajectory = codec.read_trajectory(text, branches, postings)
+    routed = [codec.routed_tokens(row) for row in rows]
+    if all(count is None for count in routed):
+        return trajectory
+    return with_experts(trajectory, routed, routed_generations(connection, number))

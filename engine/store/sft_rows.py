@@ -26,6 +26,7 @@ import orjson
 
 from engine.schemas.message import ImagePart
 from engine.store.columns import json_text, outcome_row
+from engine.store.tool_schemas import ToolSchemas
 
 if TYPE_CHECKING:
     from engine.schemas.message import Message
@@ -46,6 +47,8 @@ SFT_MEANINGS: dict[str, str] = {
     "images": "Images of the branch, as in training rows; only in a run with images.",
     "messages": "The conversation that the model was shown in this branch, up to its newest reply, in OpenAI's form: `role`, `content`, "
     "`reasoning_content`, `tool_calls` (arguments as JSON texts), `tool_call_id`, `name`. A condensed part is the block that stood for it.",
+    "tools": "The tools that the episode was shown, as the JSON text of a list of OpenAI's function schemas; only in rows of episodes with tools. "
+    "TRL reads it where it renders `messages`.",
     "message_turns": "For each message: the assistant turn, from 0, if its tokens are trained in this row; -1 for all others.",
     "outcome": "How the episode ended, as in training rows.",
     "metadata": "The origin of the row: spec, model, engine_version, created, score.",
@@ -87,6 +90,7 @@ def sft_rows(store: RunReader, chosen: SftSelection, *, score: str | None = None
         StoreError: the run has no such score.
     """
     seen: set[bytes] = set()
+    schemas = ToolSchemas(store.folder)
     in_parts = bool(store.image_digests())
     header = store.header
     metadata = {
@@ -97,7 +101,7 @@ def sft_rows(store: RunReader, chosen: SftSelection, *, score: str | None = None
         "score": score,
     }
     for trajectory in store.trajectories(score):
-        reason = "episodes of an evaluation" if header.evaluation else _unusable(trajectory)
+        reason = "episodes of an evaluation" if header.evaluation else unusable(trajectory)
         if reason is None and not chosen.episode(trajectory):
             reason = "episodes by the filter"
         if reason is not None:
@@ -116,11 +120,13 @@ def sft_rows(store: RunReader, chosen: SftSelection, *, score: str | None = None
                 continue
             seen.add(identity)
             found = True
+            if tools := schemas.of(trajectory.episode_id):
+                row["tools"] = tools
             yield row | {"outcome": outcome_row(trajectory.outcome), "metadata": metadata}
         chosen.episodes += found
 
 
-def _unusable(trajectory: Trajectory) -> str | None:
+def unusable(trajectory: Trajectory) -> str | None:
     """Why nothing of an episode may be trained on; None if something may."""
     failure = trajectory.outcome.failure
     if failure is not None and failure.blame != "policy":

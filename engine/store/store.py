@@ -39,7 +39,7 @@ from engine.schemas.journal import JournalEntry
 from engine.schemas.message import ImagePart
 from engine.schemas.trajectory import Blame, EpisodeScore, Trajectory
 from engine.storable import stored_fields
-from engine.store import codec, crashes, database, episode_rows
+from engine.store import codec, crashes, database, dropped, episode_rows
 from engine.store.again import begin_again
 from engine.store.episode_rows import episode_id_of
 from engine.store.find import find_run
@@ -271,6 +271,20 @@ class RunStore(RunReader):
         with self._giving_up(trajectory.episode_id, track):
             await self._writing().do(job, track, size, at_once=True)
         del self._tracks[trajectory.episode_id]
+
+    async def drop(self, episode_ids: Sequence[str], *, keep_failed: bool = False) -> dropped.Content:
+        """Delete the content of a group's episodes in one commit. The space is used for the next episodes; see `engine.store.dropped`.
+
+        Args:
+            episode_ids: Episodes that do not run, and that nothing reads any more.
+            keep_failed: Drop nothing if one of them failed.
+
+        Raises:
+            StoreError: the write failed, and nothing was dropped.
+        """
+        job = partial(dropped.drop, episode_ids=tuple(episode_ids), keep_failed=keep_failed)
+        found: dropped.Content = await self._writing().do(job)
+        return found
 
     async def put_image(self, data: bytes, mime: str | None = None) -> ImagePart:
         """Store an encoded image; the same bytes are stored once.

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import yaml
 from api_server import DROPPED, OVERLOADED, WRONG_JSON, ApiServer, rate_limited
-from test_outages import engine, finish
+from command_line import engine_here
+from slow_cases import each_once
 
 from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore, list_runs
 
 PRICES = {"input": 2.0, "cached": 0.2, "output": 8.0}
 FAULTS = [rate_limited("0.1"), OVERLOADED, DROPPED, WRONG_JSON, (500, {}, b"oops")]
-KINDS = ["openai"]
+KINDS: dict[str, dict[str, Any]] = {"openai": {"kind": "openai"}, "anthropic": {"kind": "anthropic", "cache": "5m"}}
+
+THINKING = {"thinking": {"kind": "anthropic", "thinking": "adaptive"}}
+"""The server refuses a conversation that lacks the signed reasoning of a reply with calls."""
 
 
 def write_spec(folder: Path, tokenizer: Path, server: ApiServer, kind: str, tasks: int = 4, **more: Any) -> Path:
@@ -25,7 +29,7 @@ def write_spec(folder: Path, tokenizer: Path, server: ApiServer, kind: str, task
         "spec": "episode/v1",
         "name": "api",
         "model": {"path": str(tokenizer), "tool_calls": "hermes"},
-        "backend": {"kind": kind, "url": server.url, "model": "m", "prices": PRICES, "try_timeout": 20},
+        "backend": {"url": server.url, "model": "m", "prices": PRICES, "try_timeout": 20} | (KINDS | THINKING)[kind],
         "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(tasks)], "id": "id"},
         "prompt": [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "What is 17 plus 4?"}],
         "tools": [{"use": "code_for_tests:add"}],
@@ -43,20 +47,24 @@ def stored(folder: Path) -> list[Trajectory]:
         return list(store.trajectories())
 
 
+def notices(folder: Path) -> list[dict[str, Any]]:
+    texts = (folder / "notices").read_text().replace("}{", "}\n{").splitlines()
+    return [json.loads(text) for text in texts]
+
+
 def costs(folder: Path) -> list[float]:
     lines = (list_runs(folder / "runs")[-1] / "costs.jsonl").read_text().splitlines()
     return [json.loads(line)["cost"] for line in lines]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("broken", [False, True], ids=["good", "malformed"])
+@pytest.mark.parametrize(("kind", "broken"), each_once(list(KINDS), [False, True]))
 def test_tools_go_out_and_come_back_in_the_api_s_own_form(
     tiny_tokenizer_dir: Path, tmp_path: Path, kind: str, broken: bool
 ) -> None:
     with ApiServer(broken=broken) as server:
         server.faults = list(FAULTS)
         spec = write_spec(tmp_path, tiny_tokenizer_dir, server, kind)
-        code, out, err = finish(engine("run", spec, "-q", cwd=tmp_path))
+        code, out, err = engine_here("run", spec, "-q", cwd=tmp_path)
     assert (code, server.refused) == (0, []), err
     assert (server.served, len(server.requests)) == (8, 8 + len(FAULTS))
     for trajectory in stored(tmp_path):
@@ -78,9 +86,17 @@ def test_tools_go_out_and_come_back_in_the_api_s_own_form(
     assert f"Cost of the run: {sum(expected):.6g}, " in out
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "command"),
+    [
+        pytest.param("openai", "run", marks=pytest.mark.slow),
+        ("anthropic", "run"),
+        pytest.param("thinking", "run", marks=pytest.mark.slow),
+        ("openai", "eval"),
+    ],
+)
 def test_a_run_that_has_cost_its_limit_stops_and_goes_on_with_a_higher_one(
-    tiny_tokenizer_dir: Path, tmp_path: Path, kind: str
+    tiny_tokenizer_dir: Path, tmp_path: Path, kind: str, command: str
 ) -> None:
     with ApiServer() as server:
         spec = write_spec(
@@ -89,16 +105,21 @@ def test_a_run_that_has_cost_its_limit_stops_and_goes_on_with_a_higher_one(
             server,
             kind,
             rollout={"concurrency": 1, "live_episodes": 2, "max_cost": 0.0003},
+            notify={"command": ["tee", "-a", str(tmp_path / "notices")], "on": ["budget", "finished"]},
         )
-        code, _, err = finish(engine("run", spec, "-q", cwd=tmp_path))
+        code, _, err = engine_here(command, spec, "-q", cwd=tmp_path)
         assert code == 3, err
         assert re.search(r"Stopped: the run has cost [\d.]+ of at most 0\.0003", err)
         assert "--max-cost AMOUNT" in err
+        (event,) = notices(tmp_path)
+        assert event["kind"] == "budget"
+        assert event["reason"].startswith("BudgetError: the run has cost 0.0")
         run = list_runs(tmp_path / "runs")[-1]
         assert len(costs(tmp_path)) == server.served < 8
-        assert finish(engine("run", "--resume", run, "-q", cwd=tmp_path))[0] == 3
+        assert engine_here("run", "--resume", run, "-q", cwd=tmp_path)[0] == 3
         assert len(costs(tmp_path)) == server.served < 8
-        code, _, err = finish(engine("run", "--resume", run, "-q", "--max-cost", "1", cwd=tmp_path))
+        code, _, err = engine_here("run", "--resume", run, "-q", "--max-cost", "1", cwd=tmp_path)
     assert (code, server.served, server.refused) == (0, 8, []), err
+    assert [event["kind"] for event in notices(tmp_path)] == ["budget", "finished"]
     assert [trajectory.outcome.failure for trajectory in stored(tmp_path)] == [None] * 4
     assert sum(costs(tmp_path)) == pytest.approx(sum(t.cost for x in stored(tmp_path) for t in x.turns), rel=1e-12)

@@ -108,7 +108,7 @@ READ_BY = {
     "run": (*TRAJECTORY, *JOURNAL),
     "fork": TRAJECTORY,
     "export": (*JOURNAL, *SPEC),
-    "compare": (*JOURNAL, *SPEC),
+    "compare": (*JOURNAL, *SPEC, "a branch that is cut off"),
     "show one": (*JOURNAL, *SPEC),
 }
 """By command, the damages of parts that it does not read, and does not notice."""

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from installed_packages import VAULTS, install
 from typer.testing import CliRunner
 
 from engine.cli.main import app
@@ -17,39 +18,8 @@ from engine.spec.offered import offered
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed package that offers something of each kind."""
-    offer(
-        tmp_path,
-        "vaults",
-        """\
-[episode_engine.environments]
-vault = vaults:Vault
-
-[episode_engine.tools]
-pick = vaults:pick
-
-[episode_engine.users]
-guard = vaults:Guard
-
-[episode_engine.scorers]
-open = vaults:score
-
-[episode_engine.adapters]
-lockgym = vaults:LockGym
-
-[episode_engine.tool_adapters]
-keyring = vaults:KeyRing
-""",
-    )
+    install(tmp_path, "vaults", VAULTS)
     monkeypatch.syspath_prepend(str(tmp_path))
-
-
-def offer(folder: Path, package: str, points: str) -> None:
-    """Write an installed package whose module must not be imported."""
-    info = folder / f"{package}-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(points)
-    (folder / f"{package}.py").write_text("raise SystemExit('it was imported')\n")
 
 
 @pytest.mark.usefixtures("package")
@@ -63,7 +33,7 @@ def test_an_installed_package_offers_its_own() -> None:
         ("environment", "vault", "vaults:Vault"),
         ("tool", "pick", "vaults:pick"),
         ("user", "guard", "vaults:Guard"),
-        ("scorer", "open", "vaults:score"),
+        ("scorer", "opened", "vaults:opened"),
         ("adapter", "adapter: lockgym", "vaults:LockGym"),
         ("tool adapter", "adapter: keyring", "vaults:KeyRing"),
     }

@@ -106,7 +106,12 @@ def test_two_runs_are_held_against_each_other(spec: Path) -> None:
     assert told["differences"]["turns"] == {"first": 2.0, "second": 1.0, "difference": -1.0, "low": None, "high": None}
     assert told["differences"]["reward"]["difference"] == pytest.approx(0.1)
     text = call(compare, first, second).output
-    assert text.splitlines()[-2] == "2 tasks, paired; left out: 1 tasks only in the first"
+    assert "2 tasks, paired: 2 better, 0 worse, 0 same; left out: 1 tasks only in the first" in text.splitlines()
+    assert "better: t1 +0.100, t0 +0.100" in text.splitlines()
+    assert [line.split()[1:6:2] for line in text.splitlines() if "backend.replies" in line] != []
+    assert told["spec"][0]["path"] == "backend.replies"
+    assert told["verdicts"] == {"better": 2, "worse": 0, "same": 0}
+    assert [pair["task"] for pair in told["by_task"]] == ["t0", "t1"]
     assert text.splitlines()[-1].startswith("warning: only 2 tasks: intervals are wide")
     assert call(compare, first, "nothing").exit_code == 2
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
+from slow_cases import slow_but
 from typer.testing import CliRunner
 
 from engine.cli.main import app
@@ -158,7 +159,7 @@ def test_a_run_in_which_others_succeed_goes_on(folder: Path, tiny_tokenizer_dir:
     assert "raised KeyError: 'missing'" in row
 
 
-@pytest.mark.parametrize("blame", ["user", "all"])
+@pytest.mark.parametrize("blame", slow_but(["user", "all"], "user"))
 def test_failed_episodes_are_run_again_on_request(folder: Path, tiny_tokenizer_dir: Path, blame: str) -> None:
     engine("run", write_spec(folder, tiny_tokenizer_dir, every=4), "-q")
     (run,) = list_runs(folder / "runs")

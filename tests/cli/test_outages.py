@@ -265,3 +265,32 @@ def test_a_longer_pause_than_the_run_waits_stops_it(tmp_path: Path, tiny_tokeniz
     (run,) = list_runs(tmp_path / "runs")
     with RunStore.open(run, readonly=True) as store:
         assert all(row.failure is None for row in store.episodes())
+
+
+def test_prompts_that_a_server_does_not_report_are_counted_where_they_are_shown(
+    tmp_path: Path, tiny_tokenizer_dir: Path, sglang: Servers
+) -> None:
+    sglang.start("--no-echo", "--latency", 0.0)
+    spec = write_spec(tmp_path, tiny_tokenizer_dir, sglang.backend())
+    status, _, err = engine_here("run", spec, cwd=tmp_path, columns=250)
+    assert (status, "set `backend.unchecked_prompts: allow`" in err) == (1, True), err
+    assert list_runs(tmp_path / "runs") == []
+
+    spec = write_spec(tmp_path, tiny_tokenizer_dir, sglang.backend(unchecked_prompts="allow"), tasks=4)
+    status, out, err = engine_here("run", spec, cwd=tmp_path, columns=250)
+    assert status == 0, err
+    [folder] = list_runs(tmp_path / "runs")
+    with RunStore.open(folder, readonly=True) as store:
+        trajectories = list(store.trajectories())
+    turns = sum(len(trajectory.turns) for trajectory in trajectories)
+    assert turns >= 4
+    assert all(turn.prompt_unchecked for trajectory in trajectories for turn in trajectory.turns)
+    warning = f"prompts unchecked: {turns:,}. The server did not report them"
+    assert warning in out
+    assert f"· prompts unchecked: {turns:,}" in out + err  # of the last line of progress
+    assert f"Certificate: 0 prompts compared with the prompt that the server used, 0 differ, {turns} could not" in out
+
+    status, out, _ = engine_here("export", "latest", "-o", "rows.jsonl", cwd=tmp_path, columns=250)
+    assert (status, warning in out) == (0, True)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert sum(row["unchecked_prompts"] for row in rows) == turns

@@ -47,6 +47,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.slow
 def test_every_schema_is_one() -> None:
     for text in documents().values():
         jsonschema.Draft202012Validator.check_schema(json.loads(text))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
+from slow_cases import slow_but
 from typer.testing import CliRunner
 
 from engine import masking
@@ -103,25 +104,22 @@ def test_a_run_keeps_the_references_and_is_taken_up_with_the_values(spec: Path, 
     assert call("run", "--resume", "latest", "--quiet").exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "why"),
-    [
+def test_a_resume_with_another_value_is_refused_by_name(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call("run", spec, "--quiet").exit_code == 0
+    for name, value, why in [
         ("CANARY", None, "`CANARY`, which `environment.with.key` uses, is not set now"),
         ("CANARY", "another-value", "`CANARY`, which `environment.with.key` uses, holds another value now"),
         ("NUMBER", "7", "`NUMBER`, which `environment.with.number` uses, holds another value now"),
-    ],
-)
-def test_a_resume_with_another_value_is_refused_by_name(
-    spec: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, why: str
-) -> None:
-    assert call("run", spec, "--quiet").exit_code == 0
-    monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
-    result = call("run", "--resume", "latest", "--quiet")
-    assert result.exit_code == 1
-    assert f"the environment variable {why}" in " ".join(result.output.split())
-    assert value is None or len(value) < 2 or value not in result.output
-    for words in (("show", "latest", "none"), ("export", "latest"), ("replay", "latest")):  # reading needs no secret
-        assert call(*words).exit_code == 0, words
+    ]:
+        with monkeypatch.context() as patch:
+            patch.delenv(name) if value is None else patch.setenv(name, value)
+            result = call("run", "--resume", "latest", "--quiet")
+            assert result.exit_code == 1
+            assert f"the environment variable {why}" in " ".join(result.output.split())
+            assert value is None or len(value) < 2 or value not in result.output
+            # reading needs no secret
+            for words in (("show", "latest", "none"), ("export", "latest"), ("replay", "latest")):
+                assert call(*words).exit_code == 0, words
 
 
 def test_a_default_is_what_a_variable_that_is_not_set_holds(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +133,7 @@ def test_a_default_is_what_a_variable_that_is_not_set_holds(spec: Path, monkeypa
     assert "was not set when the run began" in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o000])
+@pytest.mark.parametrize("mask", slow_but([0o022, 0o000], 0o000))
 def test_a_run_is_its_owners_alone_whatever_the_umask(spec: Path, tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:

@@ -101,6 +101,12 @@ async def fill(out: Path) -> None:
             )
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index of episodes in a folder of its own."""
+    monkeypatch.setenv("EPISODE_ENGINE_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run above."""
@@ -130,8 +136,9 @@ def test_without_an_episode_it_is_a_table_of_all(runs: Path) -> None:
         "sum/1 done failed: user_error (user) 2 10 +0.000",
     ]
     assert shown[4:] == [
-        "sum/2 broken off GENERATING",
+        "sum/2 broken off GENERATING 1 2",
         "2 of 3 episodes done · mean reward 0.550 · 1 solved · 1 failed",
+        "1 × user_error (user): it hung",
         f"To show one: engine show {RUN} sum/1",
     ]
 
@@ -183,8 +190,12 @@ def test_a_failure_is_told_with_its_blame_and_trace(runs: Path) -> None:
 
 
 def test_an_episode_that_is_not_done_is_told_by_its_journal(runs: Path) -> None:
-    assert [line for line in words(call(runs, RUN, "sum/2").output) if "──" not in line] == [
-        "sum/2 · broken off · 3 steps so far",
+    lines = [line for line in words(call(runs, RUN, "sum/2").output) if "──" not in line]
+    assert lines[:3] == ["sum/2 · broken off · 3 steps so far", "user", "q"]
+    assert lines[3] == "assistant · turn 0 · 2 tokens · answered · 0.00 s · rewards are known at its end"
+    at = lines.index("step state event to seconds what")
+    assert lines[at - 2 : at] == ["Not", "right."]
+    assert lines[at:] == [
         "step state event to seconds what",
         "0 PENDING ready GENERATING 1.25 1 message",
         "1 GENERATING answered AWAITING_USER 1.25 2 tokens, length",

@@ -42,9 +42,9 @@ def test_a_step_is_one_line_where_there_is_no_terminal() -> None:
         panel.update(4, {"reward/mean": 1.0})
     panel.update(5, VALUES)
     assert console.file.getvalue() == (  # type: ignore[attr-defined]
-        "step 3/10 · reward 0.500 · eval reward 0.625 · loss 0.0123 · KL 0.00031 · entropy 1.250 · "
+        "step 3/10 · 1 min 24 s left · reward 0.500 · eval reward 0.625 · loss 0.0123 · KL 0.00031 · entropy 1.250 · "
         "sampler/trainer log-prob gap 2e-06 · staleness 0.5 · tokens/s 812 · rollout 9.0s update 3.0s\n"
-        "step 4/10 · reward 1.000\n"
+        "step 4/10 · 1 min 12 s left · reward 1.000\n"
     )
 
 
@@ -71,7 +71,7 @@ def test_the_table_has_every_part() -> None:
         "evaluation  reward 0.625",
         "policy      KL 0.00031  entropy 1.25",
         "sampler     mean log-prob gap 2e-06  mean staleness 0.5",
-        "episodes    GENERATING 3  AWAITING_TOOL 1  812 tokens/s",
+        "episodes    GENERATING 3  AWAITING_TOOL 1  0.0 turns/s  812 tokens/s",
         "time        rollout 9.0 s (75%)  update 3.0 s (25%)",
     ]
 

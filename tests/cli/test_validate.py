@@ -208,6 +208,7 @@ def test_it_imports_no_torch_and_no_transformers() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_hundred_specs_are_quick(record_property: pytest.TestReport) -> None:
     for index in range(100):
         Path(f"s{index}.yaml").write_text(GOOD.replace("demo", f"demo{index}"))

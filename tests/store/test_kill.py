@@ -136,9 +136,9 @@ def test_kill_at_random_moments_loses_nothing_acknowledged(victim: Victim, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # 200 starts and kills of a process
+@pytest.mark.timeout(1200)  # 100 starts and kills of a process
 def test_kill_many_more_times(victim: Victim, tmp_path: Path, maker: Any) -> None:
-    kill_many(victim, tmp_path, maker, times=200, seed=time.time_ns(), runs=40)
+    kill_many(victim, tmp_path, maker, times=100, seed=time.time_ns(), runs=20)
 
 
 def test_a_killed_writer_leaves_no_lock_and_is_seen_as_stopped(victim: Victim, tmp_path: Path) -> None:

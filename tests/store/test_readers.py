@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slow_cases import slow_after
 
 from engine.cli.rows_reference import rows_reference
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
@@ -86,7 +87,7 @@ def by_datasets(path: Path) -> Any:
     return datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=cache).to_list()
 
 
-@pytest.mark.parametrize("read", [by_pandas, by_polars, by_duckdb, by_datasets])
+@pytest.mark.parametrize("read", slow_after(3, [by_pandas, by_polars, by_duckdb, by_datasets]))
 async def test_parquet_opens_with_the_values_of_jsonl(read: Any, files: dict[str, Path]) -> None:
     expected = [json.loads(line) for line in files["jsonl"].read_text().splitlines()]
     rows = plain(read(files["parquet"]))

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from validated_structs import STRUCTS, check, same
@@ -160,7 +161,7 @@ def test_what_a_struct_says_as_json_is_read_back_as_the_same(struct: type[Struct
 
 def test_every_kind_of_record_is_drawn() -> None:
     kinds = {get_args(get_type_hints(one)["kind"])[0] for one in RecordBase.__subclasses__() if one in STRUCTS}
-    assert kinds == {"reset", "generation", "tools", "user", "step", "condense", "score", "limit", "failure"}
+    assert kinds == {"reset", "agent", "generation", "tools", "user", "step", "condense", "score", "limit", "failure"}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ hostile = (
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(100))
 @given(data=st.data())
 def test_stored_bytes_of_another_form_are_refused_by_the_name_of_their_record(data: Any) -> None:
     written = codec.write_trajectory(data.draw(structs(Trajectory)))

@@ -112,8 +112,8 @@ async def test_jsonl_gives_every_float_back(store: RunStore, maker: Any, tmp_pat
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert list(rows[0]) == [
         "run_id", "task_id", "episode_id", "task_index", "sample_index", "branch", "seed", "trainable", "input_ids", "loss_mask",
-        "logprobs", "weight_versions", "turn_ids", "token_rewards", "advantages", "turn_rewards", "outcome", "messages",
-        "images", "task_fields", "facts", "metadata",
+        "logprobs", "weight_versions", "turn_ids", "token_rewards", "advantages", "unchecked_prompts", "turn_rewards", "outcome", "messages",
+        "images", "routed_experts", "task_fields", "facts", "metadata",
     ]  # fmt: skip
     for row, branch in zip(rows, trajectory.branches, strict=True):
         assert np.array(row["logprobs"], np.float32).tobytes() == branch.logprobs.tobytes()

@@ -213,9 +213,15 @@ async def test_a_run_is_not_made_twice(store: RunStore) -> None:
 @pytest.mark.parametrize(
     ("pragma", "words"),
     [
-        ("user_version = 7", "has store version 7, and this engine reads version 6: upgrade episode-engine"),
-        ("user_version = 4", "has store version 4, and this engine reads version 6: use the engine that wrote it"),
-        ("user_version = 0", "has store version 0, and this engine reads version 6: use the engine that wrote it"),
+        ("user_version = 8", "has store version 8, and this engine reads versions 6 and 7: upgrade episode-engine"),
+        (
+            "user_version = 4",
+            "has store version 4, and this engine reads versions 6 and 7: use the engine that wrote it",
+        ),
+        (
+            "user_version = 0",
+            "has store version 0, and this engine reads versions 6 and 7: use the engine that wrote it",
+        ),
         ("application_id = 7", "is not a run: it is another SQLite file"),
     ],
 )

@@ -1,0 +1,132 @@
+"""`engine compact`: drops stored episodes of a training to save space."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.cli.exits import wrong_usage
+from engine.terminal import echo, echo_json
+
+if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec, KeepSpec
+    from engine.store.compact import Compacted
+    from engine.train.keep import Plan
+
+
+def compact(
+    run: Annotated[str, typer.Argument(help="A training: its folder, its id or the beginning of it, or `latest`.")],
+    steps: Annotated[int | None, typer.Option(min=0, help="Keep the groups of the last STEPS steps.")] = None,
+    failures: Annotated[
+        bool | None, typer.Option("--failures/--no-failures", help="Keep groups with an episode that failed.")
+    ] = None,
+    sample: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, metavar="FRACTION", help="Keep this fraction of all groups.")
+    ] = None,
+    trained: Annotated[
+        bool | None, typer.Option("--trained/--no-trained", help="Keep groups that a step was trained on.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; say what would be dropped.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Drop tokens, messages and journals of a training's episodes, and shrink the file of its run store.
+
+    What stays is `rollout.keep` of the training's spec, with the options given here in its place. Nothing that a resume of the
+    training needs is dropped, and outcome, reward and counts of each episode stay. The training must not be running.
+    """
+    from engine.errors import EngineError
+    from engine.train.folder import find_training, read_header
+    from engine.train.keep import compact_training
+
+    try:
+        folder = find_training(run, out)
+        spec = read_header(folder).loaded_spec().spec
+        keep = _keep(spec, {"steps": steps, "failures": failures, "sample": sample, "trained": trained})
+        plan, told = compact_training(folder, spec, keep, dry_run=dry_run)
+    except EngineError as error:
+        echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    if json:
+        echo_json(_document(folder, keep, plan, told, dry_run=dry_run))
+    else:
+        _report(folder, plan, told, dry_run=dry_run)
+    if told.problem is not None:
+        echo(told.problem, err=True)
+        raise typer.Exit(1)
+
+
+def _keep(spec: EpisodeSpec, given: dict[str, object]) -> KeepSpec:
+    from engine.schemas.episode import KeepSpec
+
+    if spec.train is None or not spec.train.samples_episodes:
+        wrong_usage("this training has no episodes of its own (`train.kind: sft`), so there is nothing to drop")
+    options = {key: value for key, value in given.items() if value is not None}
+    if spec.rollout.keep is None and not options:
+        wrong_usage(
+            "the training's spec has no `rollout.keep`: say what stays with --steps, --failures, --sample or --trained"
+        )
+    if spec.rollout.keep is None and "steps" not in options:
+        options["steps"] = 0  # else --sample 0.1 would keep the last steps, which nobody asked for
+    return (spec.rollout.keep or KeepSpec()).model_copy(update=options)
+
+
+def _document(folder: Path, keep: KeepSpec, plan: Plan, told: Compacted, *, dry_run: bool) -> dict[str, object]:
+    return {
+        "training": str(folder),
+        "dry_run": dry_run,
+        "keep": keep.model_dump(),
+        "dropped": {"groups": told.groups, "episodes": told.episodes, "bytes": told.size},
+        "dropped_images": {"images": told.images, "bytes": told.image_size},
+        "dropped_so_far": {"episodes": told.total.episodes, "bytes": told.total.size},
+        "groups_that_stay": _reasons(plan, told),
+        "resume_needs_steps_after": plan.repeated,
+        "file_bytes": {"before": told.before.file, "after": told.after.file},
+        "problem": told.problem,
+    }
+
+
+def _reasons(plan: Plan, told: Compacted) -> dict[str, int]:
+    """Number of consumed groups that stay, by the reason."""
+    return dict(plan.stay) | ({"an episode of them failed": told.failed} if told.failed else {})
+
+
+def _report(folder: Path, plan: Plan, told: Compacted, *, dry_run: bool) -> None:
+    from engine.cli.console import make_console
+
+    console = make_console(soft_wrap=True)
+    verb = "would be dropped" if dry_run else "dropped"
+    console.print(f"{told.episodes} episodes of {told.groups} groups {verb}: {size_words(told.size)} of content")
+    for reason, count in _reasons(plan, told).items():
+        console.print(f"{count} groups stay: {reason}")
+    if not plan.repeated:
+        console.print("The training has no checkpoint yet, and a resume repeats all of its steps")
+    for line in disk_lines(told):
+        console.print(line)
+    if dry_run:
+        console.print("Nothing was written. Images that only dropped episodes show are dropped as well")
+    console.print(f"Training: {folder}")
+
+
+def disk_lines(told: Compacted) -> list[str]:
+    """What a compaction did, and the size of the run store before and after it, in words."""
+    lines = []
+    if told.total.episodes:
+        lines.append(
+            f"Dropped since the training began: {told.total.episodes} episodes, {size_words(told.total.size)} of content"
+        )
+    if told.images:
+        lines.append(f"Dropped images: {told.images}, {size_words(told.image_size)}")
+    sizes = dict.fromkeys((size_words(told.before.file), size_words(told.after.file)))
+    lines.append(f"Run store: {' -> '.join(sizes)}")
+    return lines
+
+
+def size_words(size: int) -> str:
+    """A number of bytes, for people: `1.5 MB`."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} bytes"

@@ -1,0 +1,59 @@
+"""`engine doctor`: checks whether this machine can run a spec, and says what to install or change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine.cli.exits import ERROR
+from engine.terminal import echo, echo_json
+
+_MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("error", "red")}
+
+
+def doctor(
+    spec: Annotated[
+        Path | None, typer.Argument(help="The spec to run here. Without it only the machine is checked.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set backend.launch.gpus=2"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line, for programs.")] = False,
+) -> None:
+    """Check torch, CUDA, cuDNN, SGLang, ports, shared memory and disk, before a run.
+
+    Exit status: 0 without errors, 1 with some or when the spec is invalid.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    from engine.cli.console import make_console
+    from engine.doctor.examine import examine
+    from engine.errors import EngineError
+    from engine.spec.load import load_spec
+
+    try:
+        loaded = None if spec is None else load_spec(spec, overrides or [])
+    except EngineError as error:
+        echo(str(error), err=True)
+        raise typer.Exit(ERROR) from None
+    findings = examine(loaded)
+    if as_json:
+        for finding in findings:
+            echo_json(finding._asdict(), indent=None)
+    else:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for finding in findings:
+            word, colour = _MARKS[finding.level]
+            table.add_row(Text(word, style=colour), finding.about, Text(finding.text))
+            if finding.fix:
+                table.add_row("", "", Text(f"→ {finding.fix}"))
+        make_console().print(table)
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(ERROR)

@@ -1,0 +1,93 @@
+"""`engine export --format trl|verl`: writes a data set of messages, and pushes it to the hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from engine.terminal import echo
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """The options of the command that data sets have."""
+
+    format: str
+    content: str | None
+    images: str
+    filter: str | None
+    turns: str | None
+    score: str | None
+    ground_truth: str | None
+    push: str | None
+    public: bool
+
+    def problem(self, known: list[str]) -> str | None:
+        """Why they do not go together; None if they do."""
+        content = self.content or known[0]
+        if content not in known:
+            return f"--content {content} is not one of --format {self.format}, which has: {', '.join(known)}"
+        if self.turns is not None and content not in ("turns", "preferences"):
+            return f"--turns has no effect with --content {content}; leave it out, or use --content turns"
+        if self.ground_truth is not None and content != "prompts":
+            return f"--ground-truth has no effect with --content {content}; leave it out, or use --content prompts"
+        if self.public and self.push is None:
+            return "--public has an effect only with --push"
+        if self.push is not None and self.images == "paths":
+            return "--images paths names files of this machine, which nobody who reads the hub has; leave it out"
+        return None
+
+
+def export_dataset(run: str, runs: Path, out: Path | None, options: DatasetOptions) -> None:
+    """Write the data set, print what it does not carry, and push it."""
+    from engine.cli.console import make_console
+    from engine.cli.report import dropped_words
+    from engine.errors import EngineError
+    from engine.integrations.datasets.contents import TABLES, Source
+    from engine.integrations.datasets.tables import image_bytes, image_paths, write_table
+    from engine.runner.finished import TURN_VARIABLES, EpisodeFilter
+    from engine.store.find import find_run
+    from engine.store.store import RunStore
+    from engine.tokens.loading import load_format
+
+    tables = TABLES[options.format]
+    if problem := options.problem(list(tables)):
+        echo(f"error: {problem}", err=True)
+        raise typer.Exit(2)
+    content = options.content or next(iter(tables))
+    console = make_console(soft_wrap=True)
+    try:
+        with RunStore.open(find_run(run, runs), readonly=True) as store:
+            if options.push is not None:
+                from engine.integrations.datasets.hub import check_push
+
+                check_push(options.push)
+            loaded = store.header.loaded_spec()
+            source = Source(store, loaded, load_format(loaded.spec.model, loaded.base), options.score)
+            source.ground_truth = options.ground_truth
+            if options.filter is not None:
+                source.episode = EpisodeFilter(store, options.filter)
+            if options.turns is not None:
+                source.turn = EpisodeFilter(store, options.turns, "--turns", TURN_VARIABLES)
+            path = out or store.folder / f"{options.format}_{content}.parquet"
+            folder = path.with_name(f"{path.stem}_images")
+            image = image_bytes(store) if options.images == "bytes" else image_paths(store, folder)
+            metadata = {"episode_engine.run_id": store.run_id, "episode_engine.version": store.header.engine_version}
+            count = write_table(tables[content](source), path, metadata, image=image)
+            console.print(f"{count} rows: {path}")
+            for line in source.losses.lines():
+                console.print(line)
+            if dropped := dropped_words(store):
+                console.print(dropped, style="yellow")
+            if options.push is not None:
+                from engine.integrations.datasets.hub import push_file
+
+                url = push_file(
+                    path, options.push, rows=count, public=options.public, run_id=store.run_id, content=content
+                )
+                console.print(f"pushed: {url}")
+    except EngineError as error:
+        echo(str(error), err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,258 @@
+"""The table of episodes of `engine show`, and the same rows as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.cli.exits import wrong_usage
+from engine.terminal import echo_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from engine.view.listing import Listing
+    from engine.view.rows import Page, Row, Totals
+
+_NAMES = 3
+"""Maximum number of rewards that have a column of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which episodes are shown; see the options of `engine show`."""
+
+    filter: str | None = None
+    text: str | None = None
+    sort: str | None = None
+    limit: int = 100
+    failed: bool = False
+    score: str | None = None
+
+    @property
+    def expression(self) -> str | None:
+        """The filter, with `--failed`."""
+        if not self.failed:
+            return self.filter
+        failed = 'outcome.failure != ""'
+        return f"({self.filter}) && {failed}" if self.filter else failed
+
+
+def show_list(folder: Path, chosen: Selection, *, json: bool) -> None:
+    """Print the episodes of a run or a training.
+
+    Raises:
+        StoreError: it cannot be read, or the filter or the sort key is not valid.
+    """
+    from engine.cli.console import make_console
+    from engine.view.listing import Listing
+    from engine.view.sources import is_training
+
+    if chosen.score is not None and (chosen.filter or chosen.sort or json):
+        wrong_usage("--filter, --sort and --json use the run's own rewards; leave out --score")
+    training = is_training(folder)
+    console = make_console()
+    with Listing.open([folder]) as listing:
+        expression = chosen.expression
+        own = training and "run." not in (expression or "")
+        if own:  # else evaluations would stand among the episodes of the training
+            expression = f"!run.evaluation && ({expression})" if expression else "!run.evaluation"
+        sort = chosen.sort or ("-step" if training else "order")
+        most = 2**31 if chosen.score is not None else chosen.limit
+        page = listing.page(expression, chosen.text, sort.removeprefix("-"), sort.startswith("-"), 0, most)
+        totals = listing.totals(expression, chosen.text)
+        if chosen.score is not None:
+            page, totals = _rescored(listing, page, chosen)
+        if json:
+            echo_json(
+                {
+                    "run": str(folder),
+                    "total": page.total,
+                    "skipped": page.skipped,
+                    "dropped": listing.store(listing.sources[0].key).dropped().episodes,
+                    "rows": [row.plain() for row in page.rows],
+                    "causes": [cause.plain() for cause in listing.causes(expression, chosen.text)],
+                }
+            )
+            return
+        _head(console, folder, listing, chosen)
+        if page.rows:
+            console.print(_table(page.rows[: chosen.limit], listing, many=training and not own))
+        _foot(console, folder, listing, page, totals, chosen, expression)
+
+
+def _rescored(listing: Listing, page: Page, chosen: Selection) -> tuple[Page, Totals]:
+    """The same episodes with the results of a score; those that the score does not have are left out."""
+    from engine.view.rows import Totals, outcome_word
+
+    (source, *_) = listing.sources
+    results = {each.id: each for each in listing.store(source.key).episodes(chosen.score)}
+    rows = [
+        replace(
+            row,
+            outcome=outcome_word(now.failure, now.blame, now.limit, now.solved, now.event or ""),
+            failure=now.failure,
+            solved=now.solved,
+            reward=now.reward,
+            rewards={},
+        )
+        for row in page.rows
+        if (now := results.get(row.episode)) is not None and row.status == "done"
+    ]
+    totals = Totals(
+        episodes=len(rows),
+        done=len(rows),
+        solved=sum(bool(row.solved) for row in rows),
+        failed=sum(row.failure is not None for row in rows),
+        limited=sum(row.failure is None and row.limit is not None for row in rows),
+        reward=sum(row.reward or 0.0 for row in rows) / len(rows) if rows else None,
+    )
+    return replace(page, rows=rows, total=len(rows)), totals
+
+
+def _head(console: Console, folder: Path, listing: Listing, chosen: Selection) -> None:
+    from rich.text import Text
+
+    from engine.view.sources import is_training
+    from engine.view.training import Training
+
+    source = listing.sources[0]
+    place = f" · {source.status} · {folder}" + (f" · score {chosen.score}" if chosen.score else "")
+    if not is_training(folder):
+        console.print(Text.assemble((listing.store(source.key).run_id, "bold"), place), soft_wrap=True)
+        return
+    training = Training(folder)
+    told = training.overview()
+    planned = f" of {told.planned}" if told.planned else ""
+    console.print(Text.assemble((folder.name, "bold"), f" · training{place}"), soft_wrap=True)
+    newest = training.step(told.done).metrics if told.done else {}
+    parts = [f"step {told.done}{planned}"]
+    parts += [
+        f"{words} {newest[name]:.3f}"
+        for words, name in (("reward", "reward/mean"), ("loss", "loss"))
+        if newest.get(name) is not None
+    ]
+    console.print(" · ".join(parts), soft_wrap=True)
+    for each in training.evaluations():
+        values = [
+            f"{name.removeprefix('eval/')} {value:.3f}"
+            for name, value in list(each.metrics.items())[:4]
+            if value is not None
+        ]
+        console.print(
+            f"evaluation after step {each.step}: {' · '.join(values) or 'no metrics yet'} · {each.run}", soft_wrap=True
+        )
+
+
+def _table(rows: Sequence[Row], listing: Listing, *, many: bool) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    names = sorted({name for row in rows for name in row.rewards})
+    names = names if 1 < len(names) <= _NAMES else []
+    steps = any(row.step is not None for row in rows)
+    versions = any(row.versions and row.versions[1] > 0 for row in rows)
+    unfinished = any(row.status != "done" for row in rows)
+    columns = [
+        *(["run"] if many else []),
+        "episode",
+        *(["step"] if steps else []),
+        *(["status"] if unfinished else []),
+        "ended",
+        "turns",
+        "tokens",
+        "reward",
+        *names,
+        *(["version"] if versions else []),
+        "seconds",
+    ]
+    statuses = {source.key: source.status for source in listing.sources}
+    table = Table(*columns, header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in table.columns[columns.index("ended") + 1 :]:
+        column.justify = "right"
+    for column, name in zip(table.columns, columns, strict=True):
+        column.no_wrap = name not in ("run", "ended")  # an id that is cut cannot be copied
+    for row in rows:
+        done = row.status == "done"
+        cells = [
+            *([row.run.partition("/")[2] or row.run] if many else []),  # the head names the training
+            row.episode,
+            *(["" if row.step is None else str(row.step)] if steps else []),
+            *([_status(row, statuses)] if unfinished else []),
+            row.outcome if done else row.state or "",
+            str(row.turns["assistant"]) if row.turns.get("assistant") is not None else "",
+            str(row.tokens["sampled"]) if row.tokens.get("sampled") is not None else "",
+            _signed(row.reward),
+            *(_signed(row.rewards.get(name)) for name in names),
+            *(["–".join(map(str, dict.fromkeys(row.versions)))] if versions else []),
+            f"{row.seconds:.1f}" if row.seconds is not None else "",
+        ]
+        table.add_row(*map(Text, cells), style=_style(row))
+    return table
+
+
+def _status(row: Row, statuses: Mapping[str, str]) -> str:
+    """An episode that was running when its run ended is broken off."""
+    return "broken off" if row.status == "running" and statuses[row.run] != "running" else row.status
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.3f}"
+
+
+def _style(row: Row) -> str:
+    if row.failure is not None:
+        return "red"
+    if row.status != "done":
+        return "dim"
+    return "green" if row.solved else ""
+
+
+def _foot(
+    console: Console,
+    folder: Path,
+    listing: Listing,
+    page: Page,
+    totals: Totals,
+    chosen: Selection,
+    expression: str | None,
+) -> None:
+    from engine.cli.report import dropped_words
+
+    if page.total > chosen.limit:
+        console.print(f"… and {page.total - chosen.limit} more: --limit {page.total} shows them")
+    line = f"{totals.done} of {totals.episodes} episodes done"
+    if totals.done:
+        line += f" · mean reward {totals.reward or 0.0:.3f} · {totals.solved} solved · {totals.failed} failed"
+        line += f" · {totals.limited} ended by a limit" if totals.limited else ""
+    console.print(line)
+    if page.skipped:
+        console.print(
+            f"{page.skipped} episodes are left out because the filter has no value for them: {page.skipped_because}",
+            style="yellow",
+            soft_wrap=True,
+        )
+    if chosen.score is None:
+        for cause in [each for each in listing.causes(expression, chosen.text) if each.failure][:5]:
+            message = " ".join((cause.message or "").split())
+            shown = message if len(message) <= 160 else f"{message[:159]}…"
+            console.print(f"{cause.count} × {cause.failure} ({cause.blame}): {shown}", style="red", soft_wrap=True)
+    store = listing.store(listing.sources[0].key)
+    if dropped := dropped_words(store):
+        console.print(dropped, style="yellow", soft_wrap=True)
+    labels = [head.label for head in store.scores() if head.label != chosen.score]
+    if labels:
+        console.print(f"Other scores: --score {' | '.join(labels)}", style="dim", soft_wrap=True)
+    done = [row for row in page.rows if row.status == "done"]
+    if done:
+        first = next((row for row in done if row.failure), done[0])
+        console.print(f"To show one: engine show {_run(folder, first)} {first.episode}", style="dim", soft_wrap=True)
+
+
+def _run(folder: Path, row: Row) -> str:
+    """What to write for the run of an episode; the store of a training's episodes is named by the training."""
+    return row.run.removesuffix("/rollouts") if "/" in row.run else folder.name

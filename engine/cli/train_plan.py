@@ -1,0 +1,120 @@
+"""`engine train --plan`: the memory of a training, by kind, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from engine.cli.exits import ERROR, wrong_usage
+from engine.terminal import echo
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.schemas.train import TrainSpec
+    from engine.train.plan import MemoryPlan
+
+_WORDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "moments": "AdamW's moments",
+    "reference": "KL reference",
+    "critic": "critic: weights, gradients, moments",
+    "images": "images: pixels, activations of the vision model",
+    "activations": "activations, with gathered weights",
+    "logits": "logits and other temporary tensors",
+}
+
+
+def plan_training(
+    console: Console,
+    spec: Path | None,
+    overrides: list[str],
+    *,
+    processes: int | None,
+    memory: str | None,
+    images: int | None,
+    image_size: str | None,
+) -> None:
+    """Print the plan of a spec. What is None is that of `train.plan`.
+
+    Exits with status 1 if memory is given and a step, or the longest row, does not fit.
+    """
+    from engine.errors import EngineError
+    from engine.schemas.base import parse_bytes
+    from engine.spec.load import load_spec
+    from engine.train.plan import plan_memory, size_of
+    from engine.train.setup import train_spec_of
+
+    if spec is None:
+        wrong_usage("--plan needs a spec")
+    try:
+        most = None if memory is None else int(parse_bytes(memory))
+    except ValueError as error:
+        wrong_usage(f"--memory: {error}")
+    try:
+        size = None if image_size is None else size_of(image_size)
+    except ValueError as error:
+        wrong_usage(f"--image-size: {error}")
+    try:
+        loaded = load_spec(spec, overrides)
+        train = train_spec_of(loaded)
+        if train.plan is not None:
+            processes, most = processes or train.plan.processes, most or train.plan.gpu_memory
+            images = images or train.plan.images
+            size = size or (None if train.plan.image_size is None else size_of(train.plan.image_size))
+        gpu = most is not None and train.device != "cpu"
+        plan = plan_memory(loaded, processes=processes or 1, gpu=gpu, images=images, image_size=size)
+    except EngineError as error:
+        echo(str(error), err=True)
+        raise typer.Exit(ERROR) from None
+    for line in plan_lines(plan):
+        console.print(line)
+    if most is None:
+        return
+    fits, lines = fit_lines(plan, train, most)
+    for line in lines:
+        console.print(line, style=None if fits else "red")
+    if not fits:
+        raise typer.Exit(ERROR)
+
+
+def plan_lines(plan: MemoryPlan) -> list[str]:
+    """The plan as lines of text."""
+    from engine.train.plan_advice import size_words
+
+    several = f"each of {plan.processes} processes" if plan.processes > 1 else "the process"
+    seen = "" if plan.images is None else f" with {plan.images}"
+    lines = [
+        f"Memory of {several} at the peak of a step, with a micro-batch of one row of {plan.tokens:,} tokens{seen}:"
+    ]
+    lines += [f"  {size_words(size):>10}  {_WORDS[name]}" for name, size in plan.bytes.items() if size]
+    lines.append(
+        f"  {size_words(plan.total):>10}  together; each further token of a micro-batch takes {size_words(plan.bytes_per_token)}"
+    )
+    if plan.cpu_bytes:
+        lines.append(f"  {size_words(plan.cpu_bytes):>10}  on the CPU (`train.memory.offload`)")
+    if plan.omitted:
+        lines.append(f"Not counted: {'; '.join(plan.omitted)}")
+    return lines
+
+
+def fit_lines(plan: MemoryPlan, train: TrainSpec, memory: int) -> tuple[bool, list[str]]:
+    """Whether a step fits into `memory` bytes, and what to say about it."""
+    from engine.train.plan_advice import SPLITTING, size_words, what_saves
+
+    longest = plan.longest_row(memory)
+    lines = [f"In {size_words(memory)}: the longest row, and the largest micro-batch, has {longest:,} tokens"]
+    if longest >= plan.tokens:
+        return True, lines
+    reach = f"`limits.episode_tokens` is {plan.row_tokens:,}" if plan.row_tokens is not None else "rows may be longer"
+    lines.append(
+        f"A micro-batch of {plan.tokens:,} tokens does not fit (`train.memory.max_tokens_per_microbatch` "
+        f"{train.memory.max_tokens_per_microbatch:,}; {reach})."
+    )
+    lines.append(f"What makes it smaller: {', '.join(what_saves(plan, train, longest))}.")
+    if plan.row_tokens is not None and plan.row_tokens > longest:
+        lines.append(SPLITTING)
+    return False, lines

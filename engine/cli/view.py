@@ -1,0 +1,127 @@
+"""`engine view`: shows runs and trainings in a browser, or writes them to one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine.terminal import echo
+
+MOST_RUNS = 20
+"""Number of runs that are shown if none is named."""
+
+
+def view(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]…",
+            help="Folders or ids of runs and trainings, the beginning of an id, or `latest`. Default: the newest 20 of --out.",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1; 0: a free one.")] = 0,
+    browser: Annotated[bool, typer.Option("--open", help="Open the address in the browser.")] = False,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write one file that needs no server, and end.")
+    ] = None,
+    filter: Annotated[
+        str | None,
+        typer.Option(metavar="CEL", help="With --export: only episodes for which this holds, as in `engine show`."),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="With --export: only episodes in which this was said.")] = None,
+    max_size: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", help="With --export: maximum size of the file; episodes that do not fit are left out."
+        ),
+    ] = "50MB",
+) -> None:
+    """Look at episodes in a browser: transcript, rewards and who moved them, tokens, branches, machine, timings.
+
+    The app is reachable from this machine alone, at an address with a random token. It only reads, also runs and
+    trainings that are still going on. Ctrl-C ends it.
+    """
+    from engine.errors import EngineError
+    from engine.view.listing import Listing
+    from engine.view.sources import find
+
+    try:
+        if export is None and (filter or text):
+            raise typer.BadParameter("--filter and --text belong to --export; in the app they are fields of the list")
+        paths = [find(run, out) for run in runs] if runs else _newest(out)
+        with Listing.open(paths) as listing:
+            if export is not None:
+                _export(listing, export, filter, text, max_size)
+            else:
+                _serve(listing, port, browser)
+    except EngineError as error:
+        echo(str(error), err=True)
+        raise typer.Exit(2) from None
+
+
+def _serve(listing: object, port: int, browser: bool) -> None:
+    from engine.view.listing import Listing
+
+    assert isinstance(listing, Listing)
+    try:
+        from engine.view.serve import serve
+    except ModuleNotFoundError as error:
+        echo(f"`engine view` needs the package {error.name}: pip install 'episode-engine[view]'", err=True)
+        raise typer.Exit(2) from None
+
+    def ready(address: str) -> None:
+        echo(f"{address}\nCtrl-C ends it.")
+        if browser:
+            import webbrowser
+
+            webbrowser.open(address)
+
+    serve(listing, port, ready)
+
+
+def _export(listing: object, file: Path, filter: str | None, text: str | None, max_size: str) -> None:
+    from engine.schemas.base import parse_bytes
+    from engine.view.listing import Listing
+    from engine.view.single_file import write_file
+
+    assert isinstance(listing, Listing)
+    try:
+        limit = int(parse_bytes(max_size))
+    except ValueError as error:
+        raise typer.BadParameter(f"--max-size: {error}") from None
+    written = write_file(listing, file, filter or "", text or "", limit)
+    echo(f"{file}: {written.episodes} of {written.chosen} episodes, {written.bytes / 1e6:.1f} MB")
+    for line in written.left_out:
+        echo(f"left out: {line}", err=True)
+
+
+def _newest(out: Path) -> list[Path]:
+    """Return the newest runs and trainings of a folder that can be read.
+
+    Raises:
+        StoreError: there are none.
+    """
+    from engine.errors import EngineError, StoreError
+    from engine.store.find import list_runs
+    from engine.train.folder import trainings
+    from engine.view.sources import open_stores
+
+    found = sorted({*list_runs(out), *trainings(out)}, key=lambda folder: folder.stat().st_mtime, reverse=True)
+    usable: list[Path] = []
+    problems: list[str] = []
+    for folder in found[:MOST_RUNS]:
+        try:
+            open_stores([folder])
+            usable.append(folder)
+        except EngineError as error:
+            problems.append(str(error))
+    if len(found) > MOST_RUNS:
+        problems.append(f"{len(found) - MOST_RUNS} older runs in {out}; name those that are to be shown")
+    for problem in problems:
+        echo(f"not shown: {problem}", err=True)
+    if not usable:
+        raise StoreError(f"there are no runs in {out} that can be read; `engine run SPEC` makes one")
+    return usable

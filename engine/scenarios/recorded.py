@@ -1,0 +1,255 @@
+"""Makes a scenario of a finished episode: its replies as they were sampled, and the result that it had.
+
+    text = recorded_scenario(store, "17/0", formats, folder=Path("tests")).text
+    add_scenario(store, "17/0", formats, Path("tests/regressions.yaml"))
+
+Replies are scripted. Everything else runs for real where that gives the recorded answer again: users, tools and environments
+that are not `external`. Answers of external code, of models that play a role, and the time at which an episode ran out of it, are
+scripted with what the journal holds. If code that runs for real answers otherwise, all its answers are scripted, and a note says so.
+
+Invariant: a scenario that is given out was played, and its result was the recorded one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from engine.errors import SpecError, StoreError
+from engine.scenarios.from_journal import ScriptWriter, expected_of, task_of_scenario
+from engine.scenarios.load import ENDINGS, SUFFIX, load_scenarios, spec_of
+from engine.scenarios.suite import run_suite
+from engine.spec.load import load_spec
+from engine.store.export import whole_file
+
+if TYPE_CHECKING:
+    from engine.scenarios.suite import Formats, SuiteResult
+    from engine.store.reader import RunReader
+
+_ELSEWHERE = (
+    "backend",
+    "rollout.concurrency",
+    "rollout.live_episodes",
+    "rollout.out",
+    "rollout.samples_per_task",
+    "rollout.max_cost",
+    "train",
+    "notify",
+    "traces",
+)
+"""Keys of a spec that change nothing of a scenario."""
+_BREAKS = re.compile("[\r\x85\u2028\u2029]")
+"""Line breaks that a block of YAML would change."""
+
+
+@dataclass(frozen=True)
+class RecordedScenario:
+    """A scenario made of an episode."""
+
+    name: str
+    text: str
+    """A whole file of scenarios, in YAML."""
+    notes: list[str]
+    """What the reader should know: what is scripted beyond the replies, and why."""
+
+
+def recorded_scenario(
+    store: RunReader, episode_id: str, formats: Formats, *, folder: Path | None = None
+) -> RecordedScenario:
+    """Make a scenario of a finished episode and play it. Runs an event loop of its own: call it in a thread where one runs.
+
+    Args:
+        store: The run.
+        episode_id: The episode.
+        formats: Chat formats.
+        folder: Where the file will lie; by default beside the spec. The path of the spec in it is relative to this folder.
+
+    Raises:
+        StoreError: the run has no such finished episode, or the scenario does not have the recorded result.
+        SpecError: the spec's file cannot be read any more.
+    """
+    spec = spec_file(store)
+    folder = (folder or spec.parent).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    found = ""
+    for everything in (False, True):
+        scenario, notes = _written(store, episode_id, formats, spec, folder, everything=everything)
+        if everything:
+            notes.append(
+                f"all answers of the spec's code are scripted: played for real, the result is another one\n{found}"
+            )
+        text = as_yaml({"scenarios_of": os.path.relpath(spec, folder), "scenarios": [scenario]})
+        found = _played(spec, text, folder, formats)
+        if not found:
+            return RecordedScenario(scenario["name"], text, notes)
+    raise StoreError(
+        f"{episode_id}: played as a scenario of {spec}, it has another result than the recorded one; nothing is written. Have the "
+        f"spec, its code or the tokenizer changed since the run?\n{found}"
+    )
+
+
+def add_scenario(store: RunReader, episode_id: str, formats: Formats, path: Path) -> RecordedScenario:
+    """Make a scenario of a finished episode and write it to a file; a file of scenarios of the same spec gets one more.
+
+    Raises:
+        StoreError: as for `recorded_scenario`; or the file exists and is another one. Then it is left as it is.
+        SpecError: the spec's file, or the file of scenarios, cannot be read.
+    """
+    if path.suffix not in ENDINGS:
+        raise StoreError(
+            f"a file of scenarios is YAML: name it {path.with_suffix('.yaml').name} instead of {path.name}"
+        )
+    made = recorded_scenario(store, episode_id, formats, folder=path.parent)
+    if path.stem.endswith(SUFFIX) and not path.exists() and spec_of(path).absolute() != spec_file(store):
+        raise StoreError(
+            f"{path.name} is the name of the scenarios of {spec_of(path).name}, not of {spec_file(store).name}"
+        )
+    text = _appended(path, made, spec_file(store)) if path.exists() else made.text
+    with whole_file(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+    return made
+
+
+def _appended(path: Path, made: RecordedScenario, spec: Path) -> str:
+    before = load_scenarios(path).file
+    if spec_of(path).absolute().resolve() != spec.resolve():
+        raise StoreError(f"{path} holds scenarios of {spec_of(path)}, not of {spec}; choose another file")
+    if made.name in [scenario.name for scenario in before.scenarios]:
+        raise StoreError(f"{path} already has a scenario `{made.name}`")
+    old = path.read_text(encoding="utf-8")
+    text = old.rstrip("\n") + "\n" + made.text[made.text.index("\nscenarios:\n") + len("\nscenarios:\n") :]
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder) / path.name
+        draft.write_text(text, encoding="utf-8")
+        try:
+            after = load_scenarios(draft).file
+        except SpecError:
+            after = None
+    if after is None or after.scenarios[:-1] != before.scenarios or after.set != before.set:
+        raise StoreError(f"{path}: a scenario cannot be added at the end of this file; choose another file")
+    return text
+
+
+def spec_file(store: RunReader) -> Path:
+    """Return the file of a run's spec, as an absolute path.
+
+    Raises:
+        StoreError: it does not exist here.
+    """
+    path = Path(store.header.spec_path)
+    known = [path.absolute(), *(Path(each) for each in store.header.sources if Path(each).name == path.name)]
+    found = next((each for each in known if each.is_file()), None)
+    if found is None:
+        raise StoreError(f"the spec of run {store.run_id}, {path}, does not exist here; a scenario needs it")
+    return found
+
+
+def _written(
+    store: RunReader, episode_id: str, formats: Formats, spec: Path, folder: Path, *, everything: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """The scenario as plain values, and notes."""
+    trajectory = store.trajectory(episode_id)
+    journal = store.journal(episode_id)
+    changes = changes_of(store.header.overrides, folder)
+    loaded = load_spec(spec, [*_as_overrides(changes, folder), "backend={kind: scripted, replies: []}"])
+    form = formats.of(loaded.spec.model, loaded.base)
+    script = ScriptWriter(loaded, form, store, everything=everything)
+    stored = store.task(trajectory.task_id)
+    scripted = script.write(trajectory, journal, stored)
+    task, notes = task_of_scenario(stored, loaded, store)
+    scenario = {
+        "name": f"{episode_id} of {store.run_id}",
+        "about": ". ".join([f"Recorded by engine {store.header.engine_version}", *script.notes]) + ".",
+        "task": task,
+        "sample": trajectory.sample_index,
+        "set": changes,
+        **scripted,
+        "expect": expected_of(trajectory, journal, loaded, script, stored),
+    }
+    kept = {key: value for key, value in scenario.items() if value or key in ("name", "task", "replies", "expect")}
+    return kept, [*script.notes, *notes]
+
+
+def changes_of(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The values of `--set` of a run that matter to a scenario; paths that exist are relative to the file's folder."""
+    found: dict[str, Any] = {}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        if any(key == each or key.startswith(f"{each}.") for each in _ELSEWHERE):
+            continue
+        value = yaml.safe_load(text) if text else ""
+        if isinstance(value, str) and value and not Path(value).is_absolute() and Path(value).exists():
+            value = os.path.relpath(Path(value).absolute(), folder)
+        found[key] = value
+    return found
+
+
+def _as_overrides(changes: dict[str, Any], folder: Path) -> list[str]:
+    """The same for `load_spec`, whose paths are relative to the current folder."""
+    made = []
+    for key, value in changes.items():
+        if isinstance(value, str) and value and not Path(value).is_absolute() and (folder / value).exists():
+            value = str(folder / value)
+        made.append(
+            f"{key}={yaml.safe_dump(value, default_flow_style=True, width=2**20).removesuffix(chr(10)).removesuffix('...').strip()}"
+        )
+    return made
+
+
+def _played(spec: Path, text: str, folder: Path, formats: Formats) -> str:
+    """Play the file; return how the result differs, empty if it does not."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix=".scenario-", dir=folder, encoding="utf-8") as draft:
+        draft.write(text)
+        draft.flush()
+        suite = run_suite(spec, formats, file=Path(draft.name))
+    return _faults(suite)
+
+
+def _faults(suite: SuiteResult) -> str:
+    problems = [*suite.problems, *(problem for result in suite.results for problem in result.problems)]
+    differences = [difference for result in suite.results for difference in result.differences]
+    lines = [f"{problem.message}" for problem in problems]
+    for difference in differences:
+        lines += [f"@@ {difference.what} @@  (- recorded, + played)", difference.text]
+    return "\n".join(lines)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    style = None
+    if _BREAKS.search(value) or not value[:1].isalpha():  # the engine reads more texts as numbers than PyYAML
+        style = '"'
+    elif "\n" in value:
+        style = "|"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def as_yaml(document: dict[str, Any]) -> str:
+    """Write a document of plain values; `${` in texts is escaped, so that reading it gives the same values."""
+    return yaml.dump(
+        _escaped(document), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None
+    )
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.replace("${", "$${")
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list) else value

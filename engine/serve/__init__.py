@@ -1,0 +1,1 @@
+"""Episodes as a service over HTTP, for programs in other processes."""

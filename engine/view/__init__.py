@@ -1,0 +1,1 @@
+"""Queries over run stores, for `engine show` and `engine view`: lists, filters, comparisons, curves of a training."""

@@ -1,0 +1,152 @@
+"""Two runs, paired by task: what got better and worse, and how their specs differ.
+
+found = compare_runs(first, second)     # open stores
+found.tasks[0]                          # the task with the largest loss
+found.spec                              # [SpecDifference(path="sampling.temperature", first=1.0, second=0.7)]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.runner.evaluate import Sample, by_task, collect, compare
+from engine.schemas.base import Struct
+from engine.store.reader import RunReader
+from engine.train.changes import differences
+from engine.view.heads import heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure(Struct):
+    """One measure of both runs over the tasks that both have; see `engine.runner.evaluate.Difference`."""
+
+    name: str
+    first: float | None
+    second: float | None
+    difference: float | None
+    low: float | None
+    """Lower end of the 95 % interval; None if there is none."""
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side(Struct):
+    """The measured episodes of one task in one run. Failures that are not the policy's are not measured."""
+
+    episodes: int
+    solved: float
+    """Part of them that were solved."""
+    reward: float
+    """Mean of the sums of rewards."""
+    turns: float
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPair(Struct):
+    """One task in both runs."""
+
+    task: str
+    first: Side
+    second: Side
+    difference: float
+    """Mean reward in the second run minus that in the first."""
+    verdict: str
+    """`better`, `worse` or `same`: by the mean reward, and by the part of solved episodes if the rewards are equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecDifference(Struct):
+    """A value that differs between the specs, the engines or the packages of two runs."""
+
+    path: str
+    """Its path in the spec, `engine_version`, or `packages.<name>`."""
+    first: Any
+    """None where the run does not have it."""
+    second: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunComparison(Struct):
+    """Two runs, compared task by task."""
+
+    first: str
+    """The run's id."""
+    second: str
+    measures: list[Measure]
+    tasks: list[TaskPair]
+    """The largest loss first, the largest gain last."""
+    only_first: int
+    """Number of tasks that only the first run has measured."""
+    only_second: int
+    changed: list[str]
+    """Tasks with the same id and other fields, which are not compared."""
+    masked: list[int]
+    """Episodes of each run that are not measured, because the policy did not cause their failure."""
+    warning: str | None
+    """Set if there are too few tasks for reliable intervals."""
+    spec: list[SpecDifference]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of tasks by verdict."""
+        return {verdict: sum(pair.verdict == verdict for pair in self.tasks) for verdict in ("better", "worse", "same")}
+
+
+def compare_runs(first: RunReader, second: RunReader) -> RunComparison:
+    """Compare the second run with the first.
+
+    Raises:
+        StoreError: an episode is damaged.
+    """
+    ones, others = list(heads(first)), list(heads(second))
+    left, right = by_task(collect(ones)[0]), by_task(collect(others)[0])
+    both = [task for task in left if task in right]
+    same = {task: first.task(task).fields == second.task(task).fields for task in both}
+    found = compare(ones, others, lambda task: same[task])
+    pairs = [_pair(task, left[task], right[task]) for task in both if same[task]]
+    return RunComparison(
+        first=first.run_id,
+        second=second.run_id,
+        measures=[Measure.read({"name": name, **each.plain()}) for name, each in found.differences.items()],
+        tasks=sorted(pairs, key=lambda pair: (pair.difference, pair.second.solved - pair.first.solved)),
+        only_first=found.only_first,
+        only_second=found.only_second,
+        changed=[task for task in both if not same[task]],
+        masked=list(found.masked),
+        warning=found.warning,
+        spec=list(spec_differences(first, second)),
+    )
+
+
+def spec_differences(first: RunReader, second: RunReader) -> Iterator[SpecDifference]:
+    """Yield the differences between the specs of two runs with all defaults, and between the engines and packages that ran them.
+
+    Values of variables (`${NAME}`) are compared by their names, because values are not stored.
+    """
+    one, other = first.header, second.header
+    before, after = ({"engine_version": each.engine_version, "packages": each.packages} for each in (one, other))
+    for path, was, now in (*differences(one.spec, other.spec), *differences(before, after)):
+        yield SpecDifference(path=path, first=was, second=now)
+
+
+def _pair(task: str, first: Sequence[Sample], second: Sequence[Sample]) -> TaskPair:
+    one, other = _side(first), _side(second)
+    gains = (other.reward - one.reward, other.solved - one.solved)
+    gain = next((each for each in gains if abs(each) > 1e-9), 0.0)
+    verdict = "same" if not gain else "better" if gain > 0 else "worse"
+    return TaskPair(task=task, first=one, second=other, difference=gains[0], verdict=verdict)
+
+
+def _side(samples: Sequence[Sample]) -> Side:
+    count = len(samples)
+    return Side(
+        episodes=count,
+        solved=sum(sample.solved_turn is not None for sample in samples) / count,
+        reward=math.fsum(sample.reward for sample in samples) / count,
+        turns=sum(sample.turns for sample in samples) / count,
+        tokens=sum(sample.tokens for sample in samples) / count,
+    )

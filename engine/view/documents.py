@@ -1,0 +1,261 @@
+"""The JSON documents of the pages, by name. The server answers with them, and a file of `--export` holds them.
+
+    documents = Documents(Listing.open([find("latest")]))
+    documents.answer("episode", {"run": "quickstart-…", "id": "sum-17/0"})
+
+Every parameter is a text, as it stands in an address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from engine.actions.facts import events_of
+from engine.errors import EngineError, StoreError
+from engine.machine.draw import svg
+from engine.machine.presets import machine_of
+from engine.store.export import export_rows
+from engine.view.compare import compare_runs
+from engine.view.episode import episode_document
+from engine.view.group import group_document
+from engine.view.texts import texts_of
+from engine.view.tokens import sampled_columns, token_columns
+from engine.view.training import Training
+
+if TYPE_CHECKING:
+    from engine.store.images import StoredImage
+    from engine.view.listing import Listing
+
+Document = dict[str, Any] | list[Any]
+_SHOWN_IMAGES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp", "image/bmp"})
+"""Media types that a browser draws and that hold no code."""
+_FIRST = frozenset({"page", "episode"})
+"""Documents that the page of an address shows first."""
+MOST_ROWS = 500
+"""Maximum number of rows of one page."""
+
+
+class Documents:
+    """Documents over a list of episodes.
+
+    Args:
+        listing: The episodes.
+    """
+
+    def __init__(self, listing: Listing) -> None:
+        self.listing = listing
+        self.answered = Event()
+        """Set when the first part of the list, or the first episode, was answered."""
+
+    def sources(self) -> Document:
+        """Return the stores and trainings that are shown."""
+        sources = self.listing.sources
+        names = {source.key if source.training is None else Path(source.training).name for source in sources}
+        return {
+            "title": names.pop() if len(names) == 1 else f"{len(names)} runs",
+            "sources": [source.plain() for source in self._fresh()],
+            "trainings": [each.name for each in self._trainings()],
+            "note": None,
+        }
+
+    def _fresh(self) -> list[Any]:
+        """Return the sources with their status now."""
+        return [replace(source, status=self.listing.store(source.key).status) for source in self.listing.sources]
+
+    def page(
+        self,
+        filter: str = "",
+        text: str = "",
+        sort: str = "order",
+        descending: str = "false",
+        offset: str = "0",
+        limit: str = "100",
+    ) -> Document:
+        """Return a part of the list; see `Listing.page`."""
+        size = min(_number("limit", limit), MOST_ROWS)
+        return self.listing.page(filter, text, sort, descending == "true", _number("offset", offset), size).plain()
+
+    def totals(self, filter: str = "", text: str = "") -> Document:
+        """Return counts and the mean reward of the list."""
+        return self.listing.totals(filter, text).plain()
+
+    def causes(self, filter: str = "", text: str = "") -> Document:
+        """Return failures and limits with their counts."""
+        return [cause.plain() for cause in self.listing.causes(filter, text)]
+
+    def neighbours(
+        self, run: str, episode: str, filter: str = "", text: str = "", sort: str = "order", descending: str = "false"
+    ) -> Document:
+        """Return the episodes before and after one in the list."""
+        return self.listing.neighbours(run, episode, filter, text, sort, descending == "true").plain()
+
+    def episode(self, run: str, id: str, attempt: str | None = None) -> Document:
+        """Return one episode."""
+        number = None if attempt is None else _number("attempt", attempt)
+        return episode_document(self.listing.store(run), id, number)
+
+    def tokens(self, run: str, id: str, branch: str) -> Document:
+        """Return the tokens of one branch; -1: those that an unfinished episode has sampled."""
+        store = self.listing.store(run)
+        return sampled_columns(store, id) if branch == "-1" else token_columns(store, id, _number("branch", branch))
+
+    def group(self, run: str, task: str) -> Document:
+        """Return the samples of a task, and where they part."""
+        store = self.listing.store(run)
+        return group_document(store, task, self.listing.group(run, task))
+
+    def compare(self, first: str, second: str) -> Document:
+        """Return two runs, paired by task."""
+        found = compare_runs(self.listing.store(first), self.listing.store(second))
+        return found.plain() | {"first": first, "second": second, "counts": found.counts}
+
+    def training(self, training: str) -> Document:
+        """Return the metrics of a training by step, and its evaluations.
+
+        Raises:
+            StoreError: There is no such training in this list.
+        """
+        folder = next((each for each in self._trainings() if each.name == training), None)
+        if folder is None:
+            raise StoreError(f"there is no training `{training}` in this list")
+        found = Training(folder)
+        curves = found.curves()
+        series = {
+            name: [(step, value) for step, value in zip(curves.steps, values, strict=True) if value is not None]
+            for name, values in curves.series.items()
+        }
+        return {
+            "training": training,
+            "steps": curves.steps,
+            "metrics": {name: points for name, points in series.items() if points},
+            "evaluations": [each.plain() for each in found.evaluations()],
+        }
+
+    def prepare(self, patience: float) -> None:
+        """Read what filters and panels of tokens need, so that the first ones are fast. Safe to call in a thread of its own.
+
+        The tokenizer is that of the first run of the list. It is loaded after the first answer, which it would delay.
+
+        Args:
+            patience: Seconds to wait for the first answer at most.
+
+        Raises:
+            EngineError: a store cannot be read.
+        """
+        self.listing.prepare()
+        self.answered.wait(patience)
+        if self.listing.sources:
+            texts_of(self.listing.store(self.listing.sources[0].key))
+
+    def _trainings(self) -> list[Path]:
+        """Return the folders of the trainings of the list, sorted by name."""
+        return sorted({Path(source.training) for source in self.listing.sources if source.training is not None})
+
+    def scenario(self, run: str, id: str) -> Document:
+        """Return a scenario of a finished episode, which was played and passes. Imports the spec's code, unlike all other documents."""
+        from engine.scenarios.recorded import recorded_scenario
+        from engine.scenarios.suite import Formats
+
+        made = recorded_scenario(self.listing.store(run), id, Formats())
+        return {"name": made.name, "text": made.text, "notes": made.notes}
+
+    def rows(self, filter: str = "", text: str = "") -> Iterator[bytes]:
+        """Yield the training rows of the chosen episodes as JSON lines.
+
+        Raises:
+            StoreError: the filter is not valid.
+        """
+        keys = set(self.listing.keys(filter, text))
+
+        def lines() -> Iterator[bytes]:
+            for source in self.listing.sources:
+                wanted = {episode for run, episode in keys if run == source.key}
+                if not wanted:
+                    continue
+                for row in export_rows(self.listing.store(source.key)):
+                    if row["episode_id"] in wanted:
+                        yield orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+
+        return lines()
+
+    def machine(self, run: str) -> Document:
+        """Return the picture of a run's machine as SVG; None with the reason if it cannot be drawn."""
+        try:
+            machine = machine_of(self.listing.store(run).loaded_spec().spec)
+            return {"svg": svg(machine, None, events_of(machine)), "problem": None}
+        except EngineError as error:
+            return {"svg": None, "problem": str(error)}
+
+    def answer(self, name: str, parameters: Mapping[str, str]) -> Document:
+        """Return a document by its name.
+
+        Raises:
+            StoreError: there is no such document or parameter, one is missing, or what it names does not exist.
+        """
+        if name not in NAMES:
+            raise StoreError(f"there is no document `{name}`; there are {', '.join(NAMES)}")
+        method: Callable[..., Document] = getattr(self, name)
+        try:
+            found = method(**parameters)
+            if name in _FIRST:
+                self.answered.set()
+            return found
+        except TypeError as error:
+            wrong = _wrong_parameter(method, parameters)
+            if wrong is None:
+                raise
+            raise StoreError(f"`{name}`: {wrong}") from error
+
+    def image(self, run: str, digest: str) -> StoredImage:
+        """Return an image of a run.
+
+        Raises:
+            StoreError: the run has no such image, or its media type is not one that is shown.
+        """
+        found = self.listing.store(run).image(digest)
+        if found.mime not in _SHOWN_IMAGES:
+            raise StoreError(f"an image of type {found.mime} is not shown")
+        return found
+
+
+NAMES = (
+    "sources",
+    "page",
+    "totals",
+    "causes",
+    "neighbours",
+    "episode",
+    "tokens",
+    "group",
+    "machine",
+    "compare",
+    "training",
+    "scenario",
+)
+"""The names of all documents."""
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise StoreError(f"`{name}` must be a number from 0, not {text!r}")
+    return int(text)
+
+
+def _wrong_parameter(method: Callable[..., Any], given: Mapping[str, str]) -> str | None:
+    """Say which parameter is unknown or missing; None if all are right."""
+    from inspect import Parameter, signature
+
+    known = signature(method).parameters
+    for name in given:
+        if name not in known:
+            return f"unknown parameter `{name}`; it takes {', '.join(known)}"
+    for name, each in known.items():
+        if each.default is Parameter.empty and name not in given:
+            return f"the parameter `{name}` is missing"
+    return None

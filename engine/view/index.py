@@ -1,0 +1,341 @@
+"""The index of a view: summaries of episodes in an SQLite file of the cache folder, filled from the run stores.
+
+The run stores hold a few columns per episode. Filters and lists need more (rewards by name, weight versions, facts), which costs a
+read of the whole episode. The index keeps it, so each finished episode is read once.
+
+Invariants:
+- Run stores are only read. The index can be removed at any time; it is then made again.
+- A summary belongs to one attempt of one episode of one run. `refresh` makes it again if the store has another one.
+- Rows of another version, of a store that was replaced, or of a store that is gone are removed when the index is opened or refreshed.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+
+from engine.errors import StoreError
+from engine.runner.finished import END_VALUES
+from engine.store import codec
+from engine.store.dropped import dropped_among
+from engine.store.private import private_file, private_folder
+from engine.store.store import RunStore
+from engine.tokens.catalogue import cache_root
+from engine.train.batch_log import FILE as BATCHES
+from engine.view.heads import read_head
+from engine.view.logs import sampled_tasks
+from engine.view.sources import Source
+
+log = structlog.get_logger(__name__)
+
+VERSION = 1
+"""Part of the file's name; another layout of the tables has another file."""
+WHOLE, DAMAGED = 1, 2
+"""Values of the column `detailed` of an episode that was read; 0 before."""
+CHUNK = 256
+"""Episodes that are read from a store and written in one commit."""
+_SETTLED = 2_000_000_000
+"""Age in ns of the newest write after which equal file times mean equal content: times of files have a resolution."""
+_STORED = (
+    'id, task_id, task_index, sample_index, seed, status, attempt, state, event, "limit", failure, blame, solved, '
+    "trainable, reward, turns, tokens, started, ended"
+)
+_DETAILS = (
+    "message, failed_state, failed_turn, solved_turn, rewards, user_turns, tool_calls, tool_errors, context, trained, total, "
+    "branches, images, oldest_version, version, cost"
+)
+VARIABLES = tuple(END_VALUES)
+"""Variables of filters whose values the index has."""
+_TABLES = f"""
+CREATE TABLE IF NOT EXISTS sources (
+    source INTEGER PRIMARY KEY, folder TEXT NOT NULL UNIQUE, run_id TEXT NOT NULL, created REAL NOT NULL, batches TEXT);
+CREATE TABLE IF NOT EXISTS episodes (
+    source INTEGER NOT NULL, number INTEGER NOT NULL, {_STORED}, detailed INTEGER NOT NULL DEFAULT 0, step INTEGER,
+    {_DETAILS}, PRIMARY KEY (source, number)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS episodes_in_order ON episodes (source, task_index, sample_index, number);
+CREATE INDEX IF NOT EXISTS episodes_of_task ON episodes (source, task_id);
+CREATE INDEX IF NOT EXISTS episodes_not_read ON episodes (source, number) WHERE status = 'done' AND NOT detailed;
+CREATE TABLE IF NOT EXISTS variables (
+    source INTEGER NOT NULL, number INTEGER NOT NULL, {", ".join(f'"{name}" TEXT' for name in VARIABLES)},
+    PRIMARY KEY (source, number));
+"""
+
+
+def index_file() -> Path:
+    """The file of the index."""
+    return cache_root() / "view" / f"episodes-{VERSION}.db"
+
+
+class Index:
+    """Summaries of the episodes of any number of stores. One object may be used by one thread at a time.
+
+    Args:
+        file: The SQLite file; None: the index is in memory and lost when it is closed.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self.connection = _open(file)
+        self._signatures: dict[int, tuple[int, ...]] = {}
+        with self._writing():
+            for number, folder in self.connection.execute("SELECT source, folder FROM sources").fetchall():
+                if not Path(folder).is_dir():
+                    self._forget(number)
+
+    @classmethod
+    def cached(cls) -> Index:
+        """Open the index in the cache folder; in memory if that cannot be written."""
+        file = index_file()
+        try:
+            private_folder(file.parent, exist_ok=True)
+            private_file(file)
+            return cls(file)
+        except (OSError, sqlite3.Error) as error:
+            log.info("the index of episodes is kept in memory", file=str(file), reason=str(error))
+            return cls(None)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.connection.close()
+
+    # --- filling ---
+
+    def add(self, source: Source, store: RunStore) -> int:
+        """Return the number of a store in the index; remove what the index has of another store in the same folder."""
+        own = (store.run_id, store.header.created)
+        with self._writing():
+            found = self.connection.execute(
+                "SELECT source, run_id, created FROM sources WHERE folder = ?", (source.folder,)
+            ).fetchone()
+            if found is not None and found[1:] == own:
+                return int(found[0])
+            if found is not None:
+                self._forget(found[0])
+            return int(
+                self.connection.execute(
+                    "INSERT INTO sources (folder, run_id, created) VALUES (?, ?, ?) RETURNING source",
+                    (source.folder, *own),
+                ).fetchone()[0]
+            )
+
+    def refresh(self, number: int, source: Source, store: RunStore) -> bool:
+        """Bring the stored columns up to date with the store, without details. Returns whether anything changed.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        signature = _signature(store.folder)
+        if signature is not None and self._signatures.get(number) == signature:
+            return False
+        had = {
+            row[0]: row[1:]
+            for row in self.connection.execute(
+                "SELECT number, status, attempt, started, ended FROM episodes WHERE source = ?", (number,)
+            )
+        }
+        with store.snapshot() as connection:
+            rows = connection.execute("SELECT number, status, attempt, started, ended FROM episodes").fetchall()
+            changed = [row[0] for row in rows if had.get(row[0]) != row[1:]]
+            if changed:
+                wanted = None if len(changed) > len(rows) // 2 else set(changed)
+                found = connection.execute(f"SELECT number, {_STORED} FROM episodes")
+                new = [row for row in found if wanted is None or row[0] in wanted]
+            live = _live(connection) if any(row[1] == "running" for row in rows) else []
+        marks = ", ".join("?" * (2 + _STORED.count(",") + 1))
+        with self._writing():
+            if changed:
+                self.connection.executemany(
+                    f"INSERT OR REPLACE INTO episodes (source, number, {_STORED}) VALUES ({marks})",
+                    [(number, *row) for row in new],
+                )
+            self.connection.executemany(
+                f"UPDATE episodes SET turns = ?, tokens = ?, state = ? WHERE source = {number} AND number = ? AND status = 'running'",
+                live,
+            )
+            changed_steps = self._steps(number, source, all_rows=bool(changed))
+        if signature is not None:
+            self._signatures[number] = signature
+        return bool(changed) or bool(live) or changed_steps
+
+    def _steps(self, number: int, source: Source, *, all_rows: bool) -> bool:
+        """Write to each episode the step of the training that used it, from `batches.jsonl`."""
+        if source.training is None:
+            return False
+        if source.step is not None:
+            self.connection.execute("UPDATE episodes SET step = ? WHERE source = ?", (source.step, number))
+            return False
+        file = Path(source.training) / BATCHES
+        try:
+            told = file.stat()
+            state = f"{told.st_size} {told.st_mtime_ns}"
+        except OSError:
+            return False
+        before = self.connection.execute("SELECT batches FROM sources WHERE source = ?", (number,)).fetchone()[0]
+        if before == state and not all_rows:
+            return False
+        self.connection.executemany(
+            f"UPDATE episodes SET step = ? WHERE source = {number} AND task_id = ?",
+            [(step, task) for step, tasks in sampled_tasks(file) for task in tasks],
+        )
+        self.connection.execute("UPDATE sources SET batches = ? WHERE source = ?", (state, number))
+        return True
+
+    def missing(self, sources: Sequence[int], limit: int = -1) -> dict[int, list[int]]:
+        """Return the numbers of the finished episodes without details, by source: at most `limit`; negative: all."""
+        found: dict[int, list[int]] = {}
+        marks = ", ".join("?" * len(sources))
+        query = f"SELECT source, number FROM episodes INDEXED BY episodes_not_read WHERE source IN ({marks}) AND status = 'done' AND NOT detailed LIMIT ?"
+        for source, episode in self.connection.execute(query, (*sources, limit)):
+            found.setdefault(source, []).append(episode)
+        return found
+
+    def detail(self, number: int, store: RunStore, episodes: Sequence[int]) -> None:
+        """Write the details of finished episodes, `CHUNK` at a time, each part in one commit.
+
+        A damaged episode gets the problem as its message, and no variables.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        for start in range(0, len(episodes), CHUNK):
+            part = episodes[start : start + CHUNK]
+            details, variables = _read(store, part)
+            names = [name.strip() for name in _DETAILS.split(",")]
+            sets = ", ".join(f"{name} = ?" for name in names)
+            with self._writing():
+                self.connection.executemany(
+                    f"UPDATE episodes SET {sets}, detailed = ? WHERE source = {number} AND number = ? AND attempt = ?",
+                    details,
+                )
+                marks = ", ".join("?" * (2 + len(VARIABLES)))
+                self.connection.executemany(
+                    f"INSERT OR REPLACE INTO variables VALUES ({marks})", [(number, *row) for row in variables]
+                )
+
+    def _forget(self, number: int) -> None:
+        for table in ("episodes", "variables", "sources"):
+            self.connection.execute(f"DELETE FROM {table} WHERE source = ?", (number,))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        self.connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self.connection.execute("ROLLBACK")
+            raise
+        self.connection.execute("COMMIT")
+
+
+def _open(file: Path | None) -> sqlite3.Connection:
+    """Open the index and make its tables; a damaged file is removed and made again."""
+    for last in (False, True):
+        connection = sqlite3.connect(
+            ":memory:" if file is None else file, isolation_level=None, timeout=30.0, check_same_thread=False
+        )
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.executescript(_TABLES)
+            return connection
+        except sqlite3.DatabaseError as error:
+            connection.close()
+            if file is None or last or isinstance(error, sqlite3.OperationalError):
+                raise
+            for suffix in ("", "-wal", "-shm"):
+                Path(f"{file}{suffix}").unlink(missing_ok=True)
+            private_file(file)
+    raise AssertionError
+
+
+def _signature(folder: Path) -> tuple[int, ...] | None:
+    """Sizes and times of the files that `refresh` reads; None while they may change without a change of these."""
+    found: list[int] = []
+    for file in (folder / "run.db", folder / "run.db-wal", folder.parent / BATCHES):
+        try:
+            told = file.stat()
+        except OSError:
+            found += (0, 0)
+            continue
+        found += (told.st_size, told.st_mtime_ns)
+    return tuple(found) if time.time_ns() - max(found[1::2]) > _SETTLED else None
+
+
+def _live(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
+    """(turns, sampled tokens, state, number) of each episode that was begun and is not done."""
+    return connection.execute(
+        "SELECT coalesce(sum(j.kind = 'generation'), 0), coalesce(sum(length(j.tokens)) / 8, 0), "
+        "(SELECT dest FROM journal l WHERE l.episode = e.number AND l.attempt = e.attempt ORDER BY seq DESC LIMIT 1), e.number "
+        "FROM episodes e LEFT JOIN journal j ON j.episode = e.number AND j.attempt = e.attempt "
+        "WHERE e.status = 'running' GROUP BY e.number"
+    ).fetchall()
+
+
+def _read(store: RunStore, episodes: Sequence[int]) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """Read episodes: the rows of `_DETAILS` with number and attempt, and the rows of table `variables`."""
+    marks = ", ".join("?" * len(episodes))
+    with store.snapshot() as connection:
+        texts = connection.execute(
+            f"SELECT episode, attempt, trajectory FROM trajectories WHERE episode IN ({marks})", tuple(episodes)
+        ).fetchall()
+        blobs = connection.execute(
+            f"SELECT episode, tokens, weight_versions FROM branches WHERE episode IN ({marks})", tuple(episodes)
+        ).fetchall()
+        gone = dropped_among(connection, episodes)
+    rows: dict[int, list[tuple[int, bytes]]] = {}
+    for episode, tokens, versions in blobs:
+        rows.setdefault(episode, []).append((tokens, versions))
+    details: list[tuple[Any, ...]] = []
+    variables: list[tuple[Any, ...]] = []
+    for key in gone:
+        details.append(("its content was dropped to save space", *[None] * _DETAILS.count(","), DAMAGED, *key))
+    for episode, attempt, text in texts:
+        try:
+            with codec.damaged("the episode"):
+                head = read_head(text)
+                details.append((*_details(head, rows.get(episode, [])), WHOLE, episode, attempt))
+                variables.append((episode, *(codec.json_of(of(head)) for of in END_VALUES.values())))
+        except StoreError as error:
+            details.append((str(error), *[None] * _DETAILS.count(","), DAMAGED, episode, attempt))
+    return details, variables
+
+
+def _details(head: Any, branches: Iterable[tuple[int, bytes]]) -> tuple[Any, ...]:
+    trained = total = count = 0
+    oldest, newest = None, None
+    for tokens, blob in branches:
+        versions = np.frombuffer(blob, "<i4")
+        sampled = versions[versions >= 0]
+        count += 1
+        total += tokens
+        trained += len(sampled)
+        if len(sampled):
+            low, high = int(sampled.min()), int(sampled.max())
+            oldest = low if oldest is None else min(oldest, low)
+            newest = high if newest is None else max(newest, high)
+    outcome = head.outcome
+    failure = outcome.failure
+    return (
+        failure.message if failure else None,
+        failure.state if failure else None,
+        failure.turn if failure else None,
+        outcome.solved_turn,
+        codec.json_of(outcome.rewards),
+        head.counts.get("user_turns", 0),
+        head.counts.get("tool_calls", 0),
+        head.counts.get("tool_errors", 0),
+        head.counts.get("context_tokens", 0),
+        trained,
+        total,
+        count,
+        sum(len(message.images) for message in head.messages if not isinstance(message.content, str)),
+        oldest,
+        newest,
+        sum(turn.cost for turn in head.turns),
+    )

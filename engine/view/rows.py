@@ -1,0 +1,179 @@
+"""The data classes of a list of episodes. All are structs: `row.plain()` gives JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+
+from engine.schemas.base import Struct
+
+EPISODE = (
+    'number, id, task_id, sample_index, seed, status, attempt, state, event, "limit", failure, blame, solved, trainable, reward, '
+    "turns, tokens, started, ended, step, message, failed_state, failed_turn, rewards, user_turns, tool_calls, "
+    "tool_errors, context, trained, total, branches, images, oldest_version, version, cost"
+)
+"""Columns of the index that `row_of` reads, in order, after `source`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Struct):
+    """One episode in a list. Values that are known only at its end are None before it."""
+
+    run: str
+    """The key of its store; see `Source`."""
+    episode: str
+    """Its id in the store: `<task>/<sample>`."""
+    task: str
+    sample: int
+    """Its number among the episodes of the task, from 0."""
+    seed: str | None
+    """A text, because it may be larger than JavaScript's integers."""
+    status: str
+    """`pending`, `running` or `done`."""
+    attempt: int
+    """From 0."""
+    outcome: str
+    """How it ended, in words: `solved`, `failed: tool_timeout (tool)`, `limit: assistant_turns`, else the final event; empty before."""
+    state: str | None
+    """The final state; of a running episode, the current one."""
+    event: str | None
+    limit: str | None
+    failure: str | None
+    """The kind of the failure."""
+    blame: str | None
+    message: str | None
+    """The message of the failure."""
+    failed_state: str | None
+    failed_turn: int | None
+    solved: bool | None
+    trainable: bool | None
+    reward: float | None
+    """Sum of all rewards."""
+    rewards: dict[str, float]
+    """Sums by name."""
+    turns: dict[str, int]
+    """`assistant`, `user`, and `tool` (tool calls). Of a running episode: `assistant` so far."""
+    tool_errors: int | None
+    tokens: dict[str, int]
+    """`sampled`; `trained`: loss mask 1; `total`: all rows; `context`: the last prompt with its reply."""
+    seconds: float | None
+    """Wall time from its beginning to its end."""
+    started: float | None
+    """Unix time."""
+    ended: float | None
+    versions: list[int]
+    """The oldest and the newest weight version of its sampled tokens; empty if there is none."""
+    step: int | None
+    """The step of the training that used it; for an evaluation, the step whose weights it measured."""
+    branches: int | None
+    """Training rows."""
+    images: int | None
+    """Images in its messages."""
+    cost: float | None
+    task_fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page(Struct):
+    """A part of a list of episodes."""
+
+    rows: list[Row]
+    total: int
+    """Number of episodes in the whole list."""
+    skipped: int = 0
+    """Number of episodes that are not in the list because the filter has no value for them, for example without a fact that it reads."""
+    skipped_because: str | None = None
+    """The message for the first of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause(Struct):
+    """A cause for which episodes failed or were ended by a limit."""
+
+    failure: str | None
+    """The kind of the failure; None for a limit."""
+    blame: str | None
+    state: str | None
+    """The state in which the first one failed."""
+    limit: str | None
+    count: int
+    share: float
+    """Part of the finished episodes of the list."""
+    message: str | None
+    """The message of the first one."""
+    run: str
+    """The store of the first one."""
+    episode: str
+    """The id of the first one."""
+    filter: str
+    """An expression that holds for exactly these failures or limits, for `Listing.page`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbours(Struct):
+    """The episodes before and after one in a list."""
+
+    previous: tuple[str, str] | None
+    """(run, episode); None for the first."""
+    next: tuple[str, str] | None
+    position: int
+    """From 0; -1 if the episode is not in the list."""
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals(Struct):
+    """Sums over a list of episodes."""
+
+    episodes: int
+    done: int
+    solved: int
+    failed: int
+    limited: int
+    """Number of episodes that a limit ended."""
+    reward: float | None
+    """Mean over the finished ones."""
+
+
+def outcome_word(failure: str | None, blame: str | None, limit: str | None, solved: bool | None, event: str) -> str:
+    """How a finished episode ended, in a word or two."""
+    if failure is not None:
+        return f"failed: {failure} ({blame})"
+    if limit is not None:
+        return f"limit: {limit}"
+    return "solved" if solved else event
+
+
+def row_of(run: str, values: Sequence[Any], fields: Mapping[str, Any]) -> Row:
+    """Make a row from the columns `EPISODE` of the index and the fields of its task."""
+    v = dict(zip(_NAMES, values, strict=True))
+    done = v["status"] == "done"
+    counted = {"sampled": v["tokens"], "trained": v["trained"], "total": v["total"], "context": v["context"]}
+    turned = {"assistant": v["turns"], "user": v["user_turns"], "tool": v["tool_calls"]}
+    return Row(
+        run=run,
+        episode=v["id"],
+        task=v["task_id"],
+        sample=v["sample_index"],
+        outcome=outcome_word(v["failure"], v["blame"], v["limit"], v["solved"], v["event"] or "") if done else "",
+        seed=None if v["seed"] is None else str(v["seed"]),
+        solved=None if v["solved"] is None else bool(v["solved"]),
+        trainable=None if v["trainable"] is None else bool(v["trainable"]),
+        rewards=from_json(v["rewards"]) if v["rewards"] else {},
+        turns={name: count for name, count in turned.items() if count is not None},
+        tokens={name: count for name, count in counted.items() if count is not None},
+        seconds=v["ended"] - v["started"] if v["ended"] and v["started"] else None,
+        versions=[] if v["version"] is None else [v["oldest_version"], v["version"]],
+        task_fields=dict(fields),
+        **{name: v[name] for name in _AS_STORED},
+    )
+
+
+_NAMES = [name.strip().strip('"') for name in EPISODE.split(",")]
+_AS_STORED = (
+    "status", "attempt", "state", "event", "limit", "failure", "blame", "message", "failed_state", "failed_turn",
+    "reward", "tool_errors", "started", "ended", "step", "branches", "images", "cost",
+)  # fmt: skip

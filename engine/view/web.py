@@ -1,0 +1,193 @@
+"""The web app of `engine view`: pages and documents over HTTP, on the loopback interface alone.
+
+Invariants:
+- Every request needs the token: once in the address, then in a cookie that no script can read, or in the header `Authorization`.
+- A request whose `Host` is not a name of the loopback interface is refused, so a foreign page cannot reach the app by DNS rebinding.
+- Answers forbid inline scripts, foreign scripts and frames (Content-Security-Policy). Nothing can be changed: all requests are GET.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import structlog
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from engine.errors import EngineError
+from engine.view import assets
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from engine.view.documents import Documents
+
+log = structlog.get_logger(__name__)
+
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
+_EMPTY_STYLE = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
+"""Allows an empty element `style`, to which the chart library adds its rules."""
+_POLICY = (
+    f"default-src 'none'; script-src 'self'; style-src 'self' {_EMPTY_STYLE}; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+_OWN = frozenset({"same-origin", "none"})
+"""Values of `Sec-Fetch-Site` of requests that no other site made."""
+HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "x-frame-options": "DENY",
+    "cache-control": "no-store",
+}
+
+
+def new_token() -> str:
+    """Return a random token for one start of the app."""
+    return secrets.token_urlsafe(24)
+
+
+def make_app(documents: Documents, token: str) -> ASGIApp:
+    """Return the ASGI app.
+
+    Args:
+        documents: What it shows.
+        token: The token that every request needs.
+    """
+    app = Starlette(
+        routes=[
+            Route("/", _page),
+            Route("/static/{name}", _static),
+            Route("/api/image", _image),
+            Route("/api/rows", _rows),
+            Route("/api/{name}", _document),
+        ],
+    )
+    app.state.documents = documents
+    return Gate(app, token)
+
+
+class Gate:
+    """Refuses requests without the token or with a foreign `Host`, and adds the headers of `HEADERS` to every answer."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [
+                    *message.get("headers", []),
+                    *((name.encode(), value.encode()) for name, value in HEADERS.items()),
+                ]
+            await send(message)
+
+        answer = self._refusal(Request(scope))
+        await (answer or self._app)(scope, receive, with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        """Return the answer to a request that does not reach the app; None if it does."""
+        host = request.headers.get("host", "")
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if name not in LOOPBACK:
+            return _text("This address is not allowed: open the app at 127.0.0.1 or localhost.", 403)
+        given = request.query_params.get("token")
+        if given is not None and request.url.path == "/" and self._right(given):
+            entered = RedirectResponse("/", 303)
+            entered.set_cookie(_cookie(host), given, httponly=True, samesite="strict")
+            return entered
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        allowed = self._right(request.cookies.get(_cookie(host), "")) or (
+            scheme.lower() == "bearer" and self._right(bearer)
+        )
+        if not allowed:
+            return _text("Open the address that `engine view` printed: it holds the token of this start.", 403)
+        if request.url.path.startswith("/api/") and request.headers.get("sec-fetch-site", "none") not in _OWN:
+            return _text("Only the pages of this app may ask for documents.", 403)
+        if request.method not in ("GET", "HEAD"):
+            return _text("Only GET is answered.", 405)
+        return None
+
+    def _right(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self._token)
+
+
+def _cookie(host: str) -> str:
+    """Return the name of the cookie. Cookies are shared by all ports of a host, so the port is part of the name."""
+    port = host.rpartition(":")[2]
+    return f"engine_view_{port if port.isdigit() else 80}"
+
+
+def _text(text: str, status: int) -> Response:
+    return Response(text + "\n", status, media_type="text/plain; charset=utf-8")
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")
+
+
+async def _page(request: Request) -> Response:
+    return Response(assets.read("index.html"), media_type=assets.TYPES["html"])
+
+
+async def _static(request: Request) -> Response:
+    name = request.path_params["name"]
+    if name == "plotly.js":
+        library = assets.chart_library()
+        if library is None:
+            return _text("The chart library is not installed: pip install 'episode-engine[view]'", 404)
+        return Response(library, media_type=assets.TYPES["js"])
+    found = assets.read(name)
+    if found is None:
+        return _text("There is no such file.", 404)
+    return Response(found, media_type=assets.TYPES[name.rpartition(".")[2]])
+
+
+async def _document(request: Request) -> Response:
+    documents: Documents = request.app.state.documents
+    try:
+        found = await run_in_threadpool(documents.answer, request.path_params["name"], dict(request.query_params))
+        return _json(found)
+    except EngineError as error:
+        return _json({"error": str(error)}, 404)
+    except Exception as error:  # one request must not end the app  # noqa: BLE001
+        log.warning("a document could not be made", name=request.path_params["name"], error=repr(error))
+        return _json({"error": f"this is a defect of the viewer: {error!r}"}, 500)
+
+
+async def _rows(request: Request) -> Response:
+    documents: Documents = request.app.state.documents
+    query = request.query_params
+    try:
+        lines = await run_in_threadpool(documents.rows, query.get("filter", ""), query.get("text", ""))
+    except EngineError as error:
+        return _json({"error": str(error)}, 404)
+    named = {"content-disposition": 'attachment; filename="rows.jsonl"'}
+    return StreamingResponse(lines, headers=named, media_type="application/x-ndjson")
+
+
+async def _image(request: Request) -> Response:
+    documents: Documents = request.app.state.documents
+    try:
+        found = await run_in_threadpool(
+            documents.image, request.query_params.get("run", ""), request.query_params.get("digest", "")
+        )
+    except EngineError as error:
+        return _text(str(error), 404)
+    return Response(found.data, media_type=found.mime)

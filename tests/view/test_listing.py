@@ -1,0 +1,331 @@
+"""Lists of episodes: pages, sorting, filters, text search, causes, and what changes while a run is being written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from slow_cases import slow_but_each
+from store_kit import make_entry, make_task, make_trajectory
+from view_kit import begin, ended, failure, fill, new_run
+
+from engine.errors import StoreError
+from engine.runner.finished import END_VALUES, EpisodeFilter, end_values
+from engine.schemas.journal import ScoreRecord
+from engine.store import RunStore, codec
+from engine.view import index as view_index
+from engine.view.filters import RUN
+from engine.view.heads import read_head
+from engine.view.listing import SORTS, Listing
+from engine.view.sources import find
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six tasks with two samples each, all finished."""
+    with new_run(tmp_path_factory.mktemp("runs")) as store:
+        asyncio.run(fill(store))
+    return store.folder
+
+
+def names(listing: Listing, *arguments: object, **named: object) -> list[str]:
+    return [row.episode for row in listing.page(*arguments, **named).rows]  # type: ignore[arg-type]
+
+
+def test_a_row_has_what_the_episode_ended_with(run: Path) -> None:
+    with Listing.open([run]) as listing:
+        page = listing.page()
+        assert page.total == 12
+        row = next(row for row in page.rows if row.episode == "t5/1")
+        store = listing.store(row.run)
+        began, done = store.episode("t5/1").started, store.episode("t5/1").ended
+    assert began is not None
+    assert done is not None
+    assert row.plain() == {
+        "run": run.name, "episode": "t5/1", "task": "t5", "sample": 1, "seed": str(2**62 + 1), "status": "done", "attempt": 0,
+        "outcome": "solved", "state": "DONE", "event": "satisfied", "limit": None, "failure": None, "blame": None,
+        "message": None, "failed_state": None, "failed_turn": None, "solved": True, "trainable": True, "reward": 5.0,
+        "rewards": {"answer": 6.0, "format": -1.0}, "turns": {"assistant": 2, "user": 1, "tool": 2}, "tool_errors": 0,
+        "tokens": {"sampled": 10, "trained": 10, "total": 20, "context": 0}, "seconds": done - began, "started": began,
+        "ended": done, "versions": [2, 2], "step": None, "branches": 2, "images": 0, "cost": 0.0,
+        "task_fields": {"level": "hard", "answer": "5"},
+    }  # fmt: skip
+    json.dumps(row.plain())
+
+
+def test_the_values_of_a_head_are_those_of_the_trajectory() -> None:
+    for made in (make_trajectory(1), ended(0, 0), ended(2, 1), ended(5, 0), make_trajectory(0, branches=0)):
+        head = read_head(codec.write_trajectory(made).trajectory)
+        assert end_values(frozenset(END_VALUES), head) == end_values(frozenset(END_VALUES), made)
+    nan = replace(make_trajectory(), facts={"x": float("inf")})
+    assert read_head(codec.write_trajectory(nan).trajectory).facts == {"x": float("inf")}
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "outcome.solved", "outcome.reward < 3.5 && turns.assistant > 1", 'task.level == "hard"', 'facts.tries == 5 || outcome.failure != ""',
+        'outcome.rewards["answer"] >= 3.0', 'last.text.contains("5")', "episode.branches == 2 && episode.version == 2",
+        'episode.id == "t3/1"', "episode.images > 0", 'outcome.limit == "assistant_turns"', "limits.assistant_turns > 3 && episode.sample == 1",
+        "rewards.total > 2.0", "!feedback.solved", "feedback.solved && feedback.wrong > 3", "feedback.malformed || !feedback.satisfied", "episode.trained > 5 && episode.seconds < 1000.0", "tools.calls == 2 && tokens.sampled == 10",
+        "episode.trainable && images.shown == 0 && condensed.times == 0",
+    ],
+)  # fmt: skip
+def test_a_filter_chooses_what_the_filter_of_export_chooses(run: Path, expression: str) -> None:
+    with RunStore.open(run, readonly=True) as store:
+        keep = EpisodeFilter(store, expression)
+        chosen = []
+        for trajectory in store.trajectories():
+            try:
+                chosen += [trajectory.episode_id] if keep(trajectory) else []
+            except StoreError:  # no such fact; a list leaves it out
+                pass
+    with Listing.open([run]) as listing:
+        assert names(listing, expression) == chosen
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("outcome.rewrad > 1.0", "reward"),
+        ("otcome.reward > 1.0", "outcome"),
+        ("turns.assistant", "compare it"),
+        ('outcome.reward > "1"', "cannot be applied"),
+        ("outcome.reward >", "column 17"),
+        ('task.levle == "hard"', "Did you mean `task.level`?"),
+    ],
+)
+def test_a_wrong_filter_is_an_error_that_says_what_to_write(run: Path, expression: str, message: str) -> None:
+    with Listing.open([run]) as listing, pytest.raises(StoreError, match="filter") as caught:
+        listing.page(expression)
+    assert message in str(caught.value)
+
+
+def test_episodes_without_a_value_are_counted(run: Path) -> None:
+    with Listing.open([run]) as listing:
+        page = listing.page("facts.tries > 1")
+        assert [row.episode for row in page.rows] == ["t3/0", "t3/1", "t5/0", "t5/1"]
+        assert page.skipped == 6
+        assert page.skipped_because is not None
+        assert page.skipped_because.startswith("t0/0: ")
+        assert listing.page("has(facts.tries) && facts.tries > 1").skipped == 0
+
+
+@pytest.mark.parametrize("sort", slow_but_each(3, [*SORTS[:-1], "reward:answer", 'reward:no"such']))
+@pytest.mark.parametrize("filter", [None, "outcome.reward > 0.5"])
+def test_each_sort_key_orders_the_whole_list_over_pages(run: Path, sort: str, filter: str | None) -> None:
+    with Listing.open([run]) as listing:
+        whole = names(listing, filter, sort=sort)
+        assert sorted(whole) == sorted(names(listing, filter))
+        paged = [
+            name for offset in range(0, 12, 5) for name in names(listing, filter, sort=sort, offset=offset, limit=5)
+        ]
+        assert paged == whole
+        keys = [id for _, id in listing.keys(filter, sort=sort, descending=True)]
+        assert keys == names(listing, filter, sort=sort, descending=True)
+
+
+def test_sorting_puts_the_largest_first_and_missing_values_last(run: Path) -> None:
+    with Listing.open([run]) as listing:
+        rows = listing.page(sort="reward:answer", descending=True).rows
+        assert [row.rewards["answer"] for row in rows] == sorted((row.rewards["answer"] for row in rows), reverse=True)
+        assert names(listing, sort="limit", descending=False)[:4] == ["t1/0", "t1/1", "t4/0", "t4/1"]
+        with pytest.raises(StoreError, match="cannot sort by `rewards`; the names are order, run"):
+            listing.page(sort="rewards")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("said \"2\"\näpfel", ["t2/0", "t2/1"]), ("LET ME SEE", 12), ('"a":1', 12), ("{", 12), ("\\n", 0), ("tokens", 0), ("assistant", 0),
+        ("4 + 1?", ["t4/0", "t4/1"]),
+    ],
+)  # fmt: skip
+def test_text_is_searched_in_what_was_said_alone(run: Path, text: str, found: list[str] | int) -> None:
+    with Listing.open([run]) as listing:
+        chosen = names(listing, text=text)
+        assert chosen == found if isinstance(found, list) else len(chosen) == found
+
+
+async def test_text_is_searched_in_what_a_judge_said_of_the_last_attempt(tmp_path: Path) -> None:
+    with new_run(tmp_path) as store:
+        for index, replies in enumerate((['Poor: "no" reason', "good"], [], ["POOR work"])):
+            await store.begin(make_task(index), 0)
+            record = ScoreRecord(rewards=[], replies=replies)
+            await store.append(f"t{index}/0", replace(make_entry(0), record=record))
+            if index == 2:
+                await store.restart("t2/0")
+            await store.finish(ended(index, 0))
+        await store.begin(make_task(3), 0)  # unfinished
+        await store.append("t3/0", replace(make_entry(0), record=ScoreRecord(rewards=[], replies=["poor"])))
+    with Listing.open([store.folder]) as listing:
+        assert names(listing, text="poor") == ["t0/0"]
+        assert names(listing, text='"NO" reason') == ["t0/0"]
+        assert names(listing, text="replies") == []
+
+
+def test_causes_count_failures_and_limits_and_their_filters_choose_them(run: Path) -> None:
+    with Listing.open([run]) as listing:
+        causes = listing.causes()
+        assert [(cause.failure, cause.blame, cause.limit, cause.count, cause.share) for cause in causes] == [
+            (None, None, "assistant_turns", 4, 4 / 12),
+            ("tool_timeout", "tool", None, 4, 4 / 12),
+        ]
+        assert causes[1].message == "tool `t` took longer than 5 s"
+        assert (causes[1].run, causes[1].episode, causes[1].state) == (run.name, "t0/0", "AWAITING_TOOL")
+        for cause in causes:
+            assert listing.page(cause.filter).total == cause.count
+        assert [cause.count for cause in listing.causes("outcome.failure == ''")] == [4]
+        assert listing.totals().plain() == {
+            "episodes": 12, "done": 12, "solved": 4, "failed": 4, "limited": 4, "reward": 2.0,
+        }  # fmt: skip
+
+
+def test_neighbours_and_groups_follow_the_list(run: Path) -> None:
+    with Listing.open([run]) as listing:
+        found = listing.neighbours(run.name, "t2/0", "outcome.solved", sort="reward", descending=True)
+        assert found.plain() == {"previous": [run.name, "t2/1"], "next": None, "position": 3, "total": 4}
+        assert listing.neighbours(run.name, "t0/0", "outcome.solved").position == -1
+        assert [row.sample for row in listing.group(run.name, "t4")] == [0, 1]
+        assert listing.reward_names() == ["answer", "format"]
+        with pytest.raises(StoreError, match="has no task `t9`"):
+            listing.group(run.name, "t9")
+        with pytest.raises(StoreError, match="there is no run `x`"):
+            listing.row("x", "t0/0")
+
+
+async def test_a_list_follows_a_run_that_is_written(tmp_path: Path) -> None:
+    with new_run(tmp_path) as store:
+        await fill(store, 1, 1)
+        name = await begin(store, 1, 4)
+        with Listing.open([store.folder]) as listing:
+            rows = {row.episode: row for row in listing.page().rows}
+            assert (rows[name].status, rows[name].turns, rows[name].tokens, rows[name].state) == (
+                "running", {"assistant": 2}, {"sampled": 32}, "AWAITING_TOOL",
+            )  # fmt: skip
+            assert names(listing, "outcome.reward < 100.0") == ["t0/0"]
+            assert names(listing, 'task.level == "hard"') == [name]
+            assert names(listing, 'episode.status == "running" && run.step == -1') == [name]
+            await store.finish(ended(1, 0))
+            assert listing.row(store.run_id, name).outcome == "limit: assistant_turns"
+            assert names(listing, "outcome.reward < 100.0") == ["t0/0", name]
+            assert await store.begin_again(["tool"]) == ["t0/0"]
+            assert names(listing, "outcome.reward < 100.0") == [name]
+            assert [(row.status, row.attempt, row.rewards) for row in listing.group(store.run_id, "t0")] == [
+                ("pending", 1, {})
+            ]
+            assert listing.causes()[0].limit == "assistant_turns"
+            assert len(listing.causes()) == 1
+
+
+async def test_each_finished_episode_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    real = view_index._read
+    monkeypatch.setattr(view_index, "_read", lambda store, numbers: (read.extend(numbers), real(store, numbers))[1])
+    with Listing.open([run]) as listing:
+        listing.page(limit=2)
+        assert len(read) == 2
+        listing.page("outcome.solved")
+        assert len(read) == 12
+    with Listing.open([run]) as listing:
+        listing.prepare()
+        listing.page("outcome.solved", sort="reward:answer")
+        assert len(read) == 12
+
+
+async def test_another_run_in_the_same_folder_replaces_the_summaries(tmp_path: Path) -> None:
+    with new_run(tmp_path, created=1.0) as store:
+        await fill(store, 2, 1)
+    with Listing.open([store.folder]) as listing:
+        assert listing.page("outcome.reward < 100.0").total == 2
+    for file in store.folder.iterdir():
+        file.unlink()
+    store.folder.rmdir()
+    with new_run(tmp_path, created=2.0) as store:
+        await fill(store, 1, 1, first=2)
+    with Listing.open([store.folder]) as listing:
+        assert names(listing, "outcome.reward < 100.0") == ["t2/0"]
+
+
+def test_a_damaged_index_and_a_cache_that_cannot_be_written_do_no_harm(
+    run: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = view_index.index_file()
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"no database" * 1000)
+    with Listing.open([run]) as listing:
+        assert listing.page("outcome.solved").total == 4
+    assert file.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv("EPISODE_ENGINE_CACHE", "/dev/null/x")
+    with Listing.open([run]) as listing:
+        assert listing.page("outcome.solved").total == 4
+
+
+def test_a_list_writes_nothing_into_the_run(run: Path) -> None:
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.suffix == ".db" or path.suffix == ".lock"}
+    with Listing.open([run]) as listing:
+        listing.page("outcome.solved", text="a")
+    assert {
+        path.name: path.read_bytes() for path in run.iterdir() if path.suffix == ".db" or path.suffix == ".lock"
+    } == before
+
+
+async def test_runs_are_listed_together_and_failures_stay_apart(tmp_path: Path) -> None:
+    folders = []
+    for number in range(2):
+        with new_run(tmp_path, f"run-{number}") as store:
+            await fill(store, 2, 1, first=number)
+            folders.append(store.folder)
+    with Listing.open(folders) as listing:
+        assert [(row.run, row.episode) for row in listing.page().rows] == [
+            ("run-0", "t0/0"), ("run-0", "t1/0"), ("run-1", "t1/0"), ("run-1", "t2/0"),
+        ]  # fmt: skip
+        assert [row.run for row in listing.page('run.id == "run-1" && outcome.solved').rows] == ["run-1"]
+        assert listing.causes()[1].count == 1
+    assert find("run-1", tmp_path) == folders[1]
+    assert failure().blame == "tool"
+
+
+async def test_a_damaged_episode_is_listed_and_named(tmp_path: Path) -> None:
+    with new_run(tmp_path) as store:
+        await fill(store, 3, 1)
+    with sqlite3.connect(store.folder / "run.db") as connection:
+        connection.execute("UPDATE trajectories SET trajectory = '{}' WHERE episode = 2")
+        connection.execute("UPDATE branches SET weight_versions = x'01' WHERE episode = 3")
+    with Listing.open([store.folder]) as listing:
+        assert names(listing) == ["t0/0", "t1/0", "t2/0"]
+        page = listing.page("outcome.reward < 100.0")
+        assert [row.episode for row in page.rows] == ["t0/0"]
+        assert page.skipped == 2
+        assert page.skipped_because is not None
+        assert page.skipped_because.startswith("t1/0: the trajectory is damaged")
+        assert "damaged" in (listing.row(store.run_id, "t2/0").message or "")
+        assert names(listing, text="let me see") == ["t0/0", "t2/0"]
+
+
+def test_the_page_about_show_has_every_sort_key_and_every_variable_of_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs/show.md").read_text()
+    for name in SORTS:
+        assert f"`{name}`" in page
+    for name, member in RUN.fields.items():
+        assert f"| `run.{name}` | {', '.join(member.types)} | {member.doc} |" in page
+
+
+def test_threads_and_several_lists_share_one_index(run: Path) -> None:
+    expected = ["t2/0", "t2/1", "t5/0", "t5/1"]
+
+    def own(_: int) -> list[str]:
+        with Listing.open([run]) as listing:
+            return names(listing, "outcome.solved")
+
+    with ThreadPoolExecutor(6) as pool, Listing.open([run]) as shared:
+        prepared = pool.submit(shared.prepare)
+        assert list(pool.map(own, range(6))) == [expected] * 6
+        found = pool.map(lambda n: names(shared, "outcome.solved" if n % 2 else "!outcome.solved"), range(12))
+        assert [sorted(each) == expected for each in found] == [bool(n % 2) for n in range(12)]
+        prepared.result()

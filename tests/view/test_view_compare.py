@@ -1,0 +1,72 @@
+"""Two runs, paired by task: the same numbers as `engine compare`, better and worse tasks, and differences of the specs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from view_kit import ended, fill, new_run
+
+from engine.runner.evaluate import compare
+from engine.schemas.trajectory import Trajectory
+from engine.store import RunStore
+from engine.view.compare import compare_runs
+
+
+def other(index: int, sample: int) -> Trajectory:
+    """As `ended`; task t1 is worse and t5 is better."""
+    made = ended(index, sample)
+    reward = made.outcome.reward + {1: -2.0, 5: 3.0}.get(index, 0.0)
+    return replace(made, outcome=replace(made.outcome, reward=reward))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunStore, RunStore]:
+    """Two runs with tasks t0 to t5 and t1 to t6."""
+
+    async def make(out: Path) -> list[Path]:
+        specs = [
+            {"sampling": {"temperature": 1.0}, "name": "a"},
+            {"sampling": {"temperature": 0.7, "top_p": 0.9}, "name": "a"},
+        ]
+        folders = []
+        for number, (spec, episodes) in enumerate(zip(specs, (ended, other), strict=True)):
+            with new_run(out, f"run-{number}", spec=spec, packages={"torch": f"2.{number}"}) as store:
+                await fill(store, 6, 2, of=episodes, first=number)
+                folders.append(store.folder)
+        return folders
+
+    first, second = asyncio.run(make(tmp_path_factory.mktemp("runs")))
+    return RunStore.open(first, readonly=True), RunStore.open(second, readonly=True)
+
+
+def test_tasks_are_paired_and_sorted_from_loss_to_gain(runs: tuple[RunStore, RunStore]) -> None:
+    found = compare_runs(*runs)
+    assert [(pair.task, pair.verdict, pair.difference) for pair in found.tasks] == [
+        ("t1", "worse", -2.0), ("t2", "same", 0.0), ("t4", "same", 0.0), ("t5", "better", 3.0),
+    ]  # fmt: skip
+    assert found.counts == {"better": 1, "worse": 1, "same": 2}
+    assert found.tasks[3].first.plain() == {"episodes": 2, "solved": 1.0, "reward": 4.5, "turns": 2.0, "tokens": 10.0}
+    assert (found.only_first, found.only_second, found.changed) == (0, 0, [])
+    assert found.masked == [4, 4]
+    json.dumps(found.plain())
+
+
+def test_the_measures_are_those_of_compare(runs: tuple[RunStore, RunStore]) -> None:
+    expected = compare(*(run.trajectories() for run in runs)).differences
+    found = {each.name: each for each in compare_runs(*runs).measures}
+    assert list(found) == list(expected)
+    for name, each in expected.items():
+        assert {"name": name, **each.plain()} == found[name].plain()
+
+
+def test_differences_of_specs_have_paths_and_both_values(runs: tuple[RunStore, RunStore]) -> None:
+    assert [(each.path, each.first, each.second) for each in compare_runs(*runs).spec] == [
+        ("sampling.temperature", 1.0, 0.7),
+        ("sampling.top_p", None, 0.9),
+        ("packages.torch", "2.0", "2.1"),
+    ]
+    assert list(compare_runs(runs[0], runs[0]).spec) == []

@@ -1,0 +1,372 @@
+"""The pages in a real browser: hostile content, keyboard, screen readers, a run that goes on, and a page that is a file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser_kit import ENGINE, Visitor, aside, chromium, environment, served
+from desk import make_runs
+from store_kit import make_entry, make_header, make_task, make_trajectory
+from view_kit import make_training
+
+from engine.schemas.journal import FailureRecord, JournalEntry, ScoreRecord, ToolsRecord
+from engine.schemas.message import Message, ToolCall, ToolResult
+from engine.schemas.reward import RewardEvent
+from engine.schemas.trajectory import Failure, Outcome
+from engine.store import RunStore
+
+pytestmark = [pytest.mark.browser]
+
+HOSTILE = {
+    "script": "<script>window.pwned = 1</script>",
+    "image": '<img src=x onerror="window.pwned = 2">',
+    "closing": '</script><script>window.pwned = 3</script><!-- ]]> --><svg onload="window.pwned = 4">',
+    "template": "${window.pwned = 5}{{constructor.constructor('window.pwned = 6')()}}",
+    "address": "javascript:window.pwned=7//",
+    "bidi": "abc\u202egnp.exe\u2066\u2067",
+    "null": "a\x00b\x07\x1b[31mred",
+    "long": "x" * 60_000,
+    "separators": "a\u2028b\u2029c\ufeff\u200b",
+}
+ALL = " ".join(HOSTILE.values())
+SHORT = " ".join(value for name, value in HOSTILE.items() if name != "long")
+
+
+@pytest.fixture(scope="module")
+def browser(runs: tuple[Path, Path], hostile: Path) -> Iterator[Any]:
+    """A headless Chromium. The runs are made before, because the browser's driver has an event loop in this thread."""
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two runs of the desk."""
+    return make_runs(tmp_path_factory.mktemp("desk"))
+
+
+async def fill_hostile(store: RunStore) -> None:
+    """Write an episode whose texts attack the page."""
+    task = make_task(0, **{SHORT: ALL, "answer": ALL})
+    await store.begin(task, 0)
+    made = make_trajectory(0)
+    said = Message(
+        role="assistant",
+        content=ALL,
+        reasoning=ALL,
+        tool_calls=[ToolCall(id="c", name=SHORT, arguments={SHORT: ALL})],
+    )
+    answer = Message(role="tool", content=ALL, tool_call_id="c", name=SHORT)
+    failure = Failure(kind="user_error", blame="user", message=ALL, state="GENERATING", turn=1, trace=ALL)
+    postings = [replace(each, cause=ALL, source=SHORT, name=SHORT) for each in made.postings]
+    turns = [replace(turn, rewards={SHORT: 1.0}, event=SHORT) for turn in made.turns]
+    branches = [replace(each, reason=SHORT if each.index else "") for each in made.branches]
+    whole = replace(
+        made,
+        messages=[Message(role="user", content=ALL), said, answer, said, answer],
+        outcome=Outcome(state="DONE", event="failed", failure=failure, reward=1.0, rewards={SHORT: 1.0}),
+        facts={SHORT: {"deep": ALL}},
+        postings=postings,
+        turns=turns,
+        branches=branches,
+    )
+    tools = ToolsRecord(results=[ToolResult(call_id="c", name=SHORT, content=ALL, facts={SHORT: ALL})])
+    mark = RewardEvent(turn=1, name=SHORT, value=0.7, cause=ALL, source=SHORT)
+    score = ScoreRecord(rewards=[mark, mark], replies=[ALL])
+    records = (make_entry(0).record, make_entry(1).record, tools, score, FailureRecord(failure=failure))
+    for seq, record in enumerate(records):
+        entry = JournalEntry(seq=seq, state="S", event="e", dest="D", record=record, at=1.0 + seq, seconds=0.5)
+        await store.append("t0/0", entry)
+    await store.finish(whole)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which every text that a model, task, tool or user writes attacks the page."""
+
+    with RunStore.create(tmp_path_factory.mktemp("hostile"), make_header()) as store:
+        asyncio.run(fill_hostile(store))
+    return store.folder
+
+
+@pytest.fixture(scope="module")
+def app(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of `engine view` with both runs of the desk."""
+    with served(*runs, cwd=tmp_path_factory.mktemp("app")) as address:
+        yield address
+
+
+PANELS = ("rewards", "tokens", "seen", "branches", "machine", "facts", "timing")
+
+
+def attacked(visitor: Visitor, offline: bool = False) -> None:
+    """Nothing of the hostile run became anything but text."""
+    page = visitor.page
+    assert page.evaluate("window.pwned === undefined")
+    assert page.locator("main script, main iframe, main [onerror], main [onload], main object, main style").count() == 0
+    assert page.locator('a[href^="javascript"]').count() == 0
+    wide = "[...document.querySelectorAll('main *')].filter(each => each.getBoundingClientRect().right > innerWidth + 1 && !each.closest('.scroll, .panel-body, .group'))"
+    assert (
+        page.evaluate(f"{wide}.map(each => each.parentElement.className + ' > ' + each.tagName + '.' + each.className)")
+        == []
+    ), "a long line makes the page wider"
+    text = page.locator("main").inner_text()
+    assert not set(text) & set("\u202e\u2066\u2067\x00\x07\x1b\u200b\ufeff"), "a hidden character is shown as it is"
+
+
+def look_everywhere(visitor: Visitor, run: str) -> None:
+    """Open each page and panel of the hostile run, with everything unfolded."""
+    visitor.open("list")
+    visitor.page.locator("table.episodes").wait_for()
+    attacked(visitor)
+    for panel in PANELS:
+        visitor.open("episode", run=run, id="t0/0", turn=1, tab=panel)
+        visitor.page.locator(f'#panel[data-tab="{panel}"] > *').first.wait_for()
+        visitor.page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+        visitor.page.evaluate("for (const each of document.querySelectorAll('button.more')) each.click()")
+        attacked(visitor)
+    assert "<script>window.pwned = 1</script>" in visitor.text(".transcript")
+    assert "U+202E" in visitor.text(".transcript")
+    assert "<script>window.pwned = 1</script>" in visitor.text(".message.judge .prose"), "what the judge said"
+    assert "+0.7" in visitor.text(".message.judge header"), "its mark"
+    assert visitor.page.locator(".step-note.mark").count() == 1, "a mark that no judge gave"
+    visitor.open("group", run=run, task="t0")
+    visitor.page.locator(".cell.head").first.wait_for()
+    attacked(visitor)
+
+
+def test_hostile_texts_stay_texts(browser: Any, hostile: Path, tmp_path: Path) -> None:
+    with served(hostile, cwd=tmp_path) as address:
+        visitor = Visitor(browser, address)
+        look_everywhere(visitor, hostile.name)
+        assert visitor.problems == []
+
+
+def test_hostile_texts_stay_texts_in_a_file(browser: Any, hostile: Path, tmp_path: Path) -> None:
+    file = export(tmp_path, hostile)
+    visitor = Visitor(browser, file.as_uri(), offline=True)
+    look_everywhere(visitor, hostile.name)
+    assert visitor.problems == []
+    assert [each for each in visitor.requests if not each.startswith(("file:", "data:"))] == []
+
+
+def export(folder: Path, *arguments: str | Path) -> Path:
+    """`engine view --export`; gives the file."""
+
+    subprocess.run(
+        [*ENGINE, "view", *arguments, "--export", folder / "file.html"], cwd=folder, env=environment(), check=True
+    )
+    return folder / "file.html"
+
+
+def test_a_file_shows_the_chosen_episodes_without_a_server(
+    browser: Any, runs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    file = export(tmp_path, runs[0], "--filter", 'outcome.solved && task.level == "hard"')
+    visitor = Visitor(browser, file.as_uri(), offline=True)
+    assert visitor.page.locator("a.row-link").all_inner_texts() == ["desk-0/0", "desk-0/1", "desk-2/0", "desk-2/1"]
+    visitor.page.fill("input[name=text]", "CALCULATE")
+    visitor.press("Enter")
+    visitor.page.wait_for_function("() => document.querySelectorAll('a.row-link').length === 2")
+    visitor.click("a.row-link")
+    visitor.page.locator(".message img").wait_for()
+    assert visitor.page.evaluate("document.querySelector('.message img').naturalWidth") == 168
+    visitor.click('#turn-2 button:has-text("tokens")')
+    assert visitor.page.locator(".tokens .token").count() == 7
+    for key, panel in (("4", "branches"), ("5", "machine"), ("7", "timing")):
+        visitor.press(key)
+        visitor.page.locator(f'#panel[data-tab="{panel}"] table').first.wait_for()
+    assert visitor.page.locator("#panel svg, .machine svg").count() >= 0
+    visitor.press("g")
+    visitor.page.locator(".cell.head").nth(1).wait_for()
+    assert visitor.problems == []
+    assert [each for each in visitor.requests if not each.startswith(("file:", "data:"))] == []
+
+
+def test_the_keyboard_alone_goes_everywhere(browser: Any, app: str) -> None:
+    visitor = Visitor(browser, app)
+    visitor.page.locator("table.episodes").wait_for()
+    focused = "document.activeElement.textContent"
+    for key, name in (("j", "desk-0/0"), ("j", "desk-0/1"), ("k", "desk-0/0")):
+        visitor.press(key)
+        assert visitor.page.evaluate(focused) == name
+    visitor.press("Enter")
+    visitor.page.locator("#turn-2").wait_for()
+    for key, turn in (("j", 0), ("j", 1), ("j", 2), ("j", 2), ("k", 1)):
+        visitor.press(key)
+        visitor.page.locator(f"#turn-{turn}.selected").wait_for()
+    assert "turn=1" in visitor.page.url
+    for at, panel in enumerate(PANELS, start=1):
+        visitor.press(str(at))
+        visitor.page.locator(f'#panel[data-tab="{panel}"] > *').first.wait_for()
+        assert visitor.page.locator("[role=tab][aria-selected=true]").get_attribute("id") == f"tab-{panel}"
+    visitor.press("2")
+    visitor.page.locator(".tokens .token").first.focus()
+    visitor.press("ArrowRight")
+    assert visitor.page.evaluate("document.activeElement.getAttribute('aria-selected')") == "true"
+    visitor.press("?")
+    assert "Next turn" in visitor.text("dialog")
+    visitor.press("Escape")
+    visitor.page.locator("dialog").wait_for(state="detached")
+    visitor.press("n")
+    visitor.page.locator('h1:has-text("desk-0/1")').wait_for()
+    visitor.press("g")
+    visitor.page.locator(".cell.head").first.wait_for()
+    visitor.press("u")
+    visitor.page.locator("table.episodes").wait_for()
+    visitor.press("f")
+    visitor.page.keyboard.type("outcome.solved && task.level == 'easy' && turns.assistant < 3")
+    visitor.press("Enter")
+    visitor.page.wait_for_function("() => document.querySelectorAll('a.row-link').length === 2")
+    assert visitor.problems == []
+
+
+def test_a_permalink_opens_the_episode_at_its_turn(browser: Any, app: str, runs: tuple[Path, Path]) -> None:
+    place = f"#/episode?run={runs[0].name}&id=desk-1%2F0&turn=2&tab=seen"
+    visitor = Visitor(browser, app + place)
+    visitor.page.locator("#turn-2.selected").wait_for()
+    assert "desk-1/0" in visitor.text("h1")
+    visitor.page.locator("ol.seen").wait_for()
+
+
+def test_a_wrong_filter_says_what_is_wrong(browser: Any, app: str) -> None:
+    visitor = Visitor(browser, app)
+    visitor.page.fill("input[name=filter]", "outcome.rewrd > 1")
+    visitor.press("Enter")
+    assert "reward" in visitor.text("p.error")
+    assert visitor.page.locator("input[name=filter]").input_value() == "outcome.rewrd > 1"
+
+
+NAMED = """() => [...document.querySelectorAll('a[href], button, input, select, summary, [tabindex="0"]')]
+  .filter(each => each.offsetParent !== null)
+  .filter(each => !(each.innerText || '').trim() && !each.getAttribute('aria-label') && !each.getAttribute('aria-labelledby')
+    && !(each.labels && each.labels.length) && !each.querySelector('img[alt]:not([alt=""])'))
+  .map(each => each.outerHTML.slice(0, 120))"""
+CONTRAST = """() => {
+  const parse = text => text.match(/[\\d.]+/g).map(Number);
+  const canvas = Object.assign(document.createElement('canvas'), { width: 1, height: 1 }).getContext('2d', { willReadFrequently: true });
+  const solid = (colour, under) => { canvas.fillStyle = `rgb(${under})`; canvas.fillRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3); };
+  const light = rgb => { const [r, g, b] = rgb.map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const ground = each => { const chain = []; for (let e = each; e; e = e.parentElement) chain.push(getComputedStyle(e).backgroundColor); let rgb = [255, 255, 255]; for (const colour of chain.reverse()) rgb = solid(colour, rgb); return rgb; };
+  const found = [];
+  for (const each of document.querySelectorAll('#top *, main *')) {
+    if (each.offsetParent === null || each.closest('svg, [aria-hidden=true]') || ![...each.childNodes].some(n => n.nodeType === 3 && n.data.trim())) continue;
+    const style = getComputedStyle(each);
+    if (parseFloat(style.opacity) < 1) continue;
+    const under = ground(each), over = solid(style.color, under);
+    const [a, b] = [light(under), light(over)].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5) found.push(`${each.className || each.tagName}: ${each.textContent.trim().slice(0, 30)} ${ratio.toFixed(2)}`);
+  }
+  return [...new Set(found)];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_can_be_read_and_named(browser: Any, app: str, runs: tuple[Path, Path], scheme: str) -> None:
+    visitor = Visitor(browser, app, color_scheme=scheme)
+    run, other = (each.name for each in runs)
+    places: list[tuple[str, dict[str, Any]]] = [
+        ("list", {}),
+        ("group", {"run": run, "task": "desk-0"}),
+        ("compare", {"first": run, "second": other}),
+        ("episode", {"run": run, "id": "desk-0/3", "turn": 1}),
+        *(("episode", {"run": run, "id": "desk-0/0", "turn": 2, "tab": panel}) for panel in PANELS),
+    ]
+    for page, parameters in places:
+        visitor.open(page, **parameters)
+        visitor.page.wait_for_timeout(400)
+        where = json.dumps([page, parameters])
+        assert visitor.page.locator("main").count() == 1, where
+        assert visitor.page.locator("h1").count() == 1, where
+        assert visitor.page.locator("header#top nav[aria-label]").count() == 1, where
+        assert visitor.page.evaluate(NAMED) == [], where
+        assert visitor.page.evaluate("[...document.images].filter(each => !each.alt).length") == 0, where
+        tables = "[...document.querySelectorAll('table')].filter(each => !each.caption || !each.tHead || each.querySelector('thead th:not([scope])')).length"
+        assert visitor.page.evaluate(tables) == 0, where
+        assert visitor.page.evaluate(CONTRAST) == [], where
+    assert visitor.page.title()
+
+
+def test_an_episode_that_goes_on_grows_in_the_page(browser: Any, tmp_path: Path) -> None:
+    loop = asyncio.new_event_loop()
+    with ExitStack() as stack:
+        stack.callback(loop.close)
+        store = stack.enter_context(RunStore.create(tmp_path / "runs", make_header()))
+        aside(loop.run_until_complete, store.begin(make_task(), 0))
+        for seq in range(2):
+            aside(loop.run_until_complete, store.append("t0/0", make_entry(seq)))
+        address = stack.enter_context(served(store.folder, cwd=tmp_path))
+        visitor = Visitor(browser, address)
+        assert "running" in visitor.text("table.episodes")
+        visitor.click("a.row-link")
+        visitor.page.locator("#turn-0").wait_for()
+        assert visitor.page.locator("#turn-1").count() == 0
+        for seq in range(2, 4):
+            aside(loop.run_until_complete, store.append("t0/0", make_entry(seq)))
+        visitor.page.locator("#turn-1").wait_for()
+        aside(loop.run_until_complete, store.finish(make_trajectory()))
+        visitor.page.locator(".episode-head .reward.big").wait_for()
+        visitor.press("u")
+        visitor.page.locator("table.episodes .reward").wait_for()
+        assert visitor.problems == []
+
+
+def test_a_test_is_made_of_an_episode(browser: Any, app: str, runs: tuple[Path, Path]) -> None:
+    visitor = Visitor(browser, app)
+    visitor.open("episode", run=runs[0].name, id="desk-0/1")
+    visitor.click('button:has-text("Make a test")')
+    told = visitor.text("dialog pre")
+    assert "There are 8." in told
+    assert "scenarios:" in told
+    with visitor.page.expect_download() as saved:
+        visitor.click('dialog a:has-text("Save")')
+    assert "There are 8." in Path(saved.value.path()).read_text()
+    assert visitor.problems == []
+
+
+def test_the_rows_of_the_list_are_downloaded(browser: Any, app: str, runs: tuple[Path, Path]) -> None:
+    visitor = Visitor(browser, app)
+    visitor.open("list", filter='outcome.failure != "" && run.id == "' + runs[0].name + '"')
+    with visitor.page.expect_download() as saved:
+        visitor.click('a:has-text("Download the training rows")')
+    rows = [json.loads(line) for line in Path(saved.value.path()).read_text().splitlines()]
+    assert [row["episode_id"] for row in rows] == ["desk-0/3", "desk-1/3", "desk-2/3"]
+
+
+def test_a_training_shows_curves_whose_steps_lead_to_their_episodes(browser: Any, tmp_path: Path) -> None:
+    training = aside(asyncio.run, make_training(tmp_path / "runs"))
+    with served(training, cwd=tmp_path) as address:
+        visitor = Visitor(browser, address)
+        visitor.click('nav a:text-is("Training")')
+        visitor.page.locator(".plot svg.main-svg").first.wait_for()
+        assert visitor.page.locator(".plot path.point").count() > 2
+        steps = 'table:has(caption:text-is("Steps"))'
+        assert [each.split("\t")[0] for each in visitor.page.locator(f"{steps} tbody tr").all_inner_texts()] == [
+            "step 1",
+            "step 2",
+        ]
+        visitor.click(f'{steps} tr:has-text("step 2") a:has-text("episodes")')
+        visitor.page.locator("table.episodes").wait_for()
+        assert visitor.page.locator("a.row-link").all_inner_texts() == ["t3/0", "t3/1", "t4/0", "t4/1"]
+        assert visitor.problems == []
+
+
+def test_no_file_of_a_spec_is_imported(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    code = runs[0].parents[1] / "desk.py"
+    text = code.read_text()
+    try:
+        code.write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n{text}")
+        export(tmp_path, runs[0])
+    finally:
+        code.write_text(text)
+    assert not os.path.exists(tmp_path / "imported")  # noqa: PTH110

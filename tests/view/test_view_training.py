@@ -1,0 +1,106 @@
+"""A training's curves, steps and evaluations, also while it is being written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+from view_kit import TRAINING, batch_record, fill, make_training, new_run
+
+from engine.errors import StoreError
+from engine.train.batch_log import BatchLog
+from engine.view.listing import Listing
+from engine.view.sources import find
+from engine.view.training import Training
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    """Two steps with three and two tasks, an evaluation after step 2."""
+
+    return asyncio.run(make_training(tmp_path / "runs"))
+
+
+def test_curves_have_a_value_for_each_step(training: Path) -> None:
+    found = Training(training).curves()
+    assert found.steps == [1, 2]
+    assert found.series == {"eval/reward": [None, 0.1], "loss": [None, None], "reward/mean": [0.5, 0.75]}
+    assert Training(training).curves(["reward/mean"]).series == {"reward/mean": [0.5, 0.75]}
+    json.dumps(found.plain())
+
+
+def test_a_step_leads_to_its_episodes(training: Path) -> None:
+    step = Training(training).step(1)
+    assert [(group.number, group.task, group.use) for group in step.groups] == [
+        (0, "t0", "used"), (2, "t2", "used"), (1, "t1", "left_out"),
+    ]  # fmt: skip
+    assert (step.version, step.metrics["reward/mean"], step.run) == (1, 0.5, f"{TRAINING}/rollouts")
+    with Listing.open([training]) as listing:
+        assert [row.episode for row in listing.page(step.filter).rows] == [
+            "t0/0",
+            "t0/1",
+            "t1/0",
+            "t1/1",
+            "t2/0",
+            "t2/1",
+        ]
+        assert [row.step for row in listing.group(step.run, "t5")] == [None, None]
+        log = BatchLog(training)
+        log.read()  # as a resumed training: it removes the incomplete line
+        log.append(batch_record(3, [5], []))
+        assert [row.step for row in listing.group(step.run, "t5")] == [3, 3]
+    with pytest.raises(StoreError, match="has no step 9; its newest is 2"):
+        Training(training).step(9)
+
+
+def test_an_evaluation_leads_to_its_episodes(training: Path) -> None:
+    (found,) = Training(training).evaluations()
+    assert (found.step, found.run, found.metrics) == (2, f"{TRAINING}/evals/step-000002", {"eval/reward": 0.1})
+    with Listing.open([training]) as listing:
+        rows = listing.page(found.filter).rows
+        assert [(row.run, row.episode, row.step) for row in rows] == [(found.run, "t0/0", 2), (found.run, "t1/0", 2)]
+        assert listing.page("run.evaluation").total == 2
+    with Listing.open([os.path.relpath(training / "rollouts")]) as listing:
+        assert listing.sources[0].key == f"{TRAINING}/rollouts"
+
+
+def test_the_overview_says_how_far_it_is(training: Path) -> None:
+    found = Training(training).overview()
+    assert (found.kind, found.planned, found.done, found.name) == ("rl", 5, 2, "run")
+    assert found.metrics == ["eval/reward", "loss", "reward/mean"]
+    assert [source.step for source in found.sources] == [None, 2]
+
+
+def test_reading_changes_no_file_of_the_training(training: Path) -> None:
+    def content() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in training.iterdir() if path.is_file()}
+
+    before = content()
+    Training(training).overview()
+    Training(training).step(1)
+    with Listing.open([training]) as listing:
+        listing.page("run.step == 1")
+    assert content() == before
+
+
+async def test_latest_is_the_newest_run_or_training(training: Path) -> None:
+    out = training.parent
+    assert find("latest", out) == training
+    with new_run(out, "run-1", created=6.0) as store:
+        await fill(store, 1, 1)
+    assert find("latest", out) == store.folder
+    assert find("demo-train", out) == training
+    with pytest.raises(StoreError, match="no run `nothing`"):
+        find("nothing", out)
+
+
+async def test_a_list_has_evaluations_that_are_made_after_it_was_opened(training: Path) -> None:
+    with Listing.open([training, training / "rollouts"]) as listing:
+        assert listing.page().total == 14
+        with new_run(training / "evals", "step-000004", evaluation=True) as store:
+            await fill(store, 1, 1)
+        assert listing.page("run.step == 4").total == 1
+        assert [source.step for source in listing.sources] == [None, 2, 4]
