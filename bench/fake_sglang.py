@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import itertools
 import json
 import random
@@ -39,6 +40,9 @@ class Call:
         self.prompt = body[at : body.find(b"]", at)]
         at = body.find(RID) + len(RID)
         self.rid = body[at : body.find(b'"', at)]
+        self.experts_from: int | None = None
+        if b'"return_routed_experts":true' in body:
+            self.experts_from = int(json.loads(body).get("routed_experts_start_len", 0))
         self.echo = b'"return_prompt_token_ids":true' in body[-4096:]
         at = body.find(LENGTH) + len(LENGTH)
         self.most = int(body[at:].partition(b",")[0].rstrip(b"}")) if at >= len(LENGTH) else 128
@@ -46,6 +50,11 @@ class Call:
     def reply(self, **changes: Any) -> bytes:
         """The body of a good reply. `changes` replace keys of `meta_info`, or `output_ids`, `prompt_token_ids`."""
         most = self.most
+        if self.experts_from is not None and self.server.experts is not None and "routed_experts" not in changes:
+            output = changes.get("output_ids", self.server.output[:most])
+            ids = [*map(int, self.prompt.split(b",")), *output][self.experts_from : -1]
+            chosen = self.server.experts(ids, self.experts_from)
+            changes = changes | {"routed_experts": base64.b64encode(chosen.astype("<i4").tobytes()).decode()}
         if most >= len(self.server.output):
             if not changes:
                 return self.server.good(self.rid, self.prompt, self.echo)
@@ -124,10 +133,14 @@ class FakeSGLang:
         self.weight_version = "default"
         self.model_path = "fake"
         self.seeded = False
+        self.experts: Callable[[list[int], int], Any] | None = None
+        """Gives the experts of ids at the positions from a number on, an integer array [ids, layers, top_k]; None: no routing."""
         self.hung = False
         """Takes connections and requests, and never answers anything."""
         self.down = False
         """Answers 503 to health checks."""
+        self.paused = False
+        """Samples nothing, and so fails health checks, which sample a token."""
         self.faults: list[Fault] = []
         self.calls: list[bytes] = []
         """Bodies of the requests to /generate, where `keep` is set."""
@@ -195,6 +208,8 @@ class FakeSGLang:
             message = f"logit_bias must has keys in [0, {self.vocab_size - 1}], got 2147483647."
             call.answer(json.dumps({"error": {"message": message}}).encode(), 400)
             return
+        while self.paused:  # noqa: ASYNC110  (tests set it)
+            await asyncio.sleep(0.01)
         self.requests += 1
         if self.keep:
             self.calls.append(call.body)
@@ -213,13 +228,14 @@ class FakeSGLang:
 
     def _other(self, path: str, body: bytes) -> tuple[int, Any]:
         if path in ("/health", "/health_generate"):
-            return (503 if self.down else 200), None
+            return (503 if self.down or self.paused else 200), None
         if path == "/model_info":
             return 200, {"model_path": self.model_path, "is_generation": True, "weight_version": self.weight_version}
         if path == "/server_info":
             return 200, {
                 "max_req_input_len": self.context,
                 "enable_deterministic_inference": self.seeded,
+                "enable_return_routed_experts": self.experts is not None,
                 "version": "fake",
             }
         if path == "/tokenize" and self.tokenize is not None:
@@ -235,14 +251,21 @@ class FakeSGLang:
             self.control.append((path, json.loads(body)))
             self.weight_version = json.loads(body)["weight_version"]
             return 200, {"success": True, "message": "ok"}
+        if path in ("/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"):
+            told = json.loads(body)
+            self.control.append((path, told))
+            self.weight_version = told.get("weight_version", self.weight_version)
+            return 200, {"success": True, "message": "ok"}
         if path == "/fake/stats":
             return 200, {"requests": self.requests, "busy_seconds": self.busy, "aborted": len(self.aborted)}
         if path == "/fake/reset":
             self.requests, self.busy = 0, 0.0
             return 200, {}
+        if path in ("/pause_generation", "/continue_generation"):
+            self.paused = path == "/pause_generation"
+            self.control.append((path, json.loads(body) if body else None))
+            return 200, {"success": True}
         if path in (
-            "/pause_generation",
-            "/continue_generation",
             "/load_lora_adapter",
             "/unload_lora_adapter",
             "/flush_cache",
@@ -287,7 +310,13 @@ class _Connection(asyncio.Protocol):
             path = head.split(b" ", 2)[1].decode()
             task = asyncio.ensure_future(self._fake.handle(self, path, body))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._handled)
+
+    def _handled(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.drop()  # an error of this server: the client fails at once instead of waiting for a reply
+            task.get_loop().call_exception_handler({"message": "the fake server failed", "exception": task.exception()})
 
     def write(self, data: bytes) -> None:
         if not self._transport.is_closing():

@@ -84,12 +84,21 @@ def _wrapper(form: Any, timed: Timed, on: bool) -> contextlib.AbstractContextMan
     return patch.object(form.bridges, "extension", timed(form.bridges.extension if on else form.extension))
 
 
+def _reply_text(form: Any, timed: Timed, on: bool) -> contextlib.AbstractContextManager[Any]:
+    stack = contextlib.ExitStack()
+    stack.enter_context(patch.object(form.bridges, "_shown_reply", timed(form.bridges._shown_reply)))
+    if not on:
+        stack.enter_context(patch("engine.tokens.bridging.shape_of", lambda reply, inspected: None))
+    return stack
+
+
 VARIANTS: dict[str, Variant] = {
     "nothing": _nothing,
     "ascii": _ascii,
     "byte_level": _byte_level,
     "qwen_replies": _qwen_replies,
     "wrapper": _wrapper,
+    "reply_text": _reply_text,
 }
 """By file: how its calls are timed, and how it is switched off."""
 

@@ -21,9 +21,10 @@ from engine.schemas.generation import FinishReason
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Condensation, Failure, Outcome, Trajectory, Turn
 from engine.store.store import episode_id_of
-from engine.tokens.tape import as_seen
+from engine.tokens.tape import as_seen, untrained
 
 if TYPE_CHECKING:
+    from engine.agents.threads import AgentThreads
     from engine.schemas.limits import LimitsSpec
     from engine.schemas.reward import PartAddress
     from engine.tokens.conversation import Conversation
@@ -87,6 +88,7 @@ class Episode:
     __slots__ = (
         "_seeds",
         "aborted",
+        "agent",
         "attempts",
         "blocks",
         "condensations",
@@ -122,6 +124,7 @@ class Episode:
         "turn",
         "turn_tokens",
         "turns",
+        "unreceived",
         "user_tokens",
         "user_turns",
     )
@@ -174,6 +177,10 @@ class Episode:
         self.solved = False
         self.solved_turn: int | None = None
         self.aborted = False
+        self.agent: AgentThreads | None = None
+        """The threads of an agent program; None before its first request."""
+        self.unreceived: list[int] = []
+        """Turns of an agent program whose replies nobody received."""
         self.blocks: dict[int, str] = {}
         """Original texts of the condensed blocks, by number."""
         self.condensations: list[Condensation] = []
@@ -194,10 +201,10 @@ class Episode:
         """Calls of the newest turn that could be parsed."""
         return [attempt for attempt in self.attempts if isinstance(attempt, ToolCall)]
 
-    def turn_seed(self) -> int:
-        """Sampling seed of the next turn."""
+    def turn_seed(self, turn: int) -> int:
+        """Sampling seed of a turn."""
         seeds = self._seeds.copy()  # equals `derive_seed(seed, turn, salt)`; the hash state after the seed is reused
-        seeds.update(b"%d\0%d" % (self.turn + 1, self.salt) if self.salt else b"%d" % (self.turn + 1))
+        seeds.update(b"%d\0%d" % (turn, self.salt) if self.salt else b"%d" % turn)
         return int.from_bytes(seeds.digest(), "big") >> 1
 
     def view(self) -> EpisodeView:
@@ -278,7 +285,7 @@ class Episode:
     def trajectory(self, run_id: str, *, exact: bool) -> Trajectory:
         """The finished trajectory. Seals the ledger."""
         sealed = self.ledger.seal(self.turn + 1)
-        conversation = self.conversation
+        conversation, unreceived = self.conversation, self.unreceived
         return Trajectory(
             run_id=run_id,
             episode_id=self.id,
@@ -288,8 +295,11 @@ class Episode:
             history=conversation.history,
             outcome=self.outcome(exact=exact),
             messages=list(conversation.messages),
-            turns=[replace(turn, rewards=self.ledger.turn(turn.index)) for turn in self.turns],
-            branches=[as_seen(branch) for branch in conversation.branches()],
+            turns=[
+                replace(turn, rewards=self.ledger.turn(turn.index), unreceived=turn.index in unreceived)
+                for turn in self.turns
+            ],
+            branches=[untrained(as_seen(branch), unreceived) for branch in conversation.branches()],
             postings=list(sealed.postings),
             facts=self.facts,
             path=self.path,
@@ -300,6 +310,7 @@ class Episode:
                 **({"user_tokens": self.user_tokens} if self.user_tokens else {}),
                 "sampled_tokens": self.sampled,
                 "context_tokens": conversation.length,
+                **({"unreceived_replies": len(unreceived)} if unreceived else {}),
                 **({"condensations": len(self.condensations)} if self.condensations else {}),
                 **({"images": len(images)} if (images := [*_images(conversation.messages)]) else {}),
             },

@@ -14,10 +14,13 @@
     ├── DeviceError          the spec names a device that torch does not have
     ├── SpecCodeError        code that the spec names raised an error, did not answer in time, or gave an invalid answer
     ├── StoreError           a run cannot be read or written
+    │   └── DroppedError     the content of an episode was dropped from its run to save space
+    ├── VariableError        an environment variable has a value that cannot be used
     ├── ReplayError          replaying a journal gives other transitions than it records
     ├── FailingError         the first episodes of a run all failed in the same way: the run stops
     ├── NoticeError          a channel of `notify` cannot work
     ├── TraceError           traces cannot be written: a package or the run's folder is missing
+    ├── AuditError           rows of another framework cannot be read
     └── TrainError           training cannot start or must stop
 
 The failure of an episode is a value (`engine.schemas.trajectory.Failure`). An exception of this tree carries it
@@ -185,6 +188,12 @@ class StoreError(EngineError):
     kind = "store_error"
 
 
+class DroppedError(StoreError):
+    """The content of an episode was dropped from its run to save space."""
+
+    kind = "dropped"
+
+
 class ReplayError(EngineError):
     """Replaying a journal gives other transitions than it records."""
 
@@ -205,12 +214,18 @@ class TraceError(EngineError):
     blame: Blame = "spec"
 
 
+class AuditError(EngineError):
+    """Rows of another framework cannot be read: the file is damaged, too large, or not of that framework's form."""
+
+    kind = "audit_rows"
+
+
 class TrainError(EngineError):
     """Training cannot start or continue.
 
     Kinds: `train_setup` (the spec, model or device does not allow it), `weights_not_taken` (a backend does not sample
     with the weights that were sent to it), `diverged` (loss or gradient is not finite), `no_data` (no group has a
-    learning signal), `checkpoint` (cannot be read or written).
+    learning signal), `checkpoint` (cannot be read or written), `handover` (rows were lost or changed on the way to another trainer).
     """
 
     def __init__(self, message: str, *, kind: str) -> None:

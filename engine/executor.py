@@ -18,12 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
-
-import structlog
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.actions.base import Action, EpisodeObjects
 from engine.actions.calls import LoopReplacedError
@@ -31,10 +28,10 @@ from engine.actions.facts import FAILED, LIMIT, OVERFLOW
 from engine.deadline import EpisodeDeadline
 from engine.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, SpecCodeError
+from engine.failures import failure_of, unexpected
 from engine.limits import CONTEXT, EPISODE_SECONDS, MAX_STEPS, PROMPT_LIMITS
 from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
-from engine.schemas.trajectory import Blame, Failure
-from engine.storable import valid_text, words_of
+from engine.schemas.trajectory import Failure
 from engine.store.codec import Ending, Written, write_record
 
 if TYPE_CHECKING:
@@ -43,10 +40,8 @@ if TYPE_CHECKING:
     from engine.machine.compile import EpisodeMachine
     from engine.rewards.rules import Rules
 
-log = structlog.get_logger(__name__)
 
 _GAVE_UP = (LimitRecord, FailureRecord)
-_BLAMES = frozenset(get_args(Blame))
 
 
 class _StateWork(NamedTuple):
@@ -352,7 +347,9 @@ class Executor:
         if isinstance(record, LimitRecord):
             raise RestartNeededError(f"{episode.id}: episode_seconds interrupted the call in {entry.state}")
         now = time.perf_counter()
+        objects.repeating = record
         again = _written(await self._perform(episode, self._stages[episode.state], objects, None, now), episode)
+        objects.repeating = None
         if _comparable(again.record) != _comparable(record):
             raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) gives a different answer now")
 
@@ -397,35 +394,11 @@ def _written(record: Record, episode: Episode) -> Written:
 
 
 def _comparable(record: Record) -> Any:
-    """A record's content for comparison, without durations and tracebacks."""
+    """A record's content for comparison, without durations, tracebacks, what a program printed and which replies it did not wait for."""
     told = record.plain()
     for result in told.get("results", ()):
         result.pop("seconds", None)
     told.get("failure", {}).pop("trace", None)
+    for name in ("output", "unreceived"):
+        told.pop(name, None)
     return told
-
-
-def failure_of(error: EngineError, episode: Episode) -> Failure:
-    """The failure of a typed exception. The spec's code may raise one too, so its fields are not trusted."""
-    trace = getattr(error, "trace", None)
-    return Failure(
-        kind=valid_text(str(error.kind), 100),
-        blame=error.blame if error.blame in _BLAMES else "environment",
-        message=valid_text(str(error)),
-        state=episode.state,
-        turn=episode.turn,
-        trace=valid_text(trace) if isinstance(trace, str) else None,
-    )
-
-
-def unexpected(error: BaseException, episode: Episode) -> Failure:
-    """The failure of an unexpected exception: an error of the engine, with its full traceback."""
-    log.error("unexpected error in an episode", episode=episode.id, state=episode.state, error=words_of(error))
-    return Failure(
-        kind="engine_error",
-        blame="engine",
-        message=words_of(error),
-        state=episode.state,
-        turn=episode.turn,
-        trace=valid_text("".join(traceback.format_exception(error))),
-    )

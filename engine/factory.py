@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from engine.actions.images import ImageStorer
     from engine.actions.role_models import RoleBackends
     from engine.actions.workers import Workers
+    from engine.agents.program import ProgramBodies
     from engine.backends.base import Backend
     from engine.deadline import PausableClocks
     from engine.executor import Append, Watch
@@ -52,6 +53,7 @@ class EpisodeFactory:
         slots: Maximum number of generations of the policy in flight.
         role_backends: Backends that may serve model-played users and judges; without one, calls of the role fail.
         training: The weights of the policy change while episodes run.
+        programs: Agent programs that run elsewhere, instead of the spec's.
 
     Raises:
         EngineError: the spec's code cannot be imported, or its machine or rules are invalid.
@@ -67,6 +69,7 @@ class EpisodeFactory:
         slots: int = 1,
         role_backends: RoleBackends = "any",
         training: bool = False,
+        programs: ProgramBodies | None = None,
     ) -> None:
         spec = loaded.spec
         self.spec = spec
@@ -74,7 +77,7 @@ class EpisodeFactory:
         generations = asyncio.Semaphore(slots)
         self.roles = RoleModels(loaded, format, backend, generations, allowed=role_backends, training=training)
         """Models of model-played users and judges; the caller who needs them calls `start` and `close`."""
-        self._services = Services(spec, format, backend, workers, generations, self.roles)
+        self._services = Services(spec, format, backend, workers, generations, self.roles, programs)
         resolved = machine_of(spec)
         self.machine = EpisodeMachine(resolved)
         self.object_builder = ObjectBuilder(self._services, loaded.base)

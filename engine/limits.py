@@ -123,7 +123,7 @@ LIMITS: tuple[Limit, ...] = (
         "images",
         "Images in the conversation.",
         "generate",
-        lambda episode: len(episode.conversation.images),
+        lambda episode: len(episode.conversation.thread.images),
         variable="images.shown",
         budget="images",
         inclusive=True,

@@ -15,7 +15,7 @@ answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
@@ -172,11 +172,22 @@ class Geo3kTool(Geo3k):
         instruction: Text on its own line after the question.
         correct: Reward `score` of a turn that submits the right answer.
         wrong: Reward `score` of a turn that submits a wrong answer.
+        graded: What is rewarded. `calls`: each turn that submits an answer. `answer`: only the last reply, if its \\boxed{…} is right
+            (reward `correct`), as in slime's example; the tool then only says whether an answer is right, and sets no fact `solved`.
     """
 
-    def __init__(self, instruction: str = "", correct: float = 1.0, wrong: float = 0.0) -> None:
+    def __init__(
+        self,
+        instruction: str = "",
+        correct: float = 1.0,
+        wrong: float = 0.0,
+        graded: Literal["calls", "answer"] = "calls",
+    ) -> None:
         super().__init__(instruction, correct)
+        if graded not in ("calls", "answer"):
+            raise ValueError(f"graded {graded!r} is not known; write calls or answer")
         self._wrong = wrong
+        self._answer_graded = graded == "answer"
 
     def tools(self) -> list[Callable[..., Any]]:
         """The tool `calc_score`."""
@@ -194,6 +205,16 @@ class Geo3kTool(Geo3k):
         if found is None:
             raise ValueError(f"{answer!r} is no number that can be checked; write one, such as 12, 4.5 or 2\\sqrt{{3}}")
         tries = int(view.facts.get("tries", 0)) + 1
+        if self._answer_graded:
+            right = is_right(found, view.task)
+            content = (
+                f"{found.text} is right. Give your final answer"
+                if right
+                else f"{found.text} is not right. Reason in another way"
+            )
+            return ToolReply(
+                content=f"{content}, within \\boxed{{}}." if right else f"{content}.", facts={"tries": tries}
+            )
         if is_right(found, view.task):
             return ToolReply(
                 content=f"Score {self._correct:g}: {found.text} is right.",
@@ -207,8 +228,8 @@ class Geo3kTool(Geo3k):
         )
 
     def score(self, view: EpisodeView) -> list[RewardEvent]:
-        """No rewards: the tool has already scored every turn that submitted an answer."""
-        return []
+        """With `graded: answer`, grade the last reply. Otherwise nothing: the tool has scored every turn that submitted an answer."""
+        return super().score(view) if self._answer_graded else []
 
 
 class Reminder:

@@ -10,9 +10,9 @@ Invariant: neither the environment nor a hint shows the right answer to the mode
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from engine.environments.answers import STYLES, Answer, Style, final_number, one_number
 from engine.environments.tools.calculator import evaluate
@@ -97,6 +97,10 @@ class Gsm8k:
 class Grader:
     """A user who asks for the right number and gives hints.
 
+    The message after a wrong answer is the spec's `recover.wrong`, and after a reply without an answer `recover.no_answer`;
+    the texts here are used if the spec has none. Fields: `tries` (answers so far, this one included), `question`, and
+    for `wrong` also `answer` (as it was written) and `advice` (the hint, with "Try again.").
+
     Args:
         correct: Reward `correct` of the turn that gives the right answer.
         retry: Factor on `correct` for each earlier wrong answer.
@@ -107,6 +111,11 @@ class Grader:
         max_hints: How many wrong answers get a hint.
         styles: How an answer may be given; see `engine.environments.answers.final_number`.
     """
+
+    recover_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "wrong": ("answer", "advice", "tries", "question"),
+        "no_answer": ("tries", "question"),
+    }
 
     def __init__(
         self,
@@ -131,12 +140,14 @@ class Grader:
     def respond(self, view: EpisodeView) -> UserTurn:
         """Judge the newest answer. The object keeps no state, so the same view always gives the same result."""
         facts = {"graded": view.turn}
-        if view.finish == "length":
-            return UserTurn(content=f"Your reply was cut off. Be shorter, and end with: {self._example}", facts=facts)
-        answer = final_number(view.reply, self._styles)
-        if answer is None:
-            return UserTurn(content=f"I cannot find your answer. End with: {self._example}", facts=facts)
         earlier = [found for reply in view.replies[:-1] if (found := final_number(reply, self._styles)) is not None]
+        fields: dict[str, Any] = {"tries": len(earlier), "question": str(view.task.fields["question"]).strip()}
+        answer = None if view.finish == "length" else final_number(view.reply, self._styles)
+        if answer is None:
+            cut = view.finish == "length"
+            problem = "Your reply was cut off. Be shorter, and end" if cut else "I cannot find your answer. End"
+            content = f"{problem} with: {self._example}"
+            return UserTurn(content=content, recover="no_answer", fields=fields, facts=facts)
         rewards: list[RewardEvent] = []
         if not earlier and self._format:
             rewards.append(RewardEvent(name="format", value=self._format, cause=f"answer readable as {answer.style}"))
@@ -145,8 +156,10 @@ class Grader:
             value = self._correct * self._retry ** len(earlier)
             rewards.append(RewardEvent(name="correct", value=value, cause="right answer"))
             return UserTurn(satisfied=True, solved=True, rewards=rewards, facts=facts)
-        words = f"{answer.text} is not right. {self._advice(view.task, answer, gold, len(earlier))}"
-        return UserTurn(content=words, rewards=rewards, facts=facts)
+        advice = self._advice(view.task, answer, gold, len(earlier))
+        fields |= {"answer": answer.text, "advice": advice, "tries": len(earlier) + 1}
+        content = f"{answer.text} is not right. {advice}"
+        return UserTurn(content=content, recover="wrong", fields=fields, rewards=rewards, facts=facts)
 
     @property
     def _example(self) -> str:

@@ -159,6 +159,15 @@ ADAPTERS: dict[str, AdapterFacts] = {
             images=True,
             tools="all",
         ),
+        AdapterFacts(
+            name="harbor",
+            runs="engine.integrations.environments.harbor:HarborEnvironment",
+            use="`shell` (the model has a tool of that name) or `program` (for an agent program); with `tasks: {source: harbor}`",
+            names="name",
+            rewards="end",
+            thread_safe=True,
+            tools="some",
+        ),
     )
 }
 """The adapters that ship, by name."""

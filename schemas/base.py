@@ -16,11 +16,22 @@ import re
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    TypeAdapter,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema
+
+from engine.schemas.descriptions import add_descriptions
 
 _CONFIG = ConfigDict(
     extra="forbid",
-    use_attribute_docstrings=True,
     arbitrary_types_allowed=True,
     allow_inf_nan=False,
     ser_json_inf_nan="constants",  # NaN inside free-form facts stays NaN; null would be another value
@@ -33,6 +44,13 @@ class Contract(BaseModel):
 
     model_config = _CONFIG | ConfigDict(frozen=True, populate_by_name=True)
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The JSON Schema, with the descriptions of the fields."""
+        schema = handler(core_schema)
+        add_descriptions(handler.resolve_ref_schema(schema), cls)
+        return schema
+
 
 class Struct:
     """Base of what the engine makes: `@dataclass(frozen=True, slots=True, kw_only=True)`. Building one validates nothing.
@@ -44,6 +62,13 @@ class Struct:
 
     __slots__ = ()
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG | ConfigDict(revalidate_instances="always")
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The JSON Schema, with the descriptions of the fields."""
+        schema = handler(core_schema)
+        add_descriptions(handler.resolve_ref_schema(schema), cls)
+        return schema
 
     @classmethod
     def read(cls, data: Any) -> Self:
@@ -61,8 +86,8 @@ class Struct:
 
     def plain(self) -> dict[str, Any]:
         """The fields as JSON values, arrays as lists."""
-        fields: dict[str, Any] = adapter(type(self)).dump_python(self, mode="json")
-        return fields
+        values: dict[str, Any] = adapter(type(self)).dump_python(self, mode="json")
+        return values
 
     def json(self) -> str:
         """The fields as JSON text, arrays as lists."""

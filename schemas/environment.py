@@ -139,11 +139,20 @@ class ToolReply(Contract):
     facts: dict[str, Any] = Field(default_factory=dict)
 
 
+class ProgramSettings(Contract):
+    """What an environment adds to the agent program of its episode (`agent.run`)."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    """Variables of the program, instead of those of the same name in `agent.env`."""
+    seconds: float | None = None
+    """Its time, where that is shorter than `agent.timeout`."""
+
+
 @runtime_checkable
 class Environment(Protocol):
     """The environment of one episode. A new object is built for each episode.
 
-    `step(view) -> Step`, `score(view) -> list[RewardEvent]`, `tools() -> list[callable]` and
+    `step(view) -> Step`, `score(view) -> list[RewardEvent]`, `tools() -> list[callable]`, `program() -> ProgramSettings` and
     `close()` are optional: an environment that has them is asked.
     """
 

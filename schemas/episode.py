@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from engine.schemas.agent import AgentSpec
 from engine.schemas.backend import BackendSpec, LocalBackendSpec
 from engine.schemas.base import Contract
 from engine.schemas.condense import CondenseSpec
@@ -22,6 +23,19 @@ from engine.schemas.role import UserSpec
 from engine.schemas.tasks import TasksSpec
 from engine.schemas.traces import TracesSpec
 from engine.schemas.train import TrainSpec
+
+
+class KeepSpec(Contract):
+    """Which groups of episodes a training keeps in its store. A group stays if one of the keys holds for it."""
+
+    steps: int = Field(default=10, ge=0)
+    """The groups of the last `steps` steps."""
+    failures: bool = False
+    """Groups with an episode that failed."""
+    sample: float = Field(default=0.0, ge=0.0, le=1.0)
+    """This fraction of all groups, chosen by their task and epoch."""
+    trained: bool = False
+    """Groups that a step was trained on. The others are those without signal, cancelled or too old ones."""
 
 
 class RolloutSpec(Contract):
@@ -42,6 +56,9 @@ class RolloutSpec(Contract):
     max_cost: float | None = Field(default=None, gt=0)
     """What the run may cost, by `prices` of its backends, resumes included. When it is reached, no request is sent any more,
     replies under way are kept, and the run stops; it can be resumed with `--max-cost`."""
+    keep: KeepSpec | None = None
+    """Trainings: the groups whose episodes stay in the store. After each checkpoint the tokens, messages and journals of the others are
+    dropped, except those that a resume needs; their outcome, reward and counts stay. All episodes stay if not set."""
 
 
 class EpisodeSpec(Contract):
@@ -66,6 +83,8 @@ class EpisodeSpec(Contract):
     """Several users by name, instead of `user`; `tasks.user` selects the user of a task."""
     machine: MachineSpec = Field(default_factory=lambda: MachineSpec(preset="tools_and_user"))
     limits: LimitsSpec = Field(default_factory=LimitsSpec)
+    agent: AgentSpec | None = None
+    """The program that the action `run_agent` runs; its requests are the turns."""
     condense: CondenseSpec | None = None
     """How the action `condense` shortens a conversation that has become too long."""
     rewards: RewardsSpec = Field(default_factory=RewardsSpec)

@@ -116,6 +116,8 @@ class ScoreRecord(RecordBase):
 
     kind: Literal["score"] = "score"
     rewards: list[RewardEvent]
+    replies: list[str] = field(default_factory=list)
+    """What a judge that a model plays said: one reply for each turn that it judged, in order."""
 
     def answers(self) -> Mapping[str, Any]:
         """No value of any form: the rewards are validated."""
@@ -141,6 +143,40 @@ class CondenseRecord(RecordBase):
     def answers(self) -> Mapping[str, Any]:
         """No free values; the texts are validated."""
         return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRecord(RecordBase):
+    """An agent program sent a request, or ended."""
+
+    kind: Literal["agent"] = "agent"
+    event: Literal["request", "exited", "died", "timeout"]
+    messages: list[Message] = field(default_factory=list)
+    """Of a request: the messages after the reply that it continues."""
+    parent: int | None = None
+    """Of a request: the turn that it continues; None if it continues none."""
+    reason: str = ""
+    """Of a request: why it begins a branch; empty if it does not."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Of a request: the tools' schemas, in OpenAI's form."""
+    sample: int = 0
+    """Of a request for several replies: which of them follows."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Of a request: parameters of sampling that it sets and the spec allows, by their names in `agent.allow`."""
+    overruled: list[str] = field(default_factory=list)
+    """Of a request: fields that it set and that had no effect, because the spec decides or ignores them."""
+    unreceived: list[int] = field(default_factory=list)
+    """Turns whose replies nobody had received when this was recorded: the program had closed the connection before."""
+    status: int | None = None
+    """Of an end: the exit status, negative for a signal."""
+    output: str = ""
+    """Of an end: the end of what the program wrote."""
+    rewards: list[RewardEvent] = field(default_factory=list)
+    """Rewards that the program gave since the record before, and of an end: those of its end."""
+
+    def answers(self) -> Mapping[str, Any]:
+        """Arguments of calls in its history, and the tools' schemas."""
+        return {"tools": self.tools} | _arguments(self.messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +211,7 @@ Record = Annotated[
     | StepRecord
     | CondenseRecord
     | ScoreRecord
+    | AgentRecord
     | LimitRecord
     | FailureRecord,
     Field(discriminator="kind"),

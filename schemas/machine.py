@@ -13,7 +13,7 @@ class StateSpec(Contract):
     """A state and its action."""
 
     action: str | None = None
-    """`reset`, `generate`, `call_tools`, `ask_user`, `step`, `score`, or `package.module:action` of your own."""
+    """`reset`, `generate`, `call_tools`, `ask_user`, `step`, `score`, `run_agent`, or `package.module:action` of your own."""
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """For an action of your own: its keyword arguments."""
     final: bool = False
@@ -44,7 +44,7 @@ class TransitionSpec(Contract):
         return [self.source] if isinstance(self.source, str) else list(self.source)
 
 
-Preset = Literal["single_turn", "tools", "tools_and_user", "retry_with_feedback", "step", "tools_and_step"]
+Preset = Literal["single_turn", "tools", "tools_and_user", "retry_with_feedback", "step", "tools_and_step", "agent"]
 
 
 class MachineSpec(Contract):

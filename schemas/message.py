@@ -143,6 +143,8 @@ class Message(Struct):
     content: str | list[ContentPart] = ""
     reasoning: str | None = None
     """The model's reasoning, if its template separates it from the content."""
+    signed: list[dict[str, Any]] | None = None
+    """As `Generation.signed`."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """The tool calls of this assistant message, in order."""
     tool_call_id: str | None = None

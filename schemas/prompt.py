@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from engine.schemas.base import Contract
 from engine.schemas.message import ContentPart
@@ -34,6 +34,12 @@ class PromptField(Contract):
     tools: str | None = "tools"
     """The task's field with the schemas of its tools. The model is shown these and no others; the spec's tools of the same
     names answer. A row without it has all tools of the spec. null: no field."""
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what was not set: a row must have a field that the spec names, also when a stored spec is read."""
+        written: dict[str, Any] = whole(self)
+        return {name: value for name, value in written.items() if name in self.model_fields_set}
 
 
 class RecoverSpec(Contract):

@@ -54,6 +54,8 @@ class ScriptedResult(ScriptedFault):
     """Number of calls that get this result. Default: no limit."""
     result: Any = ""
     """A string, or any JSON value."""
+    content: str | list[ContentPart] | None = None
+    """Instead of `result`: text and images."""
     rewards: list[RewardEvent] = Field(default_factory=list)
     facts: dict[str, Any] = Field(default_factory=dict)
 
@@ -72,7 +74,7 @@ class ScriptedReset(ScriptedFault, Reset):
 
 
 class ScriptedScore(ScriptedFault):
-    """What the environment answers to `score`."""
+    """What the environment answers to `score`, or the spec's scorer."""
 
     rewards: list[RewardEvent] = Field(default_factory=list)
 
@@ -220,6 +222,8 @@ class Scenario(Contract):
     user: list[ScriptedUserTurn | None] = Field(default_factory=list)
     """Answers of the user, in order; where `null` stands, and after the last, the real user answers."""
     environment: EnvironmentScript = Field(default_factory=EnvironmentScript)
+    scorer: ScriptedScore | None = None
+    """What the spec's scorer answers, a function or a judge; the real one when left out."""
     steps: dict[str, list[ScriptedStep | None]] = Field(default_factory=dict)
     """By state: what `step`, or an action of the spec's own, answers there, visit by visit; `null` as for users."""
     out_of_time: OutOfTime | None = None
@@ -230,6 +234,8 @@ class Scenario(Contract):
 class ScenarioFile(Contract):
     """The scenarios of one spec: `quickstart.scenarios.yaml` beside `quickstart.yaml`."""
 
+    scenarios_of: str | None = None
+    """The spec, relative to this file; the one beside this file when left out."""
     set: dict[str, Any] = Field(default_factory=dict)
     """For every scenario; a scenario's own `set` comes after it."""
     scenarios: Annotated[list[Scenario], Field(min_length=1)]

@@ -71,13 +71,13 @@ def _lenient(field: str, images: str | None, tools: str | None) -> PromptField:
 class TaskSource(Contract):
     """One source of rows, and how its rows become tasks."""
 
-    source: Literal["inline", "jsonl", "csv", "parquet", "hub", "python"]
+    source: Literal["inline", "jsonl", "csv", "parquet", "hub", "python", "harbor"]
     """What the rows are read from."""
     rows: list[dict[str, Any]] | None = None
     """For `inline`: the rows."""
     path: str | None = None
     """For `jsonl`, `csv` and `parquet`: the file, or a folder of such files, relative to the spec. For `hub`: a data set's id,
-    or a folder that the package `datasets` reads or has saved."""
+    or a folder that the package `datasets` reads or has saved. For `harbor`: a task folder of Harbor's form, or a folder of such folders."""
     name: str | None = None
     """For `hub`: the configuration."""
     split: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]*(\[(-?[0-9]+%?)?:(-?[0-9]+%?)?\])?$")
@@ -89,6 +89,9 @@ class TaskSource(Contract):
     """For `python`: `package.module:callable` that returns an iterable of rows."""
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """For `python`: its keyword arguments."""
+    unsupported: Literal["drop", "error"] | None = None
+    """For `harbor`: what to do about task folders that do not run here: leave them out, with a count in the log, or refuse to run (when
+    left out, too). Folders that cannot be read are always refused."""
     map: dict[str, str] = Field(default_factory=dict)
     """Field of the task -> field of the row, also dotted (`reward_model.ground_truth`). Default: every field of the row."""
     id: str | None = None
@@ -104,7 +107,7 @@ class TaskSource(Contract):
             raise ValueError(f"`source: {source}` needs `{need}`")
         if self.split is not None and source == "mix":
             raise ValueError("`split` belongs to the sources: write it under each source of `mix`")
-        if self.split_name is not None and self.source in ("inline", "python"):
+        if self.split_name is not None and self.source in ("inline", "python", "harbor"):
             raise ValueError(
                 f"`split`: rows of `source: {self.source}` have no named splits; take a part: `split: '[:90%]'`"
             )
@@ -126,7 +129,7 @@ class MixedSource(TaskSource):
 class TasksSpec(TaskSource):
     """Where tasks come from."""
 
-    source: Literal["inline", "jsonl", "csv", "parquet", "hub", "python", "mix"]  # type: ignore[assignment]
+    source: Literal["inline", "jsonl", "csv", "parquet", "hub", "python", "harbor", "mix"]  # type: ignore[assignment]
     mix: Annotated[dict[SourceName, MixedSource], Field(min_length=1)] | None = None
     """For `mix`: several sources by name. A task's id begins with the name of its source: `easy:17`."""
     preset: Annotated[VerlRows | SlimeRows, Field(discriminator="name")] | None = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from engine.schemas.base import FloatArray, IntArray, Struct
+from engine.schemas.experts import ExpertArray
 from engine.schemas.generation import FinishReason
 from engine.schemas.message import Message
 from engine.schemas.reward import Posting
@@ -74,13 +76,18 @@ class Turn(Struct):
     queue_seconds: float = 0.0
     cached_tokens: int = 0
     prompt_tokens: int = 0
+    prompt_unchecked: bool = False
+    """As `Generation.prompt_unchecked`."""
+    unreceived: bool = False
+    """Nobody received the reply: the agent program had closed the connection. Its tokens are not trained."""
     reply_tokens: int = 0
     """Length of a reply that came as text, in tokens as the backend counted them; 0 where its tokens are sampled ones."""
     cost: float = 0.0
     """Price of the turn, from `prices` of its backend."""
 
 
-SpanKind = Literal["prompt", "generated", "bridge", "closing"]
+SpanKind = Literal["prompt", "generated", "bridge", "closing", "unreceived"]
+"""What a run of tokens is; `unreceived`: sampled tokens of a reply that nobody received, which are not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +98,7 @@ class Span(Struct):
     start: int
     end: int
     turn: int = -1
-    """For `generated`: the assistant turn, from 0."""
+    """For `generated` and `unreceived`: the assistant turn, from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +111,10 @@ class ImageSpan(Struct):
     end: int
     grid: list[int]
     """What the family's processor made of it: (t, h, w) in patches for Qwen-VL, (rows, columns) of tiles for Idefics3."""
+
+
+BRANCH_REASONS = ("edited", "repeated", "sibling", "tools_changed", "condensed", "subagent")
+"""Reasons of branches that are one word. Others are sentences about the chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +130,7 @@ class Branch(Struct):
     spans: list[Span]
     input_ids: IntArray
     loss_mask: IntArray
-    """1 exactly on tokens that the model sampled."""
+    """1 exactly on tokens that the model sampled, in replies that were received."""
     logprobs: FloatArray
     """The sampler's log-probs; 0.0 where the mask is 0."""
     weight_versions: IntArray
@@ -128,6 +139,9 @@ class Branch(Struct):
     """Assistant turn from 0 on sampled tokens; -1 elsewhere."""
     images: list[ImageSpan] = field(default_factory=list)
     """Exactly the images that this branch holds, in order."""
+    routed_experts: ExpertArray | None = None
+    """The experts that the sampler chose for the first n tokens, [n, layers, top_k]; n is the index of the last sampled token,
+    which no model has read. None if they were not requested (`backend.routed_experts`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,11 +197,24 @@ class Trajectory(Struct):
     path: list[tuple[str, str, str]] = field(default_factory=list)
     """The transitions taken: (source, event, dest)."""
     counts: dict[str, int] = field(default_factory=dict)
-    """tool_calls, tool_errors, user_turns, user_tokens (of a model that plays the user, where there are any), sampled_tokens, context_tokens, images, condensations."""
+    """tool_calls, tool_errors, user_turns, user_tokens (of a model that plays the user, where there are any), sampled_tokens, context_tokens, images, condensations, unreceived_replies."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by state."""
     condensations: list[Condensation] = field(default_factory=list)
     """How the conversation was condensed, in order. `messages` holds all messages as they were said."""
+
+    @property
+    def branch_reasons(self) -> dict[str, int]:
+        """How many of its rows began for which reason, in order; without the first row.
+
+        Reasons in words are counted as `condensed`, and `template` for all that the chat template rewrites.
+        """
+        return dict(Counter(map(_short_reason, self.branches[1:])))
+
+
+def _short_reason(branch: Branch) -> str:
+    word = branch.reason.partition(":")[0]
+    return word if word in BRANCH_REASONS else "template"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
+import itertools
 import os
+import shutil
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,24 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    def _leave_objects(worker: int) -> None:
+        """End a worker process without freeing the objects of torch and others one by one, which takes seconds."""
+        if os.getpid() == worker:  # not in a fork
+            os._exit(0)
+
+    atexit.register(_leave_objects, os.getpid())
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Containers often set PYTHONDONTWRITEBYTECODE; each process that a test starts would then compile the engine anew.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Tests write thousands of small files and stores, and wait for the disk at each commit: in memory the whole run takes a
+# twentieth less time.
+IN_MEMORY = Path("/dev/shm")
+if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
 
 # `CliRunner.invoke` builds the tree of all commands from their signatures: once is enough.
 typer.testing._get_command = functools.cache(typer.testing._get_command)
@@ -65,7 +82,7 @@ settings.register_profile("random", **_EVERY_PROFILE, print_blob=True, max_examp
 settings.load_profile("fixed")
 
 
-REAL_SERVER = ("tests/sglang/", "tests/vision/test_vision_sglang.py")
+REAL_SERVER = ("tests/sglang/", "tests/vllm/", "tests/vision/test_vision_sglang.py")
 """Where the tests of the real server are."""
 
 
@@ -94,10 +111,52 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: counts[item.path])
 
 
+_count_frozen = gc.get_freeze_count
+
+
 def pytest_collection_finish() -> None:
-    """Exclude what collection loaded from garbage collection: a full collection would visit torch and all test modules."""
+    """Exclude what collection loaded from garbage collection, and collect seldom: a full collection takes a second."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    count = _count_frozen()
+    gc.get_freeze_count = lambda: count  # each run asks for it, and counting a million objects takes 20 ms
+
+
+@pytest.fixture
+def frozen_objects_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gc.get_freeze_count` counts each time that it is called."""
+    monkeypatch.setattr(gc, "get_freeze_count", _count_frozen)
+
+
+@pytest.fixture(scope="session")
+def _make_cache(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], str]:
+    """Makes a cache folder. Shared are the models, which are downloaded once, the reply readers, which are proven once for each
+    tokenizer, and the environment of the real SGLang server.
+    """
+    from engine.tokens.catalogue import cache_root
+
+    os.environ.setdefault("SGLANG_CPU_VENV", str(cache_root() / "sglang-cpu"))
+
+    shared = {name: cache_root() / name for name in ("models", "readers")}
+    for target in shared.values():
+        target.mkdir(parents=True, exist_ok=True)
+    root, numbers = tmp_path_factory.mktemp("caches"), itertools.count()
+
+    def make() -> str:
+        folder = root / str(next(numbers))
+        folder.mkdir()
+        for name, target in shared.items():
+            (folder / name).symlink_to(target)
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(_make_cache: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test a cache of its own, so that no test finds what another one has prepared."""
+    monkeypatch.setenv("EPISODE_ENGINE_CACHE", _make_cache())
 
 
 def build_tokenizer(folder: Path, vocab_size: int = 1000) -> Path:
@@ -129,8 +188,6 @@ def build_tokenizer(folder: Path, vocab_size: int = 1000) -> Path:
 
 def build_model(folder: Path, tokenizer_dir: Path, **changes: Any) -> Path:
     """Save a two-layer Qwen2 with random weights, and the tokenizer, in `folder`."""
-    import shutil
-
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 

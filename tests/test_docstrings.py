@@ -107,7 +107,7 @@ def _error_classes() -> dict[str, set[str]]:
     bases = {name: {_name(base) for base in node.bases} for name, node in _classes().items()}
 
     def ancestors(name: str) -> set[str]:
-        return {name} | {each for base in bases.get(name, ()) for each in ancestors(base)}
+        return {name} | {each for base in bases.get(name, ()) if base != name for each in ancestors(base)}
 
     return {name: found - {"Exception"} for name in bases if "EngineError" in (found := ancestors(name))}
 

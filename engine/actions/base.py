@@ -17,9 +17,11 @@ from engine.limits import Limit, limits_of
 from engine.rewards.ledger import blame_of
 
 if TYPE_CHECKING:
+    from engine.actions.agent_run import AgentRun
     from engine.actions.role_models import RoleModels
     from engine.actions.toolbox import Toolbox
     from engine.actions.workers import Workers
+    from engine.agents.program import ProgramBodies
     from engine.backends.base import Backend
     from engine.episode import Episode
     from engine.isolation.remote import Cell
@@ -47,6 +49,8 @@ class Services:
     """The generation slots: one per generation that may run at once."""
     roles: RoleModels
     """The models that play users and judges."""
+    programs: ProgramBodies | None = None
+    """The agent programs that run elsewhere; None: the spec's own program is started."""
 
 
 @dataclass(slots=True)
@@ -60,6 +64,10 @@ class EpisodeObjects:
     toolbox: Toolbox | None = None
     opened: list[Any] = field(default_factory=list)
     """The objects with a `close` method, in the order of construction."""
+    agent: AgentRun | None = None
+    """The agent program, once it has been started."""
+    repeating: Record | None = None
+    """While a resume repeats a call: the record that the call gave before."""
     cell: Cell | None = None
     """The worker process of all code of the spec, if the episode runs alone."""
 

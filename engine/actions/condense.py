@@ -81,17 +81,17 @@ class CondenseAction(BuiltInAction):
         Raises:
             EngineError: the condenser failed, or its package is not installed.
         """
-        conversation = episode.conversation
-        before = conversation.measure(conversation.thread)
+        shown = episode.conversation.thread
+        before = shown.measure(shown.messages)
         if isinstance(self._spec.chunks, ByHistory):
             found = await self._history(episode, objects)
         else:
             found = await self._chunks(episode, objects, before)
         sampled = found[2]
-        after = conversation.measure(found[0]) if found[1] else before
+        after = shown.measure(found[0]) if found[1] else before
         if not found[1] or after >= before:
             return CondenseRecord(before=before, after=before, sampled=sampled)
-        numbers = {id(message): at for message, at in zip(conversation.thread, conversation.said_at, strict=True)}
+        numbers = {id(message): at for message, at in zip(shown.messages, shown.numbers, strict=True)}
         thread = [message if (at := numbers.get(id(message))) is None else at for message in found[0]]
         return CondenseRecord(thread=thread, blocks=found[1], before=before, after=after, sampled=sampled)
 
@@ -99,8 +99,8 @@ class CondenseAction(BuiltInAction):
         self, episode: Episode, objects: EpisodeObjects, before: int
     ) -> tuple[list[Message], list[Block], int]:
         """Condense chunks, oldest first, until the prompt has the target's length: (thread, blocks, sampled tokens)."""
-        conversation = episode.conversation
-        waiting = chunks_of(self._spec, conversation.thread, conversation.opening, self._count)
+        shown = episode.conversation.thread
+        waiting = chunks_of(self._spec, shown.messages, shown.opening, self._count)
         target = self._target(before)
         over = before - target
         budget = self._budget()
@@ -111,7 +111,7 @@ class CondenseAction(BuiltInAction):
             expected = 0
             while waiting and expected < over:
                 chunk = waiting.pop(0)
-                pictured = chunk.part < 0 and bool(conversation.thread[chunk.place].images)
+                pictured = chunk.part < 0 and bool(shown.messages[chunk.place].images)
                 if pictured or chunk.tokens > budget:
                     batch.append(chunk)
                     expected += max(1, chunk.tokens - budget)
@@ -122,11 +122,11 @@ class CondenseAction(BuiltInAction):
             )
             for chunk, (text, used) in zip(batch, answers, strict=True):
                 sampled += used
-                pictured = chunk.part < 0 and bool(conversation.thread[chunk.place].images)
+                pictured = chunk.part < 0 and bool(shown.messages[chunk.place].images)
                 shorter = chunk.tokens - self._count(block_text(len(episode.blocks) + 1, text))
                 if text and (shorter > 0 or pictured):
                     done[chunk] = text
-            over = conversation.measure(self._rebuilt(episode, done)[0]) - target
+            over = shown.measure(self._rebuilt(episode, done)[0]) - target
         return *self._rebuilt(episode, done), sampled
 
     def _rebuilt(self, episode: Episode, done: dict[Chunk, str]) -> tuple[list[Message], list[Block]]:
@@ -138,17 +138,17 @@ class CondenseAction(BuiltInAction):
             by_place.setdefault(chunk.place, []).append((chunk, block_text(number, done[chunk])))
         thread = [
             replaced(message, by_place[place]) if place in by_place else message
-            for place, message in enumerate(episode.conversation.thread)
+            for place, message in enumerate(episode.conversation.thread.messages)
         ]
         return thread, blocks
 
     async def _history(self, episode: Episode, objects: EpisodeObjects) -> tuple[list[Message], list[Block], int]:
         """One message stands for the history: (thread, blocks, sampled tokens)."""
-        conversation = episode.conversation
+        shown = episode.conversation.thread
         by_policy = isinstance(self._spec.condenser, PolicySummarySpec)
-        thread = conversation.thread
+        thread = shown.messages
         said = thread[:-2] if by_policy else thread  # without the request for a summary, and the summary
-        start, end = history_of(said, conversation.opening, self._spec.keep_last)
+        start, end = history_of(said, shown.opening, self._spec.keep_last)
         if start == end:
             return [], [], 0
         text = history_text(said[start:end])

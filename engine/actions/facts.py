@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from engine.limits import limits_of
 
 if TYPE_CHECKING:
+    from engine.machine.presets import ResolvedMachine
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.machine import StateSpec
 
@@ -86,6 +87,10 @@ def _condensing(spec: EpisodeSpec, state: StateSpec) -> float:
     return inf if condenser is not None and condenser.kind in ("summary", "own") else 0.0
 
 
+def _agent(spec: EpisodeSpec, state: StateSpec) -> float:
+    return spec.agent.timeout if spec.agent is not None else 0.0
+
+
 def _scoring(spec: EpisodeSpec, state: StateSpec) -> float:
     scorer = spec.rewards.scorer
     return _environment(spec, state) + (scorer.seconds if scorer is not None else 0.0)
@@ -137,9 +142,24 @@ ACTIONS: Mapping[str, ActionFacts] = {
     "score": ActionFacts(
         "engine.actions.score:ScoreAction", "Ask the environment and the scorer for the last rewards.", (), _scoring
     ),
+    "run_agent": ActionFacts(
+        "engine.actions.run_agent:RunAgentAction",
+        "Run the program of `agent` until its next request, or its end.",
+        ("request", "exited", "died", "timeout"),
+        _agent,
+    ),
     "step": ActionFacts("engine.actions.custom:EnvironmentStep", "Ask the environment for a step.", None, _environment),
 }
 """Actions that a state may name besides custom ones (`package.module:name`)."""
+
+
+def events_of(machine: ResolvedMachine) -> dict[str, frozenset[str]]:
+    """Return the events that may occur in each state with a built-in action, by state."""
+    return {
+        name: frozenset((*facts.events, *ALWAYS, *([OVERFLOW] if facts.overflows else [])))
+        for name, state in machine.states.items()
+        if (facts := ACTIONS.get(str(state.action))) is not None and facts.events is not None
+    }
 
 
 def seconds_of(spec: EpisodeSpec, state: StateSpec) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services
 from engine.episode import Episode
@@ -14,10 +15,11 @@ from engine.errors import BackendError, RenderError
 from engine.limits import CONTEXT, Limit, limits_of
 from engine.rewards.state_key import compile_state_key
 from engine.schemas.condense import CondenseSpec, PolicySummarySpec
-from engine.schemas.generation import GenerateRequest, Generation
+from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.journal import GenerationRecord
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Turn
+from engine.tokens.conversation import Conversation
 
 _ASKED, _REPLIED = Message(role="user", content="Q"), Message(role="assistant", content="A")
 LONG_TEXT = 1 << 16
@@ -44,10 +46,12 @@ class GenerateAction(BuiltInAction):
         self._longest_prompt = min((most for limit, most in self._bounds if limit.unit == "tokens"), default=inf)
         self._stop = sorted({*services.format.stop_token_ids, *spec.sampling.stop_token_ids})
         self._longest = services.format.fast.longest
-        self._vision = services.format.vision
-        self._banned = self._vision.banned if self._vision is not None else []
+        self.vision = services.format.vision
+        """How images become tokens; None for a model without images."""
+        self._banned = self.vision.banned if self.vision is not None else []
         self._sends_messages = services.backend.declared.takes_messages
         self._adapter = spec.backend.adapter_name
+        self._asks_experts = spec.backend.asks_experts
         self._state_key = compile_state_key(spec.rewards.credit)
         condenser = spec.condense.condenser if spec.condense is not None else None
         self._asking = self._request_tokens(condenser.prompt) if isinstance(condenser, PolicySummarySpec) else 0
@@ -59,7 +63,7 @@ class GenerateAction(BuiltInAction):
 
     def _too_long(self, episode: Episode) -> int | None:
         """Return the minimum number of tokens of the prompt, if it exceeds a limit; None means: tokenise the prompt."""
-        waiting = episode.conversation.pending
+        waiting = episode.conversation.thread.characters
         if waiting <= LONG_TEXT:
             return None
         least = episode.conversation.length + waiting // self._longest
@@ -98,36 +102,74 @@ class GenerateAction(BuiltInAction):
 
     def prepare(self, episode: Episode) -> Awaitable[object] | None:
         """Tokenise a long text in a thread, one at a time: a megabyte takes about a second and much memory."""
-        if episode.conversation.pending <= LONG_TEXT or self._too_long(episode) is not None:
+        if episode.conversation.thread.characters <= LONG_TEXT or self._too_long(episode) is not None:
             return None
         return asyncio.get_running_loop().run_in_executor(_TOKENIZING, episode.conversation.prompt)
 
     def _room(self, length: int) -> int:
         return int(min(self._most, self._longest_prompt - length))
 
+    def _asked_for(self, asked: Mapping[str, Any]) -> SamplingParams:
+        """The spec's sampling with the parameters that an agent program's request sets: stop texts are added, others replaced."""
+        changes = {name: value for name, value in asked.items() if name != "max_tokens"}
+        if stop := changes.get("stop"):
+            changes["stop"] = [*dict.fromkeys([*self._sampling.stop, *stop])]
+        return self._sampling.model_copy(update=changes)
+
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> GenerationRecord:
         """Sample one reply. A generation slot is held only while the reply is requested."""
-        prompt = episode.conversation.prompt()
-        images, spans = episode.conversation.shown()
-        request = GenerateRequest(
+        asked = episode.agent.sampling if episode.agent is not None else {}
+        request = self._request(episode, episode.conversation, episode.turn + 1, asked)
+        ahead = None if objects.agent is None else objects.agent.take(request)
+        generation = await (ahead or self.sample(request))
+        self._check(episode, generation, request.max_new_tokens)
+        return GenerationRecord(generation=generation)
+
+    async def sample(self, request: GenerateRequest) -> Generation:
+        """Request a reply from the backend, when a generation slot is free."""
+        async with self._services.slots:
+            return await self._services.backend.generate(request)
+
+    def request_ahead(
+        self, episode: Episode, conversation: Conversation, turn: int, asked: Mapping[str, Any]
+    ) -> GenerateRequest | None:
+        """Make the request for a later turn; None if a limit would stop it.
+
+        Args:
+            episode: The episode.
+            conversation: A conversation with the turn's prompt.
+            turn: The turn's number.
+            asked: Parameters of sampling that the program's request sets.
+
+        Raises:
+            EngineError: The prompt cannot be made.
+        """
+        counts = {"turns": turn, "tokens": len(conversation.prompt()), "images": len(conversation.thread.images)}
+        if any(limit.is_reached(counts[limit.unit], most) for limit, most in self._bounds):
+            return None
+        return self._request(episode, conversation, turn, asked)
+
+    def _request(
+        self, episode: Episode, conversation: Conversation, turn: int, asked: Mapping[str, Any]
+    ) -> GenerateRequest:
+        prompt = conversation.prompt()
+        images, spans = conversation.shown()
+        return GenerateRequest(
             episode_id=episode.id,
-            turn=episode.turn + 1,
+            turn=turn,
             input_ids=prompt,
-            sampling=self._sampling,
-            max_new_tokens=self._room(len(prompt)),
+            sampling=self._asked_for(asked) if asked else self._sampling,
+            max_new_tokens=min(self._room(len(prompt)), asked.get("max_tokens", self._most)),
             stop_token_ids=self._stop,
             banned_token_ids=self._banned,
-            seed=episode.turn_seed(),
+            seed=episode.turn_seed(turn),
             images=images,
             image_spans=spans,
             adapter=self._adapter,
-            messages=list(episode.conversation.thread) if self._sends_messages else None,
-            tools=objects.toolbox.schemas if self._sends_messages and objects.toolbox else None,
+            experts_from=conversation.routed if self._asks_experts else None,
+            messages=list(conversation.thread.messages) if self._sends_messages else None,
+            tools=conversation.tools if self._sends_messages else None,
         )
-        async with self._services.slots:
-            generation = await self._services.backend.generate(request)
-        self._check(episode, generation, request.max_new_tokens)
-        return GenerationRecord(generation=generation)
 
     def _check(self, episode: Episode, generation: Generation, most: int) -> None:
         """Check a reply of a backend before anything is stored."""
@@ -135,6 +177,8 @@ class GenerateAction(BuiltInAction):
         count = len(generation.output_ids)
         if count > most:
             raise BackendError(f"the backend sampled {count} tokens; at most {most} were requested", kind="bad_reply")
+        if self._asks_experts and generation.routed_experts is None:
+            raise BackendError("the backend did not report the routed experts", kind="bad_reply")
 
     def apply(self, episode: Episode, record: GenerationRecord) -> str:
         """Append the reply to the tape and parse it."""
@@ -163,6 +207,7 @@ class GenerateAction(BuiltInAction):
                 queue_seconds=generation.queue_seconds,
                 cached_tokens=generation.cached_tokens,
                 prompt_tokens=generation.prompt_tokens,
+                prompt_unchecked=generation.prompt_unchecked,
                 reply_tokens=generation.sampled_tokens,
                 cost=generation.cost,
             )

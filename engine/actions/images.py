@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import ImageError, RenderError, SpecCodeError
-from engine.schemas.journal import Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
+from engine.schemas.journal import AgentRecord, Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
 from engine.schemas.message import ContentPart, ImagePart, Message, TextPart
 from engine.store.images import measure
-from engine.tokens.images import DIGEST, Source, measure_pixels, read_reference
+from engine.tokens.images import DIGEST, Source, digest_of, measure_pixels, read_reference
 
 if TYPE_CHECKING:
     from engine.episode import Episode
@@ -36,6 +36,8 @@ def _in_parts(record: Record) -> bool:
     said: list[Message] = []
     if isinstance(record, ResetRecord):
         said = [*(record.prompt or ()), *record.reset.messages]
+    elif isinstance(record, AgentRecord):
+        said = record.messages
     elif isinstance(record, StepRecord):
         said = list(record.step.messages)
     return any(not isinstance(message.content, str) for message in said)
@@ -62,6 +64,30 @@ class MemoryImages:
     def fetch(self, digest: str) -> Source | None:
         """Return an image by its digest."""
         return self._kept.get(digest)
+
+
+def in_memory(messages: Sequence[Message], vision: Vision) -> list[Message]:
+    """Messages with digests instead of images, whose bytes are kept in memory only: for prompts that are not recorded.
+
+    Raises:
+        ImageError: An image cannot be read or is too large.
+    """
+    return [
+        replace(message, content=[_in_memory(part, vision) for part in message.content])
+        if isinstance(message.content, list)
+        else message
+        for message in messages
+    ]
+
+
+def _in_memory(part: ContentPart, vision: Vision) -> ContentPart:
+    if not isinstance(part, ImagePart) or part.image.startswith(DIGEST):
+        return part
+    data = read_reference(part, "environment")
+    measure_pixels(data, vision.most_pixels, "environment")
+    digest = digest_of(data)
+    vision.bank.put(digest, data, part.mime or "application/octet-stream")
+    return ImagePart(image=digest, mime=part.mime)
 
 
 class ImageStorer:
@@ -100,6 +126,9 @@ class ImageStorer:
             reset = record.reset if own is None else record.reset.model_copy(update={"messages": own})
             stored = replace(record, prompt=record.prompt if spec is None else spec, reset=reset)
             return self._counted(stored, episode, stored.prompt or (), stored.reset.messages)
+        if isinstance(record, AgentRecord):
+            own = await self._messages(record.messages, "environment", episode)
+            return record if own is None else replace(record, messages=own)
         if isinstance(record, StepRecord):
             messages = await self._messages(record.step.messages, "environment", episode)
             if messages is None:
@@ -130,7 +159,7 @@ class ImageStorer:
         most = self._vision.most_images if self._vision is not None else None
         if most is None:
             return record
-        count = len(episode.conversation.images) + sum(len(message.images) for part in said for message in part)
+        count = len(episode.conversation.thread.images) + sum(len(message.images) for part in said for message in part)
         if count > most:
             raise ImageError(
                 f"the conversation would hold {count} images; the model takes {most} (model.max_images): show fewer",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.episode import derive_seed
 from engine.errors import SpecCodeError
@@ -27,6 +27,14 @@ JUDGE_FIELDS = ("task", "reply", "replies", "turn")
 """What a judge's prompt may name: the task's fields, the reply that is judged, all replies up to it, and its turn."""
 
 
+class Judgement(NamedTuple):
+    """The judgement of one reply."""
+
+    reward: RewardEvent
+    said: str
+    """The judge's reply."""
+
+
 class Judge:
     """The judge of all episodes; it has no state per episode."""
 
@@ -34,8 +42,8 @@ class Judge:
         self._spec = spec
         self._pattern = re.compile(spec.pattern)
 
-    async def score(self, view: EpisodeView, model: RoleModel) -> list[RewardEvent]:
-        """Judge the last reply, or each reply.
+    async def score(self, view: EpisodeView, model: RoleModel) -> list[Judgement]:
+        """Judge the last reply, or each reply, in order.
 
         Raises:
             SpecCodeError: the judge's model failed, or none of its replies holds a number on the scale.
@@ -44,8 +52,8 @@ class Judge:
         replies = view.replies
         return list(await asyncio.gather(*(self._judge(view, model, replies[: turn + 1]) for turn in turns)))
 
-    async def _judge(self, view: EpisodeView, model: RoleModel, replies: Sequence[str]) -> RewardEvent:
-        """Return the reward of the newest of `replies`."""
+    async def _judge(self, view: EpisodeView, model: RoleModel, replies: Sequence[str]) -> Judgement:
+        """Judge the newest of `replies`."""
         turn = len(replies) - 1
         prompt = self.prompt(view, replies)
         fields = self._fields(view, replies)
@@ -59,9 +67,9 @@ class Judge:
             if number is not None:
                 low, high = self._spec.scale
                 cause = f"the judge gave {number:g}; the scale is from {low:g} to {high:g}"
-                return RewardEvent(
-                    turn=turn, name=self._spec.name, value=(number - low) / (high - low), cause=cause, source="judge"
-                )
+                value = (number - low) / (high - low)
+                event = RewardEvent(turn=turn, name=self._spec.name, value=value, cause=cause, source="judge")
+                return Judgement(event, said)
         raise SpecCodeError(
             f"the judge gave no number on its scale in {self._spec.tries} replies; the last one was {said[:200]!r}: "
             "say in its `prompt` how to answer, and read that with its `pattern`",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services
 from engine.actions.workers import call_spec_code
+from engine.agents.echo import EchoIndex
+from engine.agents.threads import AgentThreads
 from engine.episode import Episode
 from engine.errors import SpecCodeError
 from engine.schemas.environment import Reset
@@ -26,6 +28,8 @@ class ResetAction(BuiltInAction):
         self._environment = services.spec.environment
         self._base = base
         self._own = services.spec.conversation
+        self._agent = services.spec.agent is not None
+        self._stop_texts = tuple(services.format.decode([stop]) for stop in services.format.stop_token_ids)
         self._folders = image_folders(services.spec.tasks.files, base)
         self._pictured = any(not isinstance(message.content, str) for message in services.spec.messages)
 
@@ -88,6 +92,10 @@ class ResetAction(BuiltInAction):
         """Begin the conversation."""
         fields = episode.task.fields
         prompt = self._prompt(episode) if record.prompt is None else record.prompt
+        if self._agent:  # its requests are the conversation
+            episode.facts.update(record.reset.facts)
+            episode.agent = AgentThreads([*prompt, *record.reset.messages], EchoIndex(self._stop_texts))
+            return "ready"
         intended = [own_spans(message.content, fields) for message in self._services.spec.messages]
         episode.facts.update(record.reset.facts)
         episode.conversation.open([*prompt, *record.reset.messages], intended)

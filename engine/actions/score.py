@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.actions.agent_run import only_source, require_reward
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services, post_rewards
 from engine.actions.facts import SCORERS
 from engine.actions.judge import Judge
@@ -33,6 +34,7 @@ class ScoreAction(BuiltInAction):
     def __init__(self, services: Services, base: Path) -> None:
         super().__init__(services)
         self._environment = services.spec.environment
+        self._only_program = only_source(services.spec)
         scorer = services.spec.rewards.scorer
         self._spec = scorer
         self._judge = Judge(scorer) if scorer is not None and scorer.model_played else None
@@ -52,14 +54,23 @@ class ScoreAction(BuiltInAction):
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
         """Return their rewards, in that order."""
         rewards: list[RewardEvent] = []
+        if objects.agent is not None:
+            rewards = await objects.agent.final_rewards()  # a program must not change what is scored
         if episode.turn < 0:
-            return ScoreRecord(rewards=rewards)  # no turn to reward
+            return ScoreRecord(rewards=[])  # no turn to reward
         score = getattr(objects.environment, "score", None)
         if callable(score):
             assert self._environment is not None
             what = f"`{self._environment.use}`.score"
             seconds, effects = self._environment.timeout, self._environment.effects
             rewards += await self._ask(score, episode.view(), what, "environment", seconds, effects)
+        final = await self.final(episode, objects)
+        return ScoreRecord(rewards=[*rewards, *final.rewards], replies=final.replies)
+
+    async def final(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
+        """Return the rewards of the spec's scorer, or of its judge; none if it has neither."""
+        rewards: list[RewardEvent] = []
+        replies: list[str] = []
         if self._scorer is not None:
             assert self._spec is not None
             assert self._origin is not None
@@ -69,8 +80,10 @@ class ScoreAction(BuiltInAction):
             )
         if self._judge is not None:
             model = self._services.roles.model("rewards", "scorer")
-            rewards += await self._judge.score(graded(episode.view()), model)
-        return ScoreRecord(rewards=rewards)
+            for reward, said in await self._judge.score(graded(episode.view()), model):
+                rewards.append(reward)
+                replies.append(said)
+        return ScoreRecord(rewards=rewards, replies=replies)
 
     async def _ask(
         self,
@@ -99,8 +112,14 @@ class ScoreAction(BuiltInAction):
         return [item if item.source else item.model_copy(update={"source": source}) for item in answer]
 
     def apply(self, episode: Episode, record: ScoreRecord) -> str:
-        """Write the rewards."""
+        """Write the rewards.
+
+        Raises:
+            SpecCodeError: A limit ended an episode to which only its program gives rewards, and it gave none.
+        """
         post_rewards(episode, record.rewards, "score")
+        if self._only_program and episode.turn >= 0 and episode.failure is None:
+            require_reward(episode, f"the episode ended by {episode.limit or episode.event}")
         return ""
 
     def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:

@@ -16,9 +16,22 @@ def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
     """`sampling` of the policy and of each model-played role, against the capabilities of its backend."""
     for backend, sampling, path in _sampled(ctx):
         for name in backend.unsupported(sampling):
-            kinds = [kind.kind_name() for kind in BACKENDS if name not in kind.unsupported_sampling]
+            kinds = [
+                kind.kind_name()
+                for kind in BACKENDS
+                if name not in kind.unsupported_sampling and not isinstance(backend, kind)
+            ]
             fix = f"remove it, or use {' or '.join(f'`kind: {kind}`' for kind in kinds)}"
             yield Finding(f"the `{backend.kind_name()}` backend does not have `{name}`", (*path, name), fix)
+        if sampling.temperature > backend.max_temperature and "temperature" not in backend.lacking:
+            yield Finding(
+                f"`temperature` is {sampling.temperature:g}; the `{backend.kind_name()}` backend takes at most "
+                f"{backend.max_temperature:g}",
+                (*path, "temperature"),
+                f"set it to {backend.max_temperature:g} or less",
+            )
+        if (conflict := backend.conflict(sampling)) is not None:
+            yield Finding(conflict, path, "remove one of them")
 
 
 @rule("backend.no-prices", "error", "a limit on the cost of a run in which nothing has a price")

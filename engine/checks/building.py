@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from engine.checks.alarm import deadline
+from engine.checks.code_context import NamedEntry
 from engine.checks.code_facts import ReadCode
-from engine.checks.context import CheckContext, NamedEntry
+from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
 from engine.checks.spec_code import METHODS, call_of, call_problems
 from engine.spec.entry import raised_at

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from engine.checks.context import MAX_WORK, CheckContext
+from engine.checks.context import CheckContext
+from engine.checks.machine_context import MAX_WORK
 from engine.checks.registry import RULES, Rule
 from engine.checks.work import Work, WorkLimitError
 from engine.errors import SpecError
@@ -30,13 +31,17 @@ def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
     from engine.checks import (  # noqa: F401  (importing them registers their rules)
         adapters,
+        agents,
         backend,
         building,
         condensing,
         credit_reach,
         cycles,
+        experts,
         guards,
+        harbor,
         isolation,
+        keep,
         limits,
         machine,
         model,

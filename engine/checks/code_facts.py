@@ -70,6 +70,10 @@ class CodeFacts(Protocol):
     def attribute(self, name: str) -> Any:
         """The value of a class attribute; None if it has none, or if that is not known."""
 
+    @property
+    def awaited(self) -> bool | None:
+        """Whether a call gives a coroutine; None if that is not known."""
+
 
 class ImportedCode:
     """An object that was imported.
@@ -148,6 +152,12 @@ class ImportedCode:
     def attribute(self, name: str) -> Any:
         """See `CodeFacts.attribute`."""
         return getattr(self._thing, name, None)
+
+    @property
+    def awaited(self) -> bool | None:
+        """See `CodeFacts.awaited`."""
+        called = getattr(self._thing, "__call__", None)  # noqa: B004  (an object's own)
+        return inspect.iscoroutinefunction(self._thing) or inspect.iscoroutinefunction(called)
 
 
 class ReadCode:
@@ -280,6 +290,13 @@ class ReadCode:
                 except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                     return None
         return None
+
+    @property
+    def awaited(self) -> bool | None:
+        """See `CodeFacts.awaited`."""
+        if self.kind != "function" or self._node.decorator_list:
+            return None
+        return isinstance(self._node, ast.AsyncFunctionDef)
 
 
 def _signature(function: Any) -> inspect.Signature | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.actions.facts import ACTIONS, ALWAYS
-from engine.checks.context import MAX_TRANSITIONS, CheckContext, nearest
+from engine.checks.context import CheckContext, nearest
+from engine.checks.machine_context import MAX_TRANSITIONS
 from engine.checks.registry import Finding, rule
 from engine.schemas.machine import TransitionSpec
 from engine.spec.diagnostic import DataPath

@@ -20,6 +20,7 @@ from engine.checks.tools import tools_at
 from engine.checks.worst_case import context_bound, count_bound
 from engine.errors import EngineError, RenderError, SpecError
 from engine.limits import UNBOUNDED
+from engine.schemas.backend import BACKENDS
 from engine.schemas.model import ModelSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.tasks import rows_of, task_of
@@ -251,12 +252,22 @@ def images(ctx: CheckContext) -> Iterator[Finding]:
     """Image parts of `prompt` and `recover`, for a text model or a model whose image format the engine does not support."""
     from engine.tokens.vision_families import FAMILIES
 
-    files = _files(ctx)
+    backend, files = ctx.spec.backend, _files(ctx)
     kind = None if files is None else files.config.get("model_type")
-    if files is None or files.sees is None or (files.sees and kind in (None, *FAMILIES)):
+    if not backend.takes_images:
+        to = f" to the `{backend.kind_name()}` backend, which takes none"
+        kinds = [each.kind_name() for each in BACKENDS if each.takes_images and each.exact_ids and not each.scripted]
+        fix = f"use {' or '.join(f'`kind: {kind}`' for kind in kinds)}, or leave the image out"
+    elif files is None or files.sees is None or (files.sees and kind in (None, *FAMILIES)):
         return
-    why = f"is a `{kind}`, whose images are not supported" if files.sees else "takes only text"
-    fix = f"take one of {', '.join(FAMILIES)}" if files.sees else "take a vision-language model, or leave the image out"
+    else:
+        why = f"is a `{kind}`, whose images are not supported" if files.sees else "takes only text"
+        to = f", and `{ctx.spec.model.path}` {why}"
+        fix = (
+            f"take one of {', '.join(FAMILIES)}"
+            if files.sees
+            else "take a vision-language model, or leave the image out"
+        )
     words: list[tuple[DataPath, Any]] = [
         (("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.messages)
     ]
@@ -265,7 +276,7 @@ def images(ctx: CheckContext) -> Iterator[Finding]:
         if isinstance(value, list):
             for below, _ in texts_of(value):
                 if below and below[-1] == "image":
-                    yield Finding(f"an image is shown, and `{ctx.spec.model.path}` {why}", (*path, *below), fix)
+                    yield Finding(f"an image is shown{to}", (*path, *below), fix)
 
 
 @rule("model.context", "warning", "the spec's context is larger than the model's")

@@ -25,7 +25,7 @@ def train_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     train = ctx.spec.train
     if train is None:
         return
-    found = [*_steps(ctx, train), *_random(train), *_evaluations(train)]
+    found = [*_steps(ctx, train), *_memory(train), *_random(train), *_evaluations(train)]
     if train.uses_backend:
         found += _sync(ctx, train)
     found += _reports(train)
@@ -132,6 +132,12 @@ def _replaced(ctx: CheckContext, path: DataPath, by: DataPath) -> bool:
     return file in ctx.loaded.sources and file not in (own, ctx.loaded.origin(by).file)
 
 
+def _memory(train: TrainSpec) -> Iterator[Option]:
+    """Offload from a device that is the CPU."""
+    if train.device == "cpu" and train.memory.offload != "none":
+        yield ("train", "memory", "offload"), "the training is on the CPU already (`train.device: cpu`)"
+
+
 def _random(train: TrainSpec) -> Iterator[Option]:
     """The seed where nothing is random, and prefixes that dropout does not share."""
     train_ = train.effective()
@@ -173,8 +179,11 @@ def _sync(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
         )
     elif method == "adapter":
         yield ("train", "weight_sync", "pause_generation"), "sending an adapter pauses nothing"
-    if method == "tensors":
+    if method in ("tensors", "collective"):
         yield ("train", "weight_sync", "folder"), "the weights are sent in memory"
+    if method != "collective":
+        for key in ("address", "port"):
+            yield ("train", "weight_sync", key), "only `method: collective` makes a process group with the servers"
 
 
 def _reports(train: TrainSpec) -> Iterator[Option]:
@@ -261,6 +270,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "parquet": ("path",),
     "hub": ("path", "name"),
     "python": ("use", "with"),
+    "harbor": ("path", "unsupported"),
     "mix": ("mix",),
 }
 """For each source, the keys that only some sources read."""

@@ -11,7 +11,7 @@ from engine.checks.registry import Finding, rule
 
 @rule("notify.no-effect", "warning", "an option of `notify` has no effect in this combination")
 def notify_no_effect(ctx: CheckContext) -> Iterator[Finding]:
-    """Options without a channel, channels without an event, and options of events that send nothing."""
+    """Options without a channel, channels without an event, options of events that send nothing, and events that cannot occur."""
     notify = ctx.spec.notify
     found: list[tuple[str, str]] = []
     if not notify.has_channel:
@@ -27,10 +27,28 @@ def notify_no_effect(ctx: CheckContext) -> Iterator[Finding]:
             found.append(("budget", "`notify.on` does not contain `budget`"))
     if notify.budget is not None and notify.budget.tokens is None and notify.budget.time is None:
         found.append(("budget", "it has neither `tokens` nor `time`"))
+    if notify.has_channel:
+        for number, kind in enumerate(notify.on):
+            never = _never_sent(ctx, kind)
+            if never is not None and ctx.written("notify", "on"):
+                message = f"`notify.on` contains `{kind}`, which has no effect: {never}"
+                yield Finding(message, ("notify", "on", number), "remove it, or change what the message names")
     for key, why in dict(found).items():
         if ctx.written("notify", key):
             message = f"`notify.{key}` has no effect: {why}"
             yield Finding(message, ("notify", key), "remove it, or change what the message names", key=True)
+
+
+def _never_sent(ctx: CheckContext, kind: str) -> str | None:
+    """Why no notice of a kind can be sent with this spec; None if one can."""
+    spec = ctx.spec
+    if kind == "diverged" and spec.train is None:
+        return "only a training diverges, and the spec has no `train`"
+    budget = spec.notify.budget
+    amounts = budget is not None and (budget.tokens is not None or budget.time is not None)
+    if kind == "budget" and not amounts and spec.rollout.max_cost is None:
+        return "neither `notify.budget` nor `rollout.max_cost` gives an amount"
+    return None
 
 
 @rule("notify.no-package", "info", "the package that sends notices to services is not installed")

@@ -149,8 +149,14 @@ def offset_of(template: str, name: str) -> int:
 
 @rule("prompt.empty", "error", "an episode would begin without any message")
 def prompt_empty(ctx: CheckContext) -> Iterator[Finding]:
-    """Neither `prompt` nor an environment, whose `reset` may return messages."""
-    if not ctx.spec.messages and ctx.spec.conversation is None and ctx.spec.environment is None:
+    """Neither `prompt` nor an environment, whose `reset` may return messages, nor a program, whose requests have messages."""
+    if (
+        ctx.spec.agent is None
+        and not ctx.spec.messages
+        and ctx.spec.conversation is None
+        and ctx.spec.environment is None
+        and ctx.spec.agent is None
+    ):
         fix = 'add `prompt: [{role: user, content: "{{question}}"}]`, or an `environment` that begins'
         yield Finding("the model gets no message: the spec has neither a prompt nor an environment", (), fix)
 

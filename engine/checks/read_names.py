@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from engine.checks.code_names import code_names
 from engine.checks.context import CheckContext, nearest
@@ -18,8 +19,13 @@ from engine.spec.template import has_field
 from engine.spec.written_names import ANY_NAME
 
 
-def _reads(expression: str) -> Iterator[tuple[str, str, int]]:
-    """Yield the fields that an expression reads: (variable, field, index of the field in the text)."""
+@lru_cache(maxsize=256)
+def _reads(expression: str) -> list[tuple[str, str, int]]:
+    """The fields that an expression reads: (variable, field, index of the field in the text)."""
+    return list(_fields_read(expression))
+
+
+def _fields_read(expression: str) -> Iterator[tuple[str, str, int]]:
     try:
         tree = parse(expression)
     except ExpressionError:

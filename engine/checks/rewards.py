@@ -126,7 +126,12 @@ def unpayable(ctx: CheckContext) -> Iterator[Finding]:
 def _code_may_reward(ctx: CheckContext) -> bool:
     """Whether anything other than reward rules may write rewards."""
     return bool(
-        ctx.spec.environment or ctx.spec.users_by_name or ctx.spec.tools or ctx.spec.rewards.scorer or ctx.own_actions
+        ctx.spec.environment
+        or ctx.spec.users_by_name
+        or ctx.spec.tools
+        or ctx.spec.rewards.scorer
+        or ctx.spec.agent
+        or ctx.own_actions
     )
 
 
@@ -166,7 +171,8 @@ def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
 def _spec_rewards(ctx: CheckContext) -> set[str]:
     """The names of rewards that the spec's scorer and marks write."""
     scorer = ctx.spec.rewards.scorer
-    found = {REWARD, *([scorer.name] if scorer is not None else [])}
+    agent = ctx.spec.agent
+    found = {REWARD, *([scorer.name] if scorer is not None else []), *(agent.reward_names if agent is not None else [])}
     for _, user in ctx.users:
         found |= {mark.reward for mark in user.marks if mark.reward is not None}
         found |= {event.name for mark in user.marks for event in mark.rewards if event.name is not None}

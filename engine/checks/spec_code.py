@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from engine.actions.facts import ACTIONS, SCORERS
+from engine.checks.code_context import NamedEntry
 from engine.checks.code_facts import CodeFacts, Method, ReadCode
-from engine.checks.context import CheckContext, NamedEntry, nearest
+from engine.checks.context import CheckContext, nearest
 from engine.checks.registry import Finding, rule
 from engine.checks.sources import each_source
 from engine.checks.tools import environment_tools
@@ -185,9 +186,19 @@ def _condenser(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterato
     yield from _function(ctx, thing, call_of(item, "text", "budget", "view"))
 
 
+def _agent(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
+    """Check an agent program that is a coroutine: a function of these keyword arguments."""
+    given = dict.fromkeys(("task", "base_url", "key", "model"))
+    yield from _function(ctx, thing, call_of(item)._replace(with_={**given, **item.entry.with_}))
+    if thing.kind == "function" and thing.awaited is False:
+        message = f"`{item.entry.use}` is not a coroutine function, so it cannot be cancelled at a limit"
+        yield Finding(message, (*item.path, "use"), "write it with `async def`, or start a program with `run`")
+
+
 def _function(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Finding]:
     if thing.kind == "class" and not call.may_be_class:
-        fix = f"name a function that takes the {call.arguments[0]}"
+        takes = f"the {call.arguments[0]}" if call.arguments else ", ".join(call.with_)
+        fix = f"name a function that takes {takes}"
         yield Finding(f"`{call.use}` is a class, and a function is called here", call.path, fix)
     else:
         yield from call_problems(ctx, thing, call)
@@ -200,6 +211,7 @@ _PARTS: Mapping[str, Callable[[CheckContext, NamedEntry, CodeFacts], Iterator[Fi
     "tool server": _built,
     "scorer": _scorer,
     "condenser": _condenser,
+    "agent": _agent,
 }
 
 

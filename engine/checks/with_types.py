@@ -7,8 +7,9 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from engine.checks.code_context import NamedEntry
 from engine.checks.code_facts import Method, ReadCode
-from engine.checks.context import CheckContext, NamedEntry
+from engine.checks.context import CheckContext
 from engine.checks.registry import Finding, rule
 from engine.checks.spec_code import Called, actions, called
 from engine.spec.annotations import (

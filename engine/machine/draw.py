@@ -11,7 +11,7 @@ import re
 import textwrap
 from dataclasses import dataclass
 from itertools import pairwise
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, quoteattr
 
 from engine.machine.graph import ANY_STATE, Counts, Edge, Events, Picture, picture
 from engine.machine.layout import GAP_Y, Box, Layout, Link, lay_out
@@ -183,7 +183,14 @@ def _node(name: str, box: Box, drawn: Picture) -> str:
             f'<text x="{_n(box.x)}" y="{_n(box.y + 12)}" text-anchor="middle" font-family="monospace" '
             f'font-size="{LABEL_SIZE - 0.5}" fill="{MUTED}">{escape(action)}</text>'
         )
-    return "".join(parts)
+    return f"<g data-state={quoteattr(name)}>{''.join(parts)}</g>"
+
+
+def _edge_group(edge: Edge, drawing: str) -> str:
+    """A line with its head, and in attributes the transitions that it stands for."""
+    events = " ".join(dict.fromkeys(line.event for line in edge.lines))
+    names = f"data-from={quoteattr(edge.source)} data-to={quoteattr(edge.dest)} data-events={quoteattr(events)}"
+    return f"<g {names}>{drawing}</g>"
 
 
 def _stroke(edge: Edge, busiest: int) -> str:
@@ -205,7 +212,8 @@ def _link(link: Link, layout: Layout, edge: Edge, busiest: int) -> str:
     end = (link.ends[1], bottom - (0.0 if link.upwards else 8.0))
     path = _curve(start, link, end)
     tip = (link.ends[0], top) if link.upwards else (link.ends[1], bottom)
-    return f'<path d="{path}" fill="none" {_stroke(edge, busiest)}/>' + _arrow(*tip, 1 if link.upwards else -1, edge)
+    line = f'<path d="{path}" fill="none" {_stroke(edge, busiest)}/>' + _arrow(*tip, 1 if link.upwards else -1, edge)
+    return _edge_group(edge, line)
 
 
 def _curve(start: tuple[float, float], link: Link, end: tuple[float, float]) -> str:
@@ -273,7 +281,8 @@ def _loop(box: Box, edge: Edge, busiest: int) -> str:
     head = f'<path d="M{_n(x)} {_n(y + 7)} L{_n(x + 9.5)} {_n(y + 5.5)} L{_n(x + 6)} {_n(y + 14)} Z" fill="{EDGE}"/>'
     rows = _rows(edge)
     top = y - _size(rows)[1] / 2
-    return f'<path d="{path}" fill="none" {_stroke(edge, busiest)}/>{head}' + _text(rows, x + LOOP, top, "start", edge)
+    line = f'<path d="{path}" fill="none" {_stroke(edge, busiest)}/>{head}'
+    return _edge_group(edge, line + _text(rows, x + LOOP, top, "start", edge))
 
 
 def _start(box: Box) -> str:

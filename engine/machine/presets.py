@@ -24,6 +24,7 @@ _GENERATING = {"GENERATING": StateSpec(action="generate")}
 _AWAITING_TOOL = {"AWAITING_TOOL": StateSpec(action="call_tools")}
 _AWAITING_USER_FEEDBACK = {"AWAITING_USER_FEEDBACK": StateSpec(action="ask_user")}
 _STEPPING = {"STEPPING": StateSpec(action="step")}
+_AGENT_RUNNING = {"AGENT_RUNNING": StateSpec(action="run_agent")}
 _DONE = {"DONE": StateSpec(action="score", final=True)}
 
 _READY = TransitionSpec(trigger="ready", source="PENDING", dest="GENERATING")
@@ -118,6 +119,19 @@ PRESETS: Mapping[Preset, MachineSpec] = {
             _CUT_SHORT,
         ],
     ),
+    "agent": MachineSpec(
+        initial="PENDING",
+        states=_PENDING | _AGENT_RUNNING | _GENERATING | _DONE,
+        transitions=[
+            TransitionSpec(trigger="ready", source="PENDING", dest="AGENT_RUNNING"),
+            TransitionSpec(trigger="request", source="AGENT_RUNNING", dest="GENERATING"),
+            TransitionSpec(trigger=["exited", "died", "timeout"], source="AGENT_RUNNING", dest="DONE"),
+            TransitionSpec(
+                trigger=["answered", "tool_calls", "malformed", "truncated"], source="GENERATING", dest="AGENT_RUNNING"
+            ),
+            _CUT_SHORT,
+        ],
+    ),
 }
 """Each handles all events of its actions, `limit` and `failed`, with an unconditional last transition."""
 
@@ -128,6 +142,7 @@ ABOUT: Mapping[Preset, str] = {
     "retry_with_feedback": "The same without tools.",
     "step": "The environment's `step` answers each reply, until its event is `done` (or `truncated`, a limit of its own).",
     "tools_and_step": "The same for each reply that calls no tool; the engine runs tool calls.",
+    "agent": "The program of `agent` runs, and each of its requests to the model API is a turn, until it ends.",
 }
 """A description of each preset, for docs/spec.md."""
 

@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from engine.limits import FIELDS, LIMITS
+from engine.schemas.descriptions import description_of
 from engine.schemas.limits import LimitsSpec
 
 Types = frozenset[str]
@@ -52,7 +53,7 @@ def _limit_types(annotation: Any) -> Types:
 
 def _limits() -> dict[str, Member]:
     return {
-        name: Member(_limit_types(info.annotation), info.description or "")
+        name: Member(_limit_types(info.annotation), description_of(LimitsSpec, name) or "")
         for name, info in LimitsSpec.model_fields.items()
         if name in FIELDS
     }

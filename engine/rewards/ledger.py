@@ -33,7 +33,13 @@ REWARD = "reward"
 LARGEST = 1e30
 """Maximum absolute value of a turn's reward and of an event, so that sums are finite in the float32 of training rows too."""
 
-_BLAME: Mapping[str, Blame] = {"environment": "environment", "user": "user", "tool": "tool", "score": "environment"}
+_BLAME: Mapping[str, Blame] = {
+    "environment": "environment",
+    "user": "user",
+    "tool": "tool",
+    "score": "environment",
+    "agent": "environment",
+}
 
 
 def blame_of(source: str) -> Blame:

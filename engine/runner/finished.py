@@ -3,8 +3,8 @@
     keep = EpisodeFilter(store, "outcome.solved && turns.assistant <= 4")
     keep(trajectory)
 
-The language is that of guards (`engine.machine.guards`), over the same variables with their values at the end of the episode, and
-`outcome`; in `--turns` also `turn`.
+The language is that of guards (`engine.machine.guards`), over the same variables with their values at the end of the episode,
+`outcome` and `episode`; in `--turns` also `turn`. `engine.view.listing` evaluates the same expressions over stored summaries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.store.sft_rows import reply_numbers, shown_messages
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory, Turn
-    from engine.store.reader import RunReader
+    from engine.store.reader import EpisodeRow, RunReader
 
 OUTCOME = Variable(
     "How the episode ended.",
@@ -51,10 +51,54 @@ TURN = Variable(
         "text": Member(STRING, "Its text."),
     },
 )
-EPISODE_VARIABLES: Mapping[str, Variable] = {**VARIABLES, "outcome": OUTCOME}
+EPISODE = Variable(
+    "The episode.",
+    {
+        "id": Member(STRING, "Its id: `<task>/<sample>`."),
+        "task": Member(STRING, "The id of its task."),
+        "sample": Member(INT, "Its number among the episodes of the task, from 0."),
+        "status": Member(STRING, "`pending`, `running` or `done`."),
+        "attempt": Member(INT, "How often it began again."),
+        "seconds": Member(DOUBLE, "Wall time from its beginning to its end; 0.0 before its end."),
+        "trainable": Member(BOOL, "Whether its rows may be trained on."),
+        "branches": Member(INT, "Training rows."),
+        "images": Member(INT, "Images in all of its messages."),
+        "trained": Member(INT, "Tokens with loss mask 1 in its rows."),
+        "version": Member(INT, "The newest weight version of its sampled tokens; -1 if it has none."),
+        "oldest_version": Member(INT, "The oldest weight version of its sampled tokens; -1 if it has none."),
+    },
+)
+EPISODE_VARIABLES: Mapping[str, Variable] = {**VARIABLES, "outcome": OUTCOME, "episode": EPISODE}
 """Variables of `--filter`."""
 TURN_VARIABLES: Mapping[str, Variable] = {**EPISODE_VARIABLES, "turn": TURN}
 """Variables of `--turns`."""
+
+
+def compile_filter(expression: str, option: str, variables: Mapping[str, Variable]) -> Guard:
+    """Check and compile an expression over episodes.
+
+    Args:
+        expression: In CEL.
+        option: The option that has it, for messages.
+        variables: The variables that it may read.
+
+    Raises:
+        StoreError: it is not valid: a syntax error, an unknown name (the message has the nearest one), types that do not fit.
+    """
+    for problem in guard_problems(expression, variables):
+        fix = f"; {problem.fix}" if problem.fix else ""
+        raise StoreError(f"{option} `{expression}`, column {problem.column}: {problem.message}{fix}")
+    return Guard(expression, variables)
+
+
+def end_values(names: frozenset[str], trajectory: Trajectory) -> dict[str, Any]:
+    """Return the values, at the end of an episode, of those variables in `names` that its trajectory determines."""
+    return {name: of(trajectory) for name, of in END_VALUES.items() if name in names}
+
+
+def stored_limits(store: RunReader) -> dict[str, int | float]:
+    """Return the value of the variable `limits` for the episodes of a run."""
+    return limit_variables(LimitsSpec.model_validate(store.header.spec.get("limits") or {}))
 
 
 class EpisodeFilter:
@@ -77,13 +121,10 @@ class EpisodeFilter:
         option: str = "--filter",
         variables: Mapping[str, Variable] = EPISODE_VARIABLES,
     ) -> None:
-        for problem in guard_problems(expression, variables):
-            fix = f"; {problem.fix}" if problem.fix else ""
-            raise StoreError(f"{option} `{expression}`, column {problem.column}: {problem.message}{fix}")
-        self._guard = Guard(expression, variables)
+        self._guard = compile_filter(expression, option, variables)
         self._option = option
         self._store = store
-        self._limits = limit_variables(LimitsSpec.model_validate(store.header.spec.get("limits") or {}))
+        self._limits = stored_limits(store)
 
     def __call__(self, trajectory: Trajectory, turn: Turn | None = None) -> bool:
         """Whether it holds.
@@ -92,13 +133,15 @@ class EpisodeFilter:
             StoreError: It has no value for this episode, for example because a fact is missing.
         """
         names = self._guard.names
-        context = {name: _VALUES[name](trajectory) for name in names if name in _VALUES}
+        context = end_values(names, trajectory)
         if "limits" in names:
             context["limits"] = self._limits
         if "task" in names:
             context["task"] = self._store.task(trajectory.task_id).fields
         if "feedback" in names:
-            context["feedback"] = self._feedback(trajectory)
+            context["feedback"] = feedback_of(self._store, trajectory.episode_id)
+        if "episode" in names:
+            context["episode"] = _episode(trajectory, self._store.episode(trajectory.episode_id))
         if turn is not None and "turn" in names:
             context["turn"] = _turn(trajectory, turn)
         try:
@@ -107,14 +150,21 @@ class EpisodeFilter:
             where = trajectory.episode_id if turn is None else f"{trajectory.episode_id}, turn {turn.index}"
             raise StoreError(f"{self._option}: {where}: {error}") from error
 
-    def _feedback(self, trajectory: Trajectory) -> dict[str, Any]:
-        found: dict[str, Any] = {"solved": False, "satisfied": False, "malformed": False}
-        for entry in self._store.journal(trajectory.episode_id):
-            if isinstance(entry.record, UserRecord):
-                user = entry.record.turn
-                said = {"solved": user.solved, "satisfied": user.satisfied, "malformed": entry.record.canned}
-                found = {**user.facts, **said}
-        return found
+
+def feedback_of(store: RunReader, episode_id: str) -> dict[str, Any]:
+    """Return the value of the variable `feedback` at the end of an episode."""
+    records = [entry.record for entry in store.journal(episode_id) if isinstance(entry.record, UserRecord)]
+    if not records:
+        return feedback_value({})
+    turn = records[-1].turn
+    return feedback_value(turn.facts, solved=turn.solved, satisfied=turn.satisfied, malformed=records[-1].canned)
+
+
+def feedback_value(
+    facts: Mapping[str, Any], *, solved: bool = False, satisfied: bool = False, malformed: bool = False
+) -> dict[str, Any]:
+    """Return the value of the variable `feedback` for a turn of the user."""
+    return {**facts, "solved": solved, "satisfied": satisfied, "malformed": malformed}
 
 
 def _rewards(trajectory: Trajectory) -> dict[str, float]:
@@ -137,6 +187,8 @@ def _last(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _images(trajectory: Trajectory) -> int:
+    if not trajectory.condensations and all(isinstance(message.content, str) for message in trajectory.messages):
+        return 0
     if not trajectory.turns:
         return sum(len(message.images) for message in trajectory.messages)
     last = len(trajectory.turns) - 1
@@ -178,7 +230,25 @@ def _counted(trajectory: Trajectory, name: str) -> int:
     return trajectory.counts.get(name, 0)
 
 
-_VALUES: dict[str, Callable[[Trajectory], Any]] = {
+def _episode(trajectory: Trajectory, row: EpisodeRow) -> dict[str, Any]:
+    versions = [version for branch in trajectory.branches for version in branch.weight_versions[branch.loss_mask == 1]]
+    return {
+        "id": row.id,
+        "task": row.task_id,
+        "sample": row.sample_index,
+        "status": row.status,
+        "attempt": row.attempt,
+        "seconds": row.ended - row.started if row.ended and row.started else 0.0,
+        "trainable": trajectory.outcome.trainable,
+        "branches": len(trajectory.branches),
+        "images": sum(len(message.images) for message in trajectory.messages),
+        "trained": sum(int(branch.loss_mask.sum()) for branch in trajectory.branches),
+        "version": int(max(versions, default=-1)),
+        "oldest_version": int(min(versions, default=-1)),
+    }
+
+
+END_VALUES: dict[str, Callable[[Trajectory], Any]] = {
     "turns": lambda each: {"assistant": len(each.turns), "user": _counted(each, "user_turns")},
     "tools": lambda each: {"calls": _counted(each, "tool_calls"), "errors": _counted(each, "tool_errors")},
     "tokens": lambda each: {

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import BudgetError
 from engine.notices.notifier import Notifier
 from engine.notices.watch import Watch
 
@@ -62,7 +63,7 @@ class RunNotices:
         if result.interrupted:
             return
         if (stopped := result.stopped) is not None:
-            kind = "budget" if "budget" in stopped.kind else "failed"
+            kind = "budget" if isinstance(stopped, BudgetError) else "failed"
             await self._notifier.notify(kind, reason=f"{type(stopped).__name__}: {stopped}", **counts)
         elif result.summary.backend_failed:
             blamed = result.summary.causes.blamed("backend")

@@ -110,8 +110,13 @@ class Replayer:
             raise
         except EngineError as error:
             return _unscored(stored, Failure(kind=error.kind, blame=error.blame, message=valid_text(str(error))))
+        outcome = again.outcome
+        if (
+            stored.outcome.failure is None and not stored.outcome.trainable
+        ):  # rows of another framework, without log-probs
+            outcome = replace(outcome, trainable=False)
         return EpisodeScore(
-            outcome=again.outcome,
+            outcome=outcome,
             rewards=[turn.rewards for turn in again.turns],
             state_keys=[turn.state_key for turn in again.turns],
             postings=again.postings,
@@ -176,7 +181,7 @@ def first_difference(left: Trajectory, right: Trajectory) -> str | None:
                 continue
             if a.shape != b.shape:
                 return f"{path}: {len(a)} entries now, {len(b)} stored"
-            at = int(np.flatnonzero(a.view(np.int32) != b.view(np.int32))[0])
+            at = int(np.flatnonzero([one.tobytes() != other.tobytes() for one, other in zip(a, b, strict=True)])[0])
             return f"{path}[{at}]: {a[at]} now, {b[at]} stored"
         if a != b:
             return f"{path}: {a!r} now, {b!r} stored"

@@ -25,24 +25,26 @@ import structlog
 from engine.actions.base import EpisodeObjects
 from engine.actions.calls import SCOPE, EpisodeScope, LoopReplacedError
 from engine.actions.images import ImageStorer
-from engine.actions.role_models import backend_specs
 from engine.actions.workers import Workers
-from engine.backends.budget import Budget
 from engine.deadline import PausableClocks
-from engine.errors import EngineError, ReplayError, StoreError
+from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
 from engine.executor import RestartNeededError, never_built, until_end
 from engine.factory import EpisodeFactory
 from engine.runner.causes import Causes, Verdict, places
+from engine.runner.spending import open_budget
 from engine.runner.stats import Live, Summary
 from engine.runner.suspects import APART, Suspects
 from engine.storable import words_of
 from engine.store.fork import shared_entries
 from engine.store.images import stored_images
 from engine.store.store import episode_id_of
+from engine.store.tool_schemas import ToolSchemas
 from engine.traces.writer import TraceWriter
 
 if TYPE_CHECKING:
+    from engine.agents.program import ProgramBodies
     from engine.backends.base import Backend
+    from engine.backends.budget import Budget
     from engine.episode import Episode
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
@@ -84,6 +86,8 @@ class Runner:
         store: The store, open for writing; the caller closes it.
         keep_going: Do not stop if all first episodes fail with one cause.
         training: The weights of the policy change while episodes run.
+        budget: The costs of the training that these episodes are part of. Default: the run counts its own.
+        programs: Agent programs that run elsewhere, instead of the spec's.
     """
 
     def __init__(
@@ -96,6 +100,8 @@ class Runner:
         *,
         keep_going: bool = False,
         training: bool = False,
+        budget: Budget | None = None,
+        programs: ProgramBodies | None = None,
     ) -> None:
         spec = loaded.spec
         self.spec = spec
@@ -110,7 +116,13 @@ class Runner:
         self._suspects = Suspects(store.crashes())
         self._finishing = asyncio.Semaphore(FINISHING)
         self._factory = EpisodeFactory(
-            loaded, format, backend, self._workers, slots=spec.rollout.concurrency, training=training
+            loaded,
+            format,
+            backend,
+            self._workers,
+            slots=spec.rollout.concurrency,
+            training=training,
+            programs=programs,
         )
         self._object_builder = self._factory.object_builder
         self._roles = self._factory.roles
@@ -120,7 +132,10 @@ class Runner:
             images=ImageStorer(format, store, stored_images(store)),
             clocks=self._clocks,
         )
+        self._tool_schemas = ToolSchemas(store.folder)
         self._traces = TraceWriter(spec, store.folder, store.header) if spec.traces.active else None
+        self._shared_budget = budget
+        self._elsewhere = programs
         self.budget: Budget | None = None
         """What the run has cost; None before `serving`, and where no backend has prices."""
         self._faults: list[str] = []
@@ -143,6 +158,7 @@ class Runner:
             await self._store.plan(self.tasks, self.spec.rollout.samples_per_task)
             for trajectory in self._store.trajectories():
                 self.summary.add(trajectory)
+                self.live.before += 1
             await self._run_all(self._unfinished(self._store.finished()), stop)
         interrupted = stop is not None and stop.is_set() and self.summary.episodes < self.live.total
         return RunResult(self.summary, interrupted, self._faults, self._stopped)
@@ -172,6 +188,24 @@ class Runner:
                 log.warning("episode begins anew", reason=str(error))
                 await self._store.restart(episode_id, len(shared))
                 return await self._execute_on_new_loops(task, sample, shared, alone=alone)
+
+    async def episode_or_none(self, task: Task, sample: int, faults: list[str]) -> Trajectory | None:
+        """Run one episode, as `episode`. Returns None, and adds the reason to `faults`, if the engine itself failed in it.
+
+        Raises:
+            StoreError: as `episode`.
+            EngineError: it stops the run (`stops_run`).
+        """
+        try:
+            return await self.episode(task, sample)
+        except StoreError:
+            raise
+        except Exception as error:
+            if isinstance(error, EngineError) and error.stops_run:
+                raise
+            log.exception("an episode could not be finished", episode=episode_id_of(task.id, sample))
+            faults.append(f"{episode_id_of(task.id, sample)}: {words_of(error)}")
+            return None
 
     async def execute(
         self,
@@ -216,6 +250,8 @@ class Runner:
                     ) from error
                 broken = error
         episode = self._factory.episode(task, sample, objects)
+        if broken is None:
+            self._tool_schemas.note(episode.id, objects.toolbox.schemas if objects.toolbox else [])
         self.live.enter(episode.state)
         try:
             if broken is not None:
@@ -226,7 +262,9 @@ class Runner:
             else:
                 await self._executor.restore(episode, objects, journal)
                 ending = None if ended else await self._executor.run(episode, objects)
-            return await self._finish(episode, ending)
+            trajectory = await self._finish(episode, ending)
+            self.live.end(trajectory)
+            return trajectory
         finally:
             self.live.leave(episode.state)
             await self._object_builder.close(objects)
@@ -254,7 +292,14 @@ class Runner:
 
         Raises:
             EngineError: a model that plays a user or judges is not available.
+            SpecCodeError: the spec's agent has no program, and none runs elsewhere.
         """
+        if (agent := self.spec.agent) is not None and agent.elsewhere and self._elsewhere is None:
+            raise SpecCodeError(
+                "`agent` has neither `run` nor `use`, so its programs run elsewhere: open episodes with `engine serve --api`",
+                blame="spec",
+                kind="agent_elsewhere",
+            )
         await self._roles.start()
         own = self._backend.outage
         outages = [*([own] if own is not None else []), *self._roles.outages]
@@ -276,19 +321,18 @@ class Runner:
     @contextmanager
     def _paying(self) -> Iterator[None]:
         """Count the cost of the run in its folder, if one of its backends has prices."""
+        budget = self._shared_budget or open_budget(self.spec, self._store.folder)
+        self.budget = budget
         backends = [self._backend, *self._roles.backends]
-        if not any(section.priced for section in backend_specs(self.spec)):
+        for backend in backends:
+            backend.budget = budget
+        try:
             yield
-            return
-        with Budget(self._store.folder / "costs.jsonl", self.spec.rollout.max_cost) as budget:
+        finally:
             for backend in backends:
-                backend.budget = budget
-            self.budget = budget
-            try:
-                yield
-            finally:
-                for backend in backends:
-                    backend.budget = None
+                backend.budget = None
+            if budget is not None and self._shared_budget is None:
+                budget.close()
 
     async def _run_all(self, episodes: Iterator[tuple[Task, int]], stop: asyncio.Event | None) -> None:
         """Run episodes, a bounded number at a time, until none is left or `stop` or `_halt` is set."""
@@ -314,17 +358,16 @@ class Runner:
         """Run one episode after another, until none is left."""
         for task, sample in episodes:
             try:
-                self.count(await self.episode(task, sample))
+                trajectory = await self.episode_or_none(task, sample, self._faults)
+                if trajectory is not None:
+                    self.count(trajectory)
             except StoreError:
                 raise
-            except Exception as error:
-                if isinstance(error, EngineError) and error.stops_run:
-                    self._stopped = self._stopped or error
-                    if not error.drains:
-                        self._halt.set()
-                    return
-                log.exception("an episode could not be finished", episode=episode_id_of(task.id, sample))
-                self._faults.append(f"{episode_id_of(task.id, sample)}: {words_of(error)}")
+            except EngineError as error:  # it stops the run
+                self._stopped = self._stopped or error
+                if not error.drains:
+                    self._halt.set()
+                return
 
     def _unfinished(self, done: set[str]) -> Iterator[tuple[Task, int]]:
         """Yield the unfinished episodes, task by task; last those that may have killed the engine, fewest crashes first."""
@@ -411,13 +454,16 @@ def _rare_collections() -> Iterator[None]:
     """Collect garbage rarely while many episodes are running.
 
     An episode's objects are freed by their reference counts. The cyclic collector only visits the live ones, at a cost that
-    grows with their number.
+    grows with their number. Objects that the caller has frozen stay frozen: nothing else is frozen then.
     """
     before = gc.get_threshold()
-    gc.freeze()
+    frozen_by_caller = gc.get_freeze_count() > 1_000  # Python 3.12 freezes a few hundred when it starts
+    if not frozen_by_caller:
+        gc.freeze()
     gc.set_threshold(50_000, 50, 1_000)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not frozen_by_caller:
+            gc.unfreeze()

@@ -40,10 +40,22 @@ class Live:
 
     total: int
     """Planned number of episodes."""
+    before: int = 0
+    """Number of episodes that were finished before this launch."""
     states: Counter[str] = field(default_factory=Counter)
     """Number of episodes in each state now."""
     tokens: int = 0
     """Tokens sampled since the run (or its resume) began."""
+    turns: int = 0
+    """Assistant turns since then, of finished and of running episodes."""
+    finished: int = 0
+    """Episodes finished since then."""
+    finished_turns: int = 0
+    """Assistant turns of these."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Number of these that failed, by kind and blame."""
+    limits: Counter[str] = field(default_factory=Counter)
+    """Number of these that a limit ended, by limit."""
     began: float = field(default_factory=time.perf_counter)
     outages: list[Outage] = field(default_factory=list)
     """The outages of the run's backends."""
@@ -62,16 +74,54 @@ class Live:
         self.states[source] -= 1
         self.states[episode.state] += 1
         if event in _GENERATE:
+            self.turns += 1
             self.tokens += episode.turn_tokens
 
     def leave(self, state: str) -> None:
         """Remove an episode that is done or was given up."""
         self.states[state] -= 1
 
+    def end(self, trajectory: Trajectory) -> None:
+        """Count an episode that is finished."""
+        outcome = trajectory.outcome
+        self.finished += 1
+        self.finished_turns += len(trajectory.turns)
+        if outcome.failure is not None:
+            self.failures[f"{outcome.failure.kind} ({outcome.failure.blame})"] += 1
+        elif outcome.limit is not None:
+            self.limits[outcome.limit] += 1
+
+    @property
+    def seconds(self) -> float:
+        """Return the wall time so far."""
+        return max(time.perf_counter() - self.began, 1e-9)
+
     @property
     def tokens_per_second(self) -> float:
         """Return the sampled tokens per second of wall time so far."""
-        return self.tokens / max(time.perf_counter() - self.began, 1e-9)
+        return self.tokens / self.seconds
+
+    @property
+    def turns_per_second(self) -> float:
+        """Return the assistant turns per second of wall time so far."""
+        return self.turns / self.seconds
+
+    @property
+    def eta(self) -> float | None:
+        """Estimate the seconds until all episodes are finished; None before the first one is finished, and after the last.
+
+        The remaining turns are those of episodes of mean length, without the turns that running episodes have made; each
+        running episode has at least half a turn left. They take as long per turn as those so far.
+        """
+        left = self.total - self.before - self.finished
+        if left <= 0 or not self.finished:
+            return None
+        if not self.finished_turns or not self.turns:
+            return left * self.seconds / self.finished
+        running = max(0, sum(self.states.values()))
+        made = max(0, self.turns - self.finished_turns)
+        turns = max(left * self.finished_turns / self.finished - made, running / 2)
+        return turns / self.turns_per_second
 
 
 @dataclass(slots=True)
@@ -115,7 +165,11 @@ class Summary:
     """Tokens of replies that came as text."""
     cost: float = 0.0
     """Price of the turns. `costs.jsonl` has that of every reply, also of users, judges and unfinished episodes."""
+    unchecked_prompts: int = 0
+    """Turns whose prompt the server did not report."""
     branches: int = 0
+    branch_reasons: Counter[str] = field(default_factory=Counter)
+    """How many of them began for which reason; without the first row of each episode."""
     mix: Collection[str] = ()
     """Names of the sources of `tasks.mix`."""
     sources: dict[str, SourceSums] = field(default_factory=dict)
@@ -138,6 +192,8 @@ class Summary:
         for taken in trajectory.path:
             transitions[taken] += 1
         self.branches += len(trajectory.branches)
+        if len(trajectory.branches) > 1:
+            self.branch_reasons.update(trajectory.branch_reasons)
         for turn in trajectory.turns:
             if turn.index == len(self.turn_rewards):
                 self.turn_rewards.append([0.0, 0.0])
@@ -150,6 +206,7 @@ class Summary:
             self.cached_tokens += turn.cached_tokens
             self.reply_tokens += turn.reply_tokens
             self.cost += turn.cost
+            self.unchecked_prompts += turn.prompt_unchecked
         for name, value in outcome.rewards.items():
             self.names[name] += value
         self.counts.update(trajectory.counts)

@@ -1,20 +1,16 @@
-"""Modules as text: where the import system would find one, and what names its text binds. Nothing is imported."""
+"""Modules as text: what names the text of a module binds. Nothing is imported."""
 
 from __future__ import annotations
 
 import ast
-import pkgutil
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
 
 from engine.spec.access import Access
-from engine.spec.entry import EntryError, OwnModules, import_path, no_module
+from engine.spec.entry import EntryError
 
 LARGEST = 2 * 2**20
 """Maximum size of a module that is read, in bytes."""
@@ -35,70 +31,6 @@ class ModuleText:
     """The top-level statements that bind each name; those under `if TYPE_CHECKING:` count as top-level."""
     changed: frozenset[str]
     """Names that functions bind with `global`, and names whose attributes the module sets."""
-
-
-# ---- finding a module
-
-
-def find_module(module: str, use: str, base: Path | None, access: Access) -> Path | None:
-    """The module's file; None where it has none that may be read as text.
-
-    Raises:
-        EntryError: there is no such module.
-    """
-    search = import_path(base)
-    path: list[str] | None = None
-    spec: ModuleSpec | None = None
-    own = True
-    parts = module.split(".")
-    for index in range(len(parts)):
-        name = ".".join(parts[: index + 1])
-        if index and path is None:
-            raise EntryError(no_module(name, use, search, None))
-        spec, own = _spec_of(name, path, search, base)
-        if spec is None:
-            raise EntryError(no_module(name, use, search, path))
-        path = _places(spec)
-    if spec is None:
-        return None
-    origin = spec.origin if spec.has_location else getattr(spec.loader_state, "filename", None)
-    if origin is None or not str(origin).endswith(".py"):
-        return None
-    file = Path(origin)
-    trusted = [Path(folder).resolve() for folder in (search if own else [file.parent]) if folder]
-    return file if access.below(*(item for item in trusted if item != item.parent)).is_file(file) else None
-
-
-def _spec_of(name: str, path: list[str] | None, search: list[str], base: Path | None) -> tuple[ModuleSpec | None, bool]:
-    """What the finders say of a module, and whether it was found on the import path. Finders import nothing."""
-    beside = OwnModules(None if base is None else str(base.resolve())).find_spec(name, path)
-    if beside is not None:
-        return beside, True
-    for finder in sys.meta_path:
-        if isinstance(finder, OwnModules):  # of a spec that was imported before
-            continue
-        own = finder is PathFinder
-        try:
-            places = search if own and path is None else path
-            spec = finder.find_spec(name, places)
-        except Exception:  # noqa: BLE001  (a finder that somebody installed)
-            continue
-        if spec is not None:
-            return spec, own
-    return None, True
-
-
-def _places(spec: ModuleSpec) -> list[str] | None:
-    """Where a package's modules are; None for a module. A namespace's own list would be looked up by its parent."""
-    places: Any = spec.submodule_search_locations
-    return None if places is None else list(getattr(places, "_path", places))
-
-
-def has_submodule(folder: Path, name: str) -> bool:
-    return any(info.name == name for info in pkgutil.iter_modules([str(folder)])) or (folder / name).is_dir()
-
-
-# ---- reading it
 
 
 def read_module(file: Path, module: str) -> ModuleText | None:

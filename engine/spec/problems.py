@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from engine.schemas.base import Bytes, Seconds
+from engine.schemas.descriptions import description_of
 from engine.spec.diagnostic import DataPath, Diagnostic, show_path
 from engine.spec.near import nearest_name, short
 from engine.spec.places import (
@@ -135,8 +136,7 @@ def _unknown_key(model: type[BaseModel], fault: _Fault, document: Document) -> D
 def _missing_key(fault: _Fault, document: Document) -> Diagnostic:
     path, owner = fault.spot.path, fault.spot.owner
     key = str(path[-1])
-    info = fields_by_key(owner).get(key) if owner else None
-    summary = (info.description or "").partition("\n")[0].strip() if info else ""
+    summary = (description_of(owner, key) or "").partition("\n")[0].strip() if owner else ""
     fix = f"add `{key}: …`" + (f" ({summary.rstrip('.')})" if summary else "")
     holder = "the spec" if len(path) == 1 else f"`{show_path(path[:-1])}`"
     origin = document.origin(path[:-1], key=True)

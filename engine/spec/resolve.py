@@ -43,6 +43,9 @@ DECIDES: dict[tuple[str, ...], tuple[str, frozenset[str]]] = {
 }
 """Mappings whose other keys depend on one of theirs: another value of that key drops them, but for those named here."""
 
+EITHER: AbcMapping[tuple[str, ...], tuple[str, ...]] = {("backend",): ("urls", "launch")}
+"""Keys of a mapping of which a spec gives one: the one that is given drops the base's others."""
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -342,6 +345,9 @@ def _merge(base: Mapping, own: Mapping, path: tuple[str, ...]) -> Mapping:
     decides, shared = DECIDES.get(path, ("", frozenset()))
     if decides and _differ(base.entries.get(decides), own.entries.get(decides)):
         base = _only(base, shared)
+    either = EITHER.get(path, ())
+    if any(key in own.entries for key in either):
+        base = _only(base, frozenset(base.entries) - set(either))
     entries, keys = dict(base.entries), dict(base.keys)
     for key, node in own.entries.items():
         below = entries.get(key)

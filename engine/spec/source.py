@@ -20,7 +20,8 @@ from typing import Any
 
 from engine.spec.access import Access
 from engine.spec.entry import EntryError, nearest_attribute, parse_entry
-from engine.spec.module_text import ModuleText, bound_names, find_module, has_submodule, is_closed, read_module
+from engine.spec.module_files import ModuleFiles, has_submodule
+from engine.spec.module_text import ModuleText, bound_names, is_closed, read_module
 
 MAX_MODULES = 60
 """Maximum number of modules that are read for one spec."""
@@ -125,7 +126,7 @@ class Sources:
 
     def __init__(self, base: Path | None, access: Access) -> None:
         self._base = base
-        self._access = access
+        self._files = ModuleFiles(base, access)
         self._modules: dict[str, Module | None] = {}
         self.lineages: dict[ast.AST, Any] = {}
         """Cache of `engine.spec.lineage`."""
@@ -137,7 +138,7 @@ class Sources:
             EntryError: the module has no such name.
         """
         name, parts = parse_entry(use)
-        file = find_module(name, use, self._base, self._access)
+        file = self._files.find(name, use)
         text = None if file is None else read_module(file, name)
         if file is None or text is None:
             return NotImported(use)
@@ -236,7 +237,7 @@ class Sources:
         """Return a module; None if it cannot be read, or if enough were read."""
         if name not in self._modules and len(self._modules) < MAX_MODULES:
             try:
-                file = find_module(name, name, self._base, self._access)
+                file = self._files.find(name, name)
                 small = file is not None and file.stat().st_size <= LARGEST_FOLLOWED
                 text = read_module(file, name) if file is not None and small else None
                 self._modules[name] = None if file is None or text is None else Module(name, file, text)
@@ -261,7 +262,7 @@ class Sources:
         if name.startswith("engine."):
             return name.startswith("engine.environments.")
         try:
-            file = find_module(name, name, self._base, self._access)
+            file = self._files.find(name, name)
         except EntryError:
             return False
         folders = [folder.resolve() for folder in (self._base, Path()) if folder is not None]

@@ -34,6 +34,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 import engine
 from engine.masking import mask, mask_values
 from engine.schemas.journal import (
+    AgentRecord,
     CondenseRecord,
     FailureRecord,
     GenerationRecord,
@@ -59,6 +60,7 @@ _NAMES = {
     StepRecord: "step",
     ScoreRecord: "score",
     CondenseRecord: "condense",
+    AgentRecord: "agent",
     UserRecord: "user",
 }
 """Names of the spans of records that the conventions have no span for."""
@@ -83,15 +85,15 @@ class SpanBuilder:
 
     def __init__(self, spec: EpisodeSpec) -> None:
         self._agent = spec.name
-        self._model = spec.model.path
+        self._model = spec.backend.served_model or spec.model.path
         self._provider = spec.backend.kind
-        self._remote = bool(spec.backend.server_urls)
+        self._remote = spec.backend.weights_in_servers
+        self._priced = spec.backend.priced
         self._sampling = {
-            "gen_ai.request.temperature": spec.sampling.temperature,
-            "gen_ai.request.top_p": spec.sampling.top_p,
-            "gen_ai.request.top_k": spec.sampling.top_k,
-            "gen_ai.request.max_tokens": spec.sampling.max_new_tokens,
-        }
+            f"gen_ai.request.{name}": getattr(spec.sampling, name)
+            for name in ("temperature", "top_p", "top_k")
+            if name not in spec.backend.lacking
+        } | {"gen_ai.request.max_tokens": spec.sampling.max_new_tokens}
         self._content = spec.traces.content
         self._ids = _DerivedIds()
         self._ended = _Collected()
@@ -203,12 +205,13 @@ class SpanBuilder:
             "gen_ai.request.model": self._model,
             "gen_ai.conversation.id": trajectory.episode_id,
             "gen_ai.usage.input_tokens": sum(turn.prompt_tokens for turn in trajectory.turns),
-            "gen_ai.usage.output_tokens": trajectory.counts.get("sampled_tokens"),
+            "gen_ai.usage.output_tokens": sum(turn.reply_tokens or turn.end - turn.start for turn in trajectory.turns),
             "error.type": outcome.failure.kind if outcome.failure is not None else None,
             "episode.run_id": trajectory.run_id,
             "episode.task_id": trajectory.task_id,
             "episode.sample": trajectory.sample_index,
             "episode.turns": len(trajectory.turns),
+            "episode.cost": sum(turn.cost for turn in trajectory.turns) if self._priced else None,
             "episode.reward": outcome.reward,
             "episode.solved": outcome.solved,
             "episode.state": outcome.state,
@@ -228,10 +231,15 @@ class SpanBuilder:
             **self._sampling,
             "gen_ai.response.finish_reasons": [generation.finish.type],
             "gen_ai.usage.input_tokens": generation.prompt_tokens,
-            "gen_ai.usage.output_tokens": len(generation.output_ids),
+            "gen_ai.usage.output_tokens": len(generation.output_ids) or generation.sampled_tokens,
             "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,
             "episode.queue_seconds": generation.queue_seconds,
-            "episode.weight_version": generation.versions[-1].version if generation.versions else 0,
+            "episode.cost": generation.cost if self._priced else None,
+            "episode.weight_version": None
+            if generation.text is not None
+            else generation.versions[-1].version
+            if generation.versions
+            else 0,
         }
 
 

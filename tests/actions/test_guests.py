@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from slow_cases import slow_but_each
 
 from engine.actions import guest as guest_module
 from engine.actions.calls import SCOPE, Call, EpisodeScope, LoopReplacedError
@@ -91,13 +92,17 @@ async def test_a_function_is_repeated_by_itself_on_another_loop(
 
 @pytest.mark.parametrize(
     ("bound", "effects", "last", "repeatable"),
-    [
-        (True, "pure", False, True),
-        (True, "replayable", False, True),
-        (True, "external", False, False),
-        (True, "replayable", True, False),
-        (False, "external", False, False),
-    ],
+    slow_but_each(
+        2,
+        [
+            (True, "pure", False, True),
+            (True, "replayable", False, True),
+            (True, "external", False, False),
+            (True, "replayable", True, False),
+            (False, "external", False, False),
+        ],
+        several=True,
+    ),
 )
 async def test_what_is_not_repeated_fails_with_the_blame_on_the_call_that_blocked(
     bound: bool, effects: str, last: bool, repeatable: bool, workers: Workers, release: threading.Event

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from slow_cases import slow_after
 from structlog.testing import capture_logs
 
 from engine.actions import interrupt
@@ -114,7 +115,7 @@ def spin_of(module: str) -> Callable[[list[int]], None]:
     return names["spin"]
 
 
-@pytest.mark.parametrize("module", ["logging", "concurrent.futures.thread", "engine.store.writer"])
+@pytest.mark.parametrize("module", slow_after(1, ["logging", "concurrent.futures.thread", "engine.store.writer"]))
 async def test_the_standard_library_and_the_engine_are_never_interrupted(workers: Workers, module: str) -> None:
     stop: list[int] = []
     await give_up(workers, spin_of(module), stop)

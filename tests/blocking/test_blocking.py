@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from blocking_code import MISBEHAVIOURS
+from slow_cases import slow_after
 
 from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore, list_runs
@@ -67,7 +69,11 @@ def told(folder: Path) -> dict[str, Trajectory]:
 
 
 def bad_tasks(places: tuple[str, ...], hows: tuple[str, ...]) -> list[dict[str, str]]:
-    return [{"id": f"{where}-{how}", "where": where, "how": how} for where in places for how in hows]
+    return [bad_task(where, how) for where in places for how in hows]
+
+
+def bad_task(where: str, how: str) -> dict[str, str]:
+    return {"id": f"{where}-{how}", "where": where, "how": how}
 
 
 def healthy_tasks() -> list[dict[str, str]]:
@@ -95,17 +101,22 @@ def check(episodes: dict[str, Trajectory], bad: list[dict[str, str]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "places", "hows"),
-    [
-        ("", PLACES, MISBEHAVIOURS),
-        pytest.param("_async", ("tool", "user"), ("sleep", "swallow", "exit"), marks=pytest.mark.slow),
-        pytest.param("_async", PLACES, MISBEHAVIOURS, marks=pytest.mark.slow),
-    ],
+    ("form", "bad"),
+    slow_after(
+        1,
+        [
+            ("", [bad_task(*pair) for pair in zip(cycle(PLACES), MISBEHAVIOURS, strict=False)]),
+            ("", bad_tasks(PLACES, MISBEHAVIOURS)),
+            ("_async", bad_tasks(("tool", "user"), ("sleep", "swallow", "exit"))),
+            ("_async", bad_tasks(PLACES, MISBEHAVIOURS)),
+        ],
+        several=True,
+    ),
+    ids=["each once", "all", "some async", "all async"],
 )
 def test_each_misbehaviour_fails_its_own_episode_and_no_other(
-    form: str, places: tuple[str, ...], hows: tuple[str, ...], tmp_path: Path, tiny_tokenizer_dir: Path
+    form: str, bad: list[dict[str, str]], tmp_path: Path, tiny_tokenizer_dir: Path
 ) -> None:
-    bad = bad_tasks(places, hows)
     spec = write_spec(tmp_path, tiny_tokenizer_dir, [*bad, *healthy_tasks()], form)
     code, out, err = finish(start("run", spec, cwd=tmp_path))
     assert code == 0, out + err
@@ -189,14 +200,15 @@ def test_what_a_tool_leaves_behind_does_not_keep_the_process(
     assert told(tmp_path)["a"].outcome.solved
 
 
+@pytest.mark.slow  # by default: tests/cli/test_run.py stops a run by a signal and resumes it
 @pytest.mark.parametrize(
     ("signals", "status"),
     [
         ([signal.SIGTERM], 143),
-        pytest.param([signal.SIGINT], 130, marks=pytest.mark.slow),
-        pytest.param([signal.SIGINT, signal.SIGINT], 130, marks=pytest.mark.slow),
-        pytest.param([signal.SIGTERM, signal.SIGTERM], 143, marks=pytest.mark.slow),
-        pytest.param([signal.SIGTERM, signal.SIGINT], 143, marks=pytest.mark.slow),
+        ([signal.SIGINT], 130),
+        ([signal.SIGINT, signal.SIGINT], 130),
+        ([signal.SIGTERM, signal.SIGTERM], 143),
+        ([signal.SIGTERM, signal.SIGINT], 143),
     ],
 )
 def test_signals_end_a_run_that_hangs_and_it_resumes(

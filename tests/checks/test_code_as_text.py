@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow_cases import slow_but_each
 
 from engine.checks.check import check_rules
 from engine.spec.access import Access
@@ -223,7 +224,7 @@ OPEN: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPEN)
+@pytest.mark.parametrize("name", slow_but_each(2, OPEN))
 def test_what_the_text_leaves_open_is_no_mistake(name: str) -> None:
     assert found(*OPEN[name]) == []
 
@@ -299,29 +300,32 @@ TURN = "class X:\n    def respond(self, view):\n        return UserTurn(content=
 
 @pytest.mark.parametrize(
     "code",
-    [
-        TURN.format("facts={'wrong': 1}, rewards=[RewardEvent(name='right', value=1.0)]"),
-        TURN.format("facts=dict(wrong=1), rewards=[RewardEvent(name='right' if 1 else 'x', value=1.0)]"),
-        TURN.format("facts=self.facts(), rewards=[RewardEvent(name=self.kind, value=1.0)]"),
-        TURN.format("facts=vars(self), rewards=[RewardEvent(name=f'r{1}', value=1.0)]"),
-        TURN.format("facts={key: 1 for key in KEYS}, rewards=[RewardEvent(**given)]"),
-        TURN.format("facts={f'{a}': 1}, rewards=[RewardEvent(**given)]"),
-        TURN.format("facts={**other}, rewards=[RewardEvent(**given)]"),
-        TURN.format("facts=facts | other(), rewards=[RewardEvent(**given)]"),
-        TURN.format("**made"),
-        "class X:\n    def respond(self, view):\n        return UserTurn.model_validate(self.turn)\n",
-        "class X:\n    def respond(self, view):\n        facts = {}\n        facts[self.key] = 1\n"
-        "        return UserTurn(content='no', facts=facts, rewards=[RewardEvent(**given)])\n",
-        "class X:\n    def respond(self, view):\n        facts = {}\n        facts.update(self.more)\n"
-        "        return UserTurn(content='no', facts=facts, rewards=[RewardEvent(**given)])\n",
-        "class X:\n    def respond(self, view, facts={}):\n"
-        "        return UserTurn(content='no', facts=facts, rewards=[RewardEvent(**given)])\n",
-        "from engine.schemas.environment import UserTurn as Turn\nclass X:\n    def respond(self, view):\n        return Turn(**self.turn)\n",
-        "class Turn(UserTurn): ...\nclass X:\n    def respond(self, view):\n        return Turn(**self.turn)\n",
-        "def X():\n    return make()\n",
-        "from nowhere_at_all import Base\nclass X(Base):\n    def respond(self, view): ...\n",
-        "from helpers import turn\nclass X:\n    def respond(self, view):\n        return turn()\n",
-    ],
+    slow_but_each(
+        2,
+        [
+            TURN.format("facts={'wrong': 1}, rewards=[RewardEvent(name='right', value=1.0)]"),
+            TURN.format("facts=dict(wrong=1), rewards=[RewardEvent(name='right' if 1 else 'x', value=1.0)]"),
+            TURN.format("facts=self.facts(), rewards=[RewardEvent(name=self.kind, value=1.0)]"),
+            TURN.format("facts=vars(self), rewards=[RewardEvent(name=f'r{1}', value=1.0)]"),
+            TURN.format("facts={key: 1 for key in KEYS}, rewards=[RewardEvent(**given)]"),
+            TURN.format("facts={f'{a}': 1}, rewards=[RewardEvent(**given)]"),
+            TURN.format("facts={**other}, rewards=[RewardEvent(**given)]"),
+            TURN.format("facts=facts | other(), rewards=[RewardEvent(**given)]"),
+            TURN.format("**made"),
+            "class X:\n    def respond(self, view):\n        return UserTurn.model_validate(self.turn)\n",
+            "class X:\n    def respond(self, view):\n        facts = {}\n        facts[self.key] = 1\n"
+            "        return UserTurn(content='no', facts=facts, rewards=[RewardEvent(**given)])\n",
+            "class X:\n    def respond(self, view):\n        facts = {}\n        facts.update(self.more)\n"
+            "        return UserTurn(content='no', facts=facts, rewards=[RewardEvent(**given)])\n",
+            "class X:\n    def respond(self, view, facts={}):\n"
+            "        return UserTurn(content='no', facts=facts, rewards=[RewardEvent(**given)])\n",
+            "from engine.schemas.environment import UserTurn as Turn\nclass X:\n    def respond(self, view):\n        return Turn(**self.turn)\n",
+            "class Turn(UserTurn): ...\nclass X:\n    def respond(self, view):\n        return Turn(**self.turn)\n",
+            "def X():\n    return make()\n",
+            "from nowhere_at_all import Base\nclass X(Base):\n    def respond(self, view): ...\n",
+            "from helpers import turn\nclass X:\n    def respond(self, view):\n        return turn()\n",
+        ],
+    ),
 )
 def test_a_name_that_code_may_write_is_no_mistake(code: str) -> None:
     helpers = "def turn():\n    return UserTurn(facts={'wrong': 1}, rewards=[RewardEvent(name='right', value=1.0)])\n"

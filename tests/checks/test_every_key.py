@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
+from slow_cases import slow_but_each
 from test_no_effect import GROUP, HEAD, JUDGE, SERVER, TRANSFER, USER
 
 from engine.checks import check_spec
@@ -105,6 +106,7 @@ FOUND: dict[str, Case] = {
     "train.optimizer.schedule": no_effect(
         "optimizer.schedule", "steps: 5, optimizer: {schedule: cosine, warmup_steps: 5}"
     ),
+    "train.memory.offload": no_effect("memory.offload", "device: cpu, memory: {offload: all}"),
     "train.memory.share_prefixes": no_effect(
         "memory.share_prefixes", "lora: {dropout: 0.1}, memory: {share_prefixes: true}"
     ),
@@ -112,11 +114,14 @@ FOUND: dict[str, Case] = {
     "train.asynchrony.oversample": no_effect(
         "asynchrony.oversample", "tasks_per_step: 2, asynchrony: {oversample: 1.2}"
     ),
+    "train.colocate": (train("colocate: true"), "the `local` backend has no servers that release memory"),
     "train.weight_sync.method": (train("weight_sync: {method: disk}"), "`disk` has no effect"),
     "train.weight_sync.pause_generation": no_effect(
         "weight_sync.pause_generation", "weight_sync: {pause_generation: false}"
     ),
     "train.weight_sync.folder": no_effect("weight_sync.folder", "weight_sync: {folder: /tmp/w}"),
+    "train.weight_sync.address": no_effect("weight_sync.address", "weight_sync: {address: trainer-0}"),
+    "train.weight_sync.port": no_effect("weight_sync.port", "weight_sync: {port: 29600}"),
     **{
         f"train.eval.{key}": no_effect(f"eval.{key}", f"eval: {{{SETS}, {key}: {value}}}")
         for key, value in (("every", 2), ("limit", 2), ("samples", 2), ("best", "a"))
@@ -183,6 +188,7 @@ FOUND: dict[str, Case] = {
 
 ALWAYS = {
     "train.kind": "selects the training",
+    "train.optimizer.kind": "which moments",
     "train.epochs": "sets the number of steps; at most rounded",
     "train.shuffle": "the order of tasks or rows",
     "train.data.min_reward": "which rows",
@@ -202,6 +208,7 @@ ALWAYS = {
     "train.freeze": "a pattern without effect is refused when the model is loaded (test_policy.py)",
     **{f"train.lora.{key}": "every update of an adapter" for key in ("rank", "alpha", "dropout", "target_modules")},
     **{f"train.memory.{key}": "memory of every update" for key in ("max_tokens_per_microbatch", "logits_chunk_elements", "gradient_checkpointing")},
+    **{f"train.plan.{key}": "the plan of `engine train --plan` and `engine validate`" for key in ("gpu_memory", "processes", "images", "image_size")},
     **{f"train.checkpoints.{key}": "checkpoints of every training" for key in ("every", "keep", "grace")},
     "train.eval.metric": "selects the best checkpoint",
     **{f"train.eval.sets.{key}": "of one evaluation" for key in ("tasks", "every", "limit", "samples", "sampling")},
@@ -252,7 +259,7 @@ def test_every_key_has_a_decision() -> None:
     assert not FOUND.keys() & ALWAYS.keys()
 
 
-@pytest.mark.parametrize("key", FOUND)
+@pytest.mark.parametrize("key", slow_but_each(2, FOUND))
 def test_the_setting_without_effect_is_found(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lines, message = FOUND[key]
@@ -277,6 +284,7 @@ def test_the_setting_without_effect_is_found(key: str, tmp_path: Path, monkeypat
         train("steps: 9, tasks_per_step: 1, dynamic_sampling: false, difficulty: {window: 8}"),
         f"{USER}rewards: {{credit: {{method: turn_return, gamma: 0.9}}}}\n",
         SERVER + train("weight_sync: {folder: /tmp/w}"),
+        SERVER + train("weight_sync: {method: collective, address: trainer-0, port: 29600, pause_generation: false}"),
     ],
 )
 def test_where_it_has_an_effect_it_is_not_reported(lines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

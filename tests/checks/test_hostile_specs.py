@@ -17,8 +17,9 @@ from engine.cli.validate_report import Report, as_text
 LONG = {
     *("guards", "long guards", "guards that multiply", "dense", "ring", "larger ring", "wide limits", "huge limits"),
     *("reward rules", "rows and prompts", "one tool often", "tools that are not there", "wrong types", "too many rows"),
+    *("guard too long", "shared ids", "state names", "variables", "extends much"),
 }
-"""Those that take a second."""
+"""Those that take long."""
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slow(names: Iterable[str]) -> list[Any]:
-    """The names, those that take a second marked."""
+    """The names, those that take long marked."""
     return [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in names]
 
 

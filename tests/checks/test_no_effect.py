@@ -226,7 +226,7 @@ def test_keys_of_another_task_source(tmp_path: Path, monkeypatch: pytest.MonkeyP
     lines = GROUP + "tasks: {source: inline, rows: [{q: a}], path: x.jsonl, name: main, limit: 1}\n"
     monkeypatch.setattr(f"{__name__}.HEAD", HEAD.replace("tasks: {source: inline, rows: [{q: a}]}\n", ""))
     assert found(lines, tmp_path, monkeypatch) == [
-        "warning[tasks.no-effect] `path` has no effect with `source: inline`: it belongs to `jsonl`, `csv`, `parquet`, `hub`",
+        "warning[tasks.no-effect] `path` has no effect with `source: inline`: it belongs to `jsonl`, `csv`, `parquet`, `hub`, `harbor`",
         "warning[tasks.no-effect] `name` has no effect with `source: inline`: it belongs to `hub`",
     ]
 
@@ -260,6 +260,13 @@ NOTIFY = [
     ('notify: {on: [failed], command: ["true"], budget: {time: 1m}}', ["notify.budget"]),
     ('notify: {command: ["true"], budget: {}}', ["notify.budget"]),
     ('notify: {command: ["true"], stall_timeout: 1m, repeat_after: 1m, budget: {time: 1m}}', []),
+    ('notify: {command: ["true"], on: [failed, diverged]}', ["notify.on"]),
+    ('notify: {command: ["true"], on: [diverged]}\ntrain: {}', []),
+    ('notify: {command: ["true"], on: [stalled, budget]}', ["notify.on"]),
+    ('notify: {command: ["true"], on: [budget], budget: {}}', ["notify.budget", "notify.on"]),
+    ('notify: {command: ["true"], on: [budget], budget: {time: 1m}}', []),
+    ('notify: {command: ["true"], on: [budget]}\nrollout: {max_cost: 1}', []),
+    ('notify: {command: ["true"]}', []),
 ]
 
 
@@ -305,3 +312,39 @@ def test_the_packages_of_spans_that_are_missing_are_found(tmp_path: Path, monkey
     assert [line.partition("; ")[0] for line in told] == [
         "s.yaml:7:10: info[traces.no-package] `opentelemetry-sdk` is not installed, and spans need it"
     ]
+
+
+KEEP_WITHOUT_EFFECT = [
+    ("rollout: {keep: {steps: 3}}", "rollout.keep", "only a training drops episodes, and the spec has no `train`"),
+    (
+        "rollout: {samples_per_task: 8, keep: {steps: 5}}\ntrain: {steps: 5}",
+        "rollout.keep.steps",
+        "every group is kept",
+    ),
+    (
+        "rollout: {samples_per_task: 8, keep: {sample: 1}}\ntrain: {steps: 50}",
+        "rollout.keep.sample",
+        "it keeps every group",
+    ),
+    (
+        "rollout: {samples_per_task: 8, keep: {trained: true}}\ntrain: {steps: 50, dynamic_sampling: false}",
+        "rollout.keep.trained",
+        "every group trains",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "option", "why"), KEEP_WITHOUT_EFFECT)
+def test_a_keep_that_drops_nothing_is_found(
+    text: str, option: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = found(f"{text}\n", tmp_path, monkeypatch)
+    ours = [line for line in told if "rollout.no-effect" in line]
+    assert len(ours) == 1
+    assert ours[0].startswith(f"warning[rollout.no-effect] `{option}` has no effect: ")
+    assert why in ours[0]
+
+
+def test_a_keep_that_drops_something_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "rollout: {samples_per_task: 8, keep: {steps: 5, trained: true, sample: 0.1}}\ntrain: {steps: 50}\n"
+    assert not [line for line in found(text, tmp_path, monkeypatch) if "rollout.no-effect" in line]

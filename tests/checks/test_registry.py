@@ -17,6 +17,10 @@ from engine.spec.load import read_spec
 
 def test_ids_are_stable() -> None:
     assert sorted((item.id, item.severity) for item in all_rules()) == [
+        ("agent.allow", "error"),
+        ("agent.missing", "error"),
+        ("agent.no-effect", "error"),
+        ("backend.no-experts", "error"),
         ("backend.no-prices", "error"),
         ("backend.unsupported-sampling", "error"),
         ("code.action", "error"),
@@ -96,9 +100,11 @@ def test_ids_are_stable() -> None:
         ("role.policy-weights", "warning"),
         ("role.unknown-field", "error"),
         ("role.user-never-ends", "warning"),
+        ("rollout.no-effect", "warning"),
         ("rules.unknown-state", "error"),
         ("spec.no-file", "error"),
         ("spec.outside", "error"),
+        ("tasks.harbor", "error"),
         ("tasks.no-effect", "warning"),
         ("tasks.not-read", "info"),
         ("tasks.row", "error"),
@@ -113,6 +119,7 @@ def test_ids_are_stable() -> None:
         ("traces.no-package", "info"),
         ("train.adapter", "error"),
         ("train.backend", "error"),
+        ("train.colocate", "error"),
         ("train.critic", "error"),
         ("train.critic-option", "warning"),
         ("train.cut-sampling", "warning"),
@@ -121,6 +128,7 @@ def test_ids_are_stable() -> None:
         ("train.eval-form", "error"),
         ("train.eval-on-training-tasks", "warning"),
         ("train.eval-tasks", "error"),
+        ("train.expert-routing", "warning"),
         ("train.freeze", "error"),
         ("train.greedy", "error"),
         ("train.half-precision", "warning"),

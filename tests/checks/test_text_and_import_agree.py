@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow_cases import slow_but
 
 import engine
 from engine.checks.code_facts import ImportedCode, Method
@@ -18,19 +19,13 @@ from engine.spec.access import Access
 from engine.spec.entry import EntryError
 from engine.spec.source import Sources
 
-QUICK = [
-    "argparse",
-    "enum",
+QUICK = ["enum", "queue", "random", "statistics"]
+SLOW = [
     "json.decoder",
     "logging.handlers",
-    "queue",
-    "random",
-    "statistics",
-    "tarfile",
     "threading",
     "unittest.case",
-]
-SLOW = [
+    "argparse",
     "ast",
     "asyncio.queues",
     "asyncio.streams",
@@ -88,6 +83,7 @@ SLOW = [
     "socketserver",
     "sqlite3.dbapi2",
     "string",
+    "tarfile",
     "subprocess",
     "tempfile",
     "textwrap",
@@ -126,13 +122,16 @@ METHODS = (
 def modules() -> Iterator[Any]:
     yield from QUICK
     yield from (pytest.param(name, marks=pytest.mark.slow) for name in SLOW)
-    for info in pkgutil.walk_packages(engine.__path__, "engine."):
-        if info.name.startswith("engine.environments"):
-            yield info.name
-        elif info.name.startswith(
-            ("engine.checks", "engine.integrations.environments", "engine.scenarios", "engine.spec")
-        ):
-            yield pytest.param(info.name, marks=pytest.mark.slow)
+    parts = (
+        "engine.environments",
+        "engine.checks",
+        "engine.integrations.environments",
+        "engine.scenarios",
+        "engine.spec",
+    )
+    named = [info.name for info in pkgutil.walk_packages(engine.__path__, "engine.") if info.name.startswith(parts)]
+    environments = [name for name in named if name.startswith(parts[0])]
+    yield from slow_but(named, *environments[::4])
 
 
 def shape(signature: inspect.Signature) -> list[tuple[str, int, bool]]:

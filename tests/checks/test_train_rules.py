@@ -45,6 +45,7 @@ def found(lines: str) -> list[str]:
         GROUP + "train: {eval: {sampling: {temperature: 0, top_p: 0.9, presence_penalty: 1.0}}}\n",
         GROUP + SERVER + "train: {lora: {}, weight_sync: {method: adapter}}\n",
         GROUP + SERVER + "train: {weight_sync: {method: tensors}}\n",
+        GROUP + "backend: {kind: sglang, urls: ['http://gpu-7:30000']}\ntrain: {weight_sync: {method: collective}}\n",
         GROUP + "limits: {assistant_turns: null, episode_tokens: 2048}\ntrain: {}\n",
         GROUP + "limits: {assistant_turns: null}\ntrain: {loss: {kind: dr_grpo, length: 2048}}\n",
         GROUP + "limits: {assistant_turns: 3}\ntrain: {}\n",
@@ -170,6 +171,23 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
             ["9:31: error[train.weight-sync] only an adapter would be sent, but all weights are trained"],
         ),
         (
+            GROUP + SERVER + "train: {weight_sync: {method: collective}, lora: {}}\n",
+            ["9:31: error[train.weight-sync] all weights would be sent, but only an adapter is trained"],
+        ),
+        (
+            GROUP
+            + "backend: {kind: sglang, urls: ['http://gpu-7:30000'], router: true}\n"
+            + "train: {weight_sync: {method: collective}}\n",
+            ["9:31: error[train.weight-sync] servers behind a router cannot be called to a process group"],
+        ),
+        (
+            GROUP + SERVER + "train: {weight_sync: {method: collective}, colocate: true}\n",
+            [
+                "9:31: error[train.weight-sync] NCCL refuses a group in which trainer and server have the same GPU "
+                "(`train.colocate`)"
+            ],
+        ),
+        (
             GROUP + "train: {weight_sync: {method: disk}}\n",
             [
                 "8:31: warning[train.weight-sync-method] `disk` has no effect: the `local` backend takes weights in memory"
@@ -235,7 +253,7 @@ def test_the_evaluations_tasks_are_held_to_the_rules_of_tasks() -> None:
 def test_the_evaluations_tasks_and_sampling_have_their_form() -> None:
     lines = GROUP + "train:\n  eval:\n    tasks: {source: jsnl, path: x}\n    sampling: {temprature: 0, top_p: 2}\n"
     assert found(lines) == [
-        "10:21: error[train.eval-form] `train.eval.tasks.source` must be one of inline, jsonl, csv, parquet, hub, python, mix",
+        "10:21: error[train.eval-form] `train.eval.tasks.source` must be one of inline, jsonl, csv, parquet, hub, python, harbor, mix",
         "11:16: error[train.eval-form] unknown key `temprature`",
         "11:38: error[train.eval-form] `train.eval.sampling.top_p` must be at most 1",
     ]

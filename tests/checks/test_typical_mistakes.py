@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slow_cases import slow_but_each
 from typical_mistakes import MISTAKES, PYTHON_ROWS, Mistake, project, written
 
 from engine.cli.validate_examine import Options, examine
@@ -44,7 +45,9 @@ def test_the_project_without_a_mistake_has_no_finding(imports: bool, edits: tupl
     assert said(examined(files, imports=imports)) == []
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda item: f"{item.kind}: {item.new.strip()[:30]}")
+@pytest.mark.parametrize(
+    "mistake", slow_but_each(2, MISTAKES), ids=lambda item: f"{item.kind}: {item.new.strip()[:30]}"
+)
 def test_a_typical_mistake_is_found(mistake: Mistake) -> None:
     files = project(mistake)
     found = examined(files, imports=mistake.imports)
@@ -63,7 +66,9 @@ def test_a_typical_mistake_is_found(mistake: Mistake) -> None:
     assert others == [] or mistake.new == "class Clerk", said(others)  # five entry points are in this module
 
 
-@pytest.mark.parametrize("mistake", [item for item in MISTAKES if item.imports], ids=lambda item: item.new.strip()[:40])
+@pytest.mark.parametrize(
+    "mistake", slow_but_each(3, [item for item in MISTAKES if item.imports]), ids=lambda item: item.new.strip()[:40]
+)
 def test_what_needs_the_code_is_counted_without_it(mistake: Mistake) -> None:
     files = project(mistake)
     for name, text in files.items():

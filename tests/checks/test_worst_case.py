@@ -206,6 +206,7 @@ def test_the_run_is_tasks_times_samples_in_waves() -> None:
     assert found.run["seconds"] == Bound(60.0 * 4, "limits.episode_seconds")
 
 
+@pytest.mark.slow
 def test_a_machine_too_large_to_walk_through_has_its_limits() -> None:
     ctx = load("machine: tools_and_user\nlimits: {assistant_turns: 400, user_turns: 300, tool_calls: 200}\n")
     found = worst_case(ctx)

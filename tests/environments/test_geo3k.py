@@ -324,6 +324,20 @@ def test_the_tools_face_is_not_paid_twice(view: View) -> None:
     assert Geo3kTool().score(view(TASK, "\\boxed{8/15}")) == []
 
 
+def test_with_graded_answer_only_the_last_reply_is_rewarded(view: View) -> None:
+    environment = Geo3kTool(graded="answer")
+    assert environment.calc_score("8/15", calling(view, "8/15")) == ToolReply(
+        content="8/15 is right. Give your final answer, within \\boxed{}.", facts={"tries": 1}
+    )
+    assert environment.calc_score("7", calling(view, "7", facts={"tries": 1})) == ToolReply(
+        content="7 is not right. Reason in another way.", facts={"tries": 2}
+    )
+    assert environment.score(view(TASK, "\\boxed{8/15}")) == RIGHT
+    assert environment.score(view(TASK, "\\boxed{7}")) == environment.score(calling(view, "8/15")) == []
+    with pytest.raises(ValueError, match="graded 'reply' is not known; write calls or answer"):
+        Geo3kTool(graded="reply")  # type: ignore[arg-type]
+
+
 def test_the_tools_schema_asks_for_a_string_and_takes_a_number() -> None:
     from engine.spec.signature import shape_of
 

@@ -98,12 +98,26 @@ def test_a_right_later_answer_is_paid_less_and_its_format_not_again(view: View) 
 
 
 def test_a_wrong_answer_is_told_the_direction(view: View) -> None:
+    fields = {"answer": "70", "advice": "It is too low. Try again.", "tries": 1, "question": CLIPS.fields["question"]}
     assert Grader().respond(view(CLIPS, "#### 70")) == UserTurn(
-        content="70 is not right. It is too low. Try again.", rewards=[FORMAT], facts={"graded": 0}
+        content="70 is not right. It is too low. Try again.",
+        recover="wrong",
+        fields=fields,
+        rewards=[FORMAT],
+        facts={"graded": 0},
     )
-    assert Grader(format=0.0).respond(view(CLIPS, "#### 74")) == UserTurn(
-        content="74 is not right. It is too high. Try again.", facts={"graded": 0}
+    assert Grader(format=0.0).respond(view(CLIPS, "#### 1", "#### 74")) == UserTurn(
+        content="74 is not right. It is too high. Try again.",
+        recover="wrong",
+        fields=fields | {"answer": "74", "advice": "It is too high. Try again.", "tries": 2},
+        facts={"graded": 1},
     )
+
+
+def test_the_fields_are_those_that_the_grader_declares(view: View) -> None:
+    for reply, name in (("#### 70", "wrong"), ("I do not know.", "no_answer")):
+        turn = Grader().respond(view(CLIPS, reply))
+        assert (turn.recover, sorted(turn.fields)) == (name, sorted(Grader.recover_fields[name]))
 
 
 def test_step_hints_follow_the_solution_and_stop_before_the_answer(view: View) -> None:
@@ -133,13 +147,19 @@ def test_no_hints_at_all(view: View) -> None:
 )
 def test_an_unreadable_reply_is_told_the_first_format(view: View, styles: Any, asked: str) -> None:
     assert Grader(styles=styles).respond(view(CLIPS, "It is 72.")) == UserTurn(
-        content=f"I cannot find your answer. End with: {asked}", facts={"graded": 0}
+        content=f"I cannot find your answer. End with: {asked}",
+        recover="no_answer",
+        fields={"tries": 0, "question": CLIPS.fields["question"]},
+        facts={"graded": 0},
     )
 
 
 def test_a_reply_that_was_cut_off_is_asked_to_be_shorter(view: View) -> None:
     assert Grader().respond(view(CLIPS, "#### 72", finish="length")) == UserTurn(
-        content="Your reply was cut off. Be shorter, and end with: #### <number>", facts={"graded": 0}
+        content="Your reply was cut off. Be shorter, and end with: #### <number>",
+        recover="no_answer",
+        fields={"tries": 0, "question": CLIPS.fields["question"]},
+        facts={"graded": 0},
     )
 
 

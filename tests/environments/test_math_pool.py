@@ -65,11 +65,13 @@ def test_a_process_that_somebody_kills_costs_no_answer(pool: MathPool) -> None:
         assert answer.result() == {"value": 0.75}
 
 
+@pytest.mark.slow
 def test_too_much_memory_is_a_wrong_answer(pool: MathPool) -> None:
     told = pool.ask("compare", seconds=0.5, gold="5", reply="$10^{10^{10}}$")
     assert told is None or told["right"] is False
     assert pool.ask("read", latex="1/4") == {"value": 0.25}
 
 
+@pytest.mark.slow
 def test_the_words_say_that_cpu_time_is_meant() -> None:
     assert check_answer("5", ENDLESS[0], seconds=0.3) == (False, "not checked within 0.3 s of CPU time")

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from engine.checks import check_spec
 from engine.cli.main import app
+from engine.schemas.backend_servers import SGLangBackendSpec
+from engine.schemas.loss import ClippedLoss
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 
@@ -35,6 +37,36 @@ def test_its_scenarios_take_every_transition(name: str) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "16 of 16 transitions taken" in result.output
+
+
+PUBLISHED = {
+    "train_gsm8k_feedback": ("Qwen/Qwen2.5-3B-Instruct", (2, 1), (256, 16), 1e-6, 0.001, (0.2, 0.2), True, 4, 16),
+    "train_geo3k_tool": ("Qwen/Qwen3-VL-2B-Instruct", (3, None), (64, 8), 1e-6, 0.0, (0.2, 0.28), True, 4, 13),
+    "train_geo3k_feedback": ("Qwen/Qwen2.5-VL-3B-Instruct", (2, 1), (32, 4), 2e-6, 0.0, (0.4, 0.4), False, 2, 16),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_training_has_the_published_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    loaded = load_spec(SPECS / f"{name}.yaml")
+    # with one update per batch clipping has no effect, here as there: the published values stay, and validate says so
+    assert {item.rule for item in check_spec(loaded) if item.severity != "info"} == {"train.no-effect"}
+    spec = loaded.spec
+    train, backend = spec.train, spec.backend
+    assert train is not None
+    assert isinstance(backend, SGLangBackendSpec)
+    assert backend.launch is not None
+    assert isinstance(train.loss, ClippedLoss)
+    model, turns, batch, rate, kl, clip, colocated, gpus, transitions = PUBLISHED[name]
+    assert spec.model.path == model
+    assert (spec.limits.assistant_turns, spec.limits.user_turns) == turns
+    assert (train.tasks_per_step, spec.rollout.samples_per_task) == batch
+    assert (train.optimizer.lr, train.kl.coefficient, (train.loss.clip_low, train.loss.clip_high)) == (rate, kl, clip)
+    assert (train.colocate, len(backend.launch.indexes)) == (colocated, gpus)
+    result = CliRunner().invoke(app, ["test", str(SPECS / f"{name}.yaml"), "--require-coverage"])
+    assert result.exit_code == 0, result.output
+    assert f"{transitions} of {transitions} transitions taken" in result.output
 
 
 def test_what_is_evaluated_is_not_trained_on() -> None:

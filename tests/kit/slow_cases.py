@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
+
+_Case = type(pytest.param())
 
 
 def slow_but(cases: Iterable[Any], *default: Any) -> list[Any]:
@@ -18,7 +20,17 @@ def slow_but(cases: Iterable[Any], *default: Any) -> list[Any]:
     cases = list(cases)
     if missing := [case for case in default if case not in cases]:
         raise ValueError(f"{missing} are not among the cases {cases}")
-    return [pytest.param(case, marks=() if case in default else (pytest.mark.slow,)) for case in cases]
+    return _slow_unless(cases, lambda at: cases[at] in default, several=False)
+
+
+def slow_after(count: int, cases: Iterable[Any], *, several: bool = False) -> list[Any]:
+    """The cases as parameters, all after the first `count` marked slow. `several`: a case is a tuple of arguments."""
+    return _slow_unless(cases, lambda at: at < count, several)
+
+
+def slow_but_each(nth: int, cases: Iterable[Any], *, several: bool = False) -> list[Any]:
+    """The cases as parameters, marked slow but the first and each `nth` after it. `several`: a case is a tuple of arguments."""
+    return _slow_unless(cases, lambda at: at % nth == 0, several)
 
 
 def each_once(*axes: Sequence[Any]) -> list[Any]:
@@ -36,3 +48,12 @@ def each_once(*axes: Sequence[Any]) -> list[Any]:
         )
         for place in places
     ]
+
+
+def _slow_unless(cases: Iterable[Any], default: Callable[[int], bool], several: bool) -> list[Any]:
+    made = []
+    for at, case in enumerate(cases):
+        param = case if isinstance(case, _Case) else pytest.param(*case) if several else pytest.param(case)
+        marks = [*param.marks, *([] if default(at) else [pytest.mark.slow])]
+        made.append(pytest.param(*param.values, id=param.id, marks=marks))
+    return made

@@ -10,6 +10,7 @@ from typing import Any
 import code_for_tests as spec_code
 import pytest
 import yaml
+from book_kit import BOOK
 from validated_structs import structs_validated
 
 from engine.backends.registry import open_backend
@@ -109,3 +110,22 @@ def run_spec(tmp_path: Path) -> Callable[..., Any]:
         return Ran(loaded, form, RunStore.open(store.folder, readonly=True), result, runner)
 
     return run
+
+
+@pytest.fixture
+def play_book(make_spec: Callable[..., Path], run_spec: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Run one episode that reads pages of a book under a short context, and return what ran."""
+
+    async def play(replies: list[Any], **changes: Any) -> Ran:
+        (tmp_path / "book.py").write_text(BOOK)
+        limits = {"episode_tokens": 1300, "turn_tokens": 60, "assistant_turns": 40, "on_overflow": "condense"}
+        base: dict[str, Any] = {
+            "user": None,
+            "prompt": [{"role": "user", "content": "Read the book."}],
+            "tools": [{"use": "book:read"}],
+            "machine": "tools",
+            "limits": limits | changes.pop("limits", {}),
+        }
+        return await run_spec(make_spec(replies, **(base | changes)))
+
+    return play

@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from book_kit import call
 
 from engine.condensing.chunks import block_text, history_text
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Trajectory
-
-WORLD = """
-def read(page: int) -> str:
-    return f'page {page}: ' + ' '.join(f'w{page}x{i}' for i in range(40))
-
-def shorten(text: str, budget: int, view, keep: int = 3) -> str:
-    return ' '.join(text.split()[:keep])
-
-def numbers(text, budget, view):
-    return 7
-"""
-
-
-def call(page: int) -> dict[str, Any]:
-    return {"tool_calls": [{"name": "read", "arguments": {"page": page}}]}
-
-
-@pytest.fixture
-def play(make_spec: Callable[..., Path], run_spec: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    """Run one episode that reads pages, and return what ran."""
-
-    async def play(replies: list[Any], **changes: Any) -> Any:
-        (tmp_path / "book.py").write_text(WORLD)
-        limits = {"episode_tokens": 1300, "turn_tokens": 60, "assistant_turns": 40, "on_overflow": "condense"}
-        base: dict[str, Any] = {
-            "user": None,
-            "prompt": [{"role": "user", "content": "Read the book."}],
-            "tools": [{"use": "book:read"}],
-            "machine": "tools",
-            "limits": limits | changes.pop("limits", {}),
-        }
-        return await run_spec(make_spec(replies, **(base | changes)))
-
-    return play
 
 
 def sampled(trajectory: Trajectory) -> dict[int, list[int]]:
@@ -92,8 +58,8 @@ def check(ran: Any) -> Trajectory:
     return trajectory
 
 
-async def test_dropped_observations_make_room_and_stay_in_the_journal(play: Any) -> None:
-    trajectory = check(await play([*map(call, range(9)), "done"]))
+async def test_dropped_observations_make_room_and_stay_in_the_journal(play_book: Any) -> None:
+    trajectory = check(await play_book([*map(call, range(9)), "done"]))
     assert trajectory.outcome.limit is None
     assert trajectory.messages[-1].text == "done"
     assert [message.text for message in trajectory.messages if message.role == "tool"] == [
@@ -112,8 +78,8 @@ async def test_dropped_observations_make_room_and_stay_in_the_journal(play: Any)
     assert ("CONDENSING", "condensed", "GENERATING") in trajectory.path
 
 
-async def test_without_condensing_the_same_episode_ends_at_its_limit(play: Any) -> None:
-    ran = await play([*map(call, range(9)), "done"], limits={"on_overflow": "end"})
+async def test_without_condensing_the_same_episode_ends_at_its_limit(play_book: Any) -> None:
+    ran = await play_book([*map(call, range(9)), "done"], limits={"on_overflow": "end"})
     assert ran.only.outcome.limit == "episode_tokens"
     assert len(ran.only.branches) == 1
 
@@ -137,20 +103,20 @@ async def test_without_condensing_the_same_episode_ends_at_its_limit(play: Any) 
     ],
     ids=["drop", "own", "own in a process", "summary"],
 )
-async def test_every_condenser(play: Any, tiny_tokenizer_dir: Path, condense: dict[str, Any], block: str) -> None:
+async def test_every_condenser(play_book: Any, tiny_tokenizer_dir: Path, condense: dict[str, Any], block: str) -> None:
     if "model" in condense["condenser"]:
         condense["condenser"]["model"] = {"path": str(tiny_tokenizer_dir)}
-    ran = await play([*map(call, range(8)), "done"], condense=condense)
+    ran = await play_book([*map(call, range(8)), "done"], condense=condense)
     trajectory = check(ran)
     assert trajectory.messages[-1].text == "done"
     assert threads(trajectory)[0][2].text == block_text(1, block)
 
 
 @pytest.mark.parametrize("chunks", [{"by": "tokens", "size": 40}, {"by": "passage", "pattern": r"\bw\d+x20"}])
-async def test_chunks_cut_a_text_and_the_rest_of_it_stays(play: Any, chunks: dict[str, Any]) -> None:
+async def test_chunks_cut_a_text_and_the_rest_of_it_stays(play_book: Any, chunks: dict[str, Any]) -> None:
     pytest.importorskip("semantic_text_splitter")
     condense = {"chunks": chunks, "condenser": {"kind": "own", "use": "book:shorten", "tokens": 24}}
-    ran = await play([*map(call, range(8)), "done"], condense=condense)
+    ran = await play_book([*map(call, range(8)), "done"], condense=condense)
     trajectory = check(ran)
     journal = [entry.record for entry in ran.store.journal("a/0") if entry.record.kind == "condense"]
     originals = {block.number: block.original for record in journal for block in record.blocks}
@@ -161,10 +127,10 @@ async def test_chunks_cut_a_text_and_the_rest_of_it_stays(play: Any, chunks: dic
     assert shown == trajectory.messages[2].text  # with its blocks expanded, the text is the original one
 
 
-async def test_keywords_fit_their_budget(play: Any) -> None:
+async def test_keywords_fit_their_budget(play_book: Any) -> None:
     pytest.importorskip("yake")
     condense = {"condenser": {"kind": "keywords", "tokens": 30}}
-    ran = await play([*map(call, range(8)), "done"], condense=condense)
+    ran = await play_book([*map(call, range(8)), "done"], condense=condense)
     check(ran)
     blocks = [
         block for entry in ran.store.journal("a/0") if entry.record.kind == "condense" for block in entry.record.blocks
@@ -175,14 +141,14 @@ async def test_keywords_fit_their_budget(play: Any) -> None:
         assert all(word in block.original for word in block.text.split("; "))
 
 
-async def test_the_policy_summarises_its_history_in_a_turn_that_is_trained(play: Any) -> None:
+async def test_the_policy_summarises_its_history_in_a_turn_that_is_trained(play_book: Any) -> None:
     summary = "I have read page 0 and page 1."
     condense = {
         "chunks": "history",
         "condenser": {"kind": "policy", "tokens": 60, "prompt": "Summarise."},
         "reserve_tokens": 400,
     }
-    ran = await play(
+    ran = await play_book(
         [*map(call, range(3)), summary, call(4), "done"],
         condense=condense,
         rewards={"reassign": [{"name": "brief", "when": "true", "at": "SUMMARIZING", "op": "add", "value": 0.5}]},
@@ -201,18 +167,18 @@ async def test_the_policy_summarises_its_history_in_a_turn_that_is_trained(play:
     assert record.blocks[0].original == history_text(said[1:5])
 
 
-async def test_expand_returns_the_original_text(play: Any) -> None:
+async def test_expand_returns_the_original_text(play_book: Any) -> None:
     expand = {"tool_calls": [{"name": "expand", "arguments": {"block": 1}}]}
     wrong = {"tool_calls": [{"name": "expand", "arguments": {"block": 99}}]}
-    ran = await play([*map(call, range(5)), expand, wrong, "done"], condense={"expand": True})
+    ran = await play_book([*map(call, range(5)), expand, wrong, "done"], condense={"expand": True})
     trajectory = check(ran)
     results = [message for message in trajectory.messages if message.name == "expand"]
     assert results[0].text == trajectory.messages[2].text
     assert results[1].text.startswith("There is no block 99. The blocks are 1 to ")
 
 
-async def test_nothing_shorter_ends_at_the_limit_and_not_in_a_loop(play: Any) -> None:
-    ran = await play([*map(call, range(9)), "done"], condense={"keep_last": 50})
+async def test_nothing_shorter_ends_at_the_limit_and_not_in_a_loop(play_book: Any) -> None:
+    ran = await play_book([*map(call, range(9)), "done"], condense={"keep_last": 50})
     trajectory = ran.only
     assert trajectory.outcome.limit == "episode_tokens"
     assert trajectory.condensations == []
@@ -220,13 +186,13 @@ async def test_nothing_shorter_ends_at_the_limit_and_not_in_a_loop(play: Any) ->
     assert 1 <= len(tried) <= 2  # once before each turn that has less room than a reply may need
 
 
-async def test_the_number_of_condensations_is_limited(play: Any) -> None:
-    ran = await play([*map(call, range(12)), "done"], limits={"condensations": 1})
+async def test_the_number_of_condensations_is_limited(play_book: Any) -> None:
+    ran = await play_book([*map(call, range(12)), "done"], limits={"condensations": 1})
     assert len(ran.only.condensations) == 1
     assert ran.only.outcome.limit == "condensations"
 
 
-async def test_a_guard_condenses_at_any_turn(play: Any) -> None:
+async def test_a_guard_condenses_at_any_turn(play_book: Any) -> None:
     machine = {
         "preset": "tools",
         "states": {"CONDENSING": {"action": "condense"}},
@@ -240,7 +206,7 @@ async def test_a_guard_condenses_at_any_turn(play: Any) -> None:
             {"trigger": ["condensed", "unchanged"], "source": "CONDENSING", "dest": "GENERATING"},
         ],
     }
-    ran = await play(
+    ran = await play_book(
         [*map(call, range(4)), "done"],
         machine=machine,
         limits={"on_overflow": "end"},
@@ -251,8 +217,10 @@ async def test_a_guard_condenses_at_any_turn(play: Any) -> None:
     assert trajectory.condensations[0].blocks == [1, 2, 3]
 
 
-async def test_a_condenser_that_answers_badly_fails_its_episode(play: Any) -> None:
-    ran = await play([*map(call, range(8)), "done"], condense={"condenser": {"kind": "own", "use": "book:numbers"}})
+async def test_a_condenser_that_answers_badly_fails_its_episode(play_book: Any) -> None:
+    ran = await play_book(
+        [*map(call, range(8)), "done"], condense={"condenser": {"kind": "own", "use": "book:numbers"}}
+    )
     failure = ran.only.outcome.failure
     assert (failure.kind, failure.blame) == ("environment_bad_reply", "environment")
     assert "`book:numbers` returned int; a condenser must return a text" in failure.message

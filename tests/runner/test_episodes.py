@@ -484,7 +484,12 @@ async def test_facts_that_json_cannot_hold_are_the_users_fault(make_spec, run_sp
         pytest.param(
             20_000, "last", "score: 20000 rewards in one answer; at most 1000 are allowed", marks=pytest.mark.slow
         ),
-        (1000, "all", "score: the rewards of one answer touch turns 10010 times; at most 10000 are allowed"),
+        pytest.param(
+            1000,
+            "all",
+            "score: the rewards of one answer touch turns 10010 times; at most 10000 are allowed",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_more_rewards_than_one_answer_may_hold_are_refused(make_spec, run_spec, count, turn, words) -> None:

@@ -47,4 +47,4 @@ async def test_a_replayed_episode_has_the_seeds_of_its_run(
         episode = await replayer.rebuild(ran.store.task("a"), 0, ran.store.journal("a/0"), upto=0)
     finally:
         replayer.close()
-    assert asked == [episode.turn_seed()]
+    assert asked == [episode.turn_seed(episode.turn + 1)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import code_for_tests as spec_code
+import pytest
 from endings import ONE, filled
 from stopping import Resumed, content, dead_after
 
@@ -34,6 +35,7 @@ def forked(resumed: Resumed, tmp_path: Path, turn: int) -> Resumed:
     return resumed
 
 
+@pytest.mark.slow  # by default: test_resume stops episodes at any commit
 async def test_a_fork_stopped_at_any_commit_shares_the_same(make_spec: Any, tmp_path: Path) -> None:
     for commit in range(1, 40):
         place = tmp_path / str(commit)

@@ -7,7 +7,6 @@ from typing import Any
 
 import function_worlds as worlds
 import pytest
-from slow_cases import slow_but
 from stopping import Resumed, content
 
 from engine.schemas.trajectory import Trajectory
@@ -49,7 +48,8 @@ async def test_each_form_gives_the_same_episode(make_spec: Any, run_spec: Any, f
     check((await run_spec(make_spec(REPLIES, **settings(form)))).only)
 
 
-@pytest.mark.parametrize("form", slow_but(FORMS, "generator"))
+@pytest.mark.slow  # by default: test_resume stops episodes of an environment
+@pytest.mark.parametrize("form", FORMS)
 async def test_a_form_stopped_at_any_commit_comes_to_the_same(make_spec: Any, tmp_path: Path, form: str) -> None:
     resumed = Resumed(make_spec(REPLIES, **settings(form)))
     await resumed.run(tmp_path / "whole")

@@ -149,7 +149,7 @@ async def read_everything(folder: Path) -> dict[str, Any]:
             assert replayed.difference is None, (row.id, replayed.difference)
             out = io.StringIO()
             console: Console = SafeConsole(file=out, width=2000, markup=False)
-            print_finished(console, trajectory, row)
+            print_finished(console, store, trajectory, row)
             assert visible(out.getvalue()) == out.getvalue()
             assert store.journal(row.id)
         lines, table = folder / "rows.jsonl", folder / "rows.parquet"
@@ -188,7 +188,7 @@ async def test_code_may_answer_anything(make_run: Any, answers: list[Any]) -> No
 
 
 @settings(max_examples=3, phases=NO_SHRINKING, suppress_health_check=list(HealthCheck))
-@given(arguments=st.lists(written, min_size=12, max_size=24, unique=True))
+@given(arguments=st.lists(written, min_size=10, max_size=12, unique=True))
 async def test_a_model_may_write_anything(make_run: Any, arguments: list[str]) -> None:
     texts = {
         f"t{n}": f'<tool_call>{{"name": "take", "arguments": {{"value": {text}}}}}</tool_call>'

@@ -8,6 +8,7 @@ from math import comb
 
 import numpy as np
 import pytest
+from slow_cases import slow_but_each
 
 from engine.runner.intervals import (
     beta_cdf,
@@ -54,7 +55,7 @@ def test_tasks_that_all_agree_do_not_give_a_point() -> None:
     assert all(map(math.isnan, mean_interval(np.array([1.0]))))
 
 
-@pytest.mark.parametrize("tasks", [2, 3, 5, 8, 32])
+@pytest.mark.parametrize("tasks", slow_but_each(3, [2, 3, 5, 8, 32]))
 @pytest.mark.parametrize(
     ("true", "interval"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 
 import code_for_tests as spec_code
 import pytest
+from slow_cases import slow_after, slow_but
 from transformers import AutoTokenizer
 
 from engine.actions.generate import LONG_TEXT
@@ -39,7 +40,7 @@ def telling(make_spec: Any, characters: int, **changes: Any) -> Any:
     return make_spec([call, "It is 41.", "It is 42."], tools=tools, model=model, **changes)
 
 
-@pytest.mark.parametrize("characters", [LONG_TEXT + 1, 1_000_000])
+@pytest.mark.parametrize("characters", slow_but([LONG_TEXT + 1, 1_000_000], LONG_TEXT + 1))
 async def test_a_long_text_is_tokenised_in_another_thread(make_spec, run_spec, encoded, characters) -> None:
     ran = await run_spec(telling(make_spec, characters))
     assert ran.only.outcome.solved
@@ -76,7 +77,8 @@ async def test_replays_of_both_are_the_same(make_spec, run_spec) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a" * 200_000, WORDS * 10_000, "naïve café — 東京 🙂 " * 9_000, " " * 150_000 + "x\n\n" * 20_000]
+    "text",
+    slow_after(2, ["a" * 200_000, WORDS * 10_000, "naïve café — 東京 🙂 " * 9_000, " " * 150_000 + "x\n\n" * 20_000]),
 )
 def test_long_texts_have_the_ids_that_the_tokenizer_gives(tiny_tokenizer_dir: Path, text: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)

@@ -8,6 +8,7 @@ from typing import Any
 
 import code_for_tests as spec_code
 import pytest
+from slow_cases import slow_but
 
 from engine.errors import StoreError
 from engine.store.writer import Writer
@@ -64,7 +65,7 @@ async def test_a_reply_is_written_down_only_behind_what_is_durable(make_spec, ru
     assert [seq for _, seq, _ in journal.handed] == list(range(9))  # the last entry is written with the end
 
 
-@pytest.mark.parametrize("seq", range(6))
+@pytest.mark.parametrize("seq", slow_but(range(6), 0, 3, 5))
 async def test_what_cannot_be_written_down_ends_the_run_within_a_turn(make_spec, run_spec, monkeypatch, seq) -> None:
     journal = SlowJournal(monkeypatch, fails_at=seq)
     path = make_spec([ADD] * 20, limits={"assistant_turns": 20, "tool_calls": 20})

@@ -193,6 +193,8 @@ async def test_a_model_judges(make_spec, run_spec) -> None:
     assert ran.only.turns[0].rewards == {"correct": 1.0, "judge": 0.7}
     posting = ran.only.postings[-1]
     assert (posting.source, posting.cause) == ("judge", "the judge gave 7; the scale is from 0 to 10")
+    (record,) = [entry.record for entry in ran.store.journal(ran.only.episode_id) if entry.record.kind == "score"]
+    assert record.replies == [JUDGE["backend"]["replies"][0]]
 
 
 async def test_each_turn_may_be_judged(make_spec, run_spec) -> None:

@@ -26,12 +26,8 @@ SIDE = ("an external tool", "the environment is external", "an external user")
 
 PAID: dict[str, Any] = {"user": None, "tools": None, "machine": "single_turn", "rewards": ONE}
 QUICK = {
-    "stopped": ["an external tool", "a later generation fails"],
-    "starved": [
-        "a final state without an action",
-        "tools and a user, and an environment that scores",
-        "a user that a model plays",
-    ],
+    "stopped": ["an external tool"],
+    "starved": ["tools and a user, and an environment that scores", "a user that a model plays"],
 }
 """Of the cases, those that the default run stops at every commit, by the way of stopping."""
 
@@ -195,12 +191,12 @@ async def test_interrupting_many_episodes_pays_each_final_score_once(
     make_spec: Any, tmp_path: Path, commits: int, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("engine.runner.run.FINISHING", 4)  # so that many wait to be finished
-    rows = [{"id": f"t{number}"} for number in range(200)]
+    rows = [{"id": f"t{number}"} for number in range(80)]
     resumed = Resumed(make_spec(["It is 42."], tasks={"rows": rows}, rollout={"concurrency": 64}, **PAID))
     await resumed.stopped(tmp_path / "runs", commits)
     await resumed.run(tmp_path / "runs")
     with resumed.store(tmp_path / "runs") as store:
-        assert Counter(row.reward for row in store.episodes()) == {1.0: 200}
+        assert Counter(row.reward for row in store.episodes()) == {1.0: 80}
     assert await resumed.differences(tmp_path / "runs") == []
 
 

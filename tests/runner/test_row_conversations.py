@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from engine.runner.replay import Replayer
 from engine.tokens.loading import load_format
 
@@ -87,3 +89,16 @@ async def test_where_no_tool_is_called_schemas_are_only_shown(make_spec: Any, ru
     ran = await run_spec(make_spec(["42"], tasks=rows(row("a", tools=[other])), **changes))
     assert ran.only.outcome.failure is None
     assert "Searches." in ran.form.decode(ran.only.branches[0].input_ids)
+
+
+@pytest.mark.parametrize("field", [{}, {"tools": None}, {"images": None}], ids=str)
+async def test_a_stored_spec_asks_for_no_field_that_was_left_out(
+    field: dict[str, Any], make_spec: Any, run_spec: Any
+) -> None:
+    """A replay or a resume of a run reads the spec that the run stored: rows without tools and images stay valid."""
+    ran = await run_spec(make_spec(["42"], tasks=rows(row("a")), **FIELD | {"prompt": {"field": "messages", **field}}))
+    stored = ran.store.header.loaded_spec()
+    assert stored.spec.prompt.model_fields_set == {"field", *field}
+    replayer = Replayer(stored, load_format(stored.spec.model, stored.base), ran.store)
+    assert (await replayer.check(ran.only, ran.store.task("a"))).difference is None
+    replayer.close()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_cases import slow_after
 
 from engine.runner.evaluate import compare, evaluate, pass_at_k, powers
 from engine.schemas.generation import FinishReason
@@ -109,7 +110,7 @@ def test_everything_that_an_evaluation_tells() -> None:
     assert "only 2 tasks" in str(found.warning)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", slow_after(5, range(20)))
 def test_eval_and_compare_average_in_one_way(seed: int) -> None:
     """Also where tasks have different numbers of episodes, because some failed through no fault of the policy's."""
     random = np.random.default_rng(seed)

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from book_kit import call
+from slow_cases import slow_but_each
 
 from engine.errors import StoreError
 from engine.runner.finished import EPISODE_VARIABLES, TURN_VARIABLES, EpisodeFilter
 from engine.schemas.message import Message
 from engine.store.sft_rows import SftSelection, sft_rows, shown_messages
 
-WORLD = """
-def read(page: int) -> str:
-    return f'page {page}: ' + ' '.join(f'w{page}x{i}' for i in range(40))
-"""
 POLICY_SUMMARY = {
     "chunks": "history",
     "condenser": {"kind": "policy", "tokens": 60, "prompt": "Summarise."},
@@ -27,31 +25,15 @@ POLICY_SUMMARY = {
 }
 
 
-def call(page: int) -> dict[str, Any]:
-    return {"tool_calls": [{"name": "read", "arguments": {"page": page}}]}
-
-
 @pytest.fixture
-def play(make_spec: Callable[..., Path], run_spec: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    """Run episodes that read pages under a short context, and return what ran."""
-
-    async def play(replies: list[Any], **changes: Any) -> Any:
-        (tmp_path / "book.py").write_text(WORLD)
-        limits = {"episode_tokens": 1300, "turn_tokens": 60, "assistant_turns": 40, "on_overflow": "condense"}
-        base: dict[str, Any] = {
-            "user": None,
-            "prompt": [
-                {"role": "user", "content": "What is on page 1?"},
-                {"role": "assistant", "content": "Nothing."},
-                {"role": "user", "content": "Read the book."},
-            ],
-            "tools": [{"use": "book:read"}],
-            "machine": "tools",
-            "limits": limits,
-        }
-        return await run_spec(make_spec(replies, **(base | changes)))
-
-    return play
+def play(play_book: Callable[..., Any]) -> Callable[..., Any]:
+    """`play_book` with a prompt that has an answer."""
+    prompt = [
+        {"role": "user", "content": "What is on page 1?"},
+        {"role": "assistant", "content": "Nothing."},
+        {"role": "user", "content": "Read the book."},
+    ]
+    return partial(play_book, prompt=prompt)
 
 
 def plain(message: Message) -> tuple[str, str, list[str]]:
@@ -118,10 +100,13 @@ TRUE = [
     'outcome.event == "answered" && outcome.limit == "" && outcome.failure == "" && outcome.blame == ""',
     "!outcome.solved && outcome.solved_turn == -1 && outcome.reward == 0.0",
     'outcome.state != "" && !("x" in outcome.rewards)',
+    'episode.id == episode.task + "/0" && episode.sample == 0 && episode.attempt == 0 && episode.status == "done"',
+    "episode.trainable && episode.branches == 1 && episode.images == 0 && episode.trained == tokens.sampled",
+    "episode.version == 0 && episode.oldest_version == 0 && episode.seconds > 0.0",
 ]
 
 
-@pytest.mark.parametrize("expression", TRUE)
+@pytest.mark.parametrize("expression", slow_but_each(3, TRUE))
 async def test_a_filter_reads_every_variable(play: Any, expression: str) -> None:
     ran = await play([*map(call, range(3)), "done"])
     assert EpisodeFilter(ran.store, expression)(ran.only) is True

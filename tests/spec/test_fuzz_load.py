@@ -169,7 +169,7 @@ documents = st.dictionaries(names, values, max_size=6).map(lambda found: yaml.sa
 texts = soup | edits | exchanges | documents | st.text()
 
 
-@settings(max_examples=examples(120), deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=QUIET)
 @given(texts)
 def test_any_text_is_read_or_refused(tmp_path: Path, text: str) -> None:
     check(text, tmp_path)
@@ -177,7 +177,7 @@ def test_any_text_is_read_or_refused(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=2000, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=1000, deadline=None, suppress_health_check=QUIET)
 @given(texts)
 def test_very_many_texts_are_read_or_refused(tmp_path: Path, text: str) -> None:
     check(text, tmp_path)

@@ -113,7 +113,7 @@ user: x.y:Z
         "s.yaml:12:16: error[spec.unknown-key] unknown key `timout`; did you mean `timeout`?",
         "s.yaml:12:28: error[spec.unknown-key] unknown key `with_`; did you mean `with`?",
         "s.yaml:14:11: error[spec.bad-value] `machine.preset` must be one of single_turn, tools, tools_and_user, "
-        "retry_with_feedback, step, tools_and_step; it is `toolz`; did you mean `tools`?",
+        "retry_with_feedback, step, tools_and_step, agent; it is `toolz`; did you mean `tools`?",
         "s.yaml:16:16: error[spec.wrong-type] `machine.states.A.final` must be true or false; it is `yes`; write true",
         "s.yaml:18:17: error[spec.wrong-type] `machine.transitions[0].trigger` must be a string, or a list of strings; it is 5; "
         'quote it: "5"',
@@ -145,17 +145,17 @@ user: x.y:Z
     [
         (
             "backend: {kind: sglng, urls: [a]}",
-            "s.yaml:5:17: error[spec.bad-value] `backend.kind` must be one of local, sglang, openai, scripted; it is `sglng`; "
+            "s.yaml:5:17: error[spec.bad-value] `backend.kind` must be one of local, sglang, vllm, openai, anthropic, scripted; it is `sglng`; "
             "did you mean `sglang`?",
         ),
         (
             "backend: {device: cpu}",
-            "s.yaml:5:1: error[spec.missing-key] `backend` needs `kind`; add `kind: …`, one of local, sglang, openai, scripted",
+            "s.yaml:5:1: error[spec.missing-key] `backend` needs `kind`; add `kind: …`, one of local, sglang, vllm, openai, anthropic, scripted",
         ),
         ("backend: local", "s.yaml:5:10: error[spec.wrong-type] `backend` must be a mapping; it is `local`"),
         (
             "backend: {kind: local, local: 1}",
-            "s.yaml:5:24: error[spec.unknown-key] unknown key `local`; known here: kind, device, dtype, deterministic, max_batch, threads",
+            "s.yaml:5:24: error[spec.unknown-key] unknown key `local`; known here: kind, device, dtype, deterministic, max_batch, threads, routed_experts",
         ),
         (
             "limits: {user_turns: yes}",
@@ -295,6 +295,18 @@ def test_a_chain_that_is_too_long_is_refused() -> None:
         write(f"f{index}.yaml", f"extends: f{index + 1}.yaml\n")
     (line,) = errors("f0.yaml")
     assert f"more than {MAX_EXTENDS} files extend each other" in line
+
+
+@pytest.mark.parametrize(
+    ("below", "own"), [("urls: [http://a:1]", "launch: {gpus: 2}"), ("launch: {gpus: 2}", "urls: [http://a:1]")]
+)
+def test_servers_of_one_kind_replace_those_of_the_base(below: str, own: str) -> None:
+    """A spec gives `urls` or `launch`, and a spec that extends one of the other kind could not say so otherwise."""
+    write("base.yaml", f"{GOOD}\nbackend: {{kind: sglang, timeout: 5s, {below}}}\n")
+    backend = load(f"extends: base.yaml\nbackend: {{{own}}}\n").spec.backend
+    assert (backend.urls, backend.launch is None, backend.timeout) == (
+        ([], False, 5.0) if own.startswith("launch") else (["http://a:1"], True, 5.0)
+    )
 
 
 def test_another_kind_of_backend_replaces_the_bases_whole() -> None:

@@ -16,8 +16,8 @@ from engine.checks import check_spec
 from engine.errors import SpecError
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.mix import DRAWS, Draws, mixed_tasks, phase
-from engine.spec.sources import JsonlRows
 from engine.spec.tasks import count_tasks, load_tasks
+from engine.spec.text_rows import JsonlRows
 from engine.train.rollouts import TaskOrder
 
 WEIGHTS = st.lists(st.floats(0.1, 20.0), min_size=1, max_size=5)

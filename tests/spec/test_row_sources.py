@@ -16,11 +16,13 @@ from slow_cases import slow_but
 
 from engine.errors import SpecError
 from engine.schemas.environment import Task
-from engine.spec import sources
+from engine.spec import parquet_rows
 from engine.spec.load import load_spec
 from engine.spec.mix import TaskList
-from engine.spec.sources import CsvRows, JsonlRows, ParquetRows, Rows
+from engine.spec.parquet_rows import ParquetRows
+from engine.spec.sources import Rows
 from engine.spec.tasks import load_tasks, shuffled
+from engine.spec.text_rows import CsvRows, JsonlRows
 
 HEAD = "spec: episode/v1\nname: demo\nmodel: {path: m}\n"
 TEXTS = ["plain", "", 'a "quoted" word', "a, comma", "two\nlines", "\u2028 and \x0b", "ünïcode 图像", "\ttab"]
@@ -83,7 +85,7 @@ def test_any_row_is_the_same_by_position_as_in_the_stream(kind: str, monkeypatch
         source = CsvRows([csv_file(first, f"a.{kind}"), csv_file(second, f"b.{kind}")], opened)
     else:
         if "large" in kind:
-            monkeypatch.setattr(sources, "GROUP_BYTES", 1)
+            monkeypatch.setattr(parquet_rows, "GROUP_BYTES", 1)
         source = ParquetRows([parquet(first, "a.parquet"), parquet(second, "b.parquet")])
     streamed = list(source)
     assert [row.fields for row in streamed] == first + second
@@ -109,7 +111,7 @@ def test_tasks_by_index_are_those_of_the_stream(keys: str) -> None:
         table[40]
 
 
-@pytest.mark.parametrize("kind", slow_but(["jsonl", "csv", "parquet"], "jsonl", "parquet"))
+@pytest.mark.parametrize("kind", slow_but(["jsonl", "csv", "parquet"], "jsonl"))
 def test_rows_of_a_file_are_not_held_in_memory(kind: str) -> None:
     """8 MB of rows are loaded, iterated and read in another order within 1 MB: an index and a few rows."""
     import tracemalloc
@@ -232,10 +234,10 @@ def test_a_file_that_is_read_in_another_order_is_decoded_at_most_three_times(
     """Without memory for more than one row group. With space on the disk the file is copied; without, it is decoded on."""
     data = rows(40)
     pq.write_table(pa.Table.from_pylist(data), "a.parquet", row_group_size=2)
-    monkeypatch.setattr(sources, "KEPT_BYTES", 0)
-    monkeypatch.setattr(sources, "_space_for", lambda size: space)
+    monkeypatch.setattr(parquet_rows, "KEPT_BYTES", 0)
+    monkeypatch.setattr(parquet_rows, "_space_for", lambda size: space)
     decoded: list[int] = []
-    opened = sources._parquet_file
+    opened = parquet_rows._parquet_file
 
     def watched(path: Path) -> Any:
         class Watched(pq.ParquetFile):
@@ -246,7 +248,7 @@ def test_a_file_that_is_read_in_another_order_is_decoded_at_most_three_times(
         assert opened(path).num_row_groups == 20
         return Watched(path)
 
-    monkeypatch.setattr(sources, "_parquet_file", watched)
+    monkeypatch.setattr(parquet_rows, "_parquet_file", watched)
     source = ParquetRows([Path("a.parquet")])
     order = random.Random(3).sample([*range(40)] * 5, 200)
     assert [source.row(at).fields for at in order] == [data[at] for at in order]
@@ -255,7 +257,7 @@ def test_a_file_that_is_read_in_another_order_is_decoded_at_most_three_times(
 
 def test_row_groups_that_fit_in_memory_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pq.write_table(pa.Table.from_pylist(rows(40)), "a.parquet", row_group_size=2)
-    monkeypatch.setattr(sources, "_copied", lambda file: pytest.fail("it was copied"))
+    monkeypatch.setattr(parquet_rows, "_copied", lambda file: pytest.fail("it was copied"))
     source = ParquetRows([Path("a.parquet")])
     for at in random.Random(3).sample([*range(40)] * 5, 200):
         assert source.row(at).fields == rows(40)[at]

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
+from installed_packages import VAULTS, install
+from slow_cases import slow_but
 from typer.testing import CliRunner
 
 from engine.checks import check_spec
@@ -16,25 +18,6 @@ from engine.spec.access import Access
 from engine.spec.load import load_spec, override_spec
 from engine.store.store import RunStore, find_run
 
-POINTS = """\
-[episode_engine.environments]
-vault = vaults:Vault
-
-[episode_engine.tools]
-pick = vaults:pick
-
-[episode_engine.users]
-guard = vaults:Guard
-
-[episode_engine.scorers]
-opened = vaults:opened
-
-[episode_engine.adapters]
-lockgym = vaults:LockGym
-
-[episode_engine.tool_adapters]
-keyring = vaults:KeyRing
-"""
 CODE = """\
 from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.message import Message
@@ -93,17 +76,9 @@ def opened(view):
 @pytest.fixture
 def vaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An installed package that offers one part of each kind; its folder."""
-    offer(tmp_path / "site", "vaults", POINTS)
-    (tmp_path / "site" / "vaults.py").write_text(CODE)
+    install(tmp_path / "site", "vaults", VAULTS, CODE)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     return tmp_path
-
-
-def offer(site: Path, package: str, points: str) -> None:
-    info = site / f"{package}-1.2.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(points)
 
 
 def write(folder: Path, model: Path | str = "m", replies: list[str] | None = None, **parts: Any) -> Path:
@@ -201,7 +176,7 @@ def test_a_kind_of_tool_servers_of_a_package(vaults: Path, tiny_tokenizer_dir: P
         ({"rewards": {"scorer": {"use": "math_verify"}}}, "code.import", "did you mean `math-verify`?"),
     ],
 )
-@pytest.mark.parametrize("imports", [True, False])
+@pytest.mark.parametrize("imports", slow_but([True, False], False))
 def test_an_unknown_name_has_a_hint(vaults: Path, parts: dict[str, Any], rule: str, words: str, imports: bool) -> None:
     path = write(vaults, **{**ALL, **parts})
     found = check_spec(load_spec(path, access=Access(imports=imports)))
@@ -224,7 +199,7 @@ def test_an_unknown_adapter_has_a_hint(vaults: Path, parts: dict[str, Any], word
 
 
 def test_a_name_that_two_packages_offer_is_refused(vaults: Path) -> None:
-    offer(
+    install(
         vaults / "site",
         "safes",
         "[episode_engine.environments]\nvault = safes:Vault\n\n[episode_engine.adapters]\nlockgym = safes:Gym\n",

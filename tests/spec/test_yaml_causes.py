@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from slow_cases import slow_after
 
 from engine.spec.tree import Place, parse
 
@@ -30,7 +31,7 @@ def damaged(line: str) -> Iterator[tuple[str, str]]:
         yield "comma", line[::-1].replace(" ,", " ", 1)[::-1]
 
 
-@pytest.mark.parametrize("name", ["quickstart.yaml", "train_credit.yaml", "countdown.yaml"])
+@pytest.mark.parametrize("name", slow_after(1, ["quickstart.yaml", "train_credit.yaml", "countdown.yaml"]))
 def test_a_damaged_line_is_named(name: str) -> None:
     lines = (SPECS / name).read_text().splitlines()
     broken, elsewhere = 0, []

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import structlog
 import yaml
+from api_server import ApiServer
 from command_line import engine_here
 
 from engine.masking import remember
@@ -29,6 +30,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from slow_cases import slow_after
 
 ROOT = Path(__file__).parents[2]
 ADD = {"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
@@ -139,7 +141,7 @@ def tree(spans: list[Span]) -> list[tuple[int, str]]:
     return list(walk(b"", 0))
 
 
-@pytest.mark.parametrize("command", ["run", "eval"])
+@pytest.mark.parametrize("command", slow_after(1, ["run", "eval"]))
 def test_an_episode_arrives_at_a_collector_as_a_tree_of_spans(
     command: str, place: Place, collector: Collector, tiny_tokenizer_dir: Path
 ) -> None:
@@ -181,6 +183,28 @@ def test_an_episode_arrives_at_a_collector_as_a_tree_of_spans(
     }  # fmt: skip
     begins = [entry.at for entry in journal]
     assert spans[-1].start_time_unix_nano == round(begins[0] * 1e6) * 1000
+
+
+@pytest.mark.parametrize("kind", ["openai", "anthropic"])
+def test_an_episode_of_a_chat_api_is_traced_with_its_cost(kind: str, place: Place, collector: Collector) -> None:
+    with ApiServer() as server:
+        prices = {"input": 2.0, "cached": 0.2, "output": 8.0}
+        backend = {"kind": kind, "url": server.url, "model": "some-model", "prices": prices}
+        folder = place.run({"otlp": collector.url, "episodes": True}, backend=backend, user=None, machine="tools")
+    spans = spans_of(collector.requests.get(timeout=30)[2])
+    with RunStore.open(folder, readonly=True) as store:
+        (trajectory,) = store.trajectories()
+    told = [attributes(span) for span in spans if span.name == "chat some-model"]
+    assert [(each["gen_ai.provider.name"], each["gen_ai.usage.output_tokens"]) for each in told] == [(kind, 10)] * 2
+    assert [each["episode.cost"] for each in told] == [turn.cost for turn in trajectory.turns]
+    assert [each["gen_ai.usage.input_tokens"] for each in told] == [turn.prompt_tokens for turn in trajectory.turns]
+    assert ["gen_ai.request.temperature" in each for each in told] == [kind == "openai"] * 2
+    assert not any("episode.weight_version" in each for each in told)
+    root = attributes(spans[-1])
+    assert (root["gen_ai.request.model"], root["gen_ai.usage.output_tokens"]) == ("some-model", 20)
+    assert root["episode.cost"] == sum(turn.cost for turn in trajectory.turns) > 0
+    (line,) = (folder / "traces" / "finished.jsonl").read_text().splitlines()
+    assert [turn["cost"] for turn in json.loads(line)["turns"]] == [turn.cost for turn in trajectory.turns]
 
 
 def test_content_is_only_in_spans_that_ask_for_it(place: Place, collector: Collector) -> None:
@@ -270,7 +294,7 @@ def test_only_failed_episodes_are_traced_where_that_is_asked(place: Place, colle
     assert [file.name for file in (folder / "traces").iterdir()] == ["failed.jsonl"]
 
 
-@pytest.mark.parametrize("status", [400, 401, 404])
+@pytest.mark.parametrize("status", slow_after(1, [400, 401, 404]))
 def test_a_collector_that_refuses_does_not_change_the_run(status: int, place: Place, collector: Collector) -> None:
     collector.status = status
     folder = place.run({"otlp": collector.url, "spans": True}, tasks=3)

@@ -13,10 +13,21 @@ from safetensors.torch import save_file
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.store.loader import beside, read_rows
+from engine.tokens.images import Source
 from engine.tokens.loading import load_format
+from engine.tokens.vision import Vision
 from engine.train.distributed import ProcessGroup, join_process_group
 from engine.train.learner import Learner
 from engine.train.policy import Policy
+
+
+def give_images(vision: Vision, path: Path) -> None:
+    """Give a vision the images of rows: their bytes, from the folder `encoded` beside the file, or their tensors."""
+    encoded = path.parent / "encoded"
+    if not encoded.exists():
+        beside(vision, path)
+        return
+    vision.bank.read_from(lambda digest: Source((encoded / digest[7:]).read_bytes(), "image/png"))
 
 
 def told_by(
@@ -34,8 +45,8 @@ def told_by(
     vision = load_format(ModelSpec(path=str(model)), path.parent).vision
     assert vision is not None
     if process_group.main:
-        vision = beside(vision, path)
-    policy = Policy.load(model, spec, temperature=1.0, vocab=None, vision=vision)
+        give_images(vision, path)
+    policy = Policy.load(model, spec, temperature=1.0, vocab=None, vision=vision, process_group=process_group)
     learner = Learner(policy, spec, episode_tokens=64, process_group=process_group)
     if not process_group.main:
         learner.follow()
@@ -51,8 +62,7 @@ def told_by(
     blind["advantages"] = blind["loss_mask"] * 0.5
     # By cost: two passes that see, then one that sees beside the one that does not.
     told = learner.step([*rows, rows[0] | {"episode_id": "again"}, blind], 0)
-    with process_group.full_parameters(learner.policy.model):
-        weights = {name: tensor.detach().clone().contiguous() for name, tensor in learner.policy.weights().items()}
+    weights = {name: tensor.detach().clone().contiguous() for name, tensor in learner.policy.weights().items()}
     return told, weights
 
 

@@ -48,7 +48,7 @@ def plain_gradients(folder: Path, rows: list[dict[str, Any]], vision: Vision) ->
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", slow_but(vision_kit.BUILDERS, "qwen2_5_vl", "smolvlm"))
+@pytest.mark.parametrize("family", slow_but(vision_kit.BUILDERS, "qwen2_5_vl"))
 async def test_rows_with_images_have_the_samplers_log_probs_and_plain_gradients(
     make_spec: Any, run_spec: Any, vlm: Any, family: str
 ) -> None:
@@ -95,6 +95,7 @@ async def test_files_without_a_vision_and_in_mixed_precision(
         open_policy(tiny_model_dir, None).forward(pack, entropy=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
 async def test_a_saved_model_sees_the_same(
     make_spec: Any, run_spec: Any, vlm: Any, family: str, tmp_path: Path

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slow_cases import slow_but
 from test_policy_vision import gallery_rows, open_policy
 from transformers import AutoModelForImageTextToText
 
@@ -35,7 +36,7 @@ def by_the_definition(row: dict[str, Any], placeholder: int, merge: int) -> np.n
     return np.concatenate(found, axis=1)
 
 
-@pytest.mark.parametrize("family", MROPE)
+@pytest.mark.parametrize("family", slow_but(MROPE, "qwen3_vl"))
 async def test_positions_are_those_that_the_model_computes_itself(
     make_spec: Any, run_spec: Any, vlm: Any, family: str
 ) -> None:

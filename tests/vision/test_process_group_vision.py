@@ -18,16 +18,55 @@ from test_policy_vision import gallery_rows
 
 from engine.store.export import write_jsonl
 from engine.store.loader import with_image_files
+from engine.tokens.vision import Vision
 from engine.train.distributed import SingleProcessGroup
 
 
+def write_with_bytes(rows: list[dict[str, Any]], vision: Vision, path: Path) -> None:
+    """Write rows, and the encoded images in the folder `encoded` beside them."""
+    write_jsonl(rows, path)
+    (path.parent / "encoded").mkdir()
+    for digest in {image["image"] for row in rows for image in row["images"]}:
+        (path.parent / "encoded" / digest[7:]).write_bytes(vision.bank.source(digest).data)
+
+
 @pytest.mark.slow
-async def test_two_processes_train_a_model_that_sees(make_spec: Any, run_spec: Any, vlm: Any, tmp_path: Path) -> None:
+async def test_a_step_is_the_same_if_workers_scale_its_images(
+    make_spec: Any, run_spec: Any, vlm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, vision = await gallery_rows(make_spec, run_spec, "qwen2_5_vl")
+    write_with_bytes(rows, vision, tmp_path / "rows.jsonl")
+    alone = worker.told_by(SingleProcessGroup(), vlm("qwen2_5_vl"), tmp_path / "rows.jsonl")
+    banks = []
+
+    def give_at_once(vision: Vision, path: Path) -> None:
+        give(vision, path)
+        vision.bank._after = 0.0
+        banks.append(vision.bank)
+
+    give = worker.give_images
+    monkeypatch.setattr(worker, "give_images", give_at_once)
+    helped = worker.told_by(SingleProcessGroup(), vlm("qwen2_5_vl"), tmp_path / "rows.jsonl")
+    assert alone is not None
+    assert helped is not None
+    assert helped[0] == alone[0]
+    assert all(torch.equal(tensor, alone[1][name]) for name, tensor in helped[1].items())
+    assert banks[0]._ahead._workers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("images", ["bytes of a run", "tensors beside rows"])
+async def test_two_processes_train_a_model_that_sees(
+    make_spec: Any, run_spec: Any, vlm: Any, tmp_path: Path, images: str
+) -> None:
     """Images reach the process that did not sample them, and a pass that sees nothing keeps step with one that does."""
     rows, vision = await gallery_rows(make_spec, run_spec, "qwen2_5_vl")
     assert len(rows) == 2
     path = tmp_path / "rows.jsonl"
-    write_jsonl(with_image_files(rows, path, lambda: vision), path)
+    if images == "bytes of a run":
+        write_with_bytes(rows, vision, path)
+    else:
+        write_jsonl(with_image_files(rows, path, lambda: vision), path)
     root = Path(worker.__file__).parents[2]
     arguments = [str(each) for each in (vlm("qwen2_5_vl"), path, tmp_path)]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", worker.__file__]

@@ -109,7 +109,7 @@ async def play(
     return [first, second], stats
 
 
-@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3_vl", "smolvlm"))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3_vl"))
 async def test_a_batch_gives_the_ids_and_log_probs_of_one_at_a_time(vlm: Callable[[str], Path], family: str) -> None:
     """Also where a prompt is computed in pieces, and where an image has more tokens than a pass is given."""
     form = form_of(vlm(family))
@@ -122,7 +122,8 @@ async def test_a_batch_gives_the_ids_and_log_probs_of_one_at_a_time(vlm: Callabl
             np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen2_5_vl"))
+@pytest.mark.slow  # by default: test_local_repeatable, and the case below
+@pytest.mark.parametrize("family", FAMILIES)
 async def test_deterministic_replies_are_the_same_bits_in_any_batch_and_after_a_restart(
     vlm: Callable[[str], Path], family: str
 ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import vision_kit
 from recompute import apart
-from slow_cases import slow_but
+from slow_cases import slow_but, slow_but_each
 from vision_code import FIRST, MACHINE, SECOND, THIRD
 
 from engine.cli.export import export
@@ -47,7 +47,11 @@ async def test_images_in_the_prompt_a_tools_result_and_a_user_turn(make_spec: An
     wanted = [digest_of(data) for data in (FIRST, SECOND, SECOND, THIRD, FIRST)]
     assert [image.image for image in branch.images] == wanted
     assert trajectory.counts["images"] == 5
-    assert ran.vision.bank.processed == 3  # one each, however many turns hold it
+    bank = ran.vision.bank
+    assert (bank.looked, bank.processed) == (
+        3,
+        0,
+    )  # once each, however many turns hold it; no pixels for a scripted model
     pads = branch.input_ids == ran.vision.placeholder_id
     inside = np.zeros(len(pads), bool)
     for image in branch.images:
@@ -132,7 +136,7 @@ def test_a_fork_holds_the_images_that_it_shares(make_spec: Any, run_spec: Any, t
         assert fork.image(digest_of(FIRST)).data == FIRST
 
 
-@pytest.mark.parametrize("family", slow_but(vision_kit.BUILDERS, "qwen3_vl", "smolvlm"))
+@pytest.mark.parametrize("family", slow_but(vision_kit.BUILDERS, "qwen3_vl"))
 async def test_log_probs_are_those_of_transformers_over_the_exported_row(
     make_spec: Any, run_spec: Any, vlm: Any, family: str
 ) -> None:
@@ -173,7 +177,7 @@ async def test_each_branch_holds_exactly_its_images(make_spec: Any, run_spec: An
     assert [image.image for image in second.images] == [digest_of(data) for data in (FIRST, THIRD, FIRST)]
     assert "Why though" in ran.form.decode(first.input_ids)
     assert "Why though" not in ran.form.decode(second.input_ids)
-    assert ran.vision.bank.processed == 2
+    assert (ran.vision.bank.looked, ran.vision.bank.processed) == (2, 0)
     for branch in (first, second):
         assert int((branch.input_ids == ran.vision.placeholder_id).sum()) == sum(
             image.end - image.start for image in branch.images
@@ -187,7 +191,7 @@ async def test_each_branch_holds_exactly_its_images(make_spec: Any, run_spec: An
     assert batch["mm_token_type_ids"].sum(dim=1).tolist() == [4, 16]
 
 
-@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+@pytest.mark.parametrize("format", slow_but(["jsonl", "parquet"], "parquet"))
 async def test_a_file_of_rows_has_each_image_once_beside_it(
     make_spec: Any, run_spec: Any, tmp_path: Path, vlm: Any, format: str
 ) -> None:
@@ -258,17 +262,21 @@ async def test_a_guard_may_count_images(make_spec: Any, run_spec: Any) -> None:
 
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
-    [
-        ("bytes", "image_unreadable", "bytes cannot be read as an image"),
-        ("empty", "image_empty", "an image of no bytes was shown"),
-        ("cut", "image_unreadable", "cannot be decoded"),
-        ("missing", "image_unreadable", "no such file.png cannot be read"),
-        ("url", "image_unreadable", "images are given by path, file:// or data: URI"),
-        ("digest", "image_missing", "is not in the run store"),
-        ("large", "image_too_large", "an image of 400 x 400 pixels was shown; the spec takes at most 100000"),
-        ("thin", "image_refused", "refuses an image of 1 x 400 pixels"),
-        ("text", "image_placeholder", "a text contains '<|image_pad|>', which this model reads as an image"),
-    ],
+    slow_but_each(
+        2,
+        [
+            ("bytes", "image_unreadable", "bytes cannot be read as an image"),
+            ("empty", "image_empty", "an image of no bytes was shown"),
+            ("cut", "image_unreadable", "cannot be decoded"),
+            ("missing", "image_unreadable", "no such file.png cannot be read"),
+            ("url", "image_unreadable", "images are given by path, file:// or data: URI"),
+            ("digest", "image_missing", "is not in the run store"),
+            ("large", "image_too_large", "an image of 400 x 400 pixels was shown; the spec takes at most 100000"),
+            ("thin", "image_refused", "refuses an image of 1 x 400 pixels"),
+            ("text", "image_placeholder", "a text contains '<|image_pad|>', which this model reads as an image"),
+        ],
+        several=True,
+    ),
 )
 @pytest.mark.parametrize("where", ["reset", "user"])
 async def test_what_cannot_be_shown_fails_its_episode_alone(

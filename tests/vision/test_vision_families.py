@@ -82,7 +82,7 @@ def test_a_conversation_has_the_processors_own_ids_turn_after_turn(family: str, 
     assert conversation.prompt().tolist() == by_the_processor(form, said, [FIRST, SECOND, THIRD])
     (branch,) = conversation.branches()
     assert [image.image for image in branch.images] == [digest_of(data) for data in (FIRST, SECOND, THIRD)]
-    assert vision.bank.processed == 3
+    assert (vision.bank.looked, vision.bank.processed) == (3, 0)
 
 
 @pytest.mark.parametrize("renderer", ["auto", "template"])
@@ -190,8 +190,10 @@ def test_an_image_that_two_episodes_want_at_once_is_processed_once(vlm: Callable
     digest = seen(vision, square("purple", 300, 300)).image
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(vision.bank.picture, [digest] * 16))
+        tensors = list(pool.map(vision.bank.tensors, [digest] * 16))
     assert {picture.digest for picture in found} == {digest}
-    assert vision.bank.processed == 1
+    assert all(np.array_equal(each["pixel_values"], tensors[0]["pixel_values"]) for each in tensors)
+    assert (vision.bank.looked, vision.bank.processed) == (1, 1)
 
 
 def test_forgotten_tensors_are_made_again_the_same(vlm: Callable[[str], Path]) -> None:
@@ -199,7 +201,7 @@ def test_forgotten_tensors_are_made_again_the_same(vlm: Callable[[str], Path]) -
     assert vision is not None
     first, second = (seen(vision, data).image for data in (FIRST, SECOND))
     before = vision.bank.tensors(first)["pixel_values"].copy()
-    vision.bank._tensors._most = 1
+    vision.bank._prepared._most = 1
     vision.bank.tensors(second)
     np.testing.assert_array_equal(vision.bank.tensors(first)["pixel_values"], before)
     assert vision.bank.processed == 3

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from slow_cases import slow_but
 from vision_code import GEO3K, pil
 from vision_kit import square
 
 from engine.backends.http.reply import HttpReply
+from engine.backends.servers.server import Server
 from engine.backends.sglang.client import SGLangBackend
 from engine.backends.sglang.images import check_images
-from engine.backends.sglang.server import Server
 from engine.errors import BackendError, ImageError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.model import ModelSpec
@@ -27,7 +28,7 @@ from engine.tokens.format import ChatFormat
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
 
-QWEN = pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+QWEN = pytest.mark.parametrize("family", slow_but(["qwen2_5_vl", "qwen3_vl"], "qwen3_vl"))
 
 
 def form_of(folder: Path) -> ChatFormat:
@@ -61,7 +62,7 @@ def test_the_copy_has_the_grids_size_and_the_rows_tensors(vlm: Callable[[str], P
             data = buffer.getvalue()
         digest = digest_of(data)
         vision.bank.put(digest, data, "image/png")
-        copy = pil(vision.scaled(digest))
+        copy = pil(vision.processing.scaled(data))
         _, rows, columns = vision.bank.picture(digest).grid
         assert (copy.mode, copy.size) == ("RGB", (columns * side, rows * side))
         found = vision.processor.image_processor(images=[copy], return_tensors="np")
@@ -78,9 +79,9 @@ def test_figures_of_geometry3k_are_sent_as_they_are_exported(vlm: Callable[[str]
     for file in sorted(GEO3K.glob("*.png"))[::50]:
         digest = digest_of(file.read_bytes())
         vision.bank.put(digest, file.read_bytes(), "image/png")
-        again = vision.scaled(digest)
+        again = vision.processing.scaled(file.read_bytes())
         vision.bank.put(digest_of(again), again, "image/png")
-        assert vision.scaled(digest_of(again)) == again
+        assert vision.processing.scaled(again) == again
         own, copied = vision.bank.tensors(digest), vision.bank.tensors(digest_of(again))
         assert all(np.array_equal(own[name], copied[name]) for name in own)
 

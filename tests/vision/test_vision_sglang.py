@@ -82,7 +82,11 @@ async def test_episodes_are_exact_to_the_pixel(
         assert [image.image for image in trajectory.branches[-1].images] == shown
         for branch in trajectory.branches:
             assert not np.isin(branch.input_ids[branch.loss_mask == 1], ran.vision.banned).any()
-    assert ran.vision.bank.processed == 4  # the probe's picture is one of them
+    bank = ran.vision.bank
+    assert (bank.looked, bank.processed) == (
+        4,
+        1,
+    )  # the picture of the check of log-probs, which alone needs a tensor here
     assert figures.stats["certificate"] == {"turns_checked": 15, "turns_unchecked": 0, "prompt_mismatches": 0}
     for made in (ran, figures):
         assert made.stats["verified"]["tokens"] > 20

@@ -108,7 +108,7 @@ events = st.lists(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=50)
 @given(events)
 def test_transfers_keep_the_sum_and_stored_postings_give_the_same_ledger(plain: list[dict[str, Any]]) -> None:
     open_ledger, total = Ledger(), 0.0

@@ -1,0 +1,1 @@
+"""Whether a machine can run what a spec asks for: `engine doctor`."""

@@ -1,0 +1,160 @@
+"""Rows of Parquet files, by position without decoding a file whole."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from engine.spec.sources import Row, RowFault, Rows
+
+GROUP_BYTES = 64 * 2**20
+"""Largest row group of a Parquet file, uncompressed, that is decoded whole to read one row. A file with a larger one is copied once
+into a temporary file, from which any row can be read."""
+KEPT_BYTES = 64 * 2**20
+"""Decoded row groups of a Parquet file that are kept in memory, in bytes; the newest is always kept."""
+BATCH_BYTES = 8 * 2**20
+"""Rows of a Parquet file that are decoded at a time, in bytes."""
+
+
+class ParquetRows(Rows):
+    """Rows of Parquet files, decoded a few at a time."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = list(files)
+        self._starts: list[int] = []
+        self._open: dict[int, Callable[[int], dict[str, Any]]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        if not self._starts:
+            import pyarrow.parquet
+
+            counts = [int(self._guarded(path, pyarrow.parquet.read_metadata).num_rows) for path in self._files]
+            self._starts = [0, *accumulate(counts)]
+        count: int = self._starts[-1]
+        return count
+
+    def __iter__(self) -> Iterator[Row]:
+        import pyarrow
+
+        number = 0
+        for path in self._files:
+            file = self._guarded(path, _parquet_file)
+            try:
+                for batch in file.iter_batches(batch_size=_batch_rows(file.metadata)):
+                    for fields in batch.to_pylist():
+                        number += 1
+                        yield Row(number, fields, None)
+            except (OSError, pyarrow.ArrowException) as error:
+                raise _not_parquet(path, error) from error
+            finally:
+                file.close()
+
+    def row(self, position: int) -> Row:
+        """See `Rows.row`."""
+        len(self)
+        at = bisect_right(self._starts, position) - 1
+        with self._lock:
+            if at not in self._open:
+                self._open[at] = self._guarded(self._files[at], _by_position)
+            fields = self._open[at]
+            return Row(
+                position + 1, self._guarded(self._files[at], lambda _: fields(position - self._starts[at])), None
+            )
+
+    @staticmethod
+    def _guarded(path: Path, call: Callable[[Path], Any]) -> Any:
+        import pyarrow
+
+        try:
+            return call(path)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise _not_parquet(path, error) from error
+
+
+def _not_parquet(path: Path, error: Exception) -> RowFault:
+    return RowFault(f"`{path}` cannot be read as Parquet: {error}", None, "tasks.bad-file")
+
+
+def _parquet_file(path: Path) -> Any:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.ParquetFile(path, memory_map=True, pre_buffer=False)
+
+
+def _batch_rows(metadata: Any) -> int:
+    size = sum(int(metadata.row_group(at).total_byte_size) for at in range(metadata.num_row_groups))
+    rows = int(metadata.num_rows)
+    return max(1, min(1024, BATCH_BYTES * max(rows, 1) // max(size, 1)))
+
+
+def _by_position(path: Path) -> Callable[[int], dict[str, Any]]:
+    """A function from a position in a Parquet file to its row.
+
+    It decodes whole row groups and keeps the newest, up to KEPT_BYTES. When it has decoded twice as many groups as the file has,
+    as in a shuffled order, it copies the file once, if there is space: then each row is found without decoding others.
+    """
+    file = _parquet_file(path)
+    groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)]
+    if any(group.total_byte_size > GROUP_BYTES for group in groups):
+        return _copied(file)
+    starts = [0, *accumulate(group.num_rows for group in groups)]
+    kept: OrderedDict[int, Any] = OrderedDict()
+    copied: list[Callable[[int], dict[str, Any]]] = []
+    decoded = 0
+    may_copy = True
+
+    def row(position: int) -> dict[str, Any]:
+        nonlocal decoded, may_copy
+        if copied:
+            return copied[0](position)
+        at = bisect_right(starts, position) - 1
+        if at not in kept:
+            decoded += 1
+            if may_copy and decoded > 2 * len(groups):
+                may_copy = _space_for(sum(group.total_byte_size for group in groups))
+                if may_copy:
+                    kept.clear()
+                    copied.append(_copied(file))
+                    return copied[0](position)
+            kept[at] = file.read_row_group(at)
+            while len(kept) > 1 and sum(table.nbytes for table in kept.values()) > KEPT_BYTES:
+                kept.popitem(last=False)
+        kept.move_to_end(at)
+        found: dict[str, Any] = kept[at].slice(position - starts[at], 1).to_pylist()[0]
+        return found
+
+    return row
+
+
+def _space_for(size: int) -> bool:
+    """Whether a copy of so many bytes leaves at least as many free where temporary files are."""
+    return shutil.disk_usage(tempfile.gettempdir()).free > 2 * size
+
+
+def _copied(file: Any) -> Callable[[int], dict[str, Any]]:
+    """The same for a file with large row groups: its rows are copied into a temporary file that is mapped into memory."""
+    import pyarrow
+
+    with tempfile.NamedTemporaryFile(prefix="rows-", suffix=".arrow") as copy:
+        counts = []
+        with pyarrow.ipc.new_file(copy.name, file.schema_arrow) as writer:
+            for batch in file.iter_batches(batch_size=_batch_rows(file.metadata)):
+                writer.write_batch(batch)
+                counts.append(batch.num_rows)
+        mapped = pyarrow.ipc.open_file(pyarrow.memory_map(copy.name))  # stays readable after the file's name is gone
+    starts = [0, *accumulate(counts)]
+
+    def row(position: int) -> dict[str, Any]:
+        at = bisect_right(starts, position) - 1
+        found: dict[str, Any] = mapped.get_batch(at).slice(position - starts[at], 1).to_pylist()[0]
+        return found
+
+    return row

@@ -1,0 +1,74 @@
+"""The specs of agent programs: valid, their scenarios run the real programs, and one of them learns."""
+
+from __future__ import annotations
+
+import runpy
+import statistics
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.checks import check_spec
+from engine.cli.main import app
+from engine.environments.agents import parcels_agent, sums_agent
+from engine.environments.parcels import GATES
+from engine.spec.load import load_spec
+
+ROOT = Path(__file__).parents[2]
+SPECS = ROOT / "specs"
+
+
+@pytest.mark.parametrize("name", ["agent_tools", "train_agent"])
+def test_it_opens_with_the_schema_and_has_no_findings(name: str) -> None:
+    path = SPECS / f"{name}.yaml"
+    assert path.read_text().startswith("# yaml-language-server: $schema=../schemas/json/episode.schema.json\n")
+    assert [str(item) for item in check_spec(load_spec(path)) if item.severity != "info"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("train_agent", ""), pytest.param("agent_tools", "--require-coverage", marks=pytest.mark.slow)]
+)
+def test_its_scenarios_pass(name: str, share: str, tiny_tokenizer_dir: Path) -> None:
+    model = ["--set", f"model.path={tiny_tokenizer_dir}"] if name == "agent_tools" else []
+    result = CliRunner().invoke(app, ["test", str(SPECS / f"{name}.yaml"), *([share] if share else []), *model])
+    assert result.exit_code == 0, result.output
+
+
+def test_the_calculator_of_the_program_computes_and_refuses() -> None:
+    found = {
+        text: sums_agent.calculate(text)
+        for text in ("3 + 4 * 5", "-(2 - 9) / 2", "1 / 0", "__import__('os')", "3 +", "'a' * 9")
+    }
+    assert found["3 + 4 * 5"] == "23"
+    assert found["-(2 - 9) / 2"] == "3.5"
+    assert all(
+        value.startswith("error: ") for text, value in found.items() if text not in ("3 + 4 * 5", "-(2 - 9) / 2")
+    )
+
+
+def test_the_program_and_the_tasks_have_the_same_gates() -> None:
+    assert parcels_agent.GATES == GATES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+async def test_the_reward_of_a_program_rises(seed: int, tmp_path: Path) -> None:
+    """specs/train_agent.yaml as it ships, with the model that its comment makes."""
+    from engine.store.header import RunHeader
+    from engine.train import folder as folders
+    from engine.train.metrics import read_metrics
+    from engine.train.trainer import Trainer  # it imports torch, which the other tests do not need
+
+    made = runpy.run_path(str(ROOT / "scripts/make_tiny_lm.py"))
+    model = made["build"](tmp_path / "model", seed)
+    made["teach"](model, 200, seed)
+    loaded = load_spec(
+        SPECS / "train_agent.yaml", [f"model.path={model}", f"train.seed={seed}", f"rollout.seed={seed}"]
+    )
+    trainer = Trainer(loaded, folders.begin(tmp_path / "runs", RunHeader.of(loaded)))
+    await trainer.run()
+    rewards = [line["reward/mean"] for line in read_metrics(trainer.folder)]
+    assert statistics.mean(rewards[:3]) < -0.2
+    assert statistics.mean(rewards[-5:]) > statistics.mean(rewards[:3]) + 1.0
