@@ -133,12 +133,17 @@ def _commit(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
+def mentioned_images(connection: sqlite3.Connection) -> set[str]:
+    """Return the digests of the images that a journal, trajectory or task of the run names."""
+    return {digest for query in _MENTIONS for (text,) in connection.execute(query) for digest in _DIGEST.findall(text)}
+
+
 def _drop_images(connection: sqlite3.Connection, told: Compacted) -> None:
     """Delete the images that no journal, trajectory or task of the run names. Only while no episode runs: it stores images first."""
     sizes: dict[str, int] = dict(connection.execute("SELECT digest, length(bytes) FROM images"))
     if not sizes:
         return
-    named = {digest for query in _MENTIONS for (text,) in connection.execute(query) for digest in _DIGEST.findall(text)}
+    named = mentioned_images(connection)
     gone = [digest for digest in sizes if digest not in named]
     for start in range(0, len(gone), _IMAGES_PER_COMMIT):
         part = gone[start : start + _IMAGES_PER_COMMIT]

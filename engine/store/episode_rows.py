@@ -41,7 +41,7 @@ def plan(connection: sqlite3.Connection, tasks: Sequence[Task], samples_per_task
 
 
 def begin(
-    connection: sqlite3.Connection, task: Task, fields: str, sample_index: int, seed: int | None
+    connection: sqlite3.Connection, task: Task, fields: str, sample_index: int, seed: int | None, first: int = 0
 ) -> tuple[int, int, list[Any]]:
     """Begin an episode, or continue an interrupted one.
 
@@ -51,6 +51,7 @@ def begin(
         fields: The task's fields as JSON.
         sample_index: Its number among the episodes of the task.
         seed: Its seed; None keeps the stored one.
+        first: Number of the attempt of an episode that has not begun in this store.
 
     Returns:
         Number and current attempt of the episode, and the journal rows of that attempt.
@@ -65,17 +66,20 @@ def begin(
     ).fetchone()
     if found is None:
         number = connection.execute(
-            "INSERT INTO episodes (id, task_id, task_index, sample_index, seed, status, started) "
-            "VALUES (?, ?, ?, ?, ?, 'running', ?)",
-            (episode_id, task.id, task.index, sample_index, seed, time.time()),
+            "INSERT INTO episodes (id, task_id, task_index, sample_index, seed, status, attempt, started) "
+            "VALUES (?, ?, ?, ?, ?, 'running', ?, ?)",
+            (episode_id, task.id, task.index, sample_index, seed, first, time.time()),
         ).lastrowid
         assert number is not None
         crashes.mark_running(connection, number)
-        return number, 0, []
+        return number, first, []
     number, attempt, status, started = found
     if dropped.forget(connection, number):  # it is sampled again, after a training went back to an older checkpoint
         mark_pending(connection, [(number,)])
         attempt, status, started = attempt + 1, "pending", None
+    if status == "pending" and first > attempt:
+        connection.execute("UPDATE episodes SET attempt = ? WHERE number = ?", (first, number))
+        attempt = first
     if status == "done":
         raise StoreError(f"{episode_id} is done; it is not run again")
     connection.execute(

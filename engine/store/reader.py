@@ -86,6 +86,11 @@ class RunReader:
         """The run's id."""
         return self.header.run_id
 
+    @property
+    def path(self) -> Path:
+        """The SQLite file."""
+        return self._path
+
     def loaded_spec(self) -> LoadedSpec:
         """Return the run's spec as it was loaded when the run was created."""
         return self.header.loaded_spec()

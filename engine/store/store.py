@@ -74,18 +74,21 @@ class RunStore(RunReader):
         self._images: set[str] = set()
 
     @classmethod
-    def create(cls, folder: Path | str, header: RunHeader, source: RunReader | None = None) -> RunStore:
+    def create(
+        cls, folder: Path | str, header: RunHeader, source: RunReader | None = None, *, name: str | None = None
+    ) -> RunStore:
         """Create a new run in `folder / header.run_id`.
 
         Args:
             folder: The folder in which runs are stored.
             header: The run's header.
             source: For a fork (`header.fork`), the run from which it is forked.
+            name: Name of the run's own folder, if it is not the run's id: each driver of a sharded run has a store of the same run.
 
         Raises:
             StoreError: that folder exists, or cannot be written.
         """
-        own = Path(folder) / header.run_id
+        own = Path(folder) / (name or header.run_id)
         try:
             private_folder(own)
         except FileExistsError:
@@ -159,8 +162,16 @@ class RunStore(RunReader):
         while part := list(islice(remaining, PLANNED)):
             await self._writing().do(partial(episode_rows.plan, tasks=part, samples_per_task=samples_per_task))
 
-    async def begin(self, task: Task, sample_index: int, *, seed: int | None = None) -> list[JournalEntry]:
+    async def begin(
+        self, task: Task, sample_index: int, *, seed: int | None = None, attempt: int = 0
+    ) -> list[JournalEntry]:
         """Begin an episode, or continue an interrupted one.
+
+        Args:
+            task: Its task.
+            sample_index: Its number among the episodes of the task.
+            seed: Its seed.
+            attempt: Number of its first attempt in this store: greater than 0 if earlier attempts were made in stores of other drivers.
 
         Returns:
             The journal of its current attempt: empty for a new episode.
@@ -175,14 +186,14 @@ class RunStore(RunReader):
         fields = codec.json_of(stored_fields(task.fields))
         self._beginning.add(episode_id)
         try:
-            number, attempt, rows = await writer.do(
-                lambda connection: episode_rows.begin(connection, task, fields, sample_index, seed)
+            number, current, rows = await writer.do(
+                lambda connection: episode_rows.begin(connection, task, fields, sample_index, seed, attempt)
             )
         finally:
             self._beginning.discard(episode_id)
         with decoding(self._path, episode_id):
             journal = [codec.read_entry(row) for row in rows]
-        self._tracks[episode_id] = Track(number, attempt, len(journal))
+        self._tracks[episode_id] = Track(number, current, len(journal))
         return journal
 
     async def append(self, episode_id: str, entry: JournalEntry, written: codec.Written | None = None) -> None:
