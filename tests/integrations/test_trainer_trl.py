@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from vision_code import MACHINE
 
 from engine.errors import TrainError
+from engine.integrations.trainers.handover import HandedRow, Sums
 from engine.integrations.trainers.trl import EngineRollouts, grpo_arguments
-from engine.integrations.trainers.trl.handover import HandedRow, Sums
+from engine.integrations.trainers.trl.handover import check_batches
 from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.export import export_rows
@@ -156,7 +157,7 @@ def test_a_row_is_cut_in_front_of_its_first_trained_token() -> None:
 
 def test_the_same_batch_in_slices_has_the_same_sums() -> None:
     rows = [handed(seed) for seed in range(4)]
-    Sums.of_rows(rows).check(Sums.of_batches([batch_of(rows[2:]), batch_of(rows[:2])]))
+    check_batches(Sums.of_rows(rows), [batch_of(rows[2:]), batch_of(rows[:2])])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_what_is_lost_on_the_way_stops_the_training(lose: Callable[[dict[str, An
     batch = batch_of(rows)
     lose(batch)
     with pytest.raises(TrainError, match="no update is made with it") as caught:
-        Sums.of_rows(rows).check(Sums.of_batches([batch]))
+        check_batches(Sums.of_rows(rows), [batch])
     assert caught.value.kind == "handover"
 
 

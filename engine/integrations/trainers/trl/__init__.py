@@ -5,8 +5,8 @@
     with rollouts:
         EngineGRPOTrainer(rollouts, args).train()
 
-Parts: `rollouts.py` runs the episodes, `sampler.py` samples with the trainer's model, `handover.py` has the rows and the sums that both sides
-of the hand-over compare, `grpo.py` the trainer, `arguments.py` TRL's arguments. TRL is imported when `EngineGRPOTrainer` is read.
+Parts: `rollouts.py` runs the episodes, `sampler.py` samples with the trainer's model, `handover.py` compares the sums of both sides
+of the hand-over, `grpo.py` the trainer, `arguments.py` TRL's arguments. TRL is imported when `EngineGRPOTrainer` is read.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 
 from engine.errors import TrainError
 from engine.integrations.trainers.trl.arguments import refuse_arguments
-from engine.integrations.trainers.trl.handover import Sums
+from engine.integrations.trainers.trl.handover import check_batches
 
 if TYPE_CHECKING:
     from engine.integrations.trainers.trl.rollouts import EngineRollouts
@@ -108,7 +108,7 @@ class EngineGRPO:
         inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         if self._unchecked:
             self._unchecked = False
-            self._rollouts.sums.check(Sums.of_batches(self._buffered_inputs))  # type: ignore[attr-defined]
+            check_batches(self._rollouts.sums, self._buffered_inputs)  # type: ignore[attr-defined]
         return inputs
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:

@@ -1,0 +1,109 @@
+"""A row as a prompt and a completion, and the three sums that are compared on both sides of a hand-over to a trainer.
+
+Invariant: a batch is trained on only if it has as many tokens, as many trained tokens and the same sum of absolute advantages as the
+rows of the engine that it was made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.errors import TrainError
+
+if TYPE_CHECKING:
+    from engine.store.export import Row
+
+_TOLERANCE = 1e-6
+"""Relative difference of two sums of absolute advantages that is rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedRow:
+    """One row as most trainers take it: a prompt, and a completion that begins with the first trained token."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    mask: list[int]
+    """1 on sampled tokens that are trained, 0 on observations, [completion]."""
+    logprobs: list[float]
+    """The sampler's log-probs; 0.0 on observations, [completion]."""
+    advantages: np.ndarray
+    """The engine's advantages; 0.0 on observations, float32 [completion]."""
+    images: tuple[str, ...] = ()
+    """Digests of the images, in order."""
+
+    @classmethod
+    def of(cls, row: Row, advantages: np.ndarray) -> HandedRow:
+        """Cut a training row in front of its first trained token.
+
+        Args:
+            row: A row with trained tokens.
+            advantages: Its advantages, float32 [tokens].
+        """
+        trained = row["loss_mask"] == 1
+        start = int(trained.argmax())
+        return cls(
+            row["input_ids"][:start].tolist(),
+            row["input_ids"][start:].tolist(),
+            trained[start:].astype(int).tolist(),
+            np.where(trained, row["logprobs"], 0.0)[start:].tolist(),
+            np.where(trained, advantages, 0.0).astype(np.float32)[start:],
+            tuple(image["image"] for image in row["images"]),
+        )
+
+    @classmethod
+    def empty(cls, token: int) -> HandedRow:
+        """The row of an episode that is not trained on, for trainers that need one row for each prompt. It has no trained token.
+
+        Args:
+            token: An id of the model's vocabulary, such as the padding.
+        """
+        return cls([token], [token], [0], [0.0], np.zeros(1, np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The sums of a batch."""
+
+    tokens: int
+    """Tokens of prompts and completions, without padding."""
+    trained: int
+    """Tokens in the loss."""
+    advantages: float
+    """Sum of the absolute advantages of the tokens in the loss."""
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[HandedRow]) -> Sums:
+        """The sums of what the engine hands over."""
+        return cls(
+            sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows),
+            sum(sum(row.mask) for row in rows),
+            sum(float(np.abs(row.advantages.astype(np.float64)).sum()) for row in rows),
+        )
+
+    def check(self, theirs: Sums, trainer: str, changes: str) -> None:
+        """Compare the engine's sums with those of a trainer's batch.
+
+        Args:
+            theirs: The sums of what the trainer's loss reads.
+            trainer: The trainer's name, for the message.
+            changes: What may have changed the batch, for the message.
+
+        Raises:
+            TrainError: kind `handover`: they differ, so a part of the rows was lost or changed on the way.
+        """
+        apart = abs(self.advantages - theirs.advantages)
+        same = (self.tokens, self.trained) == (theirs.tokens, theirs.trained)
+        if same and apart <= _TOLERANCE * max(1.0, self.advantages):
+            return
+        raise TrainError(
+            f"{trainer}'s batch is not what the engine handed over; no update is made with it. "
+            f"Tokens: {self.tokens} handed over, {theirs.tokens} in the batch; trained tokens: {self.trained}, {theirs.trained}; "
+            f"sum of |advantage|: {self.advantages:.6g}, {theirs.advantages:.6g}. "
+            f"Remove what changes the batch ({changes})",
+            kind="handover",
+        )
