@@ -1,5 +1,5 @@
 """Joins a group and receives tensors, exactly as SGLang 0.5.23 does (`init_custom_process_group`, and
-`receive_weights_from_distributed`). Prints what it received, or `failed`.
+`receive_weights_from_distributed`). Prints `joined` when it is connected to all others, then what it received, or `failed`.
 
     python joining_server.py HOST PORT WORLD_SIZE RANK NAME DTYPE:SHAPE …
 """
@@ -32,14 +32,15 @@ group, _ = _new_process_group_helper(
     timeout=default_pg_timeout,
 )
 _world.pg_group_ranks[group] = {i: i for i in range(int(size))}
+print("joined", flush=True)
 
 received, handles = [], []
-for fact in sys.argv[6:]:
-    dtype, _, shape = fact.partition(":")
-    weight = torch.empty([int(part) for part in shape.split(",") if part], dtype=getattr(torch, dtype))
-    handles.append(dist.broadcast(weight, src=0, group=group, async_op=True))
-    received.append(weight)
 try:
+    for fact in sys.argv[6:]:
+        dtype, _, shape = fact.partition(":")
+        weight = torch.empty([int(part) for part in shape.split(",") if part], dtype=getattr(torch, dtype))
+        handles.append(dist.broadcast(weight, src=0, group=group, async_op=True))  # fails if the group is closed already
+        received.append(weight)
     for handle in handles:
         handle.wait()
 except RuntimeError as error:

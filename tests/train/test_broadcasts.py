@@ -31,7 +31,7 @@ TENSORS = [
 
 
 def joined(group: BroadcastGroup, *extra: str) -> list[subprocess.Popen[str]]:
-    """The other processes of a group, once all have joined."""
+    """The other processes of a group, once each of them is connected to all others."""
     servers = [
         subprocess.Popen(
             [sys.executable, SERVER, group.host, str(group.port), str(group.size), str(rank), group.name, *extra],
@@ -42,6 +42,9 @@ def joined(group: BroadcastGroup, *extra: str) -> list[subprocess.Popen[str]]:
         for rank in range(1, group.size)
     ]
     group.join()
+    for server in servers:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "joined\n"
     return servers
 
 
