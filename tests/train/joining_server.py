@@ -35,11 +35,11 @@ _world.pg_group_ranks[group] = {i: i for i in range(int(size))}
 print("joined", flush=True)
 
 received, handles = [], []
-try:
+try:  # each call fails if the group is closed already
     for fact in sys.argv[6:]:
         dtype, _, shape = fact.partition(":")
         weight = torch.empty([int(part) for part in shape.split(",") if part], dtype=getattr(torch, dtype))
-        handles.append(dist.broadcast(weight, src=0, group=group, async_op=True))  # fails if the group is closed already
+        handles.append(dist.broadcast(weight, src=0, group=group, async_op=True))
         received.append(weight)
     for handle in handles:
         handle.wait()
