@@ -92,6 +92,14 @@ SmolLM2-135M on `specs/train_arithmetic.yaml` in float32, one step of 64 episode
 this model under TRL has not been measured.
 """
 
+_SLIME_NOTES = """\
+The adapter, its files beside slime's, and what is refused: [from slime](from-slime.md). slime's own contract tests (`tests/plugin_contracts`, commit 624b824a8) pass over the
+generate function, the rollout function (also as the evaluation's) and the converter: 36 passed. Their arguments are stand-ins without values, so a wrapper adds the spec, the
+router and the flags, and gives the converter samples of the engine. `build_dp_schedule`, `tensorize_rollout_data_for_training` and `slice_log_prob_with_cp` of that commit ran on the
+converter's columns, with a stand-in of Megatron's parallel state and one or two processes of context parallelism: the advantages are the engine's, bit for bit. Both by
+`SLIME_SOURCE=…/slime pytest -m slow tests/integrations/test_trainer_slime.py`. slime's Megatron loss was read and not run: it needs GPUs.
+"""
+
 TRAINERS: Mapping[str, Trainer] = {
     "trl": Trainer(
         "TRL GRPOTrainer",
@@ -153,25 +161,30 @@ TRAINERS: Mapping[str, Trainer] = {
     "slime": Trainer(
         "slime",
         "624b824a8 (0.3.1)",
-        False,
-        "`--rollout-function-path`, `--custom-convert-samples-to-train-data-path` and `--custom-advantage-function-path`",
+        True,
+        "`engine.integrations.trainers.slime`: a rollout function (or a generate function), a converter and an advantage function, by slime's options",
         {
             "token_ids": _yes("`Sample.tokens`"),
             "masks": _yes("`Sample.loss_mask`"),
             "logprobs": _partly(
-                "used only with `--use-rollout-logprobs` or `--use-tis`; the first sample decides for all"
+                "every row has them; the loss uses them only with `--use-rollout-logprobs` or `--use-tis`, and the engine refuses `train.rollout_correction` without `--use-tis`"
             ),
             "versions": _no("`weight_versions` are on the samples and are not given to the training"),
             "turn_credit": _yes("`rewards` as a tensor by token in the converter, read by the advantage function"),
             "token_bonuses": _yes("as `turn_credit`"),
-            "branches": _yes("a list of samples with one `rollout_id`; slime's own normalisation must be off"),
+            "branches": _yes(
+                "a list of samples with one `rollout_id`; the converter replaces slime's own normalisation"
+            ),
             "images": _yes("`multimodal_train_inputs`"),
             "reward_names": _partly("`raw_reward` holds the sum; `metadata` does not reach the training"),
-            "oversampling": _yes(f"{_GROUPS_BEFORE}; or by slime's dynamic sampling filter"),
+            "oversampling": _yes(
+                f"{_GROUPS_BEFORE}; by the rollout function (`train.dynamic_sampling`), or with the generate function by slime's filter"
+            ),
             "expert_routing": _yes(
                 "`rollout_routed_experts` of a sample: the column of a row as it is, for one token less than `tokens`"
             ),
         },
+        notes=_SLIME_NOTES,
     ),
     "skyrl": Trainer(
         "SkyRL",

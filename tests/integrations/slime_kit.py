@@ -1,0 +1,205 @@
+"""slime's hooks over a fake router: arguments, a data source and the user of the episodes. Also a plugin of slime's own contract tests.
+
+`pytest -p slime_kit` in slime's folder loads it, with SLIME_KIT_SPEC; it loads transformers before slime's tests put a stand-in there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import transformers  # noqa: F401  (before slime's stand-in)
+import yaml
+from sglang_cluster import OUTPUT, FakeSGLang
+
+from engine.integrations.trainers.slime import advantages, convert, generate, generate_rollout
+from engine.schemas.environment import EpisodeView, UserTurn
+from engine.schemas.model import ModelSpec
+from engine.schemas.reward import RewardEvent
+from engine.tokens.loading import load_format
+
+__all__ = ["advantages", "convert", "generate", "generate_rollout"]
+PACKAGE = "engine.integrations.trainers.slime"
+
+
+class Rising:
+    """Pays 1 for the first reply and 2 for the second, and half as much in every second episode."""
+
+    def respond(self, view: EpisodeView) -> UserTurn:
+        value = float(view.turn + 1) / (1 + view.seed % 2)
+        return UserTurn(content="More.", satisfied=view.turn > 0, rewards=[RewardEvent(value=value, turn="last")])
+
+
+class FakeRouter(FakeSGLang):
+    """A fake server that also answers as the router in front of it."""
+
+    url = ""
+
+    def _other(self, path: str, body: bytes) -> tuple[int, Any]:
+        if path == "/workers":
+            return 200, {"workers": [{"url": self.url}]}
+        return super()._other(path, body)
+
+
+def start_router(model: Path) -> tuple[FakeRouter, Any]:
+    """Start a router in a thread of its own; the second value stops it."""
+    fake = FakeRouter(output=OUTPUT)
+    fake.tokenize = load_format(ModelSpec(path=str(model)), model).encode
+    fake.weight_version, fake.keep = "7", True
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    fake.url = asyncio.run_coroutine_threadsafe(fake.start(), loop).result()
+
+    def stop() -> None:
+        asyncio.run_coroutine_threadsafe(fake.stop(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+    return fake, stop
+
+
+def document(model: Path, **changes: Any) -> dict[str, Any]:
+    """A spec of two turns, with the tasks of slime's contract tests."""
+    return {
+        "spec": "episode/v1",
+        "name": "slime",
+        "model": {"path": str(model)},
+        "backend": {"kind": "sglang", "urls": ["http://slime.invalid:1"], "timeout": 20},
+        "sampling": {"temperature": 0.3},
+        "tasks": {
+            "source": "inline",
+            "rows": [{"id": name, "say": name} for name in ("prompt", "prompt-0", "prompt-1", "prompt-2")],
+            "id": "id",
+        },
+        "prompt": [{"role": "user", "content": "Say {{say}}."}],
+        "user": {"use": "slime_kit:Rising"},
+        "machine": "tools_and_user",
+        "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 96},
+        "rewards": {"credit": {"method": "turn_return", "gamma": 0.5, "baseline": "none"}},
+        "rollout": {"samples_per_task": 2, "seed": 3},
+        "train": {"tasks_per_step": 2, "dynamic_sampling": False, "rollout_correction": {"kind": "none"}},
+    } | changes
+
+
+def slime_args(url: str, spec: Path, **changes: Any) -> SimpleNamespace:
+    """The arguments of slime that the hooks read."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    given = {
+        "engine_spec": str(spec),
+        "engine_folder": str(spec.parent / "out"),
+        "sglang_router_ip": host,
+        "sglang_router_port": port,
+        "rollout_function_path": f"{PACKAGE}.generate_rollout",
+        "custom_convert_samples_to_train_data_path": f"{PACKAGE}.convert",
+        "custom_advantage_function_path": f"{PACKAGE}.advantages",
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "global_batch_size": 4,
+        "rollout_temperature": 0.3,
+        "eval_datasets": [],
+    }
+    return SimpleNamespace(**given | changes)
+
+
+class Status(Enum):
+    """As slime's `Sample.Status`."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    FAILED = "failed"
+
+
+@dataclass
+class Sample:
+    """The fields of slime's `Sample` that the hooks read and write."""
+
+    prompt: Any = ""
+    index: int | None = None
+    group_index: int | None = None
+    rollout_id: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    multimodal_train_inputs: dict[str, Any] | None = None
+    response: str = ""
+    response_length: int = 0
+    reward: float | None = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    rollout_routed_experts: Any = None
+    remove_sample: bool = False
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+Sample.Status = Status  # type: ignore[attr-defined]
+
+
+# --- slime's own contract tests: their arguments are stand-ins without slime's values, which are added here --------
+
+
+class _OneTask:
+    """Their data source, with the prompt of a group's first sample on all of them, as slime's has."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def get_samples(self, count: int) -> list[list[Any]]:
+        from slime.utils.types import Sample as Theirs
+
+        groups = self._inner.get_samples(count)
+        return [
+            [Theirs(index=each.index, group_index=at, prompt=f"prompt-{at}") for each in group]
+            for at, group in enumerate(groups)
+        ]
+
+
+_STARTED: list[Any] = []
+
+
+def _completed(args: Any, **changes: Any) -> Any:
+    spec = Path(os.environ["SLIME_KIT_SPEC"])
+    if not _STARTED:
+        _STARTED.append(start_router(Path(yaml.safe_load(spec.read_text())["model"]["path"]))[0])
+    made = slime_args(_STARTED[0].url, spec, **changes)
+    for name, value in vars(made).items():
+        if args is not None and not hasattr(args, name):
+            setattr(args, name, value)
+    return made if args is None else args
+
+
+async def contract_generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """`generate` with the arguments that their stand-in lacks."""
+    return await generate(_completed(args, rollout_function_path="theirs"), sample, sampling_params)
+
+
+def contract_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """`generate_rollout` with arguments; their tests give none."""
+    spec = Path(os.environ["SLIME_KIT_SPEC"])
+    data = spec.parent / "eval.jsonl"
+    data.write_text("".join(json.dumps({"task": name}) + "\n" for name in ("prompt-1", "prompt-2")))
+    dataset = SimpleNamespace(name="ours", path=str(data), input_key="task", n_samples_per_eval_prompt=1)
+    args = _completed(args, eval_datasets=[dataset])
+    return generate_rollout(args, rollout_id, None if evaluation else _OneTask(data_source), evaluation)
+
+
+def contract_convert(args: Any, samples: list[Any]) -> Any:
+    """`convert` on samples of the engine: theirs, which no episode made, are refused."""
+    from slime.utils.types import Sample as Theirs
+
+    completed = _completed(args, global_batch_size=len(samples))
+    made = [Theirs(index=each.index, group_index=900, prompt="prompt-0") for each in samples]
+
+    async def run() -> list[Any]:
+        return [await generate(completed, each, {}) for each in made]
+
+    return convert(completed, asyncio.run(run()))
