@@ -18,6 +18,7 @@ import pytest
 import typer.testing
 from chat_kit import TEMPLATES, make_tokenizer
 from hypothesis import HealthCheck, settings
+from shipped_tokenizers import unpack
 from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -240,6 +241,25 @@ def smollm_dir() -> Path:
 def tokenizer_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder with a tokenizer for each of TEMPLATES."""
     return {name: make_tokenizer(tmp_path_factory.mktemp(name), text) for name, text in TEMPLATES.items()}
+
+
+@pytest.fixture(scope="session")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`shipped(name, **model)`: the chat format of a real tokenizer that ships with the tests; made once for each combination."""
+    from engine.schemas.model import ModelSpec
+    from engine.tokens.format import ChatFormat
+    from engine.tokens.loading import load_format
+
+    folder = tmp_path_factory.mktemp("shipped")
+    made: dict[str, ChatFormat] = {}
+
+    def get(name: str, **model: Any) -> ChatFormat:
+        key = f"{name} {sorted(model.items())}"
+        if key not in made:
+            made[key] = load_format(ModelSpec(path=str(unpack(name, folder)), **model), Path())
+        return made[key]
+
+    return get
 
 
 @pytest.fixture(scope="session")

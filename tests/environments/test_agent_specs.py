@@ -27,11 +27,16 @@ def test_it_opens_with_the_schema_and_has_no_findings(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "share"), [("train_agent", ""), pytest.param("agent_tools", "--require-coverage", marks=pytest.mark.slow)]
+    ("name", "options"),
+    [
+        pytest.param("train_agent", ["-k", "parcel"], id="train_agent-parcels"),  # of the others some wait for seconds
+        pytest.param("train_agent", [], marks=pytest.mark.slow, id="train_agent"),
+        pytest.param("agent_tools", ["--require-coverage"], marks=pytest.mark.slow, id="agent_tools"),
+    ],
 )
-def test_its_scenarios_pass(name: str, share: str, tiny_tokenizer_dir: Path) -> None:
+def test_its_scenarios_pass(name: str, options: list[str], tiny_tokenizer_dir: Path) -> None:
     model = ["--set", f"model.path={tiny_tokenizer_dir}"] if name == "agent_tools" else []
-    result = CliRunner().invoke(app, ["test", str(SPECS / f"{name}.yaml"), *([share] if share else []), *model])
+    result = CliRunner().invoke(app, ["test", str(SPECS / f"{name}.yaml"), *options, *model])
     assert result.exit_code == 0, result.output
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shipped_tokenizers import unpack
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
+from engine.tokens.format import ChatFormat
 from engine.tokens.literal import MARK, Quoting, unquote
 from engine.tokens.tokenizer import FastTokenizer
 
@@ -23,8 +24,8 @@ TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> FastTokenizer:
-    return FastTokenizer(AutoTokenizer.from_pretrained(unpack("qwen3", tmp_path_factory.mktemp("tokenizers"))))
+def qwen(shipped: Callable[[str], ChatFormat]) -> FastTokenizer:
+    return shipped("qwen3").fast
 
 
 @given(TEXTS)
@@ -65,7 +66,8 @@ def plain_ids(qwen: FastTokenizer, text: str) -> list[int]:
 
 @functools.cache
 def _without_added(qwen: FastTokenizer) -> Tokenizer:
-    return Tokenizer.from_str(json.dumps({**json.loads(qwen.full.backend_tokenizer.to_str()), "added_tokens": []}))
+    file = Path(qwen.full.name_or_path) / "tokenizer.json"
+    return Tokenizer.from_str(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "added_tokens": []}))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import yaml
 from api_server import ApiServer
 from chat_kit import TEMPLATES
 from command_line import engine_here
-from shipped_tokenizers import unpack
 
 from engine.schemas.model import ModelSpec
 from engine.spec.load import load_spec
 from engine.spec.sources import ListRows
+from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
 from engine.train.demonstrations import Demonstrations
 from engine.train.metrics import read_metrics
@@ -122,10 +123,10 @@ ROW: dict[str, Any] = {
 
 @pytest.mark.parametrize(("name", "count"), [("qwen3", 2), pytest.param("qwen2_5", 1, marks=pytest.mark.slow)])
 def test_each_reply_is_trained_once_as_the_template_of_the_model_writes_it(
-    name: str, count: int, tmp_path: Path
+    name: str, count: int, shipped: Callable[[str], ChatFormat]
 ) -> None:
     """Qwen3 leaves out the reasoning of replies before the newest question, so the reply to that begins a row."""
-    form = load_format(ModelSpec(path=str(unpack(name, tmp_path))), tmp_path)
+    form = shipped(name)
     left_out: Counter[str] = Counter()
     found = [row.fields for row in rendered(ListRows([ROW]), lambda: form, left_out)]
     assert left_out == {}

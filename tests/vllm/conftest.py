@@ -15,8 +15,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "vllm_cpu.sh"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything in this folder needs the server."""
+    here = f"{Path(__file__).parent}{os.sep}"
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(here):
             item.add_marker(pytest.mark.vllm)
 
 
