@@ -15,14 +15,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
 import transformers  # noqa: F401  (before slime's stand-in)
 import yaml
 from sglang_cluster import OUTPUT, FakeSGLang
 
 from engine.integrations.trainers.slime import advantages, convert, generate, generate_rollout
+from engine.integrations.trainers.slime.samples import origin_of
 from engine.schemas.environment import EpisodeView, UserTurn
 from engine.schemas.model import ModelSpec
 from engine.schemas.reward import RewardEvent
+from engine.store import RunStore
+from engine.store.export import export_rows
 from engine.tokens.loading import load_format
 
 __all__ = ["advantages", "convert", "generate", "generate_rollout"]
@@ -142,6 +147,74 @@ class Sample:
 
 
 Sample.Status = Status  # type: ignore[attr-defined]
+
+
+# --- what tests compare ----
+
+
+WHITELIST = [
+    *("tokens", "multimodal_train_inputs", "response_lengths", "rewards", "truncated", "loss_masks", "round_number"),
+    *("sample_indices", "rollout_ids", "rollout_mask_sums", "rollout_log_probs", "rollout_top_p_token_ids"),
+    *(
+        "rollout_top_p_token_offsets",
+        "rollout_routed_experts",
+        "source_names",
+        "prompt",
+        "teacher_log_probs",
+        "raw_reward",
+    ),
+]
+"""The columns that slime's `_split_train_data_by_dp` forwards (624b824a8, slime/ray/rollout.py)."""
+
+
+def sampled(args: Any, groups: int = 2, size: int = 2) -> list[Any]:
+    """Samples of one rollout by the generate function, flat as slime gives them to the converter."""
+    given = [Sample(f"prompt-{at}", at * size + each, at) for at in range(groups) for each in range(size)]
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*(generate(args, each, {"temperature": 0.3}) for each in given))
+
+    made: list[Any] = asyncio.run(run())
+    return [sample for each in made for sample in (each if isinstance(each, list) else [each])]
+
+
+def stored(args: Any) -> dict[tuple[int, ...], dict[str, Any]]:
+    store = RunStore.open(Path(args.engine_folder) / "rollouts", readonly=True)
+    return {(row["task_id"], row["sample_index"], row["branch"]): row for row in export_rows(store)}
+
+
+def row_of(sample: Any, rows: dict[Any, Any]) -> dict[str, Any]:
+    origin = origin_of(sample)
+    assert origin is not None
+    ended = origin.trajectory
+    assert ended is not None
+    found: dict[str, Any] = rows[ended.task_id, ended.sample_index, origin.branch]
+    return found
+
+
+def assert_same(samples: list[Any], data: dict[str, Any], rows: dict[Any, Any]) -> None:
+    """Samples and converted columns are the stored rows: ids, masks, log-probs, advantages."""
+    assert set(data) <= set(WHITELIST)
+    assert {len(column) for column in data.values()} == {len(samples)}
+    for at, sample in enumerate(samples):
+        row = row_of(sample, rows)
+        start = len(sample.tokens) - sample.response_length
+        assert data["tokens"][at] == row["input_ids"].tolist()
+        assert int((row["loss_mask"] == 1).argmax()) == start
+        assert data["loss_masks"][at] == row["loss_mask"][start:].tolist()
+        assert np.array_equal(np.float32(data["rollout_log_probs"][at]), row["logprobs"][start:])
+        assert data["rewards"][at].dtype == torch.float32
+        assert np.array_equal(data["rewards"][at].numpy(), row["advantages"][start:])
+
+
+def arrived(data: dict[str, Any]) -> dict[str, Any]:
+    """The columns as a process of the training has them."""
+    made = dict(data)
+    made["total_lengths"] = [len(tokens) for tokens in data["tokens"]]
+    made["tokens"] = [torch.tensor(tokens) for tokens in data["tokens"]]
+    made["loss_masks"] = [torch.tensor(mask, dtype=torch.int) for mask in data["loss_masks"]]
+    made["rewards"] = [values.clone() for values in data["rewards"]]
+    return made
 
 
 # --- slime's own contract tests: their arguments are stand-ins without slime's values, which are added here --------
