@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import threading
@@ -17,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers  # noqa: F401  (before slime's stand-in)
+import transformers
 import yaml
-from sglang_cluster import OUTPUT, FakeSGLang
+from PIL import Image
+from sglang_cluster import OUTPUT, Call, FakeSGLang
 
 from engine.integrations.trainers.slime import advantages, convert, generate, generate_rollout
 from engine.integrations.trainers.slime.samples import origin_of
@@ -53,9 +56,38 @@ class FakeRouter(FakeSGLang):
         return super()._other(path, body)
 
 
-def start_router(model: Path) -> tuple[FakeRouter, Any]:
+class FakeVisionRouter(FakeRouter):
+    """A fake router whose server expands the images of a prompt with the model's own processor, as SGLang does."""
+
+    def __init__(self, model: Path, output: list[int]) -> None:
+        super().__init__(output=output)
+        self._processor = transformers.AutoImageProcessor.from_pretrained(model)
+        self._image = int(json.loads((model / "config.json").read_text())["image_token_id"])
+
+    async def _generate(self, call: Call) -> None:
+        body = json.loads(call.body)
+        if "image_data" not in body:
+            await super()._generate(call)
+            return
+        self.calls.append(call.body)
+        sizes = [self._tokens(uri) for uri in body["image_data"]]
+        ids = [
+            each
+            for token in body["input_ids"]
+            for each in ([token] * sizes.pop(0) if token == self._image else [token])
+        ]
+        rows = [[-1.0, token, None] for token in ids]
+        call.answer(call.reply(prompt_token_ids=ids, prompt_tokens=len(ids), input_token_logprobs=rows))
+
+    def _tokens(self, uri: str) -> int:
+        picture = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).convert("RGB")
+        grid = self._processor(images=[picture], return_tensors="np")["image_grid_thw"][0]
+        return int(grid.prod()) // self._processor.merge_size**2
+
+
+def start_router(model: Path, *, vision: bool = False) -> tuple[FakeRouter, Any]:
     """Start a router in a thread of its own; the second value stops it."""
-    fake = FakeRouter(output=OUTPUT)
+    fake = FakeVisionRouter(model, OUTPUT) if vision else FakeRouter(output=OUTPUT)
     fake.tokenize = load_format(ModelSpec(path=str(model)), model).encode
     fake.weight_version, fake.keep = "7", True
     loop = asyncio.new_event_loop()

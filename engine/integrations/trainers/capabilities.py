@@ -96,8 +96,8 @@ _SLIME_NOTES = """\
 The adapter, its files beside slime's, and what is refused: [from slime](from-slime.md). slime's own contract tests (`tests/plugin_contracts`, commit 624b824a8) pass over the
 generate function, the rollout function (also as the evaluation's) and the converter: 36 passed. Their arguments are stand-ins without values, so a wrapper adds the spec, the
 router and the flags, and gives the converter samples of the engine. `build_dp_schedule`, `tensorize_rollout_data_for_training` and `slice_log_prob_with_cp` of that commit ran on the
-converter's columns, with a stand-in of Megatron's parallel state and one or two processes of context parallelism: the advantages are the engine's, bit for bit. Images of all turns: a tiny Qwen2.5-VL on the local backend, whose sample
-has the tensors of its four images; not over a server. All by
+converter's columns, with a stand-in of Megatron's parallel state and one or two processes of context parallelism: the advantages are the engine's, bit for bit. An episode with four images in four turns (the
+processor of a tiny Qwen2.5-VL, a server that replies the same ids) is one sample with the tensors of its row. All by
 `SLIME_SOURCE=…/slime pytest -m slow tests/integrations/trainer_slime`. slime's Megatron loss was read and not run: it needs GPUs.
 """
 

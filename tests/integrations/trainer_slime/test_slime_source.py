@@ -9,27 +9,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import vision_kit
-import yaml
 from slime_kit import (
     WHITELIST,
-    Sample,
-    document,
     sampled,
 )
-from vision_code import MACHINE
 
-from engine.backends.registry import open_backend
 from engine.integrations.trainers.slime import advantages, convert
-from engine.integrations.trainers.slime.samples import samples_of
-from engine.runner.run import Runner
-from engine.spec.load import load_spec
-from engine.spec.tasks import load_tasks
-from engine.store import RunHeader, RunStore
-from engine.tokens.loading import load_format
 
 
 @pytest.mark.slow
@@ -127,39 +114,3 @@ def test_slimes_schedule_and_slices_carry_the_advantages(
             own = torch.cat([expected[place == rank], expected[place == 3 - rank]])
             assert torch.equal(parts[rank], own)
         assert sum(len(part) for part in parts) == response
-
-
-@pytest.mark.slow
-async def test_images_of_all_turns_are_on_the_sample(tmp_path: Path) -> None:
-    """A tiny VLM that samples here: the four images of an episode are one sample's tensors."""
-    path = tmp_path / "seen.yaml"
-    changes = {
-        "backend": {"kind": "local", "device": "cpu", "dtype": "float32"},
-        "tasks": {"source": "inline", "rows": [{"id": "a"}], "id": "id"},
-        "environment": {"use": "vision_code:Gallery"},
-        "machine": MACHINE,
-        "limits": {"turn_tokens": 5},
-        "rollout": {"samples_per_task": 1, "seed": 7},
-    }
-    made_of = document(vision_kit.build_qwen25(tmp_path / "vlm")) | changes
-    path.write_text(yaml.safe_dump({key: value for key, value in made_of.items() if key not in ("prompt", "user")}))
-    loaded = load_spec(path)
-    form = load_format(loaded.spec.model, loaded.base)
-    backend = open_backend(loaded, form)
-    await backend.start()
-    store = RunStore.create(tmp_path / "runs", RunHeader.of(loaded))
-    try:
-        await Runner(loaded, load_tasks(loaded), form, backend, store).run()
-        (trajectory,) = store.trajectories()
-    finally:
-        await backend.close()
-        store.close()
-    assert form.vision is not None
-    (made,) = samples_of(Sample("a", 0, 0), trajectory, form.decode, form.vision)
-    (branch,) = trajectory.branches
-    assert made.tokens == branch.input_ids.tolist()
-    assert len(branch.images) == 4
-    tensors = form.vision.tensors([[image.image for image in branch.images]])
-    assert set(made.multimodal_train_inputs) == {"pixel_values", "image_grid_thw"}
-    for name, value in tensors.items():
-        assert np.array_equal(made.multimodal_train_inputs[name].numpy(), value)
