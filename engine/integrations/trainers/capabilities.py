@@ -101,6 +101,37 @@ processor of a tiny Qwen2.5-VL, a server that replies the same ids) is one sampl
 `SLIME_SOURCE=…/slime pytest -m slow tests/integrations/trainer_slime`. slime's Megatron loss was read and not run: it needs GPUs.
 """
 
+_AGREE = "`tests/integrations/trainers_agree`: 64 recorded episodes (48 with one row in groups of different sizes, 16 with two rows)"
+
+_SKYRL_NOTES = f"""\
+There are parts for a `GeneratorInterface` of your own, and no generator that runs the episodes yet: `generator_output(rows, metrics)` makes its output, `register_estimator()`
+registers the estimator `engine`, `refuse_settings(cfg, loaded)` refuses each setting that would change the advantages or has no effect, and `sums_of_batch(batch)` is compared with
+the sums of the rows. Put the true rewards into `metrics`: SkyRL's own `reward/avg_raw_reward` and `reward/avg_pass_at_n` are computed from advantages.
+
+What ran, with SkyRL 0.3.0 on a CPU, on the 48 episodes with one row of {_AGREE}: `validate_generator_output`, `postprocess_generator_output`,
+`convert_to_training_input` and `compute_advantages_and_returns`; the advantages by token are those of `engine train` to 1e-6, the log-probs are equal, and a batch whose advantages were changed is
+refused. The engine's advantages pass through `_normalize_advantages` and the workers' loss afterwards, and this was only read.
+By contract only: sampling through SkyRL's inference engines, FSDP and Megatron workers. The tests need `SKYRL_PYTHON`, the Python of an environment with `torch`, `skyrl==0.3.0`, `ray==2.56.0`,
+`loguru`, `jaxtyping`, `tensordict`, `omegaconf`, `hydra-core==1.3.2`, `func_timeout`, `torchdata`, `skyrl-gym==0.4.0` and this package; building it took 87 s. On Python 3.11 SkyRL's types cannot be
+imported with pydantic 2.14, so use Python 3.12 (the test replaces `typing.TypedDict`).
+
+Certificate of exactness: ids, masks, log-probs and advantages are those of the rows. Nothing compares SkyRL's own log-probs with the sampler's except its metric
+`policy/rollout_train_logprobs_abs_diff_max`, and rows have no weight versions.
+"""
+
+_AREAL_NOTES = f"""\
+There are parts for a `RolloutWorkflow` of your own, and no workflow that runs the episodes yet: `trajectory(rows, advantages, rewards, actor=config.actor)` makes what `arun_episode` returns for one group,
+`refuse_settings(config, loaded)` refuses each setting that would change the advantages, and `sums_of_batch(batch)` is compared with `sums_of_rows`.
+
+What ran, with AReaL 1.0.4 on a CPU, on {_AGREE}: `check_trajectory_format`, `concat_padded_tensors` and
+`PPOActor._compute_advantages`, with a reward that AReaL scales and shifts; the advantages by token are those of `engine train` to 1e-6, the log-probs and weight versions are equal, and a batch
+whose advantages were changed is refused. By contract only: sampling through AReaL's inference engines, its workflow executor and its training engines. The tests need `AREAL_PYTHON`: an environment with
+`torch`, `areal==1.0.4` installed without its dependencies, about 30 of these (the versions of transformers, omegaconf and hydra-core that it pins, ray, swanlab, trackio, wandb, numba, uvloop and others) and this
+package; building it took 84 s without swanlab, trackio and wandb, and ran with torch 2.13, which is newer than AReaL's pin.
+
+Certificate of exactness: ids, masks, log-probs, versions by token and advantages are those of the rows. The advantage at a row's last token is R − (R − A), equal to A to within one rounding.
+"""
+
 TRAINERS: Mapping[str, Trainer] = {
     "trl": Trainer(
         "TRL GRPOTrainer",
@@ -191,7 +222,7 @@ TRAINERS: Mapping[str, Trainer] = {
         "SkyRL",
         "0.3.0",
         True,
-        "a `GeneratorInterface`, and a registered advantage estimator that returns the rewards by token",
+        "`engine.integrations.trainers.skyrl`: the output of a `GeneratorInterface`, and a registered advantage estimator that returns the rewards by token",
         {
             "token_ids": _yes("`prompt_token_ids` and `response_ids`"),
             "masks": _yes("`loss_masks`; the estimator sees observations too, so advantages are 0 there"),
@@ -207,12 +238,13 @@ TRAINERS: Mapping[str, Trainer] = {
             "oversampling": _partly(f"{_GROUPS_BEFORE}: `zero_variance_filter` is ignored with rewards by token"),
             "expert_routing": _yes("`rollout_expert_indices`"),
         },
+        notes=_SKYRL_NOTES,
     ),
     "areal": Trainer(
         "AReaL",
         "1.0.4",
         True,
-        "a `RolloutWorkflow` whose column `values` holds the negative advantages, with `actor.discount: 0`, no norms, no critic and `kl_ctl: 0`",
+        "`engine.integrations.trainers.areal`: what a `RolloutWorkflow` returns, whose column `values` holds the negative advantages, with `actor.discount: 0`, no norms, no critic and `kl_ctl: 0`",
         {
             "token_ids": _yes("`input_ids`"),
             "masks": _yes("`loss_mask`"),
@@ -226,6 +258,7 @@ TRAINERS: Mapping[str, Trainer] = {
             "oversampling": _partly(f"{_GROUPS_BEFORE}: `should_accept_fn` accepts episodes and not groups"),
             "expert_routing": _UNKNOWN,
         },
+        notes=_AREAL_NOTES,
     ),
     "prime_rl": Trainer(
         "prime-rl",

@@ -1,0 +1,111 @@
+"""64 episodes that `engine train` samples and trains on in one step, and the advantages by token that its loss reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from engine.spec.load import load_spec
+from engine.store.header import RunHeader
+from engine.train import folder as folders
+from engine.train.learner import Learner
+from engine.train.trainer import Trainer
+
+FORGETFUL = """\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and not loop.last %}{{- 'Said.' }}{% else %}{{- message.content }}{% endif %}{{- '<|im_end|>\\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+"""Rewrites history, so that each turn is a row of its own."""
+SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The rows of one step, as `Learner._update` got them."""
+
+    spec: Path
+    rows: list[dict[str, Any]]
+    rewards: list[float]
+    """The reward of each row's episode."""
+
+    def file(self, path: Path) -> Path:
+        """Write rows and rewards as JSON, for the Python of another environment."""
+        names = ("input_ids", "loss_mask", "logprobs", "weight_versions", "advantages")
+        rows = [
+            {name: row[name].tolist() for name in names}
+            | {"task_id": row["task_id"], "sample_index": row["sample_index"], "reward": reward}
+            for row, reward in zip(self.rows, self.rewards, strict=True)
+        ]
+        path.write_text(json.dumps(rows))
+        return path
+
+
+def record(folder: Path, model: Path, tasks: int) -> Recorded:
+    """Train one step with `engine train`, and keep what its update read."""
+    spec: dict[str, Any] = {
+        "spec": "episode/v1",
+        "name": "agree",
+        "model": {"path": str(model)},
+        "backend": {"kind": "local", "dtype": "float32", "max_batch": 16},
+        "tasks": {"source": "inline", "rows": [{"id": f"t{n}", "say": f"word {n}"} for n in range(tasks)], "id": "id"},
+        "prompt": [{"role": "user", "content": "Say {{say}}."}],
+        "user": {"use": "uneven_listener:UnevenListener"},
+        "machine": {
+            "preset": "tools_and_user",
+            "transitions": [{"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}],
+        },
+        "limits": {"turn_tokens": 8, "assistant_turns": 2, "episode_tokens": 96},
+        "rewards": {"credit": {"method": "turn_return", "gamma": 0.5}},
+        "rollout": {"samples_per_task": SAMPLES, "seed": 3},
+        "train": {
+            "steps": 1,
+            "tasks_per_step": tasks,
+            "device": "cpu",
+            "dynamic_sampling": False,
+            "rollout_correction": {"kind": "none"},
+        },
+    }
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    loaded = load_spec(path)
+    seen: list[dict[str, Any]] = []
+    update = Learner._update
+
+    def watched(self: Any, rows: Any, *rest: Any) -> Any:
+        seen.extend(rows)
+        return update(self, rows, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "_update", watched)
+        asyncio.run(Trainer(loaded, folders.begin(folder / "runs", RunHeader.of(loaded))).run())
+    seen.sort(key=lambda row: (int(row["task_id"][1:]), row["sample_index"], row["branch"]))
+    return Recorded(path, seen, [float(sum(row["turn_rewards"])) for row in seen])
+
+
+@pytest.fixture(scope="session")
+def single(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Recorded:
+    """48 episodes in 12 groups, with one row each."""
+    return record(tmp_path_factory.mktemp("single"), tiny_model_dir, 12)
+
+
+@pytest.fixture(scope="session")
+def several(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Recorded:
+    """16 episodes in 4 groups, with a row for each turn."""
+    folder = tmp_path_factory.mktemp("several")
+    shutil.copytree(tiny_model_dir, folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(FORGETFUL)
+    return record(folder, folder / "model", 4)
+
+
+def trained(row: dict[str, Any]) -> np.ndarray:
+    """The advantages of a row's trained tokens, float32."""
+    found: np.ndarray = np.asarray(row["advantages"], np.float32)[np.asarray(row["loss_mask"]) == 1]
+    return found
