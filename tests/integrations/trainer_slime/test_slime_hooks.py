@@ -234,3 +234,13 @@ def test_a_second_use_of_a_task_has_other_episodes(args: Any) -> None:
     asyncio.run(run())
     names = sorted({row["episode_id"] for row in stored(args).values()})
     assert names == ["prompt-0/0", "prompt-0/1", "prompt-0/2", "prompt-0/3", "prompt-0~1/0", "prompt-0~1/1"]
+
+
+def test_saved_samples_are_converted_as_those_in_memory(args: Any, tmp_path: Path) -> None:
+    """`--save-debug-rollout-data` writes samples with torch.save, and `--load-debug-rollout-data` trains on them."""
+    samples = sampled(args)
+    torch.save([vars(sample) for sample in samples], tmp_path / "saved.pt")
+    loaded = [Sample(**each) for each in torch.load(tmp_path / "saved.pt", weights_only=False)]
+    before, after = convert(args, samples), convert(args, loaded)
+    assert [each.tolist() for each in after.pop("rewards")] == [each.tolist() for each in before.pop("rewards")]
+    assert before == after
