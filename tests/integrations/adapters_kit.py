@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from typer.testing import CliRunner
 
@@ -19,6 +20,9 @@ FAULTY_EVERY = 20
 
 FEW = {"concurrency": 4, "live_episodes": 4}
 """Episodes at once where each worker process imports a large library."""
+
+LONG = pytest.mark.timeout(3000)
+"""For tests that take 15 s or more: they pass on a machine that is ten times slower too."""
 
 
 def planned_faults(common: Sequence[str], rare: Sequence[str] = (), count: int = 1000) -> list[str | None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
+from adapters_kit import FEW, LONG, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
 
 from engine.schemas.environment import Environment
 
@@ -147,6 +147,7 @@ def test_frames_are_images(
     env.close()
 
 
+@LONG
 def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path, cellar: dict[str, Any]) -> None:
     """Whatever 5 % of the environments do, the others are those by hand."""
     import gym_envs  # noqa: F401  (registers)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters_kit import failures, planned_faults, run_spec, spec_of
+from adapters_kit import LONG, failures, planned_faults, run_spec, spec_of
 
 from engine.integrations.environments.base import AdapterError
 from engine.integrations.environments.mcp import McpServer
@@ -141,12 +141,12 @@ def address(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes], Callab
 
     def start() -> subprocess.Popen[bytes]:
         running.append(subprocess.Popen([*REAL.split(), "http", str(port)], cwd=folder, stderr=subprocess.DEVNULL))
-        for _ in range(600):
+        while running[-1].poll() is None:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     return running[-1]
             time.sleep(0.1)
-        raise AssertionError("the server did not start")
+        raise AssertionError(f"the server ended with status {running[-1].returncode} before it listened")
 
     yield f"http://127.0.0.1:{port}/mcp", start(), start
     for process in running:
@@ -182,10 +182,10 @@ async def _on(server: McpServer, work: Any) -> Any:
         server.close()
 
 
-async def told(server: McpServer, tool: str, **arguments: Any) -> str:
-    """A call's answer, or the error's words."""
+async def told(server: McpServer, tool: str, seconds: float = 120.0, **arguments: Any) -> str:
+    """A call's answer, or the error's words; `timeout` after some seconds without either."""
     try:
-        answer: ToolReply = await asyncio.wait_for(server.call(tool, arguments), 2.0)
+        answer: ToolReply = await asyncio.wait_for(server.call(tool, arguments), seconds)
         return str(answer.content)
     except TimeoutError:
         return "timeout"
@@ -196,21 +196,26 @@ async def told(server: McpServer, tool: str, **arguments: Any) -> str:
 @pytest.mark.adapters
 @needs_library
 @pytest.mark.parametrize(
-    ("how", "words", "starts"),
+    ("how", "words", "starts", "seconds"),
     [
-        ("die", "ended during the call; its stderr ends with: I was told to die", 2),
-        ("hang", "timeout", 2),
-        ("garbage", "timeout", 1),
-        ("shape", "failed", 1),
-        ("error", "I was told to fail", 1),
-        ("other", "no other", 1),
+        ("die", "ended during the call; its stderr ends with: I was told to die", 2, 120.0),
+        ("hang", "timeout", 2, 2.0),
+        ("garbage", "timeout", 1, 2.0),
+        ("shape", "failed", 1, 120.0),
+        ("error", "I was told to fail", 1, 120.0),
+        ("other", "no other", 1, 120.0),
     ],
 )
-def test_a_failed_call_is_an_error_and_the_next_is_served(folder: Path, how: str, words: str, starts: int) -> None:
+def test_a_failed_call_is_an_error_and_the_next_is_served(
+    folder: Path, how: str, words: str, starts: int, seconds: float
+) -> None:
     async def work(server: McpServer, tools: list[Any]) -> list[str]:
-        return [await told(server, "misbehave", how=how), str((await server.call("add", {"a": 1, "b": 2})).content)]
+        return [
+            await told(server, "misbehave", seconds, how=how),
+            str((await server.call("add", {"a": 1, "b": 2})).content),
+        ]
 
-    first, second = served(RAW, folder, work, ping_seconds=1)
+    first, second = served(RAW, folder, work, ping_seconds=10, start_seconds=120)
     assert words in first
     assert second == "3"
     assert len((folder / "starts.txt").read_text()) == starts
@@ -246,7 +251,7 @@ def test_a_server_that_cannot_be_used_says_why(folder: Path, use: str, with_: An
 
 
 def mcp_spec(model: Path, rows: list[dict[str, Any]], replies: Any, **tool: Any) -> dict[str, Any]:
-    document = spec_of(model, {}, rows, replies, machine="tools", limits={"assistant_turns": 4, "tool_seconds": 2})
+    document = spec_of(model, {}, rows, replies, machine="tools", limits={"assistant_turns": 4, "tool_seconds": 60})
     del document["environment"]
     document["tools"] = [{"adapter": "mcp", "use": RAW, **tool}]
     return document
@@ -287,6 +292,7 @@ def test_a_server_that_does_not_start_fails_the_episodes(folder: Path, tiny_toke
     assert "did not start" in episode.outcome.failure.message
 
 
+@LONG
 @pytest.mark.adapters
 @needs_library
 def test_a_thousand_episodes_with_faults(folder: Path, tiny_tokenizer_dir: Path) -> None:
@@ -298,7 +304,9 @@ def test_a_thousand_episodes_with_faults(folder: Path, tiny_tokenizer_dir: Path)
         fault = faults[n]
         first = call("misbehave", how=fault) if fault else call("add", a=n, b=1)
         cases.append({"task": row["id"], "replies": [first, call("add", a=n, b=2), "Done."]})
-    document = mcp_spec(tiny_tokenizer_dir, rows, cases, timeout=5, **{"with": {"ping_seconds": 0.5}})
+    document = mcp_spec(
+        tiny_tokenizer_dir, rows, cases, timeout=15, **{"with": {"ping_seconds": 5, "start_seconds": 120}}
+    )
     document["rollout"] = {"concurrency": 1, "live_episodes": 1}  # a hung server hangs for all of them
     episodes = run_spec(folder, document)
     assert (len(episodes), failures(episodes)) == (1000, {})
@@ -306,8 +314,8 @@ def test_a_thousand_episodes_with_faults(folder: Path, tiny_tokenizer_dir: Path)
         "die": f"`misbehave` failed: the MCP server `{RAW}` ended during the call",
         "error": "`misbehave` failed: I was told to fail",
         "shape": "`misbehave` failed: ",
-        "hang": "`misbehave` did not answer within 5 s",
-        "garbage": "`misbehave` did not answer within 5 s",
+        "hang": "`misbehave` did not answer within 15 s",
+        "garbage": "`misbehave` did not answer within 15 s",
     }
     errors = Counter()
     for n, row in enumerate(rows):

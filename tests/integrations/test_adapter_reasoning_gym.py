@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
-from adapters_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
+from adapters_kit import FEW, LONG, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
 
 from engine.integrations.environments.base import AdapterError
 from engine.integrations.environments.reasoning_gym import ReasoningGymEnvironment, problems
@@ -138,6 +138,7 @@ def test_a_row_holds_its_item_where_it_changes_with_the_hash_seed(name: str) -> 
     assert all("metadata" in row for row in problems(name, size=5, seed=11))
 
 
+@LONG
 @pytest.mark.adapters
 @needs_library
 def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:

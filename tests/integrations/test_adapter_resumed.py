@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from adapters_kit import spec_of
+from adapters_kit import LONG, spec_of
 from stopping import Resumed, content
 
 HERE = Path(__file__).parent
@@ -32,6 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 }
 
 
+@LONG
 @pytest.mark.adapters
 @pytest.mark.parametrize("adapter", CASES)
 async def test_a_resume_rebuilds_the_environment(tmp_path: Path, tiny_tokenizer_dir: Path, adapter: str) -> None:

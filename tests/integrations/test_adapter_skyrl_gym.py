@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
+from adapters_kit import FEW, LONG, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
 
 from engine.integrations.environments.base import load_target
 from engine.schemas.environment import Environment
@@ -187,6 +187,7 @@ def test_an_id_that_is_not_registered_fails_and_is_named(tmp_path: Path, tiny_to
     assert "No registered env with id: gsm9k" in episode.outcome.failure.message
 
 
+@LONG
 def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """Whatever 5 % of the environments do, the others give what SkyRL's loop gives."""
     (tmp_path / "echo_env.py").write_text(OWN)

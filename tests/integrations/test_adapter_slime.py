@@ -16,6 +16,7 @@ import pytest
 import yaml
 from adapters_kit import (
     FEW,
+    LONG,
     earned,
     expected_failures,
     failures,
@@ -117,6 +118,7 @@ def test_a_fault_ends_its_own_episode(
     assert earned(whole) == [1.0]
 
 
+@LONG
 @pytest.mark.slow
 def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path, count: dict[str, Any]) -> None:
     """Whatever 5 % of the environments do, the others give what slime's loop gives."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters_kit import FEW, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
+from adapters_kit import FEW, LONG, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
 
 from engine.integrations.environments.base import AdapterError
 from engine.integrations.environments.verifiers import VerifiersEnvironment, rows
@@ -123,6 +123,7 @@ FAULTS = {
 }
 
 
+@LONG
 @pytest.mark.adapters
 @needs_library
 def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from adapters_kit import FAULTY_EVERY, FEW, run_spec
+from adapters_kit import FAULTY_EVERY, FEW, LONG, run_spec
 from slow_cases import slow_after
 from stopping import Resumed, content
 
@@ -400,6 +400,7 @@ async def test_a_resume_calls_the_tools_again(tmp_path: Path, tiny_tokenizer_dir
     raise AssertionError("more than 20 commits")
 
 
+@LONG
 @pytest.mark.slow
 def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """Whatever 5 % of the calls do, the other episodes are whole."""
