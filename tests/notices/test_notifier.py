@@ -53,7 +53,7 @@ class Hook:
         return {"HOOK": f"http://127.0.0.1:{self.server.server_address[1]}/secret"}
 
     def next(self) -> dict[str, Any]:
-        return self.events.get(timeout=30)
+        return self.events.get(timeout=120)
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ class Service:
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def next(self) -> Request:
-        return self.requests.get(timeout=30)
+        return self.requests.get(timeout=120)
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ async def test_a_mail_arrives_at_an_smtp_server(mailbox: tuple[Mailbox, int]) ->
     box, port = mailbox
     url = f"mailto://trainer:mail-password-77@127.0.0.1:{port}?from=engine@example.org&to=me@example.org&mode=insecure&format=text"
     assert await send(url) == []
-    mail = box.mails.get(timeout=30)
+    mail = box.mails.get(timeout=120)
     assert (mail["Subject"], mail["To"]) == ("demo-1: failed", "me@example.org")
     assert "engine@example.org" in mail["From"]
     body = mail.get_body(("plain",))  # type: ignore[attr-defined]

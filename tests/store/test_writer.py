@@ -161,7 +161,7 @@ async def test_a_full_disk_is_a_store_error_and_what_was_written_stays_readable(
                 return
             written[index] += 1
 
-    await asyncio.wait_for(asyncio.gather(*(episode(index) for index in range(30))), 30)
+    await asyncio.wait_for(asyncio.gather(*(episode(index) for index in range(30))), 120)
     assert len(refused) == 30
     assert set(refused) == {
         f"cannot write {store.folder / 'run.db'}: database or disk is full; free space on the disk and resume the run"
@@ -195,7 +195,7 @@ async def main():
                 await store.append(f"t{index}/0", make_entry(seq, index, 64))
             except StoreError as error:
                 return seq, str(error)
-    for index, (count, error) in enumerate(await asyncio.wait_for(asyncio.gather(*map(episode, range(8))), 60)):
+    for index, (count, error) in enumerate(await asyncio.wait_for(asyncio.gather(*map(episode, range(8))), 120)):
         print(index, count, error.partition("run.db: ")[2])
     store.close()
 
@@ -205,7 +205,7 @@ asyncio.run(main())
 
 def test_a_file_that_may_not_grow_fails_every_waiter_and_stays_whole(tmp_path: Path, maker: Any) -> None:
     command = [sys.executable, "-c", FILE_LIMIT, str(tmp_path), str(Path(__file__).parent)]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    out = subprocess.run(command, capture_output=True, text=True, timeout=240)
     lines = [line.split(" ", 2) for line in out.stdout.splitlines()]
     assert [line[0] for line in lines] == [str(index) for index in range(8)], out.stderr
     run = next(tmp_path.iterdir())
@@ -230,7 +230,7 @@ async def test_a_writer_that_breaks_wakes_everybody_with_the_reason(
 
     monkeypatch.setattr(writer.Writer, "_commit_all", broken)
     waits = [store.append(f"t{index}/0", maker.entry(0, index)) for index in range(5)]
-    results = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 10)
+    results = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 120)
     assert [str(result) for result in results] == [f"cannot write {store.folder / 'run.db'}: no memory"] * 5
     with pytest.raises(StoreError, match="no memory"):
         await store.begin(maker.task(9), 0)

@@ -146,7 +146,7 @@ def test_an_episode_arrives_at_a_collector_as_a_tree_of_spans(
     command: str, place: Place, collector: Collector, tiny_tokenizer_dir: Path
 ) -> None:
     folder = place.run({"otlp": collector.url}, command=command)
-    path, headers, request = collector.requests.get(timeout=30)
+    path, headers, request = collector.requests.get(timeout=120)
     assert path == "/v1/traces"
     assert headers["content-type"] == "application/x-protobuf"
     spans = spans_of(request)
@@ -191,7 +191,7 @@ def test_an_episode_of_a_chat_api_is_traced_with_its_cost(kind: str, place: Plac
         prices = {"input": 2.0, "cached": 0.2, "output": 8.0}
         backend = {"kind": kind, "url": server.url, "model": "some-model", "prices": prices}
         folder = place.run({"otlp": collector.url, "episodes": True}, backend=backend, user=None, machine="tools")
-    spans = spans_of(collector.requests.get(timeout=30)[2])
+    spans = spans_of(collector.requests.get(timeout=120)[2])
     with RunStore.open(folder, readonly=True) as store:
         (trajectory,) = store.trajectories()
     told = [attributes(span) for span in spans if span.name == "chat some-model"]
@@ -287,7 +287,7 @@ def test_only_failed_episodes_are_traced_where_that_is_asked(place: Place, colle
     (place.folder / "code_for_traces.py").write_text(MOODY)
     traces = {"otlp": f"{collector.url}/own/path", "episodes": True, "of": "failed"}
     folder = place.run(traces, tasks=3, backend={"kind": "scripted", "replies": ["Yes."]}, **BROKEN)
-    path, _, request = collector.requests.get(timeout=30)
+    path, _, request = collector.requests.get(timeout=120)
     assert path == "/own/path"
     (root,) = [span for span in spans_of(request) if not span.parent_span_id]
     assert attributes(root)["episode.task_id"] == "t1"
