@@ -54,14 +54,22 @@ async def _rescore(
 ) -> tuple[Rescored, Path, str]:
     from engine.checks import refuse_errors
     from engine.cli.report import dropped_words
+    from engine.errors import StoreError
     from engine.runner.rescore import rescore as score
     from engine.spec.load import load_spec
     from engine.store import RunStore, find_run
+    from engine.store.shards import shards_of
     from engine.tokens.loading import load_format
 
     loaded = load_spec(path, overrides)
     refuse_errors(loaded)
-    with RunStore.open(find_run(run, out=out)) as store:
+    folder = find_run(run, out=out)
+    if shards_of(folder) is not None:
+        raise StoreError(
+            f"{run} is a sharded run: a score is written into the store of a run, and this one has many. Export its rows with "
+            "another `rewards.credit` by `engine export --credit`, or run it with one driver"
+        )
+    with RunStore.open(folder) as store:
         own = store.header.loaded_spec()
         chat_format = load_format(own.spec.model, own.base)
         result = await score(store, loaded, chat_format, label, replace_label=replace)

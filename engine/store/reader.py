@@ -7,7 +7,7 @@ an incomplete episode and never prevents the writer from resetting its WAL.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -76,10 +76,10 @@ class EpisodeRow(NamedTuple):
 class RunReader:
     """Read access to a run. `RunStore` is a subclass."""
 
-    def __init__(self, folder: Path, header: RunHeader) -> None:
+    def __init__(self, folder: Path, header: RunHeader, file: str = database.FILE) -> None:
         self.folder = folder
         self.header = header
-        self._path = folder / database.FILE
+        self._path = folder / file
 
     @property
     def run_id(self) -> str:
@@ -336,6 +336,36 @@ class RunReader:
         """
         with self._reader() as connection:
             yield connection
+
+    def refresh(self) -> None:
+        """Read what other stores of the run have since; nothing for a run of one store, of which each method reads the newest state."""
+
+    def contents(self, numbers: Collection[int] | None = None) -> Iterator[tuple[sqlite3.Connection, int]]:
+        """Yield snapshots as `snapshot` gives, of every store that has content of the episodes `numbers` (all by default).
+
+        With each comes what is to be added to the episode numbers of its tables: a sharded run has many stores.
+        """
+        with self._reader() as connection:
+            yield connection, 0
+
+    def live(self) -> Iterator[tuple[sqlite3.Connection, int]]:
+        """As `contents`, of the stores in which episodes may be running."""
+        yield from self.contents()
+
+    def by_number(self, numbers: Sequence[int]) -> Iterator[tuple[int, Trajectory]]:
+        """Yield the finished episodes with these numbers that have content."""
+        query = (
+            "SELECT t.trajectory, e.id FROM trajectories t JOIN episodes e ON e.number = t.episode WHERE t.episode = ?"
+        )
+        with self._reader() as connection:
+            for number in numbers:
+                for text, name in connection.execute(query, (number,)).fetchall():
+                    yield number, self._decoded(connection, name, number, text)
+
+    def has_image(self, digest: str) -> bool:
+        """Return whether the run has an image."""
+        with self._reader() as connection:
+            return connection.execute("SELECT 1 FROM images WHERE digest = ?", (digest,)).fetchone() is not None
 
     @contextmanager
     def _reader(self) -> Iterator[sqlite3.Connection]:

@@ -50,6 +50,7 @@ from engine.store.lock import RunLock
 from engine.store.private import private_folder
 from engine.store.reader import EpisodeRow, RunReader, decoding, reading
 from engine.store.scores import write_score
+from engine.store.shards import SHARDED
 from engine.store.writer import Track, Writer
 
 __all__ = ["EpisodeRow", "RunStore", "episode_id_of", "find_run"]
@@ -113,13 +114,22 @@ class RunStore(RunReader):
             raise
 
     @classmethod
-    def open(cls, folder: Path | str, readonly: bool = False) -> RunStore:
-        """Open the run in `folder`.
+    def open(cls, folder: Path | str, readonly: bool = False, *, alone: bool = False) -> RunStore:
+        """Open the run in `folder`. A sharded run is read as one; for writing, its own store is opened.
+
+        Args:
+            folder: The run's folder.
+            readonly: Open it for reading only.
+            alone: Of a sharded run, read its own store without those of its drivers and without its shards.
 
         Raises:
             StoreError: there is no run, it has another version, or (for writing) another writer has it open.
         """
         folder = Path(folder)
+        if readonly and not alone and (folder / SHARDED).is_file():
+            from engine.store.sharded import ShardedRun
+
+            return ShardedRun(folder)
         path = folder / database.FILE
         with closing(database.connect_reader(path)) as connection, reading(path):
             row = connection.execute("SELECT header FROM run").fetchone()

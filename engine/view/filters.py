@@ -176,8 +176,9 @@ def _user_turns(store: RunStore) -> dict[int, str]:
         "SELECT j.episode, j.payload FROM journal j JOIN episodes e ON e.number = j.episode AND e.attempt = j.attempt "
         "WHERE j.kind = 'user' ORDER BY j.episode, j.seq"
     )
-    with store.snapshot() as connection:
-        return dict(connection.execute(query))
+    return {
+        base + number: record for connection, base in store.contents() for number, record in connection.execute(query)
+    }
 
 
 def _feedback(record: str | None) -> dict[str, Any]:
@@ -205,16 +206,16 @@ def _said(store: RunStore, keys: Sequence[int], text: str) -> list[int]:
     # These parts stand in the stored JSON as they are. They only save time: what was said decides.
     needles = [part for part in re.split(r'["\\\x00-\x1f\x7f]', text) if part]
     found: set[int] = set()
-    with store.snapshot() as connection:
+    for connection, base in store.contents(keys):
         for number, stored in connection.execute("SELECT episode, trajectory FROM trajectories"):
-            if number not in wanted or not _contains(stored, needles):
+            if base + number not in wanted or not _contains(stored, needles):
                 continue
             with suppress(StoreError):  # a damaged episode says nothing
                 if text in cast("EpisodeHead", read_head(stored)).said().casefold():
-                    found.add(number)
+                    found.add(base + number)
         for number, stored in connection.execute(_SCORES):
-            if number in wanted and _contains(stored, needles) and text in _judged(stored):
-                found.add(number)
+            if base + number in wanted and _contains(stored, needles) and text in _judged(stored):
+                found.add(base + number)
     return [key for key in keys if key in found]
 
 

@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from engine.errors import StoreError
 from engine.schemas.trajectory import Outcome, Turn
 from engine.store import codec, database
+from engine.store.catalogue import STORE
 from engine.store.reader import decoding
 
 if TYPE_CHECKING:
@@ -120,13 +121,11 @@ def heads(store: RunReader) -> Iterator[Trajectory]:
         rows = connection.execute(query).fetchall()
     for start in range(0, len(rows), _PAGE):
         part = rows[start : start + _PAGE]
-        marks = ", ".join("?" * len(part))
-        with store.snapshot() as connection:
-            texts = dict(
-                connection.execute(
-                    f"SELECT episode, trajectory FROM trajectories WHERE episode IN ({marks})", [row[0] for row in part]
-                )
-            )
+        texts: dict[int, str] = {}
+        for connection, base in store.contents([row[0] for row in part]):
+            own = [number - base for number, _ in part if 0 < number - base < STORE]
+            query = f"SELECT episode, trajectory FROM trajectories WHERE episode IN ({', '.join('?' * len(own))})"
+            texts |= {base + number: text for number, text in connection.execute(query, own)}
         for number, name in part:
             if number in texts:
                 with decoding(store.folder / database.FILE, name):

@@ -24,6 +24,7 @@ import structlog
 from engine.errors import StoreError
 from engine.runner.finished import END_VALUES
 from engine.store import codec
+from engine.store.catalogue import STORE
 from engine.store.dropped import dropped_among
 from engine.store.private import private_file, private_folder
 from engine.store.store import RunStore
@@ -130,7 +131,8 @@ class Index:
         Raises:
             StoreError: the store cannot be read.
         """
-        signature = _signature(store.folder)
+        store.refresh()
+        signature = _signature(store)
         if signature is not None and self._signatures.get(number) == signature:
             return False
         had = {
@@ -146,9 +148,14 @@ class Index:
                 wanted = None if len(changed) > len(rows) // 2 else set(changed)
                 found = connection.execute(f"SELECT number, {_STORED} FROM episodes")
                 new = [row for row in found if wanted is None or row[0] in wanted]
-            live = _live(connection) if any(row[1] == "running" for row in rows) else []
+        gone = had.keys() - {row[0] for row in rows}  # of a sharded run: another driver's attempt is listed now
+        live = _live(store) if any(row[1] == "running" for row in rows) else []
         marks = ", ".join("?" * (2 + _STORED.count(",") + 1))
         with self._writing():
+            for table in ("episodes", "variables"):
+                self.connection.executemany(
+                    f"DELETE FROM {table} WHERE source = {number} AND number = ?", [(each,) for each in gone]
+                )
             if changed:
                 self.connection.executemany(
                     f"INSERT OR REPLACE INTO episodes (source, number, {_STORED}) VALUES ({marks})",
@@ -161,7 +168,7 @@ class Index:
             changed_steps = self._steps(number, source, all_rows=bool(changed))
         if signature is not None:
             self._signatures[number] = signature
-        return bool(changed) or bool(live) or changed_steps
+        return bool(changed) or bool(gone) or bool(live) or changed_steps
 
     def _steps(self, number: int, source: Source, *, all_rows: bool) -> bool:
         """Write to each episode the step of the training that used it, from `batches.jsonl`."""
@@ -254,10 +261,10 @@ def _open(file: Path | None) -> sqlite3.Connection:
     raise AssertionError
 
 
-def _signature(folder: Path) -> tuple[int, ...] | None:
+def _signature(store: RunStore) -> tuple[int, ...] | None:
     """Sizes and times of the files that `refresh` reads; None while they may change without a change of these."""
     found: list[int] = []
-    for file in (folder / "run.db", folder / "run.db-wal", folder.parent / BATCHES):
+    for file in (store.path, Path(f"{store.path}-wal"), store.folder.parent / BATCHES):
         try:
             told = file.stat()
         except OSError:
@@ -267,8 +274,12 @@ def _signature(folder: Path) -> tuple[int, ...] | None:
     return tuple(found) if time.time_ns() - max(found[1::2]) > _SETTLED else None
 
 
-def _live(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
+def _live(store: RunStore) -> list[tuple[Any, ...]]:
     """(turns, sampled tokens, state, number) of each episode that was begun and is not done."""
+    return [(*row[:3], base + row[3]) for connection, base in store.live() for row in _running(connection)]
+
+
+def _running(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
     return connection.execute(
         "SELECT coalesce(sum(j.kind = 'generation'), 0), coalesce(sum(length(j.tokens)) / 8, 0), "
         "(SELECT dest FROM journal l WHERE l.episode = e.number AND l.attempt = e.attempt ORDER BY seq DESC LIMIT 1), e.number "
@@ -279,15 +290,21 @@ def _live(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
 
 def _read(store: RunStore, episodes: Sequence[int]) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     """Read episodes: the rows of `_DETAILS` with number and attempt, and the rows of table `variables`."""
-    marks = ", ".join("?" * len(episodes))
-    with store.snapshot() as connection:
-        texts = connection.execute(
-            f"SELECT episode, attempt, trajectory FROM trajectories WHERE episode IN ({marks})", tuple(episodes)
+    texts: list[tuple[int, int, str]] = []
+    blobs: list[tuple[int, int, bytes]] = []
+    gone: list[tuple[int, int]] = []
+    for connection, base in store.contents(episodes):
+        own = tuple(number - base for number in episodes if 0 < number - base < STORE)
+        marks = ", ".join("?" * len(own))
+        found = connection.execute(
+            f"SELECT episode, attempt, trajectory FROM trajectories WHERE episode IN ({marks})", own
         ).fetchall()
-        blobs = connection.execute(
-            f"SELECT episode, tokens, weight_versions FROM branches WHERE episode IN ({marks})", tuple(episodes)
+        texts += [(base + number, *rest) for number, *rest in found]
+        found = connection.execute(
+            f"SELECT episode, tokens, weight_versions FROM branches WHERE episode IN ({marks})", own
         ).fetchall()
-        gone = dropped_among(connection, episodes)
+        blobs += [(base + number, *rest) for number, *rest in found]
+        gone += [(base + number, attempt) for number, attempt in dropped_among(connection, own)]
     rows: dict[int, list[tuple[int, bytes]]] = {}
     for episode, tokens, versions in blobs:
         rows.setdefault(episode, []).append((tokens, versions))

@@ -1,0 +1,238 @@
+"""Reads a sharded run as one: the stores of its drivers that are in the run's folder, and its shards.
+
+`RunStore.open(folder, readonly=True)` opens one. Lists come from the catalogue; the content of an episode is read where it was written. The
+store of a part in an object store is copied into the cache folder when the content of one of its episodes is read.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from engine.errors import StoreError
+from engine.schemas.journal import JournalEntry
+from engine.schemas.trajectory import Trajectory
+from engine.store import database
+from engine.store.catalogue import STORE, Catalogue, catalogue_folder
+from engine.store.dropped import Dropped
+from engine.store.images import StoredImage
+from engine.store.lock import is_held
+from engine.store.places import Place
+from engine.store.reader import EpisodeRow, RunReader, RunStatus
+from engine.store.scores import ScoreHead
+from engine.store.shards import DRIVERS, SHARDED, read_header, shards_of
+from engine.store.store import RunStore
+
+_PAUSE = 5.0
+"""Seconds before an object store is listed again by one reader."""
+_PAGE = 256
+
+
+class ShardedRun(RunStore):
+    """A sharded run, open for reading."""
+
+    def __init__(self, folder: Path) -> None:
+        place = shards_of(folder)
+        if place is None:
+            raise StoreError(f"{folder} has no {SHARDED}: it is not a sharded run")
+        self._place = Place(place)
+        self._is_run = (folder / database.FILE).is_file()
+        if self._is_run:
+            with RunStore.open(folder, alone=True, readonly=True) as own:
+                header = own.header
+        else:
+            header = read_header(self._place)
+        super().__init__(folder, header, None, None)
+        self._cache = catalogue_folder(str(folder.absolute()))
+        self._catalogue = Catalogue(self._cache, header, self._place)
+        self._path = self._catalogue.path
+        self._readers: dict[int, RunReader] = {}
+        self._listed = float("-inf")
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what the drivers have written and published since."""
+        now = time.monotonic()
+        if self._place.folder is None and now - self._listed < _PAUSE:
+            return
+        self._catalogue.refresh(list(self._own().items()))
+        self._listed = now
+        self._sources = self._catalogue.sources()
+
+    def _own(self) -> dict[str, Path]:
+        """The folders of the run's own store and of its drivers, by their name in the catalogue."""
+        found = {"": self.folder} if self._is_run else {}
+        drivers = sorted((self.folder / DRIVERS).glob(f"*/{database.FILE}"))
+        return found | {f"{DRIVERS}/{file.parent.name}": file.parent for file in drivers}
+
+    def _reader_of(self, source: int) -> RunReader:
+        """The store with a number of the catalogue."""
+        if source in self._readers:
+            return self._readers[source]
+        name, is_part = self._sources[source]
+        if is_part:
+            folder = self._cache / "parts" / name
+            if not (folder / database.FILE).is_file():
+                if self._place.folder is not None:
+                    return self._remember(source, RunReader(self._place.folder, self.header, f"{name}.db"))
+                try:
+                    self._place.get(f"{name}.db", folder / database.FILE)
+                except StoreError as error:
+                    raise StoreError(
+                        f"shard {name} is not complete: {error}. Copy the file from where it was written"
+                    ) from error
+        else:
+            folder = self.folder / name
+        return self._remember(source, RunReader(folder, self.header))
+
+    def _remember(self, source: int, reader: RunReader) -> RunReader:
+        if not reader.path.is_file():
+            raise StoreError(
+                f"shard {self._sources[source][0]} is not complete: {reader.path} does not exist. Copy it from where it was written"
+            )
+        self._readers[source] = reader
+        return reader
+
+    def _live(self) -> dict[int, RunReader]:
+        """The stores that may still be written, by their number."""
+        return {source: self._reader_of(source) for source, (_, part) in self._sources.items() if not part}
+
+    # --- what differs from a run of one store ---
+
+    @property
+    def status(self) -> RunStatus:
+        """The status of the run: that of its own store, `running` while a driver in its folder runs. A URL has what was published."""
+        if not self._is_run:
+            return "done"
+        if any(is_held(folder) for folder in self._own().values()):
+            return "running"
+        with self._reader() as connection:
+            left = connection.execute("SELECT 1 FROM episodes WHERE status <> 'done' LIMIT 1").fetchone()
+            any_done = connection.execute("SELECT 1 FROM episodes LIMIT 1").fetchone()
+        if left is None and any_done is not None:
+            return "done"
+        with RunStore.open(self.folder, alone=True, readonly=True) as own:
+            said = own.status
+        return "interrupted" if said == "done" else said
+
+    def openings(self) -> list[float]:
+        """Unix times at which the stores of the run were opened for writing, oldest first."""
+        return sorted(at for reader in self._live().values() for at in reader.openings())
+
+    def contents(self, numbers: Collection[int] | None = None) -> Iterator[tuple[sqlite3.Connection, int]]:
+        """As in `RunReader`: one store or part after the other."""
+        chosen = set(self._sources) if numbers is None else {number // STORE for number in numbers}
+        for source in sorted(chosen):
+            for connection, _ in self._reader_of(source).contents():
+                yield connection, source * STORE
+
+    def live(self) -> Iterator[tuple[sqlite3.Connection, int]]:
+        """As in `RunReader`: the stores that may still be written."""
+        for source, reader in sorted(self._live().items()):
+            for connection, _ in reader.contents():
+                yield connection, source * STORE
+
+    def journal(self, episode_id: str, attempt: int | None = None) -> list[JournalEntry]:
+        """As in `RunReader`; an earlier attempt may be in the store of another driver."""
+        row = self.episode(episode_id)
+        home = row.number // STORE
+        if attempt is None or attempt == row.attempt:
+            return self._reader_of(home).journal(episode_id, row.attempt)
+        for source in [home, *(each for each in self._sources if each != home)]:
+            with suppress(StoreError):
+                found = self._reader_of(source).journal(episode_id, attempt)
+                if found:
+                    return found
+        return []
+
+    def current_states(self) -> dict[str, str]:
+        """As in `RunReader`."""
+        running = {row.id: row.number // STORE for row in self.episodes() if row.status == "running"}
+        states = {source: reader.current_states() for source, reader in self._live().items()}
+        return {episode: states.get(source, {}).get(episode, "") for episode, source in running.items()}
+
+    def trajectory(self, episode_id: str, score: str | None = None) -> Trajectory:
+        """As in `RunReader`."""
+        self._refuse(score)
+        row = self.episode(episode_id)
+        if row.status != "done":
+            raise StoreError(f"{episode_id} is {row.status}: it has no trajectory yet")
+        return self._reader_of(row.number // STORE).trajectory(episode_id)
+
+    def trajectories(self, score: str | None = None) -> Iterator[Trajectory]:
+        """As in `RunReader`."""
+        self._refuse(score)
+        query = (
+            "SELECT task_index, sample_index, number FROM episodes WHERE status = 'done' "
+            f"AND (task_index, sample_index, number) > (?, ?, ?) ORDER BY task_index, sample_index, number LIMIT {_PAGE}"
+        )
+        last: tuple[int, int, int] = (-1, -1, -1)
+        while True:
+            with self._reader() as connection:
+                rows = connection.execute(query, last).fetchall()
+            yield from self._read_all([row[2] for row in rows])
+            if len(rows) < _PAGE:
+                return
+            last = rows[-1]
+
+    def _read_all(self, numbers: list[int]) -> Iterator[Trajectory]:
+        """Read episodes with one connection per store, and yield them in the given order; dropped ones are left out."""
+        found: dict[int, Trajectory] = {}
+        for source in dict.fromkeys(number // STORE for number in numbers):
+            reader = self._reader_of(source)
+            own = [number % STORE for number in numbers if number // STORE == source]
+            found |= {source * STORE + number: each for number, each in reader.by_number(own)}
+        yield from (found[number] for number in numbers if number in found)
+
+    def scores(self) -> list[ScoreHead]:
+        """None: `engine rescore` writes into the store of a run, and a sharded run has many."""
+        return []
+
+    def score(self, label: str) -> ScoreHead:
+        """Raises StoreError: a sharded run has no scores."""
+        self._refuse(label)
+        raise AssertionError
+
+    def _refuse(self, score: str | None) -> None:
+        if score is not None:
+            raise StoreError(f"{self.run_id} has no score `{score}`: a sharded run has no scores; leave out --score")
+
+    def episodes(self, score: str | None = None) -> list[EpisodeRow]:
+        """As in `RunReader`."""
+        self._refuse(score)
+        return super().episodes()
+
+    def dropped_ids(self) -> set[str]:
+        """As in `RunReader`: of the drivers' stores; what was published before is not dropped."""
+        found = {id for reader in self._live().values() for id in reader.dropped_ids()}
+        return {id for id in found if not self._sources[self.episode(id).number // STORE][1]}
+
+    def dropped(self) -> Dropped:
+        """As in `RunReader`."""
+        ids = self.dropped_ids()
+        told = [reader.dropped() for reader in self._live().values()]
+        return (
+            Dropped(len(ids), sum(each.size for each in told), max((each.at for each in told), default=0.0))
+            if ids
+            else Dropped()
+        )
+
+    def image_digests(self) -> list[str]:
+        """As in `RunReader`; in the order of digests."""
+        with self._reader() as connection:
+            found = {row[0] for row in connection.execute("SELECT digest FROM image_parts")}
+        return sorted(found.union(*(reader.image_digests() for reader in self._live().values())))
+
+    def image(self, digest: str) -> StoredImage:
+        """As in `RunReader`."""
+        with self._reader() as connection:
+            row = connection.execute("SELECT source FROM image_parts WHERE digest = ?", (digest,)).fetchone()
+        if row is not None:
+            return self._reader_of(row[0]).image(digest)
+        for reader in self._live().values():
+            if reader.has_image(digest):
+                return reader.image(digest)
+        raise StoreError(f"{self.run_id} has no image {digest}")
