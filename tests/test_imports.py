@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import networkx as nx
@@ -67,3 +68,9 @@ def test_the_layers_name_every_module_of_the_engine() -> None:
     names |= set(layers.get("exhaustive_ignores", []))
     top = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert top - names - {"__init__"} == set()
+
+
+def test_no_benchmark_has_the_name_of_an_installed_package() -> None:
+    """Tests put `bench/` on the path, so such a file would be imported in place of the package."""
+    installed = {name.partition(".")[0] for name in packages_distributions()}
+    assert not installed & {path.stem for path in (Path(__file__).parents[1] / "bench").glob("*.py")}

@@ -1,4 +1,4 @@
-"""What the endpoint of agent programs costs: `python bench/agents.py [TURNS] [PROGRAMS] [TOKENIZER_FOLDER]`.
+"""What the endpoint of agent programs costs: `python bench/agent_programs.py [TURNS] [PROGRAMS] [TOKENIZER_FOLDER]`.
 
 1. µs of one request, as the program sees it: to a plain HTTP server in the engine's process that hands the rendered prompt to the backend and
    answers with the text, and to the endpoint, where the request is a turn: attached, sampled, recorded, durable. One program
