@@ -75,6 +75,9 @@ class Backend(ABC):
             BackendError: It cannot serve this spec; the message says what to change.
         """
 
+    def spread(self, number: int) -> None:  # noqa: B027
+        """Prefer other servers than the other processes of the run, which have other numbers. Called before `start`."""
+
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one reply. Cancelling the call aborts the work.

@@ -37,6 +37,7 @@ def all_rules() -> list[Rule]:
         condensing,
         credit_reach,
         cycles,
+        drivers,
         experts,
         guards,
         harbor,

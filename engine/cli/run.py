@@ -73,6 +73,13 @@ def run(
             min=0, help="What the run may cost, instead of the spec's `rollout.max_cost`; also with --resume."
         ),
     ] = None,
+    drivers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes that drive the episodes, on Ray, instead of the spec's `rollout.drivers`; also with --resume.",
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only the summary.")] = False,
 ) -> None:
     """Run episodes, and store every token, reward and event.
@@ -83,7 +90,8 @@ def run(
     Ctrl-C; 143 after SIGTERM.
     """
     from engine.cli.console import make_console
-    from engine.errors import EngineError
+    from engine.cli.run_drivers import resumed_drivers
+    from engine.errors import EngineError, StoreError
     from engine.logs import configure_logging
 
     configure_logging()
@@ -96,10 +104,17 @@ def run(
         changes = list(overrides or ())
         if max_cost is not None and resume is None:
             changes.append(f"rollout.max_cost={max_cost}")
+        if drivers is not None and resume is None:
+            changes.append(f"rollout.drivers={drivers}")
         loaded, tasks, store = prepare(console, spec, changes, limit, out, resume)
         if max_cost is not None and resume is not None:
             rollout = loaded.spec.rollout.model_copy(update={"max_cost": max_cost})
             loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
+        if resume is not None:
+            loaded = resumed_drivers(loaded, store, drivers)
+            if retry_failed is not None and loaded.spec.rollout.drivers > 1:
+                store.close()
+                raise StoreError("--retry-failed is not supported in a run with several drivers; begin a new run")
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(ERROR) from None
@@ -110,12 +125,14 @@ def run(
 def fork_run(run: str, out: Path, turn: int, salt: int) -> None:
     """Fork a run at a turn, and run the new run to its end."""
     from engine.cli.console import make_console
-    from engine.errors import EngineError
+    from engine.errors import EngineError, StoreError
     from engine.runner.fork import fork
     from engine.store import RunStore, find_run
 
     try:
         with RunStore.open(find_run(run, out=out), readonly=True) as source:
+            if (source.folder / "sharded.json").exists():
+                raise StoreError(f"{source.folder} is a run of several drivers; forks of such runs are not supported")
             loaded, tasks, store = fork(source, out, turn, salt)
     except EngineError as error:
         echo(str(error), err=True)
@@ -208,6 +225,7 @@ def prepare(
         StoreError: the run to resume cannot be opened, or the new one cannot be created.
     """
     from engine.checks import refuse_errors, refuse_first_tasks
+    from engine.cli.run_drivers import refuse_many
     from engine.spec.load import load_spec
     from engine.spec.tasks import load_tasks
     from engine.store import RunHeader, RunStore, find_run
@@ -226,6 +244,8 @@ def prepare(
         wrong_usage("give a spec to run, or --resume RUN")
     changes = [*overrides, f"tasks.limit={limit}"] if limit is not None else overrides
     loaded = load_spec(spec, changes)
+    if evaluation:
+        refuse_many(loaded, "eval")
     for item in refuse_errors(loaded):
         console.print(str(item), style="yellow")
     tasks = load_tasks(loaded)
@@ -259,6 +279,7 @@ async def drive(
     """
     from engine.backends.registry import open_backend
     from engine.cli.report import print_summary
+    from engine.cli.run_drivers import drive_many, is_sharded
     from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
     from engine.runner.noticed import RunNotices
@@ -267,6 +288,8 @@ async def drive(
     from engine.store.private import private_file
     from engine.tokens.loading import load_format
 
+    if is_sharded(loaded, store):
+        return await drive_many(loaded, tasks, store, console, quiet=quiet, summary=summary, keep_going=keep_going)
     began = time.perf_counter()
     chat_format = load_format(loaded.spec.model, loaded.base)
     tasks = fitting_tasks(tasks, loaded, chat_format)
@@ -286,7 +309,7 @@ async def drive(
                 if again:
                     console.print(f"{len(await store.begin_again(again))} failed episodes are run again")
                 began = time.perf_counter()
-                with notices.watch(runner):
+                with notices.watch(runner.live, runner.summary):
                     result = await _with_progress(runner, stop, console, quiet=quiet)
             finally:
                 await backend.close()

@@ -57,6 +57,7 @@ def serve(
     """
     from engine.cli.console import make_console
     from engine.cli.run import prepare
+    from engine.cli.run_drivers import refuse_many
     from engine.cli.stopping import interrupted
     from engine.errors import EngineError
     from engine.logs import configure_logging
@@ -70,6 +71,11 @@ def serve(
     console = make_console()
     try:
         loaded, tasks, store = prepare(console, spec, list(overrides or ()), limit, out, resume)
+        try:
+            refuse_many(loaded, "serve")
+        except EngineError:
+            store.discard()
+            raise
         if loaded.spec.agent is None:
             store.discard()
             wrong_usage("the spec has no `agent`: write `agent: {}` and `machine: agent`")
@@ -158,7 +164,10 @@ async def _serve(
                             echo(f"Token (set {TOKEN} for one of your own): {given}")
                         echo(f"Serving {loaded.spec.name} at {address}; Ctrl-C ends it.")
                         panel = Panel(runner.live, runner.summary)
-                        with notices.watch(runner), nullcontext() if quiet else ticking(panel.line, echo):
+                        with (
+                            notices.watch(runner.live, runner.summary),
+                            nullcontext() if quiet else ticking(panel.line, echo),
+                        ):
                             await stop.wait()
                         if episodes.open_ids:
                             shown = ", ".join(episodes.open_ids[:10]) + (", …" if len(episodes.open_ids) > 10 else "")

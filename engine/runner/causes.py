@@ -65,6 +65,12 @@ class Causes:
         self.first.setdefault(cause, failure)
         return cause
 
+    def merge(self, other: Causes) -> None:
+        """Add the counts of other episodes of the same spec."""
+        for cause, count in other.counts.items():
+            self.counts[cause] = self.counts.get(cause, 0) + count
+            self.first.setdefault(cause, other.first[cause])
+
     @property
     def failures(self) -> int:
         """Return the number of failures."""

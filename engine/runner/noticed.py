@@ -11,8 +11,8 @@ from engine.notices.notifier import Notifier
 from engine.notices.watch import Watch
 
 if TYPE_CHECKING:
-    from engine.runner.run import Runner, RunResult
-    from engine.runner.stats import Summary
+    from engine.runner.run import RunResult
+    from engine.runner.stats import Live, Summary
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore
 
@@ -22,7 +22,7 @@ class RunNotices:
 
     notices = RunNotices(loaded, store)
     async with notices.of_errors():
-        with notices.watch(runner):
+        with notices.watch(runner.live, runner.summary):
             result = await runner.run()
     await notices.of_result(result)
     """
@@ -45,9 +45,8 @@ class RunNotices:
             await self._notifier.notify("failed", reason=f"{type(error).__name__}: {error}")
             raise
 
-    def watch(self, runner: Runner) -> Watch:
-        """The thread that sends `stalled` and `budget` while the runner works."""
-        live, summary = runner.live, runner.summary
+    def watch(self, live: Live, summary: Summary) -> Watch:
+        """The thread that sends `stalled` and `budget` while episodes run, by their counts."""
         return Watch(
             self._notifier,
             self._spec,

@@ -18,7 +18,7 @@ import gc
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
@@ -60,6 +60,31 @@ MAX_LOSSES = 12
 """How often an episode is resumed because other code blocked the event loop that its objects were bound to."""
 FINISHING = 64
 """Maximum number of trajectories in memory that wait to be written; each is several times as large as its episode."""
+
+
+class Episodes(Protocol):
+    """Gives a runner its episodes, one after another."""
+
+    async def next(self) -> tuple[Task, int, int] | None:
+        """Return the next episode: its task, its index in the group, and the number of its first attempt; None: no more."""
+
+    def ended(self, task: Task, sample: int, *, finished: bool) -> None:
+        """Count an episode that has ended. finished: it is stored; else the engine could not finish it."""
+
+
+class _InOrder:
+    """Gives episodes in the order of an iterator."""
+
+    def __init__(self, episodes: Iterator[tuple[Task, int]]) -> None:
+        self._episodes = episodes
+
+    async def next(self) -> tuple[Task, int, int] | None:
+        """Return the next one."""
+        found = next(self._episodes, None)
+        return None if found is None else (*found, 0)
+
+    def ended(self, task: Task, sample: int, *, finished: bool) -> None:
+        """Nothing depends on it."""
 
 
 @dataclass(slots=True)
@@ -159,12 +184,33 @@ class Runner:
             for trajectory in self._store.trajectories():
                 self.summary.add(trajectory)
                 self.live.before += 1
-            await self._run_all(self._unfinished(self._store.finished()), stop)
+            await self._run_all(_InOrder(self._unfinished(self._store.finished())), stop)
         interrupted = stop is not None and stop.is_set() and self.summary.episodes < self.live.total
         return RunResult(self.summary, interrupted, self._faults, self._stopped)
 
-    async def episode(self, task: Task, sample: int) -> Trajectory:
+    async def run_given(self, episodes: Episodes, stop: asyncio.Event) -> RunResult:
+        """Run the episodes that `episodes` gives, until it gives no more. Setting `stop` ends the run early and cleanly.
+
+        The summary has those that are in the store already.
+
+        Raises:
+            EngineError: as `run`.
+            StoreError: a record cannot be stored.
+        """
+        async with self.serving():
+            for trajectory in self._store.trajectories():
+                self.summary.add(trajectory)
+            self.live.before = self.summary.episodes
+            await self._run_all(episodes, stop)
+        return RunResult(self.summary, stop.is_set(), self._faults, self._stopped)
+
+    async def episode(self, task: Task, sample: int, attempt: int = 0) -> Trajectory:
         """Run one episode from the end of its journal to its end. Call it only inside `serving`.
+
+        Args:
+            task: The episode's task.
+            sample: Index of the episode in its group.
+            attempt: Number of its first attempt in this store, if it is new here.
 
         Raises:
             StoreError: the episode is done already, or a record cannot be stored.
@@ -173,7 +219,7 @@ class Runner:
         """
         episode_id = episode_id_of(task.id, sample)
         async with self._suspects.admitted(episode_id) as alone:
-            journal = await self._store.begin(task, sample)
+            journal = await self._store.begin(task, sample, attempt=attempt)
             given_up = self._suspects.given_up(episode_id)
             if given_up is not None and not self._executor.has_ended(until_end(journal)):
                 await self._store.restart(episode_id)
@@ -189,7 +235,7 @@ class Runner:
                 await self._store.restart(episode_id, len(shared))
                 return await self._execute_on_new_loops(task, sample, shared, alone=alone)
 
-    async def episode_or_none(self, task: Task, sample: int, faults: list[str]) -> Trajectory | None:
+    async def episode_or_none(self, task: Task, sample: int, faults: list[str], attempt: int = 0) -> Trajectory | None:
         """Run one episode, as `episode`. Returns None, and adds the reason to `faults`, if the engine itself failed in it.
 
         Raises:
@@ -197,7 +243,7 @@ class Runner:
             EngineError: it stops the run (`stops_run`).
         """
         try:
-            return await self.episode(task, sample)
+            return await self.episode(task, sample, attempt)
         except StoreError:
             raise
         except Exception as error:
@@ -334,7 +380,7 @@ class Runner:
             if budget is not None and self._shared_budget is None:
                 budget.close()
 
-    async def _run_all(self, episodes: Iterator[tuple[Task, int]], stop: asyncio.Event | None) -> None:
+    async def _run_all(self, episodes: Episodes, stop: asyncio.Event | None) -> None:
         """Run episodes, a bounded number at a time, until none is left or `stop` or `_halt` is set."""
         alive = self.spec.rollout.live_episodes or 2 * self.spec.rollout.concurrency
         count = min(alive, self.live.total or 1)
@@ -354,11 +400,12 @@ class Runner:
             if isinstance(fault, BaseException) and not isinstance(fault, asyncio.CancelledError):
                 raise fault
 
-    async def _run_next(self, episodes: Iterator[tuple[Task, int]]) -> None:
+    async def _run_next(self, episodes: Episodes) -> None:
         """Run one episode after another, until none is left."""
-        for task, sample in episodes:
+        while (given := await episodes.next()) is not None:
+            task, sample, attempt = given
             try:
-                trajectory = await self.episode_or_none(task, sample, self._faults)
+                trajectory = await self.episode_or_none(task, sample, self._faults, attempt)
                 if trajectory is not None:
                     self.count(trajectory)
             except StoreError:
@@ -368,6 +415,7 @@ class Runner:
                 if not error.drains:
                     self._halt.set()
                 return
+            episodes.ended(task, sample, finished=trajectory is not None)
 
     def _unfinished(self, done: set[str]) -> Iterator[tuple[Task, int]]:
         """Yield the unfinished episodes, task by task; last those that may have killed the engine, fewest crashes first."""

@@ -124,6 +124,14 @@ class Live:
         return turns / self.turns_per_second
 
 
+_SUMS = (
+    "episodes", "trainable", "solved", "reward", "queue_seconds", "prompt_tokens", "cached_tokens", "reply_tokens", "cost",
+    "unchecked_prompts", "branches",
+)  # fmt: skip
+_COUNTERS = ("outcomes", "transitions", "counts", "branch_reasons")
+_BY_NAME = ("names", "seconds")
+
+
 @dataclass(slots=True)
 class SourceSums:
     """Sums over the finished episodes of one source of a mix."""
@@ -213,6 +221,28 @@ class Summary:
         for state, seconds in trajectory.seconds.items():
             self.seconds[state] += seconds
         return self.causes.add(trajectory)
+
+    def merge(self, other: Summary) -> None:
+        """Add the sums of other episodes of the same spec."""
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for counted in _COUNTERS:
+            getattr(self, counted).update(getattr(other, counted))
+        for added in _BY_NAME:
+            own = getattr(self, added)
+            for name, value in getattr(other, added).items():
+                own[name] += value
+        for index, (total, reached) in enumerate(other.turn_rewards):
+            if index == len(self.turn_rewards):
+                self.turn_rewards.append([0.0, 0.0])
+            self.turn_rewards[index][0] += total
+            self.turn_rewards[index][1] += reached
+        for name, sums in other.sources.items():
+            mine = self.sources.setdefault(name, SourceSums())
+            mine.episodes += sums.episodes
+            mine.solved += sums.solved
+            mine.reward += sums.reward
+        self.causes.merge(other.causes)
 
     @property
     def backend_failed(self) -> bool:

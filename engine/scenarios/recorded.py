@@ -37,6 +37,8 @@ _ELSEWHERE = (
     "backend",
     "rollout.concurrency",
     "rollout.live_episodes",
+    "rollout.drivers",
+    "rollout.shards",
     "rollout.out",
     "rollout.samples_per_task",
     "rollout.max_cost",

@@ -80,6 +80,10 @@ class ServersBackend(Backend):
         if self._launched is not None:
             await self._launched.start(self.logs or default_logs())
 
+    def spread(self, number: int) -> None:
+        """Begin with another server than the other processes of the run: among equally loaded servers the first is chosen."""
+        self.pool.rotate(number)
+
     async def prepare(self, request: GenerateRequest) -> None:
         """Prepare a request before its deadline starts.
 

@@ -79,6 +79,11 @@ class Pool:
         self.failovers = 0
         """Number of episodes that had to change their server."""
 
+    def rotate(self, number: int) -> None:
+        """Move the first `number` servers to the end of the list. Among equally loaded servers the first one is chosen."""
+        at = number % len(self.servers)
+        self.servers[:] = [*self.servers[at:], *self.servers[:at]]
+
     async def available(self, episode_id: str, avoid: Iterable[Server] = ()) -> Server:
         """Wait until a server is available, and choose it as `choose` does.
 

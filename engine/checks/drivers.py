@@ -1,0 +1,101 @@
+"""Rules about `rollout.drivers`: what several processes cannot share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from engine.checks.context import CheckContext
+from engine.checks.registry import Finding, rule
+from engine.errors import SpecError
+from engine.schemas.backend import BackendBase, LocalBackendSpec
+from engine.spec.diagnostic import DataPath, Diagnostic
+
+if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
+    from engine.spec.load import LoadedSpec
+
+RULE = "rollout.drivers"
+
+
+@rule(RULE, "error", "something that several drivers cannot share")
+def unshared(ctx: CheckContext) -> Iterator[Finding]:
+    """`rollout.drivers` above 1 with a part of the spec that belongs to one process."""
+    for message, path, fix in problems(ctx.spec):
+        yield Finding(message, path, fix)
+
+
+@rule("rollout.shards", "warning", "a place for shards in a run with one driver")
+def unused_shards(ctx: CheckContext) -> Iterator[Finding]:
+    """`rollout.shards` without several drivers."""
+    if ctx.spec.rollout.shards is not None and ctx.spec.rollout.drivers == 1:
+        yield Finding(
+            "`shards` has no effect with one driver: its rows stay in the run's store",
+            ("rollout", "shards"),
+            "set `rollout.drivers`, or remove it",
+        )
+
+
+def problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
+    """What prevents several drivers: a message, its place, and what to do."""
+    from engine.actions.role_models import roles_of
+
+    rollout = spec.rollout
+    if rollout.drivers == 1:
+        return
+    live = rollout.live_episodes or 2 * rollout.concurrency
+    if min(rollout.concurrency, live) < rollout.drivers:
+        yield (
+            f"{rollout.drivers} drivers share {min(rollout.concurrency, live)} places (`concurrency`, `live_episodes`)",
+            ("rollout", "drivers"),
+            "use fewer drivers, or raise `rollout.concurrency` and `rollout.live_episodes`",
+        )
+    if rollout.max_cost is not None:
+        yield (
+            "`max_cost` is not supported with several drivers: each counts its own cost",
+            ("rollout", "max_cost"),
+            "remove it, or set `rollout.drivers: 1`",
+        )
+    backends: list[tuple[BackendBase, DataPath]] = [(spec.backend, ("backend",))]
+    if (
+        any(user.model_played for user in (spec.user, *spec.users.values()) if user is not None)
+        or spec.rewards.scorer is not None
+    ):
+        backends += [
+            (part.backend, (*path, "backend"))
+            for path, (_, part, _) in roles_of(spec).items()
+            if part.backend is not None
+        ]
+    for backend, path in backends:
+        if isinstance(backend, LocalBackendSpec):
+            yield (
+                "each driver would load a copy of the weights",
+                path,
+                "use a backend with servers (`kind: sglang`, `kind: vllm`), or set `rollout.drivers: 1`",
+            )
+        elif getattr(backend, "launch", None) is not None:
+            yield (
+                "each driver would start servers of its own",
+                (*path, "launch"),
+                "start the servers beside the run, and give their `url` or `urls`, or set `rollout.drivers: 1`",
+            )
+    if spec.agent is not None and spec.agent.elsewhere:
+        yield (
+            "agent programs that run elsewhere have one endpoint",
+            ("agent",),
+            "set `rollout.drivers: 1`",
+        )
+
+
+def refuse_drivers(loaded: LoadedSpec) -> None:
+    """Check a spec whose number of drivers was changed after it was checked.
+
+    Raises:
+        SpecError: it cannot run with so many drivers.
+    """
+    found = [
+        Diagnostic(RULE, "error", message, fix, loaded.origin(path), path)
+        for message, path, fix in problems(loaded.spec)
+    ]
+    if found:
+        raise SpecError(found)

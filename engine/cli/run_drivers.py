@@ -1,0 +1,191 @@
+"""`engine run --drivers N`: the drivers' table, and a resume with another number of drivers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console, Group
+from rich.table import Table
+
+from engine.cli.progress import duration
+from engine.cli.report import Panel
+from engine.terminal import echo
+
+if TYPE_CHECKING:
+    from engine.drivers.run import Fleet
+    from engine.runner.run import RunResult
+    from engine.spec.load import LoadedSpec
+    from engine.spec.mix import TaskList
+    from engine.store.store import RunStore
+
+
+def is_sharded(loaded: LoadedSpec, store: RunStore) -> bool:
+    """Whether a run is driven by drivers: by its spec, or because drivers have begun it."""
+    return loaded.spec.rollout.drivers > 1 or (store.folder / "sharded.json").exists()
+
+
+def refuse_many(loaded: LoadedSpec, command: str) -> None:
+    """Refuse a spec with several drivers for a command that has one process.
+
+    Raises:
+        SpecError: `rollout.drivers` is more than 1.
+    """
+    from engine.errors import SpecError
+    from engine.spec.diagnostic import Diagnostic
+
+    path = ("rollout", "drivers")
+    if loaded.spec.rollout.drivers > 1:
+        message = f"`engine {command}` does not support several drivers; `engine run` does"
+        fix = "give --set rollout.drivers=1"
+        raise SpecError([Diagnostic("rollout.drivers", "error", message, fix, loaded.origin(path), path)])
+
+
+def resumed_drivers(loaded: LoadedSpec, store: RunStore, drivers: int | None) -> LoadedSpec:
+    """The spec of a resumed run, with another number of drivers.
+
+    Raises:
+        SpecError: the spec cannot run with several drivers.
+        StoreError: the run was begun without drivers.
+    """
+    from engine.checks.drivers import refuse_drivers
+    from engine.errors import StoreError
+
+    if drivers is None:
+        return loaded
+    if drivers > 1 and not (store.folder / "sharded.json").exists() and store.statuses():
+        store.close()
+        raise StoreError(f"{store.folder} was begun by one process, and is continued by one: leave out --drivers")
+    rollout = loaded.spec.rollout.model_copy(update={"drivers": drivers})
+    loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
+    refuse_drivers(loaded)
+    return loaded
+
+
+class DriversPanel(Panel):
+    """The panel of a run, with one line for each driver."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(fleet.live, fleet.summary)
+        self._fleet = fleet
+
+    def line(self) -> str:
+        """Return the main numbers on one line, and those of each driver."""
+        parts = [
+            f"driver {slot}: {report['episodes']} episodes, {_rate(report):.1f} turns/s"
+            for slot, report in dict(self._fleet.reports).items()
+        ]
+        return " · ".join([super().line(), *parts, *self._deaths()])
+
+    def __rich__(self) -> Group:
+        return Group(super().__rich__(), drivers_table(self._fleet), *self._deaths())
+
+    def _deaths(self) -> list[str]:
+        count = self._fleet.deaths.total()
+        return [f"{count} drivers died and began again"] if count else []
+
+
+def _rate(report: dict[str, float]) -> float:
+    return report["turns"] / report["seconds"]
+
+
+def drivers_table(fleet: Fleet) -> Table:
+    """One line for each driver: host, episodes in its store, running ones, turns and tokens per second, CPU time, deaths."""
+    table = Table(
+        "driver",
+        "host",
+        "episodes",
+        "running",
+        "turns/s",
+        "tokens/s",
+        "CPU",
+        "deaths",
+        title="Drivers",
+        title_justify="left",
+    )
+    for slot, report in dict(fleet.reports).items():
+        table.add_row(
+            report["store"],
+            report["host"],
+            str(report["episodes"]),
+            str(sum(report["states"].values())),
+            f"{_rate(report):.1f}",
+            f"{report['tokens'] / report['seconds']:.0f}",
+            duration(report["cpu"]),
+            str(fleet.deaths[slot]),
+        )
+    return table
+
+
+async def drive_many(
+    loaded: LoadedSpec,
+    tasks: TaskList,
+    store: RunStore,
+    console: Console,
+    *,
+    quiet: bool,
+    summary: bool = True,
+    keep_going: bool = False,
+) -> RunResult:
+    """Run a prepared run to its end with several drivers; the arguments are those of `engine.cli.run.drive`."""
+    from rich.live import Live as LiveDisplay
+
+    from engine.cli.progress import ticking
+    from engine.cli.report import print_summary
+    from engine.cli.stopping import stop_on_signals
+    from engine.drivers.run import Fleet, run_drivers
+    from engine.masking import mask_credentials
+    from engine.runner.noticed import RunNotices
+    from engine.runner.overlong import fitting_tasks
+    from engine.runner.stats import Live, Summary
+    from engine.store.private import private_file
+    from engine.tokens.loading import load_format
+
+    began = time.perf_counter()
+    rollout = loaded.spec.rollout
+    fitting = fitting_tasks(tasks, loaded, load_format(loaded.spec.model, loaded.base))
+    kept = None
+    if fitting is not tasks:
+        chosen = {task.id for task in fitting}
+        kept = np.asarray([at for at, task in enumerate(tasks) if task.id in chosen])
+    fleet = Fleet(Live(total=len(fitting) * rollout.samples_per_task), Summary())
+    stop = asyncio.Event()
+    notices = RunNotices(loaded, store)
+
+    def ready() -> None:
+        console.print(
+            f"{loaded.spec.name}: {len(fitting)} tasks × {rollout.samples_per_task} samples on {loaded.spec.backend.kind}, "
+            f"{rollout.drivers} drivers asked to begin after {time.perf_counter() - began:.1f} s",
+        )
+        fleet.live.began = time.perf_counter()
+
+    with stop_on_signals(stop, f"To finish it: engine run --resume {store.folder}"):
+        async with notices.of_errors():
+            work = run_drivers(loaded, fitting, kept, store, fleet, stop=stop, keep_going=keep_going, ready=ready)
+            with notices.watch(fleet.live, fleet.summary):
+                panel = DriversPanel(fleet)
+                if quiet:
+                    found = await work
+                elif console.is_terminal:
+                    with LiveDisplay(panel, console=console, refresh_per_second=4, transient=True):
+                        found = await work
+                else:
+                    try:
+                        with ticking(panel.line, echo):
+                            found = await work
+                    finally:
+                        echo(panel.line())
+        await notices.of_result(found.result)
+    report = private_file(store.folder / "backend.json")
+    report.write_text(mask_credentials(json.dumps({"drivers": found.told}, indent=2, default=str)) + "\n")
+    store.close("interrupted" if found.result.summary.episodes < fleet.live.total else "done")
+    if summary:
+        print_summary(console, found.result.summary, seconds=fleet.live.seconds, tokens=fleet.live.tokens)
+        console.print(drivers_table(fleet))
+    if found.spent:
+        console.print(f"Cost of the run: {found.spent:.6g}, with users, judges and unfinished episodes")
+    return found.result

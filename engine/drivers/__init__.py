@@ -1,0 +1,1 @@
+"""Episodes of one run in many processes and on many hosts, on Ray."""

@@ -1,0 +1,316 @@
+"""A run with several drivers, from the cluster to the summary."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import structlog
+
+from engine.drivers.actors import Coordinator, Driver, RemoteCoordinator, engine_error
+from engine.drivers.cluster import cluster, nodes_of
+from engine.drivers.leases import FILE, Leases
+from engine.drivers.session import STORES, Done, Report, Setup
+from engine.errors import EngineError, StoreError
+from engine.runner.causes import Causes
+from engine.runner.run import RunResult
+from engine.runner.stats import Live, Summary
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+    from engine.spec.mix import TaskList
+    from engine.store.store import RunStore
+
+log = structlog.get_logger(__name__)
+
+LEASE_SECONDS = 60.0
+"""Time without a call after which a driver loses its leases."""
+POLL = 0.5
+"""Seconds between two questions for the state of the run."""
+STOP_SECONDS = 15.0
+"""Longest time that drivers get for a clean stop."""
+MAX_DEATHS = 8
+"""How often a driver may die without having finished an episode in between."""
+
+
+@dataclass
+class Fleet:
+    """The state of all drivers: what the panel of the command shows."""
+
+    live: Live
+    summary: Summary
+    reports: dict[int, Report] = field(default_factory=dict)
+    """The newest report of each driver, by its number."""
+    deaths: Counter[int] = field(default_factory=Counter)
+    expired: int = 0
+    """How often leases were taken from a driver that was silent for too long."""
+    coordinator_cpu: float = 0.0
+    """CPU time of the coordinator, in seconds."""
+    _by_life: dict[tuple[int, str], Report] = field(default_factory=dict)
+
+    def take(self, status: dict[str, Any]) -> None:
+        """Take in the reports that the coordinator has; a coordinator that began again has fewer."""
+        self._by_life |= status["reports"]
+        self.expired, self.coordinator_cpu = status["expired"], status["cpu"]
+        newest: dict[int, Report] = {}
+        for (slot, _), report in self._by_life.items():
+            newest[slot] = report
+        self.reports = dict(sorted(newest.items()))
+        live, lives = self.live, list(self._by_life.values())
+        for name in ("tokens", "turns", "finished", "finished_turns"):
+            setattr(live, name, sum(report[name] for report in lives))
+        for name in ("failures", "limits"):
+            setattr(live, name, sum((Counter(report[name]) for report in lives), Counter()))
+        live.states = sum((Counter(report["states"]) for report in self.reports.values()), Counter())
+        stores = {report["store"]: report for report in lives}
+        self.summary.episodes = sum(report["episodes"] for report in stores.values())
+        self.summary.reward = sum(report["reward"] for report in stores.values())
+        self.summary.unchecked_prompts = sum(report["unchecked"] for report in stores.values())
+        live.before = max(0, self.summary.episodes - live.finished)
+
+
+@dataclass
+class ManyResult:
+    """The outcome of a run with several drivers."""
+
+    result: RunResult
+    spent: float
+    told: dict[str, Any]
+    """Counts of the backend of each driver, by the name of its store."""
+
+
+async def run_drivers(
+    loaded: LoadedSpec,
+    tasks: TaskList,
+    kept: np.ndarray | None,
+    store: RunStore,
+    fleet: Fleet,
+    *,
+    stop: asyncio.Event,
+    keep_going: bool,
+    ready: Callable[[], None],
+    lease_seconds: float = LEASE_SECONDS,
+) -> ManyResult:
+    """Run all episodes of a run that are not finished, on `rollout.drivers` drivers.
+
+    Args:
+        loaded: The spec.
+        tasks: The tasks of the run.
+        kept: Their indices among the spec's tasks, if some are left out.
+        store: The run's own store, which has the header and the plan.
+        fleet: Kept up to date while the run goes on.
+        stop: Ends the run early and cleanly.
+        keep_going: See `Runner`.
+        ready: Called when all drivers have been asked to begin.
+        lease_seconds: Time without a call after which a driver loses its leases.
+
+    Raises:
+        EngineError: no cluster, no driver that can work, or a store that cannot be written.
+    """
+    from engine.store.shards import create_shards, shards_of
+
+    rollout = loaded.spec.rollout
+    folder = store.folder.absolute()
+    place = await asyncio.to_thread(shards_of, folder)
+    if place is None:
+        place = await asyncio.to_thread(create_shards, folder, store.header, rollout.shards)
+    _prepare_leases(folder, tasks, rollout.drivers, rollout.samples_per_task, shards=rollout.shards is not None)
+    await store.plan(tasks, rollout.samples_per_task)
+    setup = Setup(
+        loaded=loaded,
+        header=store.header,
+        folder=str(folder),
+        drivers=rollout.drivers,
+        kept=None if kept is None else kept.tolist(),
+        shards=place if rollout.shards is not None else None,
+        keep_going=keep_going,
+        path=list(sys.path),
+        cwd=str(Path.cwd()),
+        environ={name: value for name, value in os.environ.items() if name.startswith("EPISODE_ENGINE_")},
+    )
+    with cluster(rollout.drivers) as ray:
+        crew = _Crew(ray, setup, fleet, len(tasks), lease_seconds, stop)
+        ready()
+        ended = await crew.run()
+    summary = _summary(folder, loaded, ended)
+    faults = [fault for done in ended for fault in done.faults]
+    stopped = next((done.stopped for done in ended if done.stopped is not None), None)
+    total = len(tasks) * rollout.samples_per_task
+    interrupted = stop.is_set() and summary.episodes < total
+    if not interrupted and stopped is None and not faults and summary.episodes < total:
+        raise StoreError(
+            f"{folder}: {summary.episodes} of {total} episodes can be read; was a driver's store removed, or is it on another host? "
+            "Resume the run to do the others again"
+        )
+    result = RunResult(summary, interrupted, faults, stopped)
+    return ManyResult(result, sum(done.spent for done in ended), {done.store: done.told for done in ended})
+
+
+def _prepare_leases(folder: Path, tasks: TaskList, drivers: int, samples: int, *, shards: bool) -> None:
+    """On a resume, free the groups that nobody holds any more, and, without published shards, those whose rows cannot be read."""
+    if not (folder / FILE).exists():
+        if (folder / STORES).is_dir() and any((folder / STORES).iterdir()):
+            raise StoreError(
+                f"{folder / FILE} is missing, and drivers have run already; restore it, or begin a new run"
+            )
+        return
+    from engine.store.store import episode_id_of
+
+    finished = set() if shards else set(newest(folder))
+    incomplete = [
+        position
+        for position, task in enumerate(tasks)
+        if not shards and not all(episode_id_of(task.id, sample) in finished for sample in range(samples))
+    ]
+    leases = Leases(folder / FILE, len(tasks))
+    try:
+        leases.restart(drivers, incomplete)
+    finally:
+        leases.close()
+
+
+def _summary(folder: Path, loaded: LoadedSpec, ended: Sequence[Done]) -> Summary:
+    """Add up the drivers' summaries; where an episode may lie in two stores, the stores are read instead."""
+    from engine.store.store import RunStore
+
+    found = Summary(causes=Causes(), mix=tuple(loaded.spec.tasks.mix or ()))
+    stores = {each.parent.name for each in (folder / STORES).glob("*/run.db")}
+    if stores <= {done.store for done in ended}:
+        for done in ended:
+            found.merge(done.summary)
+        return found
+    best = newest(folder)
+    for name in sorted(stores):
+        with RunStore.open(folder / STORES / name, readonly=True) as own:
+            for trajectory in own.trajectories():
+                if best[trajectory.episode_id][1] == name:
+                    found.add(trajectory)
+    return found
+
+
+def newest(folder: Path) -> dict[str, tuple[int, str]]:
+    """For each finished episode of a run: its greatest finished attempt in the stores of drivers, and the name of that store."""
+    from engine.store.store import RunStore
+
+    found: dict[str, tuple[int, str]] = {}
+    for path in sorted((folder / STORES).glob("*/run.db")):
+        with RunStore.open(path.parent, readonly=True) as own, own.snapshot() as connection:
+            for episode, attempt in connection.execute("SELECT id, attempt FROM episodes WHERE status = 'done'"):
+                if episode not in found or attempt > found[episode][0]:
+                    found[episode] = (attempt, path.parent.name)
+    return found
+
+
+class _Crew:
+    """The actors of one run."""
+
+    def __init__(
+        self, ray: Any, setup: Setup, fleet: Fleet, groups: int, lease_seconds: float, stop: asyncio.Event
+    ) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as Near
+
+        self._ray = ray
+        self._fleet = fleet
+        self._setup = setup
+        self._lease_seconds = lease_seconds
+        self._stop = stop
+        here = ray.get_runtime_context().get_node_id()
+        shared = setup.shards is not None
+        env = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, setup.path))}}
+        self._actor = (
+            ray.remote(Coordinator)
+            .options(
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=0,
+                scheduling_strategy=Near(here, soft=False),
+                runtime_env=env,
+            )
+            .remote(setup.folder, groups, lease_seconds, shared=shared)
+        )
+        self.coordinator = RemoteCoordinator(self._actor, lease_seconds)
+        remote = ray.remote(Driver)
+        self._drivers = [
+            remote.options(
+                num_cpus=1,
+                max_restarts=-1,
+                max_task_retries=0,
+                max_concurrency=3,
+                scheduling_strategy=Near(node, soft=True),
+                runtime_env=env,
+            ).remote()
+            for node in nodes_of(ray, setup.drivers)
+        ]
+
+    async def run(self) -> list[Done]:
+        """Run all drivers to their ends.
+
+        Raises:
+            EngineError: one cannot work, and the others were stopped.
+        """
+        works = [asyncio.create_task(self._drive(slot), name=f"driver-{slot}") for slot in range(len(self._drivers))]
+        watching = asyncio.create_task(self._watch(works), name="drivers")
+        try:
+            ended = await asyncio.gather(*works, return_exceptions=True)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            with contextlib.suppress(EngineError):
+                self._fleet.take(await self.coordinator.status(stop=True))
+            for actor in (*self._drivers, self._actor):
+                self._ray.kill(actor)
+        for each in ended:
+            if isinstance(each, BaseException) and not isinstance(each, asyncio.CancelledError):
+                raise each
+        return [each for each in ended if isinstance(each, Done)]
+
+    async def _drive(self, slot: int) -> Done:
+        """Run one driver; again each time that its process dies."""
+        import ray.exceptions as lost
+
+        deaths, finished = 0, -1
+        while True:
+            try:
+                done: Done = await self._drivers[slot].run.remote(self._setup, slot, self._actor, self._lease_seconds)
+                return done
+            except lost.RayTaskError as error:
+                raise engine_error(error) from error
+            except (lost.RayActorError, lost.WorkerCrashedError) as error:
+                self._fleet.deaths[slot] += 1
+                now = self._fleet.live.finished
+                deaths, finished = (deaths + 1 if now == finished else 1), now
+                if deaths > MAX_DEATHS:
+                    raise EngineError(
+                        f"driver {slot} died {deaths} times while no episode was finished: {error}; its log is in Ray's folder "
+                        "(/tmp/ray/session_latest/logs)"
+                    ) from error
+                log.warning(
+                    "a driver died; it begins again from its journals", driver=slot, reason=str(error).splitlines()[0]
+                )
+
+    async def _watch(self, works: Sequence[asyncio.Task[Done]]) -> None:
+        """Keep the state up to date; stop all drivers after a signal, an error of one of them, or a reason that stops the run."""
+        asked: float | None = None
+        loop = asyncio.get_running_loop()
+        while True:
+            failed = any(work.done() and (work.exception() or work.result().stopped) for work in works)
+            stopping = failed or self._stop.is_set()
+            try:
+                self._fleet.take(await self.coordinator.status(stop=stopping))
+            except EngineError as error:
+                log.error("the coordinator does not answer", reason=str(error))
+            if stopping:
+                asked = asked or loop.time()
+                if loop.time() - asked > STOP_SECONDS:
+                    for work in works:
+                        work.cancel()
+                    return
+            await asyncio.sleep(POLL)

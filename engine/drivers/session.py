@@ -1,0 +1,262 @@
+"""One driver: its store, its backend, and its runner, from joining the run to the last group."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from engine.drivers.feed import Feed
+from engine.drivers.leases import Answer, Lease
+from engine.errors import EngineError, StoreError
+
+if TYPE_CHECKING:
+    from engine.runner.run import Runner
+    from engine.runner.stats import Live, Summary
+    from engine.spec.load import LoadedSpec
+    from engine.store.header import RunHeader
+    from engine.store.store import RunStore
+
+log = structlog.get_logger(__name__)
+
+STORES = "drivers"
+"""Name of the folder, in that of the run, that has the stores of drivers."""
+
+Report = dict[str, Any]
+"""What a driver says of itself with each call: see `report_of`."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every driver of a run is given."""
+
+    loaded: LoadedSpec
+    header: RunHeader
+    folder: str
+    """The run's folder, absolute. The driver's store is in it, on the driver's own disk."""
+    drivers: int
+    kept: list[int] | None
+    """Indices of the tasks that run, if some are left out."""
+    shards: str | None
+    """Where finished groups are published; None: only in the stores."""
+    keep_going: bool
+    path: list[str]
+    """`sys.path` of the command."""
+    cwd: str
+    environ: dict[str, str]
+    """Environment variables of the engine's own."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a driver ended."""
+
+    store: str
+    summary: Summary
+    faults: list[str]
+    stopped: EngineError | None
+    spent: float
+    told: dict[str, Any]
+    """Counts of its backend."""
+
+
+class Coordinating:
+    """What a driver asks of the coordinator. Each call returns when it has got an answer."""
+
+    async def join(self, slot: int, machine: str, existing: list[str]) -> tuple[str, list[Lease]]:
+        """See `Leases.join`."""
+        raise NotImplementedError
+
+    async def call(
+        self, slot: int, number: int, wanted: int, done: Sequence[int], faulty: Sequence[int], report: Report
+    ) -> tuple[Answer, bool]:
+        """See `Leases.call`; also whether the run is to stop."""
+        raise NotImplementedError
+
+
+def machine_id() -> str:
+    """What identifies the machine on whose disk a driver writes."""
+    return f"{socket.gethostname()}-{uuid.getnode():012x}"
+
+
+def share_of(whole: int, drivers: int, slot: int) -> int:
+    """The part of a number that one of several drivers gets, at least 1; the parts of all drivers differ by at most 1."""
+    return max(1, whole // drivers + (slot < whole % drivers))
+
+
+def of_driver(loaded: LoadedSpec, drivers: int, slot: int) -> LoadedSpec:
+    """The spec of one driver: `rollout.concurrency` and `rollout.live_episodes` are those of the whole run, in equal parts."""
+    rollout = loaded.spec.rollout
+    live = rollout.live_episodes or 2 * rollout.concurrency
+    own = rollout.model_copy(
+        update={
+            "concurrency": share_of(rollout.concurrency, drivers, slot),
+            "live_episodes": share_of(live, drivers, slot),
+        }
+    )
+    return replace(loaded, spec=loaded.spec.model_copy(update={"rollout": own}))
+
+
+def prepare_process(setup: Setup) -> None:
+    """Give this process the command's folder, import paths and variables, where it does not have them."""
+    if Path(setup.cwd).is_dir():
+        os.chdir(setup.cwd)
+    sys.path += [folder for folder in setup.path if folder not in sys.path]
+    for name, value in setup.environ.items():
+        os.environ.setdefault(name, value)
+
+
+async def run_driver(setup: Setup, slot: int, coordinator: Coordinating) -> Done:
+    """Run the groups that the coordinator leases to driver `slot`, until none is left or the run is to stop.
+
+    A driver whose leases were taken, because it was silent for too long, begins again with other ones.
+
+    Raises:
+        EngineError: the backend cannot be used, or a store cannot be written.
+    """
+    while True:
+        done = await _session(setup, slot, coordinator)
+        if done is not None:
+            return done
+        log.warning(
+            "the leases of this driver were taken, because it was silent for too long; it joins again", slot=slot
+        )
+
+
+async def _session(setup: Setup, slot: int, coordinator: Coordinating) -> Done | None:
+    from engine.backends.registry import open_backend
+    from engine.runner.run import Runner
+    from engine.spec.tasks import load_tasks
+    from engine.tokens.loading import load_format
+
+    loaded = of_driver(setup.loaded, setup.drivers, slot)
+    tasks = load_tasks(loaded)
+    if setup.kept is not None:
+        import numpy as np
+
+        tasks = tasks.chosen(np.asarray(setup.kept))
+    rollout = loaded.spec.rollout
+    stores = Path(setup.folder) / STORES
+    existing = [each.name for each in stores.iterdir() if (each / "run.db").is_file()] if stores.is_dir() else []
+    name, leases = await coordinator.join(slot, machine_id(), existing)
+    store = _open(stores, name, setup.header, existing=name in existing)
+    stop = asyncio.Event()
+    try:
+        chat_format = load_format(loaded.spec.model, loaded.base)
+        backend = open_backend(loaded, chat_format)
+        backend.logs = store.folder / "servers"
+        backend.spread(slot)
+        runner = Runner(loaded, tasks, chat_format, backend, store, keep_going=setup.keep_going)
+        incarnation = uuid.uuid4().hex[:8]
+
+        async def call(number: int, wanted: int, done: Sequence[int], faulty: Sequence[int]) -> Answer:
+            report = report_of(runner, name, incarnation)
+            answer, stopping = await coordinator.call(slot, number, wanted, done, faulty, report)
+            if stopping or answer.word == "rejoin":
+                stop.set()
+            return answer
+
+        feed = Feed(
+            call,
+            tasks,
+            rollout.samples_per_task,
+            room=rollout.live_episodes or 1,
+            finished=store.finished(),
+            publish=_publisher(setup, store, name),
+        )
+        feed.add(leases)
+        try:
+            await backend.start()
+            serving = asyncio.create_task(feed.serve(), name="leases")
+            try:
+                result = await _both(runner.run_given(feed, stop), serving)
+            finally:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+            if feed.word == "rejoin":
+                return None
+            await feed.flush()
+        finally:
+            await backend.close()
+        told = backend.stats() | ({"played": runner.role_stats} if runner.role_stats else {})
+        (store.folder / "backend.json").write_text(json.dumps(told, indent=2, default=str) + "\n")
+        spent = runner.budget.spent if runner.budget is not None else 0.0
+        result.summary.causes.place = None  # it does not travel
+        return Done(name, result.summary, result.faults, result.stopped, spent, told)
+    finally:
+        store.close()
+
+
+async def _both(running: Awaitable[Any], serving: asyncio.Task[None]) -> Any:
+    """Wait for the runner; an error of the other task stops it."""
+    run = asyncio.ensure_future(running)
+    await asyncio.wait({run, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if serving.done() and not serving.cancelled() and (error := serving.exception()) is not None:
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+        raise error
+    return await run
+
+
+def _open(stores: Path, name: str, header: RunHeader, *, existing: bool) -> RunStore:
+    from engine.store.store import RunStore
+
+    if existing:
+        return RunStore.open(stores / name)
+    try:
+        stores.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot create {stores}: {error}; a driver needs the run's folder on its own disk") from error
+    return RunStore.create(stores, header, name=name)
+
+
+def _publisher(setup: Setup, store: RunStore, name: str) -> Callable[[list[str]], Awaitable[None]] | None:
+    if setup.shards is None:
+        return None
+    from engine.store.shards import Publisher
+
+    publisher = Publisher(store.folder, setup.shards, driver=name)
+
+    async def publish(task_ids: list[str]) -> None:
+        await asyncio.to_thread(publisher.publish, task_ids)
+
+    return publish
+
+
+def report_of(runner: Runner, store: str, incarnation: str) -> Report:
+    """What a driver says of itself: its counts since it began, and the sums of its store."""
+    live: Live = runner.live
+    summary = runner.summary
+    return {
+        "store": store,
+        "incarnation": incarnation,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "states": {state: count for state, count in live.states.items() if count},
+        "tokens": live.tokens,
+        "turns": live.turns,
+        "finished": live.finished,
+        "finished_turns": live.finished_turns,
+        "failures": dict(live.failures),
+        "limits": dict(live.limits),
+        "seconds": live.seconds,
+        "waits": live.waits,
+        "episodes": summary.episodes,
+        "reward": summary.reward,
+        "unchecked": summary.unchecked_prompts,
+        "cpu": _cpu_seconds(),
+    }
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system

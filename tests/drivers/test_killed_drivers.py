@@ -1,0 +1,129 @@
+"""Real processes on Ray that are killed at random: the episodes are those of an undisturbed run, each is read once.
+
+Needs Ray (the extra `ray`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.drivers.leases import Leases
+from engine.drivers.run import newest
+from engine.store import RunStore
+
+pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+GROUPS, SAMPLES, KILLS = 500, 4, 20
+
+
+def spec_of(tmp_path: Path, tokenizer: Path) -> Path:
+    (tmp_path / "many_rows.py").write_text(
+        "def rows(count: int) -> list[dict]:\n    return [{'id': f't{at}'} for at in range(count)]\n\n\n"
+        'def add(a: int, b: int) -> int:\n    """Add two numbers.\n\n    Args:\n        a: One.\n        b: The other.\n    """\n    return a + b\n'
+    )
+    call = {"tool_calls": [{"name": "add", "arguments": {"a": 1, "b": 2}}], "delay": 0.3}
+    spec: dict[str, Any] = {
+        "spec": "episode/v1",
+        "name": "many",
+        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
+        "backend": {"kind": "scripted", "replies": [call, call, call, "It is 3."]},
+        "tasks": {"source": "python", "use": "many_rows:rows", "with": {"count": GROUPS}, "id": "id"},
+        "prompt": [{"role": "user", "content": "Add up."}],
+        "tools": [{"use": "many_rows:add"}],
+        "machine": "tools",
+        "rollout": {"samples_per_task": SAMPLES, "concurrency": 16, "live_episodes": 32, "seed": 3},
+    }
+    path = tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    return path
+
+
+def command(spec: Path, out: str, *more: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "engine.cli.main", "run", spec.name, "-q", "--out", out, *more]
+    return subprocess.Popen(words, cwd=spec.parent, env={**os.environ, "RAY_AUTH_MODE": "disabled"})
+
+
+def actors(parent: int) -> list[tuple[int, str]]:
+    """Process ids and names of the actors that a command has started."""
+    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+    family = {parent}
+    for _ in range(4):
+        family |= {int(pid) for pid, above, _ in rows if int(above) in family}
+    return [
+        (int(pid), name)
+        for pid, _, words in rows
+        for name in ("Driver", "Coordinator")
+        if int(pid) in family and words.startswith(f"ray::{name}")
+    ]
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Tokens, rewards and path of each episode; of several finished attempts the greatest, as readers choose."""
+    best = newest(folder) if (folder / "drivers").is_dir() else None
+    stores = sorted((folder / "drivers").glob("*/run.db")) if best is not None else [folder / "run.db"]
+    found: dict[str, Any] = {}
+    for path in stores:
+        with RunStore.open(path.parent, readonly=True) as store:
+            for each in store.trajectories():
+                if best is None or best[each.episode_id][1] == path.parent.name:
+                    assert each.episode_id not in found
+                    rows = [(row.input_ids.tolist(), row.loss_mask.tolist()) for row in each.branches]
+                    found[each.episode_id] = (each.seed, rows, each.outcome.rewards, each.outcome.event, each.path)
+    return found
+
+
+def test_twenty_random_kills_lose_no_episode_and_repeat_none(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    spec = spec_of(tmp_path, tiny_tokenizer_dir)
+    assert command(spec, "alone", "--set", "rollout.concurrency=256", "--set", "rollout.live_episodes=512").wait() == 0
+    run = command(spec, "many", "--drivers", "2")
+    choice, killed = random.Random(22), 0
+    while killed < KILLS and run.poll() is None:
+        time.sleep(choice.uniform(0.5, 2.0))
+        if found := actors(run.pid):
+            os.kill(choice.choice(found)[0], signal.SIGKILL)
+            killed += 1
+    assert run.wait() == 0
+    assert killed == KILLS
+    (alone,), (many,) = (list((tmp_path / out).iterdir()) for out in ("alone", "many"))
+    expected = contents(alone)
+    assert len(expected) == GROUPS * SAMPLES
+    assert contents(many) == expected
+    leases = Leases(many / "leases.db", GROUPS)
+    assert leases.counts.done == GROUPS
+    leases.close()
+
+
+def test_a_signal_stops_all_drivers_and_a_resume_with_another_number_finishes(
+    tmp_path: Path, tiny_tokenizer_dir: Path
+) -> None:
+    spec = spec_of(tmp_path, tiny_tokenizer_dir)
+    run = command(spec, "many", "--drivers", "3", "--limit", "60")
+    while len(list((tmp_path / "many").glob("*/drivers/*/run.db"))) < 3 and run.poll() is None:
+        time.sleep(0.2)
+    (folder,) = (tmp_path / "many").iterdir()
+    while not newest(folder) and run.poll() is None:
+        time.sleep(0.2)
+    run.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+    before = newest(folder)
+    assert 0 < len(before) < 240
+    again = subprocess.run(
+        [sys.executable, "-m", "engine.cli.main", "run", "-q", "--resume", str(folder), "--drivers", "1"],
+        cwd=tmp_path,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        check=False,
+    )
+    assert again.returncode == 0
+    assert len(newest(folder)) == 240

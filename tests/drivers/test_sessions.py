@@ -1,0 +1,158 @@
+"""Several drivers in one process: their episodes together are those of one run, and each is made once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.backends.registry import open_backend
+from engine.drivers.feed import Feed
+from engine.drivers.leases import Answer, Lease, Leases
+from engine.drivers.session import Coordinating, Report, Setup, of_driver, run_driver, share_of
+from engine.runner.run import Runner
+from engine.schemas.environment import Task
+from engine.spec.load import LoadedSpec, load_spec
+from engine.spec.tasks import load_tasks
+from engine.store import RunHeader, RunStore
+from engine.tokens.loading import load_format
+
+GROUPS, SAMPLES = 9, 2
+
+
+class Here(Coordinating):
+    """The coordinator, without a process of its own."""
+
+    def __init__(self, leases: Leases, stop_at: int | None = None) -> None:
+        self.leases = leases
+        self.stop_at = stop_at
+        self.reports: dict[int, Report] = {}
+
+    async def join(self, slot: int, machine: str, existing: list[str]) -> tuple[str, list[Lease]]:
+        return self.leases.join(slot, machine, existing)
+
+    async def call(
+        self, slot: int, number: int, wanted: int, done: Sequence[int], faulty: Sequence[int], report: Report
+    ) -> tuple[Answer, bool]:
+        self.reports[slot] = report
+        answer = self.leases.call(slot, number, wanted, done, faulty)
+        return answer, self.stop_at is not None and self.leases.counts.done >= self.stop_at
+
+
+def spec_of(tmp_path: Path, tokenizer: Path, drivers: int = 2) -> LoadedSpec:
+    path = tmp_path / "spec.yaml"
+    spec: dict[str, Any] = {
+        "spec": "episode/v1",
+        "name": "many",
+        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
+        "backend": {
+            "kind": "scripted",
+            "replies": ["Four."],
+        },
+        "tasks": {"source": "inline", "rows": [{"id": f"t{at}"} for at in range(GROUPS)], "id": "id"},
+        "prompt": [{"role": "user", "content": "What is 2 plus 2?"}],
+        "machine": "tools",
+        "rollout": {"samples_per_task": SAMPLES, "concurrency": 4, "seed": 7, "drivers": drivers},
+    }
+    path.write_text(yaml.safe_dump(spec))
+    return load_spec(path)
+
+
+def setup_of(loaded: LoadedSpec, header: RunHeader, folder: Path) -> Setup:
+    return Setup(loaded, header, str(folder), loaded.spec.rollout.drivers, None, None, False, [], str(Path.cwd()), {})
+
+
+def rows(folder: Path) -> dict[str, tuple[Any, ...]]:
+    """What an episode gave, by its id; raises if one is there twice."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for path in sorted(folder.glob("run.db")) or sorted(folder.glob("drivers/*/run.db")):
+        with RunStore.open(path.parent, readonly=True) as store:
+            for each in store.trajectories():
+                assert each.episode_id not in found
+                ids = [branch.input_ids.tolist() for branch in each.branches]
+                found[each.episode_id] = (each.seed, each.run_id, ids, each.outcome.event, list(each.path))
+    return found
+
+
+async def alone(loaded: LoadedSpec, header: RunHeader, folder: Path) -> dict[str, tuple[Any, ...]]:
+    form = load_format(loaded.spec.model, loaded.base)
+    backend = open_backend(loaded, form)
+    await backend.start()
+    store = RunStore.create(folder, header)
+    try:
+        await Runner(loaded, load_tasks(loaded), form, backend, store).run()
+    finally:
+        await backend.close()
+        store.close()
+    return rows(store.folder)
+
+
+async def test_two_drivers_make_the_episodes_of_one_run_each_once(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    loaded = spec_of(tmp_path, tiny_tokenizer_dir)
+    header = RunHeader.of(loaded)
+    folder = tmp_path / "many"
+    folder.mkdir()
+    leases = Leases(folder / "leases.db", GROUPS)
+    here = Here(leases)
+    setup = setup_of(loaded, header, folder)
+    ended = await asyncio.gather(*(run_driver(setup, slot, here) for slot in range(2)))
+    assert [done.store for done in ended] == ["0", "1"]
+    assert sum(done.summary.episodes for done in ended) == GROUPS * SAMPLES
+    assert leases.counts.done == GROUPS
+    assert rows(folder) == await alone(loaded, header, tmp_path / "alone")
+    groups = [{episode.rpartition("/")[0] for episode in rows(folder / "drivers" / name)} for name in ("0", "1")]
+    assert not groups[0] & groups[1]  # a group stays on one driver
+
+
+async def test_a_run_that_was_stopped_goes_on_with_another_number_of_drivers(
+    tmp_path: Path, tiny_tokenizer_dir: Path
+) -> None:
+    loaded = spec_of(tmp_path, tiny_tokenizer_dir)
+    header = RunHeader.of(loaded)
+    folder = tmp_path / "many"
+    folder.mkdir()
+    leases = Leases(folder / "leases.db", GROUPS)
+    setup = setup_of(loaded, header, folder)
+    await asyncio.gather(*(run_driver(setup, slot, Here(leases, stop_at=1)) for slot in range(2)))
+    assert 1 <= leases.counts.done < GROUPS
+    leases.restart(1, [])
+    again = setup_of(spec_of(tmp_path, tiny_tokenizer_dir, drivers=1), header, folder)
+    done = await run_driver(again, 0, Here(leases))
+    assert leases.counts.done == GROUPS
+    assert done.stopped is None
+    assert rows(folder).keys() == {f"t{at}/{sample}" for at in range(GROUPS) for sample in range(SAMPLES)}
+
+
+def test_parts_of_the_places_add_up_and_none_is_empty() -> None:
+    assert [share_of(10, 4, slot) for slot in range(4)] == [3, 3, 2, 2]
+    assert [share_of(2, 4, slot) for slot in range(4)] == [1, 1, 1, 1]
+
+
+def test_a_driver_has_its_part_of_concurrency_and_of_live_episodes(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    rollout = of_driver(spec_of(tmp_path, tiny_tokenizer_dir), 3, 0).spec.rollout
+    assert (rollout.concurrency, rollout.live_episodes) == (2, 3)
+
+
+async def test_a_feed_reports_a_group_after_its_rows_are_published(tmp_path: Path) -> None:
+    tasks = [Task(id="a", index=0, fields={}), Task(id="b", index=1, fields={})]
+    told: list[tuple[str, Any]] = []
+
+    async def call(number: int, wanted: int, done: Sequence[int], faulty: Sequence[int]) -> Answer:
+        told.append(("call", (list(done), list(faulty))))
+        return Answer("run", ((0, 2), (1, 0))) if number == 1 else Answer("over" if done else "run")
+
+    async def publish(task_ids: list[str]) -> None:
+        told.append(("publish", task_ids))
+
+    feed = Feed(call, tasks, 1, room=2, finished={"b/0"}, publish=publish)
+    serving = asyncio.create_task(feed.serve())
+    assert await feed.next() == (tasks[0], 0, 2000)  # a second lease: its attempts begin at 2000
+    feed.ended(tasks[0], 0, finished=True)
+    assert await feed.next() is None
+    await serving
+    assert told[0] == ("call", ([], []))
+    assert ("publish", ["b", "a"]) in told
+    assert told.index(("publish", ["b", "a"])) < told.index(("call", ([1, 0], [])))
