@@ -116,9 +116,9 @@ class Connection:
         self._add(h11.Data(data=data))
         await self.end()
 
-    def begin(self) -> None:
-        """Begin an answer of events."""
-        head = {"content-type": "text/event-stream", "cache-control": "no-cache", "transfer-encoding": "chunked"}
+    def begin(self, content_type: str = "text/event-stream") -> None:
+        """Begin an answer that is sent in parts: events, or what `content_type` says."""
+        head = {"content-type": content_type, "cache-control": "no-cache", "transfer-encoding": "chunked"}
         self._add(h11.Response(status_code=200, headers=list(head.items())))
 
     def add(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""`engine serve`: episodes over HTTP, for programs that run elsewhere."""
+"""`engine serve`: over HTTP, groups of episodes for trainers, or episodes for programs that run elsewhere."""
 
 from __future__ import annotations
 
@@ -32,6 +32,18 @@ def serve(
     api: Annotated[
         bool, typer.Option("--api", help="Episodes for programs that run elsewhere and speak to a model API.")
     ] = False,
+    trainer: Annotated[
+        str | None, typer.Option(help="Refuse the spec if this trainer, such as verl, cannot carry what it uses.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="A file with the token, which only its owner may read (mode 0600).")
+    ] = None,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Requests for groups that are answered at the same time; more get status 429.")
+    ] = 8,
+    ahead: Annotated[
+        int | None, typer.Option(min=1, help="Groups of a request that run or wait to be read, at most.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one, which is printed.")] = 0,
     overrides: Annotated[
@@ -47,9 +59,12 @@ def serve(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
-    """Let programs that run elsewhere open episodes, talk to the model, post rewards, and end them.
+    """Run episodes for programs in other processes.
 
-    `POST /episodes` with the token of EPISODE_ENGINE_TOKEN (without it, one is made and printed) opens an episode and returns its
+    Without --api: `POST /groups` runs groups of episodes for a trainer, and sends their training rows (docs/serve.md). The token is that of
+    EPISODE_ENGINE_TOKEN or --token-file; without both, one is made and written to the file `token` of the run's folder.
+
+    With --api, programs that run elsewhere open episodes, talk to the model, post rewards, and end them: `POST /episodes` with the token of EPISODE_ENGINE_TOKEN (without it, one is made and printed) opens an episode and returns its
     key, base_url and task. Finished episodes are stored as by `engine run`. Ctrl-C ends the service; `--resume` goes on.
 
     Exit status: 130 after Ctrl-C; 143 after SIGTERM; 1 when the spec is invalid or an episode could not be finished; 2 when the command line is
@@ -61,33 +76,38 @@ def serve(
     from engine.cli.stopping import interrupted
     from engine.errors import EngineError
     from engine.logs import configure_logging
+    from engine.serve.groups import refuse_unserved
 
-    if not api:
-        wrong_usage("write --api: episodes for programs that speak to a model API")
-    token = os.environ.get(TOKEN, "")
+    if api and (trainer, token_file, ahead) != (None, None, None):
+        wrong_usage("--trainer, --token-file and --ahead are for groups; leave out --api")
+    token = os.environ.get(TOKEN, "") if token_file is None else _read_token(token_file)
     if not token and host not in LOOPBACK:
         wrong_usage(f"--host {host} is reachable from other machines: set {TOKEN} to a secret token")
     configure_logging()
     console = make_console()
+    opened: RunStore | None = None
     try:
         loaded, tasks, store = prepare(console, spec, list(overrides or ()), limit, out, resume)
-        try:
-            refuse_many(loaded, "serve")
-        except EngineError:
-            store.discard()
-            raise
-        if loaded.spec.agent is None:
+        opened = store
+        refuse_many(loaded, "serve")
+        if not api:
+            refuse_unserved(loaded, trainer)
+        elif loaded.spec.agent is None:
             store.discard()
             wrong_usage("the spec has no `agent`: write `agent: {}` and `machine: agent`")
     except EngineError as error:
         echo(str(error), err=True)
+        if opened is not None and not opened.discard():
+            opened.close()
         raise typer.Exit(ERROR) from None
+    again = f"engine serve {'--api ' if api else ''}--resume {store.folder}"
     try:
-        faults = asyncio.run(_serve(loaded, tasks, store, console, host, port, token, quiet=quiet))
+        groups = None if api else (max_requests, ahead)
+        faults = asyncio.run(_serve(loaded, tasks, store, console, host, port, token, groups, again, quiet=quiet))
     except EngineError as error:
         echo(str(error), err=True)
         if not store.discard():
-            console.print(f"To continue: engine serve --api --resume {store.folder}")
+            console.print(f"To continue: {again}")
         raise typer.Exit(FAILED if error.stops_run else ERROR) from None
     except OSError as error:
         store.discard()
@@ -96,8 +116,21 @@ def serve(
         store.close()
     for fault in faults:
         console.print(f"could not be finished: {fault}", style="red")
-    console.print(f"Run: {store.folder}\nTo continue: engine serve --api --resume {store.folder}")
+    console.print(f"Run: {store.folder}\nTo continue: {again}")
     raise typer.Exit(interrupted())
+
+
+def _read_token(path: Path) -> str:
+    """The token in a file that only its owner may read."""
+    try:
+        if path.stat().st_mode & 0o077:
+            wrong_usage(f"--token-file {path} can be read by others: chmod 600 {path}")
+        token = path.read_text().strip()
+    except OSError as error:
+        wrong_usage(f"--token-file {path}: {error.strerror}")
+    if not token:
+        wrong_usage(f"--token-file {path} is empty")
+    return token
 
 
 async def _serve(
@@ -108,6 +141,8 @@ async def _serve(
     host: str,
     port: int,
     token: str,
+    groups: tuple[int, int | None] | None,
+    again: str,
     *,
     quiet: bool,
 ) -> list[str]:
@@ -124,6 +159,8 @@ async def _serve(
     from engine.runner.overlong import fitting_tasks
     from engine.runner.run import Runner
     from engine.serve.episodes import EpisodeService
+    from engine.serve.groups import GroupService
+    from engine.store.private import private_file
     from engine.tokens.loading import load_format
 
     form = load_format(loaded.spec.model, loaded.base)
@@ -138,29 +175,46 @@ async def _serve(
         stop.set()
 
     lost = [episode for episode, status in store.statuses().items() if status == "running"]
-    programs, notices = ServedPrograms(), RunNotices(loaded, store)
-    with stop_on_signals(stop, f"To continue: engine serve --api --resume {store.folder}"):
+    programs = ServedPrograms() if groups is None else None
+    notices = RunNotices(loaded, store)
+    with stop_on_signals(stop, f"To continue: {again}"):
         async with notices.of_errors():
             try:
                 await backend.start()
-                runner = Runner(loaded, tasks, form, backend, store, keep_going=True, programs=programs)
+                training = groups is not None
+                runner = Runner(
+                    loaded, tasks, form, backend, store, keep_going=True, training=training, programs=programs
+                )
                 async with runner.serving():
-                    await store.plan(tasks, loaded.spec.rollout.samples_per_task)
+                    if programs is not None:
+                        await store.plan(tasks, loaded.spec.rollout.samples_per_task)
                     for trajectory in store.trajectories():
                         runner.summary.add(trajectory)
                         runner.live.before += 1
                     given = token or secrets.token_urlsafe(24)
-                    episodes = EpisodeService(runner, programs, tasks, store, given, halt)
+                    episodes: EpisodeService | GroupService
+                    if groups is not None:
+                        most, ahead = groups
+                        episodes = GroupService(
+                            loaded, tasks, form, backend, store, runner, given, halt, max_requests=most, ahead=ahead
+                        )
+                    else:
+                        assert programs is not None
+                        episodes = EpisodeService(runner, programs, tasks, store, given, halt)
                     server = server_of_loop()
                     address = await server.listen(host, port, episodes.service)
                     try:
-                        if lost:
+                        if lost and programs is not None:
                             shown = ", ".join(lost[:10]) + (", …" if len(lost) > 10 else "")
                             echo(f"Open when the run stopped, so they begin again when they are opened: {shown}")
-                        if (agent := loaded.spec.agent) is not None and (agent.run or agent.use):
+                        agent = loaded.spec.agent
+                        if programs is not None and agent is not None and (agent.run or agent.use):
                             echo("The spec's own program is not started: programs run elsewhere.")
                         echo(f"Run: {store.folder}")
-                        if not token:
+                        if not token and groups is not None:
+                            private_file(store.folder / "token").write_text(given)
+                            echo(f"Token: in {store.folder / 'token'}")
+                        elif not token:
                             echo(f"Token (set {TOKEN} for one of your own): {given}")
                         echo(f"Serving {loaded.spec.name} at {address}; Ctrl-C ends it.")
                         panel = Panel(runner.live, runner.summary)
@@ -169,7 +223,7 @@ async def _serve(
                             nullcontext() if quiet else ticking(panel.line, echo),
                         ):
                             await stop.wait()
-                        if episodes.open_ids:
+                        if isinstance(episodes, EpisodeService) and episodes.open_ids:
                             shown = ", ".join(episodes.open_ids[:10]) + (", …" if len(episodes.open_ids) > 10 else "")
                             echo(f"Open, so they begin again when they are opened: {shown}")
                     finally:

@@ -10,10 +10,11 @@ The port is that of the model endpoint (`engine.agents.server`): a request that 
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
@@ -56,6 +57,8 @@ class Call:
     """The address that it was sent to, `host:port`; empty where it does not say it."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The parts of the path that the route names."""
+    accept: str = ""
+    """The media types that its sender reads."""
 
     def only(self, *known: str) -> None:
         """Refuse keys of the body that are not known. Raises: ServiceError."""
@@ -73,7 +76,15 @@ class Answer(NamedTuple):
     status: int = 200
 
 
-Handler = Callable[[Call], Awaitable[Answer]]
+class Stream(NamedTuple):
+    """The answer of a route that is sent in parts. A part is taken when the parts before it are sent, so a slow reader slows it down."""
+
+    content_type: str
+    parts: AsyncGenerator[bytes, None]
+    """Closed when the reader has gone."""
+
+
+Handler = Callable[[Call], Awaitable[Answer | Stream]]
 
 
 class _Route(NamedTuple):
@@ -88,10 +99,12 @@ class JsonService:
     Args:
         token: The bearer token of the service.
         health: What `GET /health` answers besides `status`; it needs no token.
+        max_body: Maximum bytes of a request's body.
     """
 
-    def __init__(self, token: str, health: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, token: str, health: Callable[[], Mapping[str, Any]], max_body: int | None = None) -> None:
         self._token = token
+        self._max_body = max_body
         self._health = health
         self._routes: list[_Route] = []
         self.add("GET", "/health", self._healthy)
@@ -124,11 +137,15 @@ class JsonService:
                 raise ServiceError(405, f"{request.path} takes {methods}", "bad_method")
             route, found = chosen
             names = {name: unquote(part) for name, part in found.groupdict().items()}
-            made = await route.handler(Call(_body(request), _token(request), request.headers.get("host", ""), names))
+            if self._max_body is not None and len(request.body) > self._max_body:
+                raise ServiceError(413, f"the body is larger than {self._max_body} bytes", "too_large")
+            headers = request.headers
+            call = Call(_body(request), _token(request), headers.get("host", ""), names, headers.get("accept", ""))
+            made = await route.handler(call)
         except ServiceError as error:
-            headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+            retry = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
             value = {"error": {"message": error.message, "code": error.code}}
-            await connection.json(error.status, value, headers)
+            await connection.json(error.status, value, retry)
         except EngineError as error:
             await connection.json(500, {"error": {"message": words_of(error), "code": error.kind}})
         except ConnectionError:
@@ -137,11 +154,50 @@ class JsonService:
             log.exception("a request to the service failed", path=request.path)
             await connection.json(500, {"error": {"message": words_of(error), "code": "engine_error"}})
         else:
-            await connection.json(made.status, made.value)
+            if isinstance(made, Stream):
+                await _send(made, connection)
+            else:
+                await connection.json(made.status, made.value)
         return True
 
     async def _healthy(self, call: Call) -> Answer:
         return Answer({"status": "ok", **self._health()})
+
+
+async def _send(stream: Stream, connection: Connection) -> None:
+    """Send a stream part by part, and close it when its reader has gone.
+
+    Raises:
+        ConnectionError: The reader has gone, or a part could not be made: the answer has no end then.
+    """
+    parts = stream.parts
+    try:
+        connection.begin(stream.content_type)
+        await connection.flush()
+        while True:
+            following = asyncio.ensure_future(anext(parts, None))
+            try:
+                while not following.done():
+                    await connection.until(following)
+                    if connection.gone:
+                        raise ConnectionAbortedError("the reader has closed the connection")
+            finally:
+                if not following.done():
+                    following.cancel()
+                    await asyncio.wait([following])
+            part = following.result()
+            if part is None:
+                break
+            connection.add(part)
+            await connection.flush()
+        await connection.end()
+    except ConnectionError:
+        raise
+    except Exception as error:
+        log.exception("a stream of the service failed")
+        raise ConnectionAbortedError("the stream failed") from error
+    finally:
+        await parts.aclose()
 
 
 def _body(request: HttpRequest) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ Invariant: a Parquet file has the same columns and shapes as JSONL; it also keep
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -139,10 +139,10 @@ def write_parquet(rows: Iterable[Row], path: Path, metadata: dict[str, str] | No
             tokens += len(row["input_ids"]) + _bytes(row) // 8
             count += 1
             if len(waiting) >= GROUP_ROWS or tokens >= GROUP_TOKENS:
-                writer.write_batch(_batch(waiting))
+                writer.write_batch(record_batch(waiting))
                 waiting, tokens = [], 0
         if waiting:
-            writer.write_batch(_batch(waiting))
+            writer.write_batch(record_batch(waiting))
     return count
 
 
@@ -153,7 +153,8 @@ def _bytes(row: Row) -> int:
     return said + len(row["task_fields"] or "") + len(row["facts"]) + (0 if experts is None else int(experts.nbytes))
 
 
-def _batch(rows: list[Row]) -> pa.RecordBatch:
+def record_batch(rows: Sequence[Row]) -> pa.RecordBatch:
+    """Return rows as one Arrow record batch with the columns of `arrow_schema`."""
     import pyarrow as pa
 
     schema = arrow_schema()

@@ -135,7 +135,7 @@ def test_after_a_kill_what_was_finished_stays_and_what_was_open_begins_again(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["spec.yaml"], "write --api"),
+        (["spec.yaml", "--api", "--trainer", "verl"], "--trainer, --token-file and --ahead are for groups"),
         (["--api", "--host", "0.0.0.0", "spec.yaml"], "set EPISODE_ENGINE_TOKEN to a secret token"),
         (["--api"], "give a spec"),
     ],

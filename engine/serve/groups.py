@@ -1,0 +1,513 @@
+"""Groups of episodes for trainers in other processes: `engine serve SPEC`. docs/serve.md has the interface.
+
+Invariants:
+- A request is known by its id. Repeated, it gets the same groups: finished episodes come from the store, the others continue from
+  their journals. Nothing finished is run again.
+- A group begins only while fewer than `ahead` groups of its request run or wait to be read: a slow reader stops the sampling.
+- A request whose reader has gone, or that is cancelled, holds no slot.
+- A group that began more than `max_staleness` versions before the trainer's present one is not handed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from pydantic import ValidationError
+
+from engine.errors import EngineError, StoreError, TrainError
+from engine.integrations.trainers.check import TrainerError, check_trainer, read_trainer
+from engine.runner.run import Runner
+from engine.schemas.generation import SamplingParams
+from engine.schemas.train import TrainSpec
+from engine.serve.http import Answer, Call, JsonService, ServiceError, Stream
+from engine.serve.request_log import GroupRequest, RequestLog
+from engine.serve.wire import ARROW, ArrowWriter, JsonWriter, WireWriter, sums
+from engine.storable import words_of
+from engine.store.store import episode_id_of
+from engine.train.batches import ZERO_ADVANTAGE, RowBuilder
+
+if TYPE_CHECKING:
+    from engine.backends.base import Backend
+    from engine.schemas.environment import Task
+    from engine.schemas.trajectory import Trajectory
+    from engine.spec.load import LoadedSpec
+    from engine.store.export import Row
+    from engine.store.store import RunStore
+    from engine.tokens.format import ChatFormat
+
+MAX_BODY = 1 << 20
+"""Maximum bytes of a request."""
+MAX_GROUPS = 10_000
+"""Maximum number of groups of one request."""
+MAX_OVERRIDES = 8
+"""Maximum number of different sampling overrides in one launch."""
+RETRY_SECONDS = 2
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is being answered."""
+
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    why: dict[str, Any] = field(default_factory=dict)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def end(self, **why: Any) -> None:
+        self.why = self.why or why
+        self.stop.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    note: Mapping[str, Any]
+    rows: Sequence[Row] = ()
+    images: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
+
+
+def refuse_unserved(loaded: LoadedSpec, trainer: str | None = None) -> None:
+    """Refuse what a service of groups cannot do for a spec, and what a trainer cannot carry.
+
+    Raises:
+        TrainError: kind `serve_setup`; the message names all of them.
+        TrainerError: there is no such trainer.
+    """
+    train, credit = loaded.spec.train or TrainSpec(), loaded.spec.rewards.credit
+    problems = {
+        f"`rewards.credit: {credit.method}` needs a critic's values, which only the trainer has": credit.needs_values,
+        "`train.advantage_norm: batch` needs the whole batch; set it to `none`, and whiten in the trainer": train.advantage_norm
+        == "batch",
+        "`train.dynamic_sampling` replaces groups; remove it (each group says whether it has a signal)": "dynamic_sampling"
+        in train.model_fields_set
+        and train.dynamic_sampling,
+        "`train.difficulty` chooses tasks over steps; remove it": train.difficulty is not None,
+        "`train.asynchrony.oversample` cancels slow groups; set it to 1": train.asynchrony.oversample > 1.0,
+    }
+    found = [text for text, refused in problems.items() if refused]
+    if trainer is not None:
+        name = read_trainer(trainer)
+        found += [f"{each.message}; {each.fix}" for each in check_trainer(loaded, name) if each.severity == "error"]
+    if found:
+        raise TrainError(f"{loaded.path}: " + "\n".join(found), kind="serve_setup")
+
+
+class GroupService:
+    """Answers requests for groups. Call `start` before requests come, and `close`.
+
+    Args:
+        loaded: The spec.
+        tasks: Its tasks.
+        format: The chat format.
+        backend: The started backend.
+        store: The run's store.
+        runner: Runs episodes with the spec's own sampling; the caller is inside its `serving`.
+        token: The bearer token.
+        halt: Called with an error that stops the service.
+        max_requests: Maximum number of requests that are answered at the same time.
+        ahead: Maximum number of groups of a request that run or wait to be read. Default: as many as the live episodes make.
+
+    Raises:
+        TrainError: the spec asks for what a service cannot do.
+        StoreError: the log of requests cannot be read.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedSpec,
+        tasks: Sequence[Task],
+        format: ChatFormat,
+        backend: Backend,
+        store: RunStore,
+        runner: Runner,
+        token: str,
+        halt: Callable[[BaseException], None],
+        *,
+        max_requests: int = 8,
+        ahead: int | None = None,
+    ) -> None:
+        refuse_unserved(loaded)
+        self._loaded, self._tasks, self._format = loaded, tasks, format
+        self._backend, self._store, self._halt = backend, store, halt
+        spec = loaded.spec
+        train = spec.train or TrainSpec()
+        self._samples = spec.rollout.samples_per_task
+        live = spec.rollout.live_episodes or 2 * spec.rollout.concurrency
+        self._live = asyncio.Semaphore(live)
+        self._capacity = live
+        self._running = 0
+        self._max_requests = max_requests
+        self._ahead = ahead
+        self._max_staleness = train.asynchrony.max_staleness
+        self._rows = RowBuilder(spec, train, loaded.base)
+        self._log = RequestLog(store.folder)
+        self._done = store.finished()
+        self._places = {task.id: place for place, task in enumerate(tasks)}
+        self._runner = runner
+        self._runners: dict[bytes, Runner] = {b"{}": runner}
+        self._services = AsyncExitStack()
+        self._making = asyncio.Lock()
+        self._open: dict[str, _Open] = {}
+        self._groups: dict[tuple[str, int], asyncio.Task[list[Trajectory]]] = {}
+        self._sent = 0
+        self._closing = False
+        self.faults: list[str] = []
+        """Episodes that could not be finished because of an error in the engine."""
+        self.service = JsonService(token, self._health, MAX_BODY)
+        self.service.add("POST", "/groups", self._post)
+        self.service.add("GET", "/weights", self._weights)
+        self.service.add("POST", "/weights", self._set_weights)
+        self.service.add("POST", "/cancel", self._cancel)
+
+    async def close(self) -> None:
+        """Answer no more requests. Groups that run stop at the end of their journals, and their readers are told."""
+        self._closing = True
+        opened = list(self._open.values())
+        for each in opened:
+            each.end(stopped=True)
+        if opened:
+            await asyncio.wait([asyncio.ensure_future(each.done.wait()) for each in opened], timeout=5.0)
+        await self._services.aclose()
+
+    # --- routes -------------------------------------------------------------------------------------------
+
+    def _health(self) -> Mapping[str, Any]:
+        return {
+            "version": self._log.version,
+            "requests": len(self._open),
+            "max_requests": self._max_requests,
+            "episodes": self._running,
+            "capacity": self._capacity,
+            "finished": len(self._done),
+            "groups_sent": self._sent,
+        }
+
+    async def _weights(self, call: Call) -> Answer:
+        self.service.require(call)
+        return Answer({"version": self._log.version, "max_staleness": self._max_staleness})
+
+    async def _set_weights(self, call: Call) -> Answer:
+        """The trainer tells that the servers have weights of `version` from now on."""
+        self.service.require(call)
+        call.only("version")
+        version = _whole(call.value, "version", 0, None)
+        declared = self._backend.declared
+        if version and not (declared.scripted or (declared.weights_in_servers and declared.reports_versions)):
+            raise ServiceError(
+                409,
+                f"`version` {version}: the {declared.kind_name()} backend has no weights that a trainer elsewhere can change, or does not report "
+                "the version of a token; use `backend: {kind: sglang}`",
+                "no_versions",
+            )
+        if version < self._log.version:
+            raise ServiceError(409, f"`version` {version} is older than {self._log.version}", "old_version")
+        if version > self._log.version:
+            self._write(lambda: self._log.tell(version))
+            for key, work in list(self._groups.items()):
+                if self._stale(key):
+                    work.cancel()
+        return await self._weights(call)
+
+    async def _cancel(self, call: Call) -> Answer:
+        self.service.require(call)
+        call.only("id")
+        name = _name(call.value)
+        if name not in self._log.requests:
+            raise ServiceError(404, f"`id`: there is no request {name!r}", "no_request")
+        if name not in self._log.cancelled:
+            self._write(lambda: self._log.cancel(name))
+        if (opened := self._open.get(name)) is not None:
+            opened.end(cancelled=True)
+            await opened.done.wait()
+        return Answer({"id": name, "cancelled": True})
+
+    async def _post(self, call: Call) -> Stream:
+        """Run groups, and send each when it is finished."""
+        self.service.require(call)
+        call.only("id", "tasks", "count", "samples", "version", "sampling", "trainer", "skip")
+        if self._closing:
+            raise ServiceError(503, "the service is ending", "closing", retry_after=RETRY_SECONDS)
+        value = call.value
+        name = _name(value)
+        self._check_trainer(value.get("trainer"))
+        skip = value.get("skip", [])
+        if not isinstance(skip, list) or not all(type(each) is int and each >= 0 for each in skip):
+            raise ServiceError(400, "`skip` is a list of numbers of groups, from 0", "bad_skip")
+        if name in self._log.cancelled:
+            raise ServiceError(410, f"`id`: the request {name!r} was cancelled; use another id", "cancelled")
+        if (before := self._open.get(name)) is not None:  # its reader has lost the connection
+            before.end(replaced=True)
+            await before.done.wait()
+        if len(self._open) >= self._max_requests:
+            message = (
+                f"{self._max_requests} requests are being answered, as many as there are places for (--max-requests)"
+            )
+            raise ServiceError(429, message, "at_capacity", retry_after=RETRY_SECONDS)
+        asked = {key: value[key] for key in ("tasks", "count", "samples", "sampling") if value.get(key) is not None}
+        opened = self._open[name] = _Open()
+        try:
+            request = self._log.requests.get(name)
+            if request is None:
+                request = self._taken(name, asked, value)
+            elif request.asked != asked:
+                raise ServiceError(409, f"`id`: {name!r} asked for {dict(request.asked)} before", "other_request")
+            runner = await self._runner_of(request)
+        except BaseException:
+            self._forget(name, opened)
+            raise
+        writer: WireWriter = ArrowWriter() if ARROW in call.accept else JsonWriter()
+        return Stream(writer.content_type, self._answer(request, runner, opened, frozenset(skip), writer))
+
+    def _forget(self, name: str, opened: _Open) -> None:
+        if self._open.get(name) is opened:
+            del self._open[name]
+        opened.done.set()
+
+    def _check_trainer(self, trainer: Any) -> None:
+        if trainer is None:
+            return
+        try:
+            if not isinstance(trainer, str):
+                raise ServiceError(400, "`trainer` is a trainer's name", "bad_trainer")
+            refuse_unserved(self._loaded, trainer)
+        except TrainerError as error:
+            raise ServiceError(400, f"`trainer`: {error}", "bad_trainer") from None
+        except TrainError as error:
+            raise ServiceError(409, f"`trainer`: {error}", "not_carried") from None
+
+    def _taken(self, name: str, asked: Mapping[str, Any], value: Mapping[str, Any]) -> GroupRequest:
+        """Take a new request, durably."""
+        version = value.get("version")
+        if version is not None and _whole(value, "version", 0, None) != self._log.version:
+            message = f"`version` is {version}, and the newest that POST /weights told is {self._log.version}"
+            raise ServiceError(409, message, "old_version" if version < self._log.version else "unknown_version")
+        samples = self._samples if value.get("samples") is None else _whole(value, "samples", 1, 4096)
+        wanted = value.get("tasks", "next")
+        following = 0
+        if wanted == "next":
+            if not self._tasks:
+                raise ServiceError(409, "the spec has no tasks", "no_tasks")
+            following = 1 if value.get("count") is None else _whole(value, "count", 1, MAX_GROUPS)
+            first = self._log.following
+            names = [self._tasks[place % len(self._tasks)].id for place in range(first, first + following)]
+        else:
+            if not isinstance(wanted, list) or not wanted or len(wanted) > MAX_GROUPS:
+                raise ServiceError(400, f"`tasks` is `next`, or a list of 1 to {MAX_GROUPS} ids of tasks", "bad_tasks")
+            if value.get("count") is not None:
+                raise ServiceError(400, '`count` is for `tasks: "next"`; leave it out', "bad_count")
+            for place, each in enumerate(wanted):
+                if not isinstance(each, str) or each not in self._places:
+                    raise ServiceError(404, f"`tasks[{place}]`: there is no task {str(each)[:200]!r}", "no_task")
+            names = wanted
+        sampling = value.get("sampling")
+        overrides = {} if sampling is None else self._sampling(sampling)
+        uses: dict[str, int] = {}
+        tasks = []
+        for each in names:
+            use = uses.get(each, self._log.uses.get(each, 0))
+            uses[each] = use + 1
+            tasks.append((each, use))
+        request = GroupRequest(name, asked, tuple(tasks), samples, overrides)
+        self._write(lambda: self._log.add(request, following))
+        return request
+
+    def _write(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except StoreError as error:
+            raise ServiceError(507, str(error), "not_stored", retry_after=RETRY_SECONDS) from None
+
+    def _sampling(self, given: Any) -> dict[str, Any]:
+        if not isinstance(given, dict):
+            raise ServiceError(400, "`sampling` is an object with keys of the spec's `sampling`", "bad_sampling")
+        try:
+            _overridden(self._loaded, given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(["sampling", *map(str, first["loc"])])
+            raise ServiceError(400, f"`{where}`: {first['msg']}", "bad_sampling") from None
+        return given
+
+    # --- groups -------------------------------------------------------------------------------------------
+
+    async def _runner_of(self, request: GroupRequest) -> Runner:
+        """The runner with a request's sampling. All share the store, the backend and the limit of live episodes."""
+        key = orjson.dumps(request.sampling, option=orjson.OPT_SORT_KEYS)
+        async with self._making:
+            if key not in self._runners:
+                if len(self._runners) > MAX_OVERRIDES:
+                    message = (
+                        f"`sampling`: {MAX_OVERRIDES} different overrides were used since the start; use one of these"
+                    )
+                    raise ServiceError(409, message, "too_many_overrides")
+                loaded = _overridden(self._loaded, request.sampling)
+                runner = Runner(
+                    loaded,
+                    self._tasks,
+                    self._format,
+                    self._backend,
+                    self._store,
+                    keep_going=True,
+                    training=True,
+                    budget=self._runner.budget,
+                )
+                runner.live, runner.summary = self._runner.live, self._runner.summary
+                await self._services.enter_async_context(runner.serving())
+                self._runners[key] = runner
+            return self._runners[key]
+
+    async def _answer(
+        self, request: GroupRequest, runner: Runner, opened: _Open, skip: frozenset[int], writer: WireWriter
+    ) -> AsyncGenerator[bytes, None]:
+        """The parts of an answer: each group when it is finished, and the end."""
+        numbers = [number for number in range(len(request.tasks)) if number not in skip]
+        window = asyncio.Semaphore(self._ahead or max(1, -(-self._capacity // request.samples)))
+        ready: asyncio.Queue[_Ready] = asyncio.Queue()
+
+        async def one(number: int) -> None:
+            ready.put_nowait(await self._group(request, number, runner))
+
+        async def produce() -> None:
+            async with asyncio.TaskGroup() as groups:
+                for number in numbers:
+                    await window.acquire()
+                    groups.create_task(one(number))
+
+        producer = asyncio.create_task(produce(), name=f"request {request.id}")
+        stopping = asyncio.create_task(opened.stop.wait())
+        try:
+            sent = 0
+            while sent < len(numbers) and not opened.stop.is_set():
+                following = asyncio.create_task(ready.get())
+                try:
+                    waited = (
+                        [following, stopping]
+                        if producer.done() and not producer.exception()
+                        else [following, stopping, producer]
+                    )
+                    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                    if not following.done() and not stopping.done() and not producer.exception():
+                        continue
+                    if not following.done() and not ready.empty():  # the producer ended in the same round
+                        await following
+                    if not following.done():
+                        break
+                finally:
+                    following.cancel()
+                group = following.result()
+                yield writer.group(group.rows, group.images, group.note)
+                window.release()
+                self._sent += 1
+                sent += 1
+            if producer.done() and not producer.cancelled() and (error := producer.exception()) is not None:
+                fault = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+                if isinstance(fault, EngineError):
+                    self._halt(fault)
+                    yield writer.end({"error": {"message": words_of(fault), "code": fault.kind}})
+                    return
+                raise fault
+            yield writer.end({"groups": len(request.tasks), "sent": sent, **opened.why})
+        finally:
+            producer.cancel()
+            stopping.cancel()
+            try:
+                await asyncio.wait([producer, stopping])
+            finally:
+                self._forget(request.id, opened)
+
+    def _stale(self, key: tuple[str, int]) -> bool:
+        return self._log.began[key] < self._log.version - self._max_staleness
+
+    async def _group(self, request: GroupRequest, number: int, runner: Runner) -> _Ready:
+        """Run a group, or read it from the store."""
+        key = request.id, number
+        if key not in self._log.began:
+            self._log.begin(*key, self._log.version)
+        name, use = request.tasks[number]
+        task = self._tasks[self._places[name]]
+        if use:
+            task = task.model_copy(update={"id": f"{name}~{use}"})
+        note = {"request": request.id, "number": number, "task_id": task.id, "version": self._log.began[key]}
+        empty: dict[str, Any] = {"rows": 0, "sums": sums([]), "episodes": [], "signal": False}
+        if self._stale(key):
+            return _Ready(note | empty | {"left_out": "stale"})
+        work = self._groups[key] = asyncio.create_task(self._episodes(runner, task, request.samples))
+        try:
+            trajectories = await work
+        except asyncio.CancelledError:
+            if self._stale(key) and not (asyncio.current_task() or work).cancelling():
+                return _Ready(note | empty | {"left_out": "stale"})
+            raise
+        finally:
+            del self._groups[key]
+        rows = self._rows.rows(trajectories)
+        rows = [row | {"run_id": self._store.run_id} for row in rows]
+        digests = {image["image"] for row in rows for image in row["images"]}
+        stored = [self._store.image(digest) for digest in sorted(digests)]
+        episodes = [
+            {
+                "episode_id": each.episode_id,
+                "reward": each.outcome.reward,
+                "rewards": each.outcome.rewards,
+                "trainable": each.outcome.trainable,
+                "solved": each.outcome.solved,
+                "failure": each.outcome.failure.kind if each.outcome.failure else None,
+            }
+            for each in trajectories
+        ]
+        about = {
+            "rows": len(rows),
+            "sums": sums(rows),
+            "episodes": episodes,
+            "signal": any(float(abs(row["advantages"]).max(initial=0.0)) > ZERO_ADVANTAGE for row in rows),
+            "left_out": None if rows else "no_rows",
+        }
+        return _Ready(note | about, rows, {each.digest: (each.mime, each.data) for each in stored})
+
+    async def _episodes(self, runner: Runner, task: Task, samples: int) -> list[Trajectory]:
+        try:
+            async with asyncio.TaskGroup() as running:
+                works = [running.create_task(self._episode(runner, task, sample)) for sample in range(samples)]
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
+        return [each for work in works if (each := work.result()) is not None]
+
+    async def _episode(self, runner: Runner, task: Task, sample: int) -> Trajectory | None:
+        episode = episode_id_of(task.id, sample)
+        if episode in self._done:
+            return self._store.trajectory(episode)
+        async with self._live:
+            self._running += 1
+            try:
+                trajectory = await runner.episode_or_none(task, sample, self.faults)
+            finally:
+                self._running -= 1
+        if trajectory is not None:
+            self._done.add(episode)
+            runner.count(trajectory)
+        return trajectory
+
+
+def _overridden(loaded: LoadedSpec, sampling: Mapping[str, Any]) -> LoadedSpec:
+    """The spec with other sampling parameters. Raises: ValidationError."""
+    given = loaded.spec.sampling.model_dump(by_alias=True) | dict(sampling)
+    made = SamplingParams.model_validate(given)
+    return replace(loaded, spec=loaded.spec.model_copy(update={"sampling": made}))
+
+
+def _name(value: Mapping[str, Any]) -> str:
+    name = value.get("id")
+    if not isinstance(name, str) or not 0 < len(name) <= 200:
+        raise ServiceError(400, "`id` is the request's name, a text of 1 to 200 characters that you choose", "bad_id")
+    return name
+
+
+def _whole(value: Mapping[str, Any], key: str, least: int, most: int | None) -> int:
+    given = value.get(key)
+    if type(given) is not int or given < least or (most is not None and given > most):
+        span = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ServiceError(400, f"`{key}` is a whole number {span}", f"bad_{key}")
+    return given

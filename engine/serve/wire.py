@@ -1,0 +1,158 @@
+"""Groups on the wire: an Arrow IPC stream, or JSON lines. docs/serve.md has the format.
+
+Invariant: both forms have the same rows; each group comes with its three sums, which the reader compares with what it has read.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import orjson
+
+from engine.schemas.experts import experts_as_text
+from engine.store.parquet import arrow_schema, record_batch
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from engine.store.export import Row
+
+ARROW, JSONL = "application/vnd.apache.arrow.stream", "application/jsonl"
+"""The media types."""
+NOTE = "note"
+"""The key of a record batch's metadata that has the JSON about it."""
+
+
+class WireWriter(Protocol):
+    """Writes one answer."""
+
+    content_type: str
+
+    def group(self, rows: Sequence[Row], images: Mapping[str, tuple[str, bytes]], note: Mapping[str, Any]) -> bytes:
+        """The bytes of one group.
+
+        Args:
+            rows: Its rows; none if nothing of it can be trained on.
+            images: Media type and bytes by digest, of all images of the rows.
+            note: What is said about the group.
+        """
+        ...
+
+    def end(self, note: Mapping[str, Any]) -> bytes:
+        """The bytes at the end of the answer."""
+        ...
+
+
+def sums(rows: Sequence[Row]) -> dict[str, float]:
+    """The three sums of a group's rows: tokens, trained tokens, sum of absolute advantages over trained tokens."""
+    return {
+        "tokens": sum(len(row["input_ids"]) for row in rows),
+        "trained": sum(int((row["loss_mask"] == 1).sum()) for row in rows),
+        "advantages": float(sum(_absolute(row) for row in rows)),
+    }
+
+
+def _absolute(row: Row) -> float:
+    return float(np.abs(row["advantages"].astype(np.float64))[row["loss_mask"] == 1].sum())
+
+
+@cache
+def wire_schema() -> pa.Schema:
+    """The columns of a training row (docs/rows.md), and `image_data`: the bytes of images that no row before it in the group has."""
+    import pyarrow as pa
+
+    image = pa.struct([("image", pa.string()), ("mime", pa.string()), ("data", pa.binary())])
+    return arrow_schema().append(pa.field("image_data", pa.list_(image)))
+
+
+def _image_data(rows: Sequence[Row], images: Mapping[str, tuple[str, bytes]]) -> Iterator[list[dict[str, Any]]]:
+    seen: set[str] = set()
+    for row in rows:
+        new = [each["image"] for each in row["images"] if each["image"] not in seen]
+        new = list(dict.fromkeys(new))
+        seen.update(new)
+        yield [{"image": name, "mime": images[name][0], "data": images[name][1]} for name in new]
+
+
+class _Sink(io.RawIOBase):
+    """Keeps what is written until it is taken."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def write(self, data: Any) -> int:
+        part = bytes(data)
+        self._parts.append(part)
+        self._size += len(part)
+        return len(part)
+
+    def take(self) -> bytes:
+        parts, self._parts = self._parts, []
+        return b"".join(parts)
+
+
+class ArrowWriter:
+    """One Arrow IPC stream: one record batch for each group, and an empty one at the end."""
+
+    content_type = ARROW
+
+    def __init__(self) -> None:
+        import pyarrow as pa
+
+        self._sink = _Sink()
+        self._stream = pa.ipc.new_stream(self._sink, wire_schema())
+
+    def group(self, rows: Sequence[Row], images: Mapping[str, tuple[str, bytes]], note: Mapping[str, Any]) -> bytes:
+        """See `WireWriter`."""
+        self._write(rows, list(_image_data(rows, images)), {"group": note})
+        return self._sink.take()
+
+    def end(self, note: Mapping[str, Any]) -> bytes:
+        """See `WireWriter`."""
+        self._write([], [], {"end": note})
+        self._stream.close()
+        return self._sink.take()
+
+    def _write(self, rows: Sequence[Row], data: list[list[dict[str, Any]]], note: Mapping[str, Any]) -> None:
+        import pyarrow as pa
+
+        schema = wire_schema()
+        columns = [*record_batch(rows).columns, pa.array(data, schema.field("image_data").type)]
+        batch = pa.RecordBatch.from_arrays(columns, schema=schema)
+        self._stream.write_batch(batch, custom_metadata={NOTE: orjson.dumps(note)})
+
+
+class JsonWriter:
+    """JSON lines: `{"row": …}` for each row, `{"group": …}` after a group's rows, `{"end": …}` at the end."""
+
+    content_type = JSONL
+
+    def group(self, rows: Sequence[Row], images: Mapping[str, tuple[str, bytes]], note: Mapping[str, Any]) -> bytes:
+        """See `WireWriter`."""
+        lines = []
+        for row, data in zip(rows, _image_data(rows, images), strict=True):
+            shown = [each | {"data": base64.b64encode(each["data"]).decode()} for each in data]
+            experts = row["routed_experts"]
+            packed = None if experts is None else experts_as_text(experts)
+            lines.append(_line({"row": row | {"routed_experts": packed, "image_data": shown}}))
+        return b"".join([*lines, _line({"group": note})])
+
+    def end(self, note: Mapping[str, Any]) -> bytes:
+        """See `WireWriter`."""
+        return _line({"end": note})
+
+
+def _line(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
