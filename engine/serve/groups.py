@@ -47,6 +47,8 @@ MAX_GROUPS = 10_000
 MAX_OVERRIDES = 8
 """Maximum number of different sampling overrides in one launch."""
 RETRY_SECONDS = 2
+_EMPTY: Mapping[str, Any] = {"rows": 0, "sums": sums([]), "episodes": [], "signal": False}
+"""What is said of a group that is left out."""
 
 
 @dataclass(slots=True)
@@ -398,6 +400,8 @@ class GroupService:
                 finally:
                     following.cancel()
                 group = following.result()
+                if self._stale((request.id, group.note["number"])):  # the version changed while it waited to be read
+                    group = _Ready({**group.note, **_EMPTY, "left_out": "stale"})
                 yield writer.group(group.rows, group.images, group.note)
                 window.release()
                 self._sent += 1
@@ -430,16 +434,20 @@ class GroupService:
         task = self._tasks[self._places[name]]
         if use:
             task = task.model_copy(update={"id": f"{name}~{use}"})
-        note = {"request": request.id, "number": number, "task_id": task.id, "version": self._log.began[key]}
-        empty: dict[str, Any] = {"rows": 0, "sums": sums([]), "episodes": [], "signal": False}
+        note: dict[str, Any] = {
+            "request": request.id,
+            "number": number,
+            "task_id": task.id,
+            "version": self._log.began[key],
+        }
         if self._stale(key):
-            return _Ready(note | empty | {"left_out": "stale"})
+            return _Ready({**note, **_EMPTY, "left_out": "stale"})
         work = self._groups[key] = asyncio.create_task(self._episodes(runner, task, request.samples))
         try:
             trajectories = await work
         except asyncio.CancelledError:
             if self._stale(key) and not (asyncio.current_task() or work).cancelling():
-                return _Ready(note | empty | {"left_out": "stale"})
+                return _Ready({**note, **_EMPTY, "left_out": "stale"})
             raise
         finally:
             del self._groups[key]

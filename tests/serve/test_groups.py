@@ -258,6 +258,20 @@ async def test_groups_that_began_too_many_versions_ago_are_not_handed_over(tmp_p
         assert [group.version for group in await read(address, "two", version=4)] == [4]
 
 
+async def test_a_version_that_is_told_while_a_group_waits_to_be_read_leaves_it_out(tmp_path: Path) -> None:
+    async with serving(written(tmp_path), ahead=2) as (service, address):
+        stream: Any = await service._post(Call({"id": "one", "tasks": "next", "count": 3}, TOKEN, ""))
+        first = json.loads((await anext(stream.parts)).splitlines()[-1])["group"]
+        while len(service._done) < 6:  # noqa: ASYNC110  (two groups of three)
+            await asyncio.sleep(0.01)
+        assert (await ask(address, "/weights", {"version": 1}))[0] == 200
+        rest = [json.loads(part.splitlines()[-1]) for part in [part async for part in stream.parts]]
+        waited, begun_later = (line["group"] for line in rest[:-1])
+        assert (first["left_out"], waited["left_out"], begun_later["left_out"]) == (None, "stale", None)
+        assert (waited["rows"], waited["version"], begun_later["version"]) == (0, 0, 1)
+        assert rest[-1] == {"end": {"groups": 3, "sent": 3}}
+
+
 async def test_a_full_disk_refuses_a_request_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
