@@ -133,6 +133,23 @@ package; building it took 84 s without swanlab, trackio and wandb, and ran with 
 Certificate of exactness: ids, masks, log-probs, versions by token and advantages are those of the rows. The advantage at a row's last token is R − (R − A), equal to A to within one rounding.
 """
 
+_VERL_NOTES = """\
+The table says what verl's rows can carry. The adapter does not write `multi_modal_inputs` and `routed_experts`: it refuses models that take images, and `backend.routed_experts`.
+
+Set `trainer.v1.trainer_mode=engine`, `actor_rollout_ref.rollout.agent.agent_loop_manager_class=engine.integrations.trainers.verl.manager.EngineManager`,
+`+engine.spec=SPEC`, `+engine.folder=FOLDER` and `VERL_USE_EXTERNAL_MODULES=engine.integrations.trainers.verl.trainer` in the environment; `data.train_files` is a file of
+`engine.integrations.trainers.verl.tasks.write_tasks`. Settings of verl that would change the rows, or that have no effect on them, are refused by name or logged (`settings.py`).
+Install `cachetools` too: verl 0.9.1 imports it and does not require it; the extra `verl` of the engine has it.
+
+Run with verl 0.9.1 on a CPU by `tests/integrations/test_trainer_verl.py`: real configuration, TransferQueue on a local Ray, the registered trainer's `_compute_advantage`, and verl's padding rows; the
+servers are replaced by a scripted client. The advantages by token are those of the stored rows to 1e-6, and a batch that lost a row is an error before an update. Not run: verl's
+servers, its actor, and a whole training.
+
+Which certificate of exactness remains: ids, masks and log-probs are those that verl's server reported, and each bridge between turns is checked against the chat template. verl reports
+the smallest and the largest weight version of a reply: all its tokens get the smallest, and `collapsed_versions` counts replies in which they differ. Sampling seeds of the engine are not sent, so an
+episode is not sampled again bit by bit. Log-probs of a server before and after `top_p` and `top_k` have not been compared.
+"""
+
 TRAINERS: Mapping[str, Trainer] = {
     "trl": Trainer(
         "TRL GRPOTrainer",
@@ -166,7 +183,7 @@ TRAINERS: Mapping[str, Trainer] = {
         "verl",
         "0.9.1 (V1 trainer)",
         True,
-        "an agent loop manager that writes TransferQueue rows with a column of advantages, and a registered trainer that reads it",
+        "`engine.integrations.trainers.verl`: an agent loop manager that writes TransferQueue rows with a column of advantages, and a registered trainer that reads it",
         {
             "token_ids": _yes("`prompts` and `responses` of the manager's rows"),
             "masks": _yes("`response_mask`"),
@@ -190,6 +207,7 @@ TRAINERS: Mapping[str, Trainer] = {
             ),
             "expert_routing": _yes("`routed_experts`"),
         },
+        notes=_VERL_NOTES,
     ),
     "slime": Trainer(
         "slime",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
@@ -28,12 +29,16 @@ class LoopThread:
         """Whether a call was made, and the loop is not closed."""
         return self._thread is not None
 
-    def call(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run a coroutine and wait for its result. Ctrl-C cancels it."""
+    def submit(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
+        """Run a coroutine without waiting for it."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop.run_forever, name="engine-episodes", daemon=True)
             self._thread.start()
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Run a coroutine and wait for its result. Ctrl-C cancels it."""
+        future = self.submit(work)
         try:
             return future.result()
         except BaseException:

@@ -1,0 +1,143 @@
+"""Rows of TransferQueue with the engine's advantages, and the sums of a group that each of its rows carries as tags.
+
+Invariant: all rows have the same columns, because verl keeps the columns of the first row and drops the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.integrations.trainers.handover import HandedRow, Sums
+
+if TYPE_CHECKING:
+    from engine.schemas.trajectory import Trajectory
+    from engine.store.export import Row
+
+COLUMN = "engine_advantages"
+"""The column of the advantages, float32 [response]."""
+TAGS = ("engine_tokens", "engine_trained", "engine_advantage")
+"""The tags of a row that hold the sums of its group."""
+TRAINER = "verl"
+CHANGES = "a sampler, a filter or a rollout correction that drops rows or tokens"
+
+
+def group_rows(
+    uid: str,
+    step: int,
+    rows: Sequence[Row],
+    advantages: Sequence[np.ndarray],
+    trajectories: Mapping[str, Trajectory],
+    columns: Mapping[str, Any],
+) -> tuple[list[str], list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows of a group as verl's trainer reads them.
+
+    Args:
+        uid: verl's id of the prompt.
+        step: verl's step.
+        rows: The engine's rows; each becomes one row of verl.
+        advantages: Their advantages, float32 [tokens] each.
+        trajectories: The episodes of the rows, by id.
+        columns: Columns of verl's data set, repeated in each row.
+
+    Returns:
+        Keys `{uid}_{sample}_{index}`, columns and tags, one of each for a row.
+    """
+    handed = [HandedRow.of(row, values) for row, values in zip(rows, advantages, strict=True)]
+    sums = Sums.of_rows(handed)
+    totals = dict(zip(TAGS, (sums.tokens, sums.trained, sums.advantages), strict=True))
+    names = sorted({name for each in trajectories.values() for name in each.outcome.rewards})
+    keys, fields, tags = [], [], []
+    branches: dict[int, int] = {}
+    for row, each in zip(rows, handed, strict=True):
+        sample = row["sample_index"]
+        index = branches.get(sample, 0)
+        branches[sample] = index + 1
+        versions = row["weight_versions"][row["loss_mask"] == 1]
+        oldest, newest = int(versions.min()), int(versions.max())
+        trajectory = trajectories[row["episode_id"]]
+        keys.append(f"{uid}_{sample}_{index}")
+        fields.append(
+            _fields(each, trajectory, names, oldest, newest) | dict(columns) | {"session_id": sample, "uid": uid}
+        )
+        tags.append(
+            {
+                "status": "success",
+                "prompt_len": len(each.prompt_ids),
+                "response_len": len(each.completion_ids),
+                "seq_len": len(each.prompt_ids) + len(each.completion_ids),
+                "global_steps": step,
+                "min_global_steps": oldest,
+                "max_global_steps": newest,
+            }
+            | totals
+        )
+    return keys, fields, tags
+
+
+def _fields(row: HandedRow, trajectory: Trajectory, names: Sequence[str], oldest: int, newest: int) -> dict[str, Any]:
+    prompts = torch.tensor(row.prompt_ids, dtype=torch.int64)
+    responses = torch.tensor(row.completion_ids, dtype=torch.int64)
+    mask = torch.tensor(row.mask, dtype=torch.int64)
+    scores = torch.zeros(len(row.mask), dtype=torch.float32)
+    scores[-1] = trajectory.outcome.reward or 0.0
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses]),
+        "position_ids": torch.arange(len(prompts) + len(responses)),
+        "response_mask": mask,
+        "loss_mask": mask,
+        "rollout_log_probs": torch.tensor(row.logprobs, dtype=torch.float32),
+        "rm_scores": scores,
+        COLUMN: torch.from_numpy(row.advantages.copy()),
+        "multi_modal_inputs": {},
+        "num_turns": 2 * len(trajectory.turns),
+        "metrics": {"generate_sequences": 0.0, "tool_calls": 0.0, "compute_score": 0.0, "num_preempted": -1},
+        "extra_fields": {
+            "episode_id": trajectory.episode_id,
+            "min_global_steps": oldest,
+            "max_global_steps": newest,
+            "reward_extra_info": {name: trajectory.outcome.rewards.get(name, 0.0) for name in names},
+        },
+    }
+
+
+def check_rows(
+    keys: Sequence[str],
+    tags: Sequence[Mapping[str, Any]],
+    tokens: Sequence[int],
+    masks: Sequence[torch.Tensor],
+    advantages: Sequence[torch.Tensor],
+) -> None:
+    """Compare what a batch holds with the sums that the rows' tags say of their groups. Padding of verl is left out.
+
+    Args:
+        keys: The keys of the batch.
+        tags: Their tags.
+        tokens: Tokens of prompt and response of each row.
+        masks: `response_mask` of each row, [response].
+        advantages: The column of the advantages of each row, [response].
+
+    Raises:
+        TrainError: kind `handover`: the sums differ, so a row, a token or an advantage was lost.
+    """
+    groups: dict[str, Sums] = {}
+    count = trained = 0
+    total = 0.0
+    for place, (key, tag) in enumerate(zip(keys, tags, strict=True)):
+        if tag.get("is_padding"):
+            continue
+        groups[key.rsplit("_", 2)[0]] = Sums(*(tag[name] for name in TAGS))
+        count += tokens[place]
+        trained += int(masks[place].sum())
+        total += float((advantages[place].double().abs() * masks[place]).sum())
+    ours = Sums(
+        sum(each.tokens for each in groups.values()),
+        sum(each.trained for each in groups.values()),
+        sum(each.advantages for each in groups.values()),
+    )
+    ours.check(Sums(count, trained, total), TRAINER, CHANGES)

@@ -1,0 +1,226 @@
+"""verl's V1 trainer on episodes of the engine: real configuration, TransferQueue on a local Ray, and trainer; only the servers are replaced."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from engine.errors import BackendError, TrainError
+from engine.integrations.trainers.verl.rows import TAGS, check_rows
+from engine.integrations.trainers.verl.sampler import SHARED, VerlBackend, sampling_params, unsupported, versions_of
+from engine.integrations.trainers.verl.tasks import write_tasks
+from engine.schemas.backend import LocalBackendSpec
+from engine.schemas.generation import GenerateRequest, SamplingParams
+from engine.store import RunStore
+from engine.store.export import export_rows
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_verl(*words: str) -> dict[str, Any]:
+    """The JSON of tests/kit/verl_training.py; the test is skipped where there is no verl."""
+    python = sys.executable if importlib.util.find_spec("verl") else os.environ.get("VERL_PYTHON")
+    if python is None:
+        pytest.skip("NOT CHECKED: verl is not installed here, and VERL_PYTHON names no Python that has it")
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "train")))
+    environment = os.environ | {"PYTHONPATH": paths, "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    script = str(ROOT / "tests" / "kit" / "verl_training.py")
+    done = subprocess.run([python, script, *words], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture
+def make(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., str]:
+    """Write a spec of two tasks, three samples and two turns, with what the test changes."""
+
+    def write(**changes: Any) -> str:
+        spec: dict[str, Any] = {
+            "spec": "episode/v1",
+            "name": "verl",
+            "model": {"path": str(tiny_model_dir)},
+            "backend": {"kind": "local"},
+            "tasks": {"source": "inline", "rows": [{"id": "t0", "say": "a"}, {"id": "t1", "say": "b"}], "id": "id"},
+            "prompt": [{"role": "user", "content": "Say {{say}}."}],
+            "user": {"use": "code_for_training:Listener"},
+            "machine": {
+                "preset": "tools_and_user",
+                "transitions": [{"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}],
+            },
+            "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64},
+            "rewards": {"credit": {"method": "turn_return", "gamma": 0.5}},
+            "rollout": {"samples_per_task": 3, "seed": 3},
+            "train": {"tasks_per_step": 2, "rollout_correction": {"kind": "none"}, "dynamic_sampling": False},
+        }
+        path = tmp_path / "spec.yaml"
+        path.write_text(yaml.safe_dump(spec | changes))
+        return str(path)
+
+    return write
+
+
+def request(**changes: Any) -> GenerateRequest:
+    given: dict[str, Any] = {
+        "episode_id": "t/0",
+        "turn": 0,
+        "input_ids": np.arange(5, dtype=np.int32),
+        "sampling": SamplingParams(temperature=0.5, top_p=0.9, stop=["x"]),
+        "max_new_tokens": 3,
+        "stop_token_ids": [9, 2],
+        "seed": 1,
+    }
+    return GenerateRequest(**given | changes)
+
+
+class Client:
+    """Gives one prepared reply."""
+
+    def __init__(self, **changes: Any) -> None:
+        extra = {"global_steps": 7, "min_global_steps": 5, "max_global_steps": 7}
+        self.reply = SimpleNamespace(
+            **{"token_ids": [4, 2], "log_probs": [-1.0, -0.5], "stop_reason": "completed", "extra_fields": extra}
+            | changes
+        )
+
+    async def generate(self, request_id: str, **_: Any) -> Any:
+        return self.reply
+
+
+def backend_of(**changes: Any) -> VerlBackend:
+    return VerlBackend(Client(**changes), LocalBackendSpec, context=100)
+
+
+def test_a_request_has_the_names_that_both_servers_take() -> None:
+    assert sampling_params(request()) == {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "stop": ["x"],
+        "max_new_tokens": 3,
+        "stop_token_ids": [2, 9],
+        "logprobs": True,
+    }
+    assert unsupported(SamplingParams(top_k=3, regex="a")) == ["regex"]
+    assert "regex" not in SHARED
+
+
+async def test_a_reply_keeps_ids_and_logprobs_and_its_oldest_version() -> None:
+    backend = backend_of()
+    found = await backend.generate(request())
+    assert (found.output_ids.tolist(), found.logprobs.tolist()) == ([4, 2], [-1.0, -0.5])
+    assert [(span.version, span.start, span.end) for span in found.versions] == [(5, 0, 2)]
+    assert (found.finish.type, found.finish.matched) == ("stop", 2)
+    assert backend.stats() == {"requests": 1, "tokens": 2, "collapsed_versions": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"log_probs": None}, "gave no log-probs for 2 tokens"),
+        ({"log_probs": [-1.0]}, "gave 1 log-probs for 2 tokens"),
+        ({"stop_reason": "aborted"}, "aborted the request"),
+        ({"extra_fields": {}}, "gave no weight version"),
+    ],
+)
+async def test_replies_that_are_not_exact_are_errors(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(BackendError, match=said):
+        await backend_of(**changes).generate(request())
+
+
+async def test_a_prompt_as_long_as_the_context_is_an_overflow() -> None:
+    with pytest.raises(BackendError, match="the prompt has 99 tokens; verl's servers take 100"):
+        await backend_of().generate(request(input_ids=np.zeros(99, np.int32)))
+
+
+def test_one_version_is_smallest_and_largest() -> None:
+    assert versions_of({"global_steps": 3}) == (3, 3)
+
+
+def sums(tokens: int, trained: int, advantage: float) -> dict[str, Any]:
+    return dict(zip(TAGS, (tokens, trained, advantage), strict=True))
+
+
+def test_padding_of_verl_is_not_compared_and_a_lost_row_is_found() -> None:
+    keys = ["a_0_0", "a_1_0", "pad_0_0"]
+    tags = [sums(9, 3, 2.0), sums(9, 3, 2.0), {**sums(9, 3, 2.0), "is_padding": True}]
+    masks = [torch.tensor([1, 1]), torch.tensor([1, 0]), torch.tensor([0])]
+    advantages = [torch.tensor([0.5, 0.5]), torch.tensor([-1.0, 0.0]), torch.tensor([0.0])]
+    check_rows(keys, tags, [5, 4, 2], masks, advantages)
+    with pytest.raises(TrainError, match="Tokens: 9 handed over, 5 in the batch; trained tokens: 3, 2") as caught:
+        check_rows(keys[:1], tags[:1], [5], masks[:1], advantages[:1])
+    assert caught.value.kind == "handover"
+
+
+def test_the_data_file_names_the_tasks(make: Any, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    assert write_tasks(make(), tmp_path / "tasks.parquet") == 2
+    rows = pq.read_table(tmp_path / "tasks.parquet").to_pylist()
+    assert [row["extra_info"] for row in rows] == [{"index": 0, "task": "t0"}, {"index": 1, "task": "t1"}]
+
+
+# --- with verl -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_advantages_of_verl_are_those_of_the_stored_rows(make: Any, tmp_path: Path) -> None:
+    """Six episodes of two turns through TransferQueue. verl's trainer also pads the batch; padding has no advantage."""
+    found = run_verl("step", make(), str(tmp_path / "out"), str(tmp_path / "tasks.parquet"))
+    assert set(found["statuses"].values()) == {"finished"}
+    store = RunStore.open(tmp_path / "out" / "rollouts", readonly=True)
+    rows = {(row["task_id"], row["sample_index"]): row for row in export_rows(store)}
+    assert len(rows) == len(found["rows"]) == 6
+    different = set()
+    for made in found["rows"]:
+        uid, sample, index = made["key"].split("_")
+        row = rows[(f"t{uid[-1]}", int(sample))]
+        start = int(row["loss_mask"].argmax())
+        trained = row["loss_mask"][start:] == 1
+        assert index == "0"
+        assert made["input_ids"] == row["input_ids"].tolist()
+        assert made["response_mask"] == row["loss_mask"][start:].tolist()
+        wanted = np.where(trained, row["advantages"][start:], 0.0)
+        assert np.abs(np.array(made["advantages"]) - wanted).max() < 1e-6
+        assert made["returns"] == made["advantages"]
+        assert np.array(made["rollout_log_probs"])[trained].tolist() == row["logprobs"][start:][trained].tolist()
+        different |= set(made["advantages"])
+        assert (made["tag"]["min_global_steps"], made["tag"]["global_steps"]) == (3, 4)
+    assert len(different) > 6  # by turn, not by row
+    assert all(not any(each) for each in found["padding"])
+    assert "verl's batch is not what the engine handed over" in found["errors"]["row"]
+    assert found["stats"]["requests"] == len(found["calls"]) == 12
+    assert found["stats"]["collapsed_versions"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["actor_rollout_ref.rollout.n=4"], "rollout.n=4: `rollout.samples_per_task` is 3"),
+        (["actor_rollout_ref.rollout.temperature=0.5"], "temperature=0.5: `sampling.temperature` is 1"),
+        (["actor_rollout_ref.rollout.calculate_log_probs=false"], "calculate_log_probs=false"),
+        (["trainer.v1.trainer_mode=sync"], "trainer_mode: must be `engine`"),
+        (["algorithm.adv_estimator=rloo", "algorithm.use_kl_in_reward=true"], "adv_estimator=rloo: has no effect"),
+        (["algorithm.filter_groups.enable=true"], "filter_groups.enable=true"),
+        (
+            ["trainer.v1.sampler.sync_refill_failed_groups=false", "trainer.test_freq=5"],
+            "sync_refill_failed_groups=false",
+        ),
+    ],
+)
+def test_settings_of_verl_that_act_on_top_or_not_at_all_are_refused(
+    make: Any, tmp_path: Path, words: list[str], said: str
+) -> None:
+    assert said in run_verl("refusal", make(), str(tmp_path / "out"), *words)["message"]
