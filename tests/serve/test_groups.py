@@ -63,9 +63,18 @@ REPLIES = {
 }
 
 
+TOKENIZER: dict[str, Path] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One unpacked tokenizer for all tests."""
+    TOKENIZER["folder"] = unpack("qwen2_5_vl", tmp_path_factory.mktemp("tokenizer"))
+
+
 def written(folder: Path, **changes: Any) -> Path:
     (folder / "replies.yaml").write_text(yaml.safe_dump(REPLIES))
-    changes = {"model": {"path": str(unpack("qwen2_5_vl", folder / "tokenizer"))}} | changes
+    changes = {"model": {"path": str(TOKENIZER["folder"])}} | changes
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump(SPEC | changes))
     return path
