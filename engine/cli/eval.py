@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.cli.exits import ERROR, FAILED
+from engine.cli.options import Limit, Overrides
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def evaluate(
         ),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Episodes per task.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Run only this number of tasks, the first ones.")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value.")] = None,
+    limit: Limit = None,
+    overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Folder in which runs are stored.")] = None,
     format: Annotated[Format, typer.Option(help="Output format.")] = Format.TEXT,
     keep_going: Annotated[

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import ERROR, FAILED, wrong_usage
+from engine.cli.options import Limit, Out, Overrides, Resume, SpecPath
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -43,20 +44,11 @@ class Retry(StrEnum):
 
 
 def run(
-    spec: Annotated[
-        Path | None, typer.Argument(help="The episode spec. With --resume the run's own spec is used.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set rollout.seed=1")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Run only this number of tasks, the first ones.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder in which runs are stored; by default the spec's `rollout.out`.")
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="Continue this run: a folder, an id or its beginning, or `latest`."),
-    ] = None,
+    spec: SpecPath = None,
+    overrides: Overrides = None,
+    limit: Limit = None,
+    out: Out = None,
+    resume: Resume = None,
     retry_failed: Annotated[
         Retry | None,
         typer.Option(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import ERROR, FAILED, wrong_usage
+from engine.cli.options import Limit, Out, Overrides, Resume, SpecPath
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -26,9 +27,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(
-    spec: Annotated[
-        Path | None, typer.Argument(help="The episode spec. With --resume the run's own spec is used.")
-    ] = None,
+    spec: SpecPath = None,
     api: Annotated[
         bool, typer.Option("--api", help="Episodes for programs that run elsewhere and speak to a model API.")
     ] = False,
@@ -46,17 +45,10 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one, which is printed.")] = 0,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set rollout.seed=1")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Serve only this number of tasks, the first ones.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder in which runs are stored; by default the spec's `rollout.out`.")
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="Continue this run: a folder, an id or its beginning, or `latest`."),
-    ] = None,
+    overrides: Overrides = None,
+    limit: Limit = None,
+    out: Out = None,
+    resume: Resume = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
     """Run episodes for programs in other processes.

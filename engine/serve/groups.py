@@ -2,41 +2,35 @@
 
 Invariants:
 - A request is known by its id. Repeated, it gets the same groups: finished episodes come from the store, the others continue from
-  their journals. Nothing finished is run again.
+  their journals.
 - A group begins only while fewer than `ahead` groups of its request run or wait to be read: a slow reader stops the sampling.
 - A request whose reader has gone, or that is cancelled, holds no slot.
-- A group that began more than `max_staleness` versions before the trainer's present one is not handed over.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from pydantic import ValidationError
 
 from engine.errors import EngineError, StoreError, TrainError
 from engine.integrations.trainers.check import TrainerError, check_trainer, read_trainer
-from engine.runner.run import Runner
-from engine.schemas.generation import SamplingParams
+from engine.integrations.trainers.rollouts import first_of
 from engine.schemas.train import TrainSpec
+from engine.serve.group_runs import GroupRuns, ReadyGroup, overridden
 from engine.serve.http import Answer, Call, JsonService, ServiceError, Stream
 from engine.serve.request_log import GroupRequest, RequestLog
-from engine.serve.wire import ARROW, ArrowWriter, JsonWriter, WireWriter, sums
+from engine.serve.wire import ARROW, ArrowWriter, JsonWriter, WireWriter
 from engine.storable import words_of
-from engine.store.store import episode_id_of
-from engine.train.batches import ZERO_ADVANTAGE, RowBuilder
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
+    from engine.runner.run import Runner
     from engine.schemas.environment import Task
-    from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
-    from engine.store.export import Row
     from engine.store.store import RunStore
     from engine.tokens.format import ChatFormat
 
@@ -44,11 +38,7 @@ MAX_BODY = 1 << 20
 """Maximum bytes of a request."""
 MAX_GROUPS = 10_000
 """Maximum number of groups of one request."""
-MAX_OVERRIDES = 8
-"""Maximum number of different sampling overrides in one launch."""
 RETRY_SECONDS = 2
-_EMPTY: Mapping[str, Any] = {"rows": 0, "sums": sums([]), "episodes": [], "signal": False}
-"""What is said of a group that is left out."""
 
 
 @dataclass(slots=True)
@@ -62,13 +52,6 @@ class _Open:
     def end(self, **why: Any) -> None:
         self.why = self.why or why
         self.stop.set()
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    note: Mapping[str, Any]
-    rows: Sequence[Row] = ()
-    images: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
 
 
 def refuse_unserved(loaded: LoadedSpec, trainer: str | None = None) -> None:
@@ -132,37 +115,24 @@ class GroupService:
         ahead: int | None = None,
     ) -> None:
         refuse_unserved(loaded)
-        self._loaded, self._tasks, self._format = loaded, tasks, format
-        self._backend, self._store, self._halt = backend, store, halt
-        spec = loaded.spec
-        train = spec.train or TrainSpec()
-        self._samples = spec.rollout.samples_per_task
-        live = spec.rollout.live_episodes or 2 * spec.rollout.concurrency
-        self._live = asyncio.Semaphore(live)
-        self._capacity = live
-        self._running = 0
-        self._max_requests = max_requests
-        self._ahead = ahead
-        self._max_staleness = train.asynchrony.max_staleness
-        self._rows = RowBuilder(spec, train, loaded.base)
+        self._loaded, self._tasks, self._backend, self._halt = loaded, tasks, backend, halt
+        self._samples = loaded.spec.rollout.samples_per_task
+        self._max_requests, self._ahead = max_requests, ahead
         self._log = RequestLog(store.folder)
-        self._done = store.finished()
-        self._places = {task.id: place for place, task in enumerate(tasks)}
-        self._runner = runner
-        self._runners: dict[bytes, Runner] = {b"{}": runner}
-        self._services = AsyncExitStack()
-        self._making = asyncio.Lock()
+        self._runs = GroupRuns(loaded, tasks, format, backend, store, runner, self._log)
         self._open: dict[str, _Open] = {}
-        self._groups: dict[tuple[str, int], asyncio.Task[list[Trajectory]]] = {}
         self._sent = 0
         self._closing = False
-        self.faults: list[str] = []
-        """Episodes that could not be finished because of an error in the engine."""
         self.service = JsonService(token, self._health, MAX_BODY)
         self.service.add("POST", "/groups", self._post)
         self.service.add("GET", "/weights", self._weights)
         self.service.add("POST", "/weights", self._set_weights)
         self.service.add("POST", "/cancel", self._cancel)
+
+    @property
+    def faults(self) -> list[str]:
+        """Episodes that could not be finished because of an error in the engine."""
+        return self._runs.faults
 
     async def close(self) -> None:
         """Answer no more requests. Groups that run stop at the end of their journals, and their readers are told."""
@@ -172,7 +142,7 @@ class GroupService:
             each.end(stopped=True)
         if opened:
             await asyncio.wait([asyncio.ensure_future(each.done.wait()) for each in opened], timeout=5.0)
-        await self._services.aclose()
+        await self._runs.close()
 
     # --- routes -------------------------------------------------------------------------------------------
 
@@ -181,15 +151,15 @@ class GroupService:
             "version": self._log.version,
             "requests": len(self._open),
             "max_requests": self._max_requests,
-            "episodes": self._running,
-            "capacity": self._capacity,
-            "finished": len(self._done),
+            "episodes": self._runs.running,
+            "capacity": self._runs.capacity,
+            "finished": len(self._runs.done),
             "groups_sent": self._sent,
         }
 
     async def _weights(self, call: Call) -> Answer:
         self.service.require(call)
-        return Answer({"version": self._log.version, "max_staleness": self._max_staleness})
+        return Answer({"version": self._log.version, "max_staleness": self._runs.max_staleness})
 
     async def _set_weights(self, call: Call) -> Answer:
         """The trainer tells that the servers have weights of `version` from now on."""
@@ -208,9 +178,7 @@ class GroupService:
             raise ServiceError(409, f"`version` {version} is older than {self._log.version}", "old_version")
         if version > self._log.version:
             self._write(lambda: self._log.tell(version))
-            for key, work in list(self._groups.items()):
-                if self._stale(key):
-                    work.cancel()
+            self._runs.cancel_stale()
         return await self._weights(call)
 
     async def _cancel(self, call: Call) -> Answer:
@@ -256,7 +224,7 @@ class GroupService:
                 request = self._taken(name, asked, value)
             elif request.asked != asked:
                 raise ServiceError(409, f"`id`: {name!r} asked for {dict(request.asked)} before", "other_request")
-            runner = await self._runner_of(request)
+            runner = await self._runs.runner_of(request)
         except BaseException:
             self._forget(name, opened)
             raise
@@ -301,7 +269,7 @@ class GroupService:
             if value.get("count") is not None:
                 raise ServiceError(400, '`count` is for `tasks: "next"`; leave it out', "bad_count")
             for place, each in enumerate(wanted):
-                if not isinstance(each, str) or each not in self._places:
+                if not isinstance(each, str) or each not in self._runs.places:
                     raise ServiceError(404, f"`tasks[{place}]`: there is no task {str(each)[:200]!r}", "no_task")
             names = wanted
         sampling = value.get("sampling")
@@ -326,7 +294,7 @@ class GroupService:
         if not isinstance(given, dict):
             raise ServiceError(400, "`sampling` is an object with keys of the spec's `sampling`", "bad_sampling")
         try:
-            _overridden(self._loaded, given)
+            overridden(self._loaded, given)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(["sampling", *map(str, first["loc"])])
@@ -335,42 +303,16 @@ class GroupService:
 
     # --- groups -------------------------------------------------------------------------------------------
 
-    async def _runner_of(self, request: GroupRequest) -> Runner:
-        """The runner with a request's sampling. All share the store, the backend and the limit of live episodes."""
-        key = orjson.dumps(request.sampling, option=orjson.OPT_SORT_KEYS)
-        async with self._making:
-            if key not in self._runners:
-                if len(self._runners) > MAX_OVERRIDES:
-                    message = (
-                        f"`sampling`: {MAX_OVERRIDES} different overrides were used since the start; use one of these"
-                    )
-                    raise ServiceError(409, message, "too_many_overrides")
-                loaded = _overridden(self._loaded, request.sampling)
-                runner = Runner(
-                    loaded,
-                    self._tasks,
-                    self._format,
-                    self._backend,
-                    self._store,
-                    keep_going=True,
-                    training=True,
-                    budget=self._runner.budget,
-                )
-                runner.live, runner.summary = self._runner.live, self._runner.summary
-                await self._services.enter_async_context(runner.serving())
-                self._runners[key] = runner
-            return self._runners[key]
-
     async def _answer(
         self, request: GroupRequest, runner: Runner, opened: _Open, skip: frozenset[int], writer: WireWriter
     ) -> AsyncGenerator[bytes, None]:
         """The parts of an answer: each group when it is finished, and the end."""
         numbers = [number for number in range(len(request.tasks)) if number not in skip]
-        window = asyncio.Semaphore(self._ahead or max(1, -(-self._capacity // request.samples)))
-        ready: asyncio.Queue[_Ready] = asyncio.Queue()
+        window = asyncio.Semaphore(self._ahead or max(1, -(-self._runs.capacity // request.samples)))
+        ready: asyncio.Queue[ReadyGroup] = asyncio.Queue()
 
         async def one(number: int) -> None:
-            ready.put_nowait(await self._group(request, number, runner))
+            ready.put_nowait(await self._runs.group(request, number, runner))
 
         async def produce() -> None:
             async with asyncio.TaskGroup() as groups:
@@ -400,14 +342,14 @@ class GroupService:
                 finally:
                     following.cancel()
                 group = following.result()
-                if self._stale((request.id, group.note["number"])):  # the version changed while it waited to be read
-                    group = _Ready({**group.note, **_EMPTY, "left_out": "stale"})
+                if self._runs.is_stale(request.id, group.note["number"]):  # since it was finished
+                    group = group.left_out("stale")
                 yield writer.group(group.rows, group.images, group.note)
                 window.release()
                 self._sent += 1
                 sent += 1
             if producer.done() and not producer.cancelled() and (error := producer.exception()) is not None:
-                fault = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+                fault = first_of(error) if isinstance(error, BaseExceptionGroup) else error
                 if isinstance(fault, EngineError):
                     self._halt(fault)
                     yield writer.end({"error": {"message": words_of(fault), "code": fault.kind}})
@@ -421,89 +363,6 @@ class GroupService:
                 await asyncio.wait([producer, stopping])
             finally:
                 self._forget(request.id, opened)
-
-    def _stale(self, key: tuple[str, int]) -> bool:
-        return self._log.began[key] < self._log.version - self._max_staleness
-
-    async def _group(self, request: GroupRequest, number: int, runner: Runner) -> _Ready:
-        """Run a group, or read it from the store."""
-        key = request.id, number
-        if key not in self._log.began:
-            self._log.begin(*key, self._log.version)
-        name, use = request.tasks[number]
-        task = self._tasks[self._places[name]]
-        if use:
-            task = task.model_copy(update={"id": f"{name}~{use}"})
-        note: dict[str, Any] = {
-            "request": request.id,
-            "number": number,
-            "task_id": task.id,
-            "version": self._log.began[key],
-        }
-        if self._stale(key):
-            return _Ready({**note, **_EMPTY, "left_out": "stale"})
-        work = self._groups[key] = asyncio.create_task(self._episodes(runner, task, request.samples))
-        try:
-            trajectories = await work
-        except asyncio.CancelledError:
-            if self._stale(key) and not (asyncio.current_task() or work).cancelling():
-                return _Ready({**note, **_EMPTY, "left_out": "stale"})
-            raise
-        finally:
-            del self._groups[key]
-        rows = self._rows.rows(trajectories)
-        rows = [row | {"run_id": self._store.run_id} for row in rows]
-        digests = {image["image"] for row in rows for image in row["images"]}
-        stored = [self._store.image(digest) for digest in sorted(digests)]
-        episodes = [
-            {
-                "episode_id": each.episode_id,
-                "reward": each.outcome.reward,
-                "rewards": each.outcome.rewards,
-                "trainable": each.outcome.trainable,
-                "solved": each.outcome.solved,
-                "failure": each.outcome.failure.kind if each.outcome.failure else None,
-            }
-            for each in trajectories
-        ]
-        about = {
-            "rows": len(rows),
-            "sums": sums(rows),
-            "episodes": episodes,
-            "signal": any(float(abs(row["advantages"]).max(initial=0.0)) > ZERO_ADVANTAGE for row in rows),
-            "left_out": None if rows else "no_rows",
-        }
-        return _Ready(note | about, rows, {each.digest: (each.mime, each.data) for each in stored})
-
-    async def _episodes(self, runner: Runner, task: Task, samples: int) -> list[Trajectory]:
-        try:
-            async with asyncio.TaskGroup() as running:
-                works = [running.create_task(self._episode(runner, task, sample)) for sample in range(samples)]
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from None
-        return [each for work in works if (each := work.result()) is not None]
-
-    async def _episode(self, runner: Runner, task: Task, sample: int) -> Trajectory | None:
-        episode = episode_id_of(task.id, sample)
-        if episode in self._done:
-            return self._store.trajectory(episode)
-        async with self._live:
-            self._running += 1
-            try:
-                trajectory = await runner.episode_or_none(task, sample, self.faults)
-            finally:
-                self._running -= 1
-        if trajectory is not None:
-            self._done.add(episode)
-            runner.count(trajectory)
-        return trajectory
-
-
-def _overridden(loaded: LoadedSpec, sampling: Mapping[str, Any]) -> LoadedSpec:
-    """The spec with other sampling parameters. Raises: ValidationError."""
-    given = loaded.spec.sampling.model_dump(by_alias=True) | dict(sampling)
-    made = SamplingParams.model_validate(given)
-    return replace(loaded, spec=loaded.spec.model_copy(update={"sampling": made}))
 
 
 def _name(value: Mapping[str, Any]) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import orjson
 
 from engine.schemas.experts import experts_as_text
@@ -46,19 +45,6 @@ class WireWriter(Protocol):
     def end(self, note: Mapping[str, Any]) -> bytes:
         """The bytes at the end of the answer."""
         ...
-
-
-def sums(rows: Sequence[Row]) -> dict[str, float]:
-    """The three sums of a group's rows: tokens, trained tokens, sum of absolute advantages over trained tokens."""
-    return {
-        "tokens": sum(len(row["input_ids"]) for row in rows),
-        "trained": sum(int((row["loss_mask"] == 1).sum()) for row in rows),
-        "advantages": float(sum(_absolute(row) for row in rows)),
-    }
-
-
-def _absolute(row: Row) -> float:
-    return float(np.abs(row["advantages"].astype(np.float64))[row["loss_mask"] == 1].sum())
 
 
 @cache

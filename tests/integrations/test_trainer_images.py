@@ -15,7 +15,7 @@ import vision_kit
 
 from engine.errors import TrainError
 from engine.integrations.trainers import areal, skyrl
-from engine.integrations.trainers.handover import HandedRow
+from engine.integrations.trainers.handover import HandedRow, Sums
 from engine.schemas.model import ModelSpec
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
@@ -84,7 +84,7 @@ def test_values_are_what_areal_subtracts() -> None:
     assert made["rewards"].tolist() == [30.0, 0.5]
     assert made["versions"].tolist() == [[-1, -1, 2, -1, 3, -1]] * 2
     assert made["attention_mask"].sum(1).tolist() == [6, 5]
-    sums = areal.sums_of_rows([each, short], [GIVEN, GIVEN[:5]])
+    sums = Sums.of_whole_rows([each, short], [GIVEN, GIVEN[:5]])
     assert (sums.tokens, sums.trained, sums.advantages) == (11, 4, 7.0)
 
 

@@ -166,9 +166,9 @@ async def test_a_repeated_request_gets_the_same_groups_and_runs_nothing_again(tm
     path = written(tmp_path)
     async with serving(path) as (service, address):
         first = await read(address, "one", count=3, samples=2)
-        tokens = service._runner.live.tokens
+        tokens = service._runs._runner.live.tokens
         assert content(await read(address, "one", count=3, samples=2)) == content(first)
-        assert service._runner.live.tokens == tokens
+        assert service._runs._runner.live.tokens == tokens
         ids = [group.task_id for group in first]
         follow = await read(address, "two", tasks=[ids[0], ids[0]], samples=2)
         assert [group.task_id for group in follow] == [f"{ids[0]}~1", f"{ids[0]}~2"]
@@ -176,7 +176,7 @@ async def test_a_repeated_request_gets_the_same_groups_and_runs_nothing_again(tm
         assert (status, error["code"]) == (409, "other_request")
     async with serving(path) as (service, address):  # another launch
         assert content(await read(address, "one", count=3, samples=2)) == content(first)
-        assert service._runner.live.tokens == 0
+        assert service._runs._runner.live.tokens == 0
         _, lines = await ask(
             address, "/groups", {"id": "one", "count": 3, "samples": 2, "tasks": "next", "skip": [0, 2]}
         )
@@ -226,12 +226,12 @@ async def test_a_slow_reader_stops_the_sampling_and_a_reader_that_leaves_frees_t
         body = {"id": "slow", "tasks": "next", "count": 6}
         stream: Any = await service._post(Call(body, TOKEN, ""))
         await anext(stream.parts)
-        while len(service._done) < 6:  # noqa: ASYNC110  (two groups of three)
+        while len(service._runs.done) < 6:  # noqa: ASYNC110  (two groups of three)
             await asyncio.sleep(0.01)
         for _ in range(100):
             await asyncio.sleep(0)
         assert len(service._log.began) == 2
-        assert service._running == 0
+        assert service._runs.running == 0
         status, error = await ask(address, "/groups", {"id": "other"})
         assert (status, error["code"]) == (429, "at_capacity")
         await stream.parts.aclose()
@@ -249,7 +249,7 @@ async def test_a_cancelled_request_frees_its_slots(tmp_path: Path) -> None:
         end = json.loads(rest[-1].splitlines()[-1])["end"]
         assert end["cancelled"]
         assert end["sent"] < 6
-        assert (service._open, service._groups, service._running) == ({}, {}, 0)
+        assert (service._open, service._runs._groups, service._runs.running) == ({}, {}, 0)
         status, error = await ask(address, "/groups", {"id": "one", "tasks": "next", "count": 6})
         assert (status, error["code"]) == (410, "cancelled")
         with pytest.raises(ServeError, match="was cancelled"):
@@ -275,7 +275,7 @@ async def test_a_version_that_is_told_while_a_group_waits_to_be_read_leaves_it_o
     async with serving(written(tmp_path), ahead=2) as (service, address):
         stream: Any = await service._post(Call({"id": "one", "tasks": "next", "count": 3}, TOKEN, ""))
         first = json.loads((await anext(stream.parts)).splitlines()[-1])["group"]
-        while len(service._done) < 6:  # noqa: ASYNC110  (two groups of three)
+        while len(service._runs.done) < 6:  # noqa: ASYNC110  (two groups of three)
             await asyncio.sleep(0.01)
         assert (await ask(address, "/weights", {"version": 1}))[0] == 200
         rest = [json.loads(part.splitlines()[-1]) for part in [part async for part in stream.parts]]
@@ -297,7 +297,7 @@ async def test_a_full_disk_refuses_a_request_before_anything_runs(
             status, error = await ask(address, "/groups", {"id": "one"})
         assert (status, error["code"]) == (507, "not_stored")
         assert "is the disk full?" in error["message"]
-        assert (service._log.requests, service._done, service._open) == ({}, set(), {})
+        assert (service._log.requests, service._runs.done, service._open) == ({}, set(), {})
         assert len(await read(address, "one")) == 1
 
 

@@ -118,16 +118,6 @@ def _tensors(row: Row, vision: Vision) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in tensors.items()}
 
 
-def sums_of_rows(rows: Sequence[Row], advantages: Sequence[np.ndarray]) -> Sums:
-    """The sums of what the engine hands over, over all tokens of the rows."""
-    masks = [row["loss_mask"] == 1 for row in rows]
-    return Sums(
-        sum(len(row["input_ids"]) for row in rows),
-        sum(int(mask.sum()) for mask in masks),
-        sum(float(np.abs(of[mask].astype(np.float64)).sum()) for of, mask in zip(advantages, masks, strict=True)),
-    )
-
-
 def sums_of_batch(batch: Mapping[str, torch.Tensor]) -> Sums:
     """The sums of AReaL's batch.
 

@@ -122,7 +122,7 @@ Certificate of exactness: ids, masks, log-probs and advantages are those of the 
 
 _AREAL_NOTES = f"""\
 There are parts for a `RolloutWorkflow` of your own, and no workflow that runs the episodes yet: `trajectory(rows, advantages, rewards, actor=config.actor)` makes what `arun_episode` returns for one group,
-`refuse_settings(config, loaded)` refuses each setting that would change the advantages, and `sums_of_batch(batch)` is compared with `sums_of_rows`.
+`refuse_settings(config, loaded)` refuses each setting that would change the advantages, and `sums_of_batch(batch)` is compared with `Sums.of_whole_rows`.
 
 What ran, with AReaL 1.0.4 on a CPU, on {_AGREE}: `check_trajectory_format`, `concat_padded_tensors` and
 `PPOActor._compute_advantages`, with a reward that AReaL scales and shifts; the advantages by token are those of `engine train` to 1e-6, the log-probs and weight versions are equal, and a batch

@@ -85,6 +85,21 @@ class Sums:
             sum(float(np.abs(row.advantages.astype(np.float64)).sum()) for row in rows),
         )
 
+    @classmethod
+    def of_whole_rows(cls, rows: Sequence[Row], advantages: Sequence[np.ndarray]) -> Sums:
+        """The sums of rows that are handed over uncut.
+
+        Args:
+            rows: The rows.
+            advantages: The advantages of each, [tokens].
+        """
+        masks = [row["loss_mask"] == 1 for row in rows]
+        return cls(
+            sum(len(row["input_ids"]) for row in rows),
+            sum(int(mask.sum()) for mask in masks),
+            sum(float(np.abs(of[mask].astype(np.float64)).sum()) for of, mask in zip(advantages, masks, strict=True)),
+        )
+
     def check(self, theirs: Sums, trainer: str, changes: str) -> None:
         """Compare the engine's sums with those of a trainer's batch.
 

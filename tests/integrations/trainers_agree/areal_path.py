@@ -19,6 +19,7 @@ def main(rows_file: str, spec_file: str) -> None:
 
     from engine.errors import TrainError
     from engine.integrations.trainers import areal as ours
+    from engine.integrations.trainers.handover import Sums
     from engine.spec.load import load_spec
 
     rows = json.loads(Path(rows_file).read_text())
@@ -66,7 +67,7 @@ def main(rows_file: str, spec_file: str) -> None:
         )
         assert check_trajectory_format(made)
         trajectories.append(made)
-    handed = ours.sums_of_rows(rows, [row["advantages"] for row in rows])
+    handed = Sums.of_whole_rows(rows, [row["advantages"] for row in rows])
     given = concat_padded_tensors(trajectories)
     versions = [line[mask == 1].tolist() for line, mask in zip(given["versions"], given["loss_mask"], strict=True)]
     batch = PPOActor(actor, None)._compute_advantages(dict(given))

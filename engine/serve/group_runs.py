@@ -1,0 +1,220 @@
+"""Runs the groups of requests, each with the sampling of its request: `engine.serve.groups` answers the requests.
+
+Invariants:
+- An episode that is finished is read from the store; nothing finished is run again.
+- All runners share the store, the backend and the limit of live episodes.
+- A group that began more than `max_staleness` versions before the trainer's present one is left out; if it still runs, it is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from engine.integrations.trainers.handover import Sums
+from engine.integrations.trainers.rollouts import first_of
+from engine.runner.run import Runner
+from engine.schemas.generation import SamplingParams
+from engine.schemas.train import TrainSpec
+from engine.serve.http import ServiceError
+from engine.store.store import episode_id_of
+from engine.train.batches import ZERO_ADVANTAGE, RowBuilder
+
+if TYPE_CHECKING:
+    from engine.backends.base import Backend
+    from engine.schemas.environment import Task
+    from engine.schemas.trajectory import Trajectory
+    from engine.serve.request_log import GroupRequest, RequestLog
+    from engine.spec.load import LoadedSpec
+    from engine.store.export import Row
+    from engine.store.store import RunStore
+    from engine.tokens.format import ChatFormat
+
+MAX_OVERRIDES = 8
+"""Maximum number of different sampling overrides in one launch."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyGroup:
+    """A group that can be sent."""
+
+    note: Mapping[str, Any]
+    """What is said about it (docs/serve.md)."""
+    rows: Sequence[Row] = ()
+    images: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
+    """Media type and bytes by digest."""
+
+    def left_out(self, why: str) -> ReadyGroup:
+        """The group without its rows."""
+        nothing = {"rows": 0, "sums": asdict(Sums(0, 0, 0.0)), "episodes": [], "signal": False}
+        return ReadyGroup({**self.note, **nothing, "left_out": why})
+
+
+class GroupRuns:
+    """Runs groups over one run's store. Use it inside `runner.serving()`.
+
+    Args:
+        loaded: The spec.
+        tasks: Its tasks.
+        format: The chat format.
+        backend: The started backend.
+        store: The run's store.
+        runner: Runs episodes with the spec's own sampling.
+        log: The requests that were taken.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedSpec,
+        tasks: Sequence[Task],
+        format: ChatFormat,
+        backend: Backend,
+        store: RunStore,
+        runner: Runner,
+        log: RequestLog,
+    ) -> None:
+        self._loaded, self._tasks, self._format = loaded, tasks, format
+        self._backend, self._store, self._runner, self._log = backend, store, runner, log
+        rollout, train = loaded.spec.rollout, loaded.spec.train or TrainSpec()
+        self.capacity = rollout.live_episodes or 2 * rollout.concurrency
+        """Maximum number of episodes that run at the same time."""
+        self.running = 0
+        """Number of episodes that run."""
+        self.max_staleness = train.asynchrony.max_staleness
+        self.done = store.finished()
+        """The ids of the finished episodes."""
+        self.places = {task.id: place for place, task in enumerate(tasks)}
+        """The position of each task by id."""
+        self.faults: list[str] = []
+        """Episodes that could not be finished because of an error in the engine."""
+        self._live = asyncio.Semaphore(self.capacity)
+        self._rows = RowBuilder(loaded.spec, train, loaded.base)
+        self._runners: dict[bytes, Runner] = {b"{}": runner}
+        self._services = AsyncExitStack()
+        self._making = asyncio.Lock()
+        self._groups: dict[tuple[str, int], asyncio.Task[list[Trajectory]]] = {}
+
+    async def close(self) -> None:
+        """Close the runners of other samplings."""
+        await self._services.aclose()
+
+    def is_stale(self, request: str, number: int) -> bool:
+        """Whether a group that has begun is too old for the trainer's present weights."""
+        return self._log.began[request, number] < self._log.version - self.max_staleness
+
+    def cancel_stale(self) -> None:
+        """Cancel the running groups that are too old."""
+        for key, work in list(self._groups.items()):
+            if self.is_stale(*key):
+                work.cancel()
+
+    async def runner_of(self, request: GroupRequest) -> Runner:
+        """The runner with a request's sampling. All share the store, the backend and the limit of live episodes."""
+        key = orjson.dumps(request.sampling, option=orjson.OPT_SORT_KEYS)
+        async with self._making:
+            if key not in self._runners:
+                if len(self._runners) > MAX_OVERRIDES:
+                    message = (
+                        f"`sampling`: {MAX_OVERRIDES} different overrides were used since the start; use one of these"
+                    )
+                    raise ServiceError(409, message, "too_many_overrides")
+                loaded = overridden(self._loaded, request.sampling)
+                runner = Runner(
+                    loaded,
+                    self._tasks,
+                    self._format,
+                    self._backend,
+                    self._store,
+                    keep_going=True,
+                    training=True,
+                    budget=self._runner.budget,
+                )
+                runner.live, runner.summary = self._runner.live, self._runner.summary
+                await self._services.enter_async_context(runner.serving())
+                self._runners[key] = runner
+            return self._runners[key]
+
+    async def group(self, request: GroupRequest, number: int, runner: Runner) -> ReadyGroup:
+        """Run a group, or read it from the store."""
+        key = request.id, number
+        if key not in self._log.began:
+            self._log.begin(*key, self._log.version)
+        name, use = request.tasks[number]
+        task = self._tasks[self.places[name]]
+        if use:
+            task = task.model_copy(update={"id": f"{name}~{use}"})
+        note: dict[str, Any] = {
+            "request": request.id,
+            "number": number,
+            "task_id": task.id,
+            "version": self._log.began[key],
+        }
+        if self.is_stale(*key):
+            return ReadyGroup(note).left_out("stale")
+        work = self._groups[key] = asyncio.create_task(self._episodes(runner, task, request.samples))
+        try:
+            trajectories = await work
+        except asyncio.CancelledError:
+            if self.is_stale(*key) and not (asyncio.current_task() or work).cancelling():
+                return ReadyGroup(note).left_out("stale")
+            raise
+        finally:
+            del self._groups[key]
+        rows = self._rows.rows(trajectories)
+        rows = [row | {"run_id": self._store.run_id} for row in rows]
+        digests = {image["image"] for row in rows for image in row["images"]}
+        stored = [self._store.image(digest) for digest in sorted(digests)]
+        episodes = [
+            {
+                "episode_id": each.episode_id,
+                "reward": each.outcome.reward,
+                "rewards": each.outcome.rewards,
+                "trainable": each.outcome.trainable,
+                "solved": each.outcome.solved,
+                "failure": each.outcome.failure.kind if each.outcome.failure else None,
+            }
+            for each in trajectories
+        ]
+        about = {
+            "rows": len(rows),
+            "sums": asdict(Sums.of_whole_rows(rows, [row["advantages"] for row in rows])),
+            "episodes": episodes,
+            "signal": any(float(abs(row["advantages"]).max(initial=0.0)) > ZERO_ADVANTAGE for row in rows),
+            "left_out": None if rows else "no_rows",
+        }
+        return ReadyGroup(note | about, rows, {each.digest: (each.mime, each.data) for each in stored})
+
+    async def _episodes(self, runner: Runner, task: Task, samples: int) -> list[Trajectory]:
+        try:
+            async with asyncio.TaskGroup() as running:
+                works = [running.create_task(self._episode(runner, task, sample)) for sample in range(samples)]
+        except BaseExceptionGroup as several:
+            raise first_of(several) from None
+        return [each for work in works if (each := work.result()) is not None]
+
+    async def _episode(self, runner: Runner, task: Task, sample: int) -> Trajectory | None:
+        episode = episode_id_of(task.id, sample)
+        if episode in self.done:
+            return self._store.trajectory(episode)
+        async with self._live:
+            self.running += 1
+            try:
+                trajectory = await runner.episode_or_none(task, sample, self.faults)
+            finally:
+                self.running -= 1
+        if trajectory is not None:
+            self.done.add(episode)
+            runner.count(trajectory)
+        return trajectory
+
+
+def overridden(loaded: LoadedSpec, sampling: Mapping[str, Any]) -> LoadedSpec:
+    """The spec with other sampling parameters. Raises: ValidationError."""
+    given = loaded.spec.sampling.model_dump(by_alias=True) | dict(sampling)
+    made = SamplingParams.model_validate(given)
+    return replace(loaded, spec=loaded.spec.model_copy(update={"sampling": made}))
