@@ -112,6 +112,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: counts[item.path])
 
 
+gc.disable()  # until all tests are collected: what their modules import stays
 _count_frozen = gc.get_freeze_count
 
 
@@ -120,6 +121,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
     count = _count_frozen()
     gc.get_freeze_count = lambda: count  # each run asks for it, and counting a million objects takes 20 ms
 
@@ -128,6 +130,14 @@ def pytest_collection_finish() -> None:
 def frozen_objects_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """`gc.get_freeze_count` counts each time that it is called."""
     monkeypatch.setattr(gc, "get_freeze_count", _count_frozen)
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses between tries of a request to a server or an API begin at a hundredth of a second."""
+    from engine.backends.http import retries
+
+    monkeypatch.setattr(retries, "FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture(scope="session")

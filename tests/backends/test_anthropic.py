@@ -403,6 +403,7 @@ async def test_signed_reasoning_is_sent_back_unchanged_and_in_its_place(chat_for
         ("not_found_error", "not_found", 1),
     ],
 )
+@pytest.mark.usefixtures("short_pauses")
 async def test_an_error_inside_a_reply_with_status_200_is_that_error(
     chat_format: ChatFormat, error: str, kind: str | None, tries: int
 ) -> None:
@@ -420,6 +421,7 @@ async def test_an_error_inside_a_reply_with_status_200_is_that_error(
 @pytest.mark.parametrize(
     "body_", [b"{}", b"<html>", b'{"content": []}', b'{"content": [{"type": "text"}], "stop_reason": "x"}']
 )
+@pytest.mark.usefixtures("short_pauses")
 async def test_another_try_follows_a_reply_that_cannot_be_used(chat_format: ChatFormat, body_: bytes) -> None:
     async with served(chat_format, (200, {}, body_)) as (server, backend):
         assert (await backend.generate(request())).text == "It is 21."

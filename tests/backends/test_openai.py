@@ -235,6 +235,7 @@ async def test_a_reply_is_charged_by_the_tokens_that_its_usage_counts(chat_forma
         (200, b"{}"),
     ],
 )
+@pytest.mark.usefixtures("short_pauses")
 async def test_another_try_follows_a_reply_that_cannot_be_used(
     chat_format: ChatFormat, fault: tuple[int, bytes]
 ) -> None:

@@ -118,6 +118,7 @@ async def test_another_try_follows_a_broken_connection(chat_format: ChatFormat, 
         assert it.counts["certificate"]["turns_checked"] == 1
 
 
+@pytest.mark.usefixtures("short_pauses")
 async def test_tries_have_a_cap(chat_format: ChatFormat) -> None:
     async with cluster(chat_format, retries=2) as it:
         it.fake.faults += [answers(b"no", 500)] * 3

@@ -58,6 +58,7 @@ def costs(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(("kind", "broken"), each_once(list(KINDS), [False, True]))
+@pytest.mark.usefixtures("short_pauses")
 def test_tools_go_out_and_come_back_in_the_api_s_own_form(
     tiny_tokenizer_dir: Path, tmp_path: Path, kind: str, broken: bool
 ) -> None:
@@ -95,6 +96,7 @@ def test_tools_go_out_and_come_back_in_the_api_s_own_form(
         ("openai", "eval"),
     ],
 )
+@pytest.mark.usefixtures("short_pauses")
 def test_a_run_that_has_cost_its_limit_stops_and_goes_on_with_a_higher_one(
     tiny_tokenizer_dir: Path, tmp_path: Path, kind: str, command: str
 ) -> None:
