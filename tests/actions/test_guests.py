@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
-from slow_cases import slow_but_each
+from slow_cases import slow_after, slow_but, slow_but_each
 
 from engine.actions import guest as guest_module
 from engine.actions.calls import SCOPE, Call, EpisodeScope, LoopReplacedError
@@ -78,7 +78,7 @@ async def block(workers: Workers, release: threading.Event, begun: threading.Eve
     assert (caught.value.kind, caught.value.blame) == ("tool_timeout", "tool"), "its own episode: by its deadline"
 
 
-@pytest.mark.parametrize("effects", ["pure", "replayable"])
+@pytest.mark.parametrize("effects", slow_but(["pure", "replayable"], "replayable"))
 async def test_a_function_is_repeated_by_itself_on_another_loop(
     effects: str, workers: Workers, release: threading.Event
 ) -> None:
@@ -93,7 +93,7 @@ async def test_a_function_is_repeated_by_itself_on_another_loop(
 @pytest.mark.parametrize(
     ("bound", "effects", "last", "repeatable"),
     slow_but_each(
-        2,
+        3,
         [
             (True, "pure", False, True),
             (True, "replayable", False, True),
@@ -144,7 +144,7 @@ async def test_an_object_whose_loop_is_gone_is_not_called_on_another(
     assert len(neighbour.loops) == 2
 
 
-@pytest.mark.parametrize("leaves", ["task", "callback"])
+@pytest.mark.parametrize("leaves", slow_after(1, ["task", "callback"]))
 async def test_what_a_call_left_behind_is_attributed_to_it(
     leaves: str, workers: Workers, release: threading.Event
 ) -> None:

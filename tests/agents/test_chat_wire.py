@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_cases import each_once
 from wire_kit import REPLY, Answers, Talk, endpoint, replies
 
 from engine.agents import server
@@ -167,8 +168,7 @@ async def test_keys_models_and_paths(api: tuple[Any, Answers]) -> None:
     assert answers.asked == []
 
 
-@pytest.mark.parametrize("wait", [0.0, 0.3], ids=["at once", "after keep-alive"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("wait", "stream"), each_once([0.0, 0.3], [False, True]))
 async def test_an_error_of_the_episode_reaches_the_program(
     api: tuple[Any, Answers], stream: bool, wait: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_cases import each_once
 from wire_kit import REPLY, URI, Answers, Talk, endpoint, replies
 
 from engine.agents import server
@@ -61,8 +62,7 @@ async def test_a_reply_comes_back_whole_and_its_echo_is_read(api: tuple[Any, Ans
     ]
 
 
-@pytest.mark.parametrize("finish", ["tool_calls", "length"])
-@pytest.mark.parametrize("slow", [False, True], ids=["at once", "with keep-alive"])
+@pytest.mark.parametrize(("slow", "finish"), each_once([False, True], ["tool_calls", "length"]))
 async def test_a_streamed_reply_is_the_same(
     api: tuple[Any, Answers], slow: bool, finish: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,9 +113,10 @@ async def test_the_group_and_the_session_of_a_killed_trainer_are_ended_first(cha
         assert_has(server, Weights(2.0), 2)
 
 
+@pytest.mark.slow  # by default: a server that refuses, below, and lost servers in test_push_outages.py
 @pytest.mark.parametrize(
     ("bucket", "place"),
-    slow_after(1, [(1, "hang_at"), (2, "hang_at"), (1, "hang_after"), (2, "hang_after")], several=True),
+    [(1, "hang_at"), (2, "hang_at"), (1, "hang_after"), (2, "hang_after")],
 )
 async def test_a_server_that_hangs_is_left_out_until_the_next_push(
     chat_format: ChatFormat, bucket: int, place: str

@@ -94,7 +94,7 @@ def kept(chances: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int
 @pytest.mark.parametrize(
     ("filters", "spread"),
     slow_but_each(
-        3,
+        5,
         product(
             [
                 (5, 1.0, 0.0),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from outage_server import Server
 from sglang_cluster import Call, cluster, request
-from slow_cases import each_once
+from slow_cases import each_once, slow_after
 
 from engine.backends.http.outage import Outage
 from engine.backends.openai import OpenAIBackend
@@ -144,7 +144,7 @@ async def test_nobody_replies_for_as_long_as_the_run_waits(chat_format: ChatForm
         assert "`backend.wait`" in str(outcomes[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_after(1, KINDS))
 async def test_one_request_that_is_always_refused_fails_alone(chat_format: ChatFormat, kind: str) -> None:
     """A server that refuses one prompt and serves the others is there: the run goes on, the one episode fails."""
     async with one(kind, chat_format, wait=0.5) as it:
@@ -172,7 +172,7 @@ async def test_one_request_that_is_always_refused_fails_alone(chat_format: ChatF
         busy.cancel()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_after(1, KINDS))
 async def test_a_reply_after_the_first_refusal_leaves_the_outage_to_all_requests(
     chat_format: ChatFormat, kind: str
 ) -> None:
@@ -205,7 +205,7 @@ async def test_a_reply_after_the_first_refusal_leaves_the_outage_to_all_requests
         assert [type(outcome) for outcome in outcomes] == [OutageError] * 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_after(1, KINDS))
 async def test_a_request_that_gets_no_reply_is_sent_again_within_its_time(chat_format: ChatFormat, kind: str) -> None:
     async with one(kind, chat_format, timeout=60, try_timeout=0.3) as it:
         right = await it.ask()

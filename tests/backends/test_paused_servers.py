@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow_but_each
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
@@ -79,15 +80,19 @@ async def two_servers(format: ChatFormat) -> AsyncIterator[tuple[SGLangBackend, 
 
 @pytest.mark.parametrize(
     ("method", "cut"),
-    [
-        ("disk", "/pause_generation"),
-        ("disk", "/update_weights_from_disk"),
-        ("disk", "/continue_generation"),
-        ("tensors", "/pause_generation"),
-        ("tensors", "/begin_weight_update"),
-        ("tensors", "/update_weights_from_tensor"),
-        ("tensors", "/continue_generation"),
-    ],
+    slow_but_each(
+        3,
+        [
+            ("disk", "/pause_generation"),
+            ("disk", "/update_weights_from_disk"),
+            ("disk", "/continue_generation"),
+            ("tensors", "/pause_generation"),
+            ("tensors", "/begin_weight_update"),
+            ("tensors", "/update_weights_from_tensor"),
+            ("tensors", "/continue_generation"),
+        ],
+        several=True,
+    ),
 )
 async def test_a_server_that_is_lost_at_a_call_of_a_push_samples_again(
     chat_format: ChatFormat, tmp_path: Path, method: str, cut: str

@@ -204,7 +204,7 @@ async def test_a_push_goes_on_when_a_server_is_lost_at_each_byte(
         )
 
 
-@pytest.mark.parametrize("kind", ["disk", "adapter"])
+@pytest.mark.parametrize("kind", slow_after(1, ["disk", "adapter"]))
 async def test_without_a_server_a_push_waits_as_long_as_the_spec_says(
     chat_format: ChatFormat, tmp_path: Path, kind: str
 ) -> None:

@@ -148,7 +148,8 @@ def stepping(effects: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("effects", ["replayable", pytest.param("external", marks=pytest.mark.slow)])
+@pytest.mark.slow  # by default: the test above, and tests/actions/test_guests.py
+@pytest.mark.parametrize("effects", ["replayable", "external"])
 def test_episodes_whose_loop_was_blocked_go_on_from_their_journal_where_their_effects_allow_it(
     effects: str, tmp_path: Path, tiny_tokenizer_dir: Path
 ) -> None:

@@ -70,9 +70,13 @@ def ends(code: int) -> Callable[[], object]:
     ("end", "message"),
     [
         (ends(0), "the process ended with status 0 (at work)"),
-        (ends(3), "the process ended with status 3 (at work)"),
+        pytest.param(ends(3), "the process ended with status 3 (at work)", marks=pytest.mark.slow),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "the process was killed by SIGKILL (at work)"),
-        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "the process was killed by SIGSEGV (at work)"),
+        pytest.param(
+            lambda: os.kill(os.getpid(), signal.SIGSEGV),
+            "the process was killed by SIGSEGV (at work)",
+            marks=pytest.mark.slow,
+        ),
         (lambda: sys.exit(0), "the process ended with status 70 (at work)"),
         (lambda: ctypes.CDLL(None)._exit(0), "the process ended with status 0 (at work)"),
     ],

@@ -135,7 +135,7 @@ def test_a_page_says_what_the_rule_says() -> None:
 BAD = sorted(set(page_ids()) - {"spec.unreadable"} - ELSEWHERE)
 
 
-@pytest.mark.parametrize("rule", slow_but_each(4, BAD))
+@pytest.mark.parametrize("rule", slow_but_each(8, BAD))
 def test_the_bad_example_breaks_the_rule(rule: str, tmp_path: Path) -> None:
     example = page(rule).example("Bad")
     assert example is not None
@@ -149,7 +149,7 @@ def test_a_file_that_is_not_there_is_unreadable(tmp_path: Path) -> None:
 GOOD = sorted(set(page_ids()) - NO_GOOD)
 
 
-@pytest.mark.parametrize("rule", slow_but_each(4, [*GOOD[2:], *GOOD[:2]]))
+@pytest.mark.parametrize("rule", slow_but_each(8, [*GOOD[4:], *GOOD[:4]]))
 def test_the_good_example_does_not(rule: str, tmp_path: Path) -> None:
     found = page(rule)
     example = found.example("Good")

@@ -46,7 +46,7 @@ def test_the_project_without_a_mistake_has_no_finding(imports: bool, edits: tupl
 
 
 @pytest.mark.parametrize(
-    "mistake", slow_but_each(2, MISTAKES), ids=lambda item: f"{item.kind}: {item.new.strip()[:30]}"
+    "mistake", slow_but_each(4, MISTAKES), ids=lambda item: f"{item.kind}: {item.new.strip()[:30]}"
 )
 def test_a_typical_mistake_is_found(mistake: Mistake) -> None:
     files = project(mistake)

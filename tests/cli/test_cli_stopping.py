@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from slow_cases import slow_after
 
 SCRIPT = """
 import asyncio, sys, time
@@ -26,14 +27,18 @@ asyncio.run(main())
 
 @pytest.mark.parametrize(
     ("grace", "signals", "status"),
-    [
-        (0.1, [signal.SIGTERM], 143),
-        (600, [signal.SIGINT, signal.SIGINT], 130),
-        (600, [signal.SIGTERM, signal.SIGTERM], 143),
-        (600, [signal.SIGTERM, signal.SIGINT], 143),
-        (600, [signal.SIGINT, signal.SIGTERM, signal.SIGTERM], 143),
-        (0.1, [signal.SIGINT, signal.SIGTERM], 143),
-    ],
+    slow_after(
+        2,
+        [
+            (0.1, [signal.SIGTERM], 143),
+            (600, [signal.SIGINT, signal.SIGINT], 130),
+            (600, [signal.SIGTERM, signal.SIGTERM], 143),
+            (600, [signal.SIGTERM, signal.SIGINT], 143),
+            (600, [signal.SIGINT, signal.SIGTERM, signal.SIGTERM], 143),
+            (0.1, [signal.SIGINT, signal.SIGTERM], 143),
+        ],
+        several=True,
+    ),
 )
 def test_a_blocked_main_thread_does_not_keep_the_process(
     grace: float, signals: list[signal.Signals], status: int

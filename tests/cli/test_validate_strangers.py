@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from command_line import engine_here
 from hostile_folders import CODE, FILES, FORGERIES, HANGING, NAMES, SECRET, VARIABLE, VARIABLES, WHOLE, Case, build
+from slow_cases import slow_but
 
 from engine.cli.validate import FORMATS, Format
 from engine.cli.validate_examine import Options, examine_all
@@ -209,7 +210,7 @@ def test_nothing_can_be_forged(place: Place, forged: list[str], monkeypatch: pyt
     assert sum("error[" in line for line in lines) == int(counted[1])
 
 
-@pytest.mark.parametrize("format", ["json", "sarif", "github"])
+@pytest.mark.parametrize("format", slow_but(["json", "sarif", "github"], "json", "github"))
 def test_nothing_can_be_forged_in_other_formats(
     place: Place, forged: list[str], format: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +307,7 @@ def test_imported_code_that_never_ends_is_stopped(place: Place) -> None:
         assert "check.import-failed" in errors(found.specs[name]), name
 
 
+@pytest.mark.slow  # by default: nothing of a stranger, above
 def test_what_is_found_without_code_stays_found_whatever_the_code_does(place: Place) -> None:
     text = (
         "import engine.checks.check as check, engine.cli.validate_examine as examine\n"

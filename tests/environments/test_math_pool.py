@@ -55,6 +55,7 @@ def test_a_loaded_machine_makes_no_answer_wrong() -> None:
             process.wait()
 
 
+@pytest.mark.slow  # by default: an answer that takes for ever, above, whose process is killed too
 def test_a_process_that_somebody_kills_costs_no_answer(pool: MathPool) -> None:
     assert pool.ask("read", latex="1/4") == {"value": 0.25}
     [worker] = pool._idle

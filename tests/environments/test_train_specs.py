@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from slow_cases import slow_after
 from typer.testing import CliRunner
 
 from engine.checks import check_spec
@@ -46,7 +47,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", slow_after(1, PUBLISHED))
 def test_a_published_training_has_the_published_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     loaded = load_spec(SPECS / f"{name}.yaml")

@@ -92,7 +92,7 @@ def test_every_feature_is_the_same(name: str) -> None:
 
 
 @pytest.mark.skipif(not REAL, reason="trl, whose templates are real ones, is not installed")
-@pytest.mark.parametrize("path", slow_but(REAL, *REAL[::4]), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", slow_but(REAL, *REAL[::8]), ids=lambda path: path.stem)
 def test_real_templates_write_the_same(path: Path) -> None:
     assert_same(path.read_text(encoding="utf-8"))
 

@@ -112,7 +112,12 @@ FAULTS = [
 
 @pytest.mark.parametrize(
     ("part", "status", "said", "exists"),
-    [(*fault, exists) for fault in FAULTS for exists in (False, True) if not (exists and fault[0] == "create")],
+    [
+        pytest.param(*fault, exists, marks=() if exists == (at % 2 == 1 and fault[0] != "create") else pytest.mark.slow)
+        for at, fault in enumerate(FAULTS)
+        for exists in (False, True)
+        if not (exists and fault[0] == "create")
+    ],
 )
 def test_a_refusal_is_explained_and_leaves_the_hub_as_it_was(
     part: str, status: int, said: str, exists: bool, push: Push, hub: Hub, tmp_path: Path

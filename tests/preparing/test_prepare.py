@@ -76,6 +76,7 @@ def test_a_damaged_entry_is_made_again(tmp_path_factory: pytest.TempPathFactory,
     assert first.read_bytes() == whole
 
 
+@pytest.mark.slow  # by default: what was made before is not made again, in test_prepared_rows.py
 def test_a_run_that_was_killed_goes_on_from_what_it_had_made(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [sys.executable, PROGRAM, str(tmp_path / "kept"), str(log), "12", "2", "0.2"]

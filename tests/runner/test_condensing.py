@@ -89,7 +89,11 @@ async def test_without_condensing_the_same_episode_ends_at_its_limit(play_book: 
     [
         ({"condenser": {"kind": "drop", "text": "gone"}}, "gone"),
         ({"condenser": {"kind": "own", "use": "book:shorten"}}, "page 0: w0x0"),
-        ({"condenser": {"kind": "own", "use": "book:shorten", "with": {"keep": 1}, "isolation": "process"}}, "page"),
+        pytest.param(
+            {"condenser": {"kind": "own", "use": "book:shorten", "with": {"keep": 1}, "isolation": "process"}},
+            "page",
+            marks=pytest.mark.slow,  # by default: the test above, and other code in processes in tests/isolation
+        ),
         (
             {
                 "condenser": {

@@ -180,7 +180,7 @@ WHAT: dict[str, tuple[list[Any], dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("what", slow_but_each(2, WHAT))
+@pytest.mark.parametrize("what", slow_but_each(4, WHAT))
 def test_an_episode_becomes_a_scenario_that_passes(
     what: str, record: Record, chat_formats: Formats, tiny_tokenizer_dir: Path, tmp_path: Path
 ) -> None:

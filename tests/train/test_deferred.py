@@ -64,7 +64,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 @pytest.mark.parametrize(
     ("family", "changes", "spec"),
     slow_after(
-        3,
+        2,
         [
             ("Qwen2", {"head_dim": ..., "tie_word_embeddings": True}, {"precision": "bfloat16"}),
             ("Qwen3Moe", MOE, {}),  # transformers joins the experts' weights

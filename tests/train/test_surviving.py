@@ -116,7 +116,8 @@ def uninterrupted() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("place", slow_but(PLACES, "after the batch is logged"))
+@pytest.mark.slow  # by default: episodes that were running continue, below
+@pytest.mark.parametrize("place", PLACES)
 async def test_killed_anywhere_and_resumed_it_is_the_training_that_was_not_killed(
     place: str, exact_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: dict[str, Any]
 ) -> None:

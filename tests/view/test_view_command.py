@@ -51,7 +51,7 @@ def test_a_file_holds_the_chosen_episodes_their_tokens_and_groups(run: Path, tmp
     assert "left out" not in told
 
 
-@pytest.mark.parametrize("room", slow_but_each(3, range(2_000, 120_000, 19_000)))
+@pytest.mark.parametrize("room", slow_but_each(4, range(2_000, 120_000, 19_000)))
 def test_a_file_is_never_larger_than_the_limit_and_says_what_is_left_out(run: Path, tmp_path: Path, room: int) -> None:
     empty, _ = export(run, tmp_path, "--filter", "outcome.reward > 1000.0")
     assert empty["rows"] == []

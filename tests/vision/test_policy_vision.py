@@ -77,6 +77,7 @@ async def test_rows_with_images_have_the_samplers_log_probs_and_plain_gradients(
         assert (parameter.grad - gradient).norm() < 2e-4 * gradient.norm().clamp_min(1e-3), name
 
 
+@pytest.mark.slow  # by default: rows with images, above
 async def test_files_without_a_vision_and_in_mixed_precision(
     make_spec: Any, run_spec: Any, vlm: Any, tiny_model_dir: Path, tmp_path: Path
 ) -> None:

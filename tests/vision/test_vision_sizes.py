@@ -100,7 +100,7 @@ def put(vision: Vision, data: bytes) -> str:
     return digest_of(data)
 
 
-@pytest.mark.parametrize(("family", "name"), slow_but_each(4, CASES, several=True))
+@pytest.mark.parametrize(("family", "name"), slow_but_each(8, CASES, several=True))
 def test_tokens_and_tensors_are_the_processors_own(with_settings: Any, family: str, name: str) -> None:
     vision: Vision = with_settings(family, (SETTINGS if family in QWEN else TILED)[name])
     assert _images(vision) == "tokens from the image's size"
