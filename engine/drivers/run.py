@@ -20,7 +20,7 @@ from engine.drivers.cluster import cluster, nodes_of
 from engine.drivers.leases import FILE, Leases
 from engine.drivers.session import STORES, Done, Report, Setup
 from engine.errors import EngineError, StoreError
-from engine.runner.causes import Causes
+from engine.runner.causes import Causes, places
 from engine.runner.run import RunResult
 from engine.runner.stats import Live, Summary
 
@@ -122,7 +122,7 @@ async def run_drivers(
     place = await asyncio.to_thread(shards_of, folder)
     if place is None:
         place = await asyncio.to_thread(create_shards, folder, store.header, rollout.shards)
-    _prepare_leases(folder, tasks, rollout.drivers, rollout.samples_per_task, shards=rollout.shards is not None)
+    await asyncio.to_thread(prepare_leases, folder, tasks, rollout.drivers, rollout.samples_per_task)
     await store.plan(tasks, rollout.samples_per_task)
     setup = Setup(
         loaded=loaded,
@@ -140,7 +140,7 @@ async def run_drivers(
         crew = _Crew(ray, setup, fleet, len(tasks), lease_seconds, stop)
         ready()
         ended = await crew.run()
-    summary = _summary(folder, loaded, ended)
+    summary = await asyncio.to_thread(summary_of, folder, loaded, tasks, ended)
     faults = [fault for done in ended for fault in done.faults]
     stopped = next((done.stopped for done in ended if done.stopped is not None), None)
     total = len(tasks) * rollout.samples_per_task
@@ -154,21 +154,22 @@ async def run_drivers(
     return ManyResult(result, sum(done.spent for done in ended), {done.store: done.told for done in ended})
 
 
-def _prepare_leases(folder: Path, tasks: TaskList, drivers: int, samples: int, *, shards: bool) -> None:
-    """On a resume, free the groups that nobody holds any more, and, without published shards, those whose rows cannot be read."""
+def prepare_leases(folder: Path, tasks: TaskList, drivers: int, samples: int) -> None:
+    """On a resume, free the groups that nobody holds any more, and those that are not complete in what readers read."""
     if not (folder / FILE).exists():
         if (folder / STORES).is_dir() and any((folder / STORES).iterdir()):
             raise StoreError(
                 f"{folder / FILE} is missing, and drivers have run already; restore it, or begin a new run"
             )
         return
-    from engine.store.store import episode_id_of
+    from engine.store.store import RunStore, episode_id_of
 
-    finished = set() if shards else set(newest(folder))
+    with RunStore.open(folder, readonly=True) as merged:
+        statuses = merged.statuses()
     incomplete = [
         position
         for position, task in enumerate(tasks)
-        if not shards and not all(episode_id_of(task.id, sample) in finished for sample in range(samples))
+        if any(statuses.get(episode_id_of(task.id, sample)) != "done" for sample in range(samples))
     ]
     leases = Leases(folder / FILE, len(tasks))
     try:
@@ -177,35 +178,21 @@ def _prepare_leases(folder: Path, tasks: TaskList, drivers: int, samples: int, *
         leases.close()
 
 
-def _summary(folder: Path, loaded: LoadedSpec, ended: Sequence[Done]) -> Summary:
-    """Add up the drivers' summaries; where an episode may lie in two stores, the stores are read instead."""
-    from engine.store.store import RunStore
+def summary_of(folder: Path, loaded: LoadedSpec, tasks: TaskList, ended: Sequence[Done]) -> Summary:
+    """Add up the drivers' summaries; where these are not exactly the episodes that readers list, these episodes are read instead.
 
-    found = Summary(causes=Causes(), mix=tuple(loaded.spec.tasks.mix or ()))
-    stores = {each.parent.name for each in (folder / STORES).glob("*/run.db")}
-    if stores <= {done.store for done in ended}:
+    They differ if an episode was finished in two stores, or in that of a host that is lost, from which its shards are left.
+    """
+    from engine.store.sharded import ShardedRun
+
+    found = Summary(causes=Causes(places(loaded, tasks)), mix=tuple(loaded.spec.tasks.mix or ()))
+    merged = ShardedRun(folder)
+    if merged.finished_by_store() == Counter({done.store: done.summary.episodes for done in ended}):
         for done in ended:
             found.merge(done.summary)
-        return found
-    best = newest(folder)
-    for name in sorted(stores):
-        with RunStore.open(folder / STORES / name, readonly=True) as own:
-            for trajectory in own.trajectories():
-                if best[trajectory.episode_id][1] == name:
-                    found.add(trajectory)
-    return found
-
-
-def newest(folder: Path) -> dict[str, tuple[int, str]]:
-    """For each finished episode of a run: its greatest finished attempt in the stores of drivers, and the name of that store."""
-    from engine.store.store import RunStore
-
-    found: dict[str, tuple[int, str]] = {}
-    for path in sorted((folder / STORES).glob("*/run.db")):
-        with RunStore.open(path.parent, readonly=True) as own, own.snapshot() as connection:
-            for episode, attempt in connection.execute("SELECT id, attempt FROM episodes WHERE status = 'done'"):
-                if episode not in found or attempt > found[episode][0]:
-                    found[episode] = (attempt, path.parent.name)
+    else:
+        for trajectory in merged.trajectories():
+            found.add(trajectory)
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ from engine.store.lock import is_held
 from engine.store.places import Place
 from engine.store.reader import EpisodeRow, RunReader, RunStatus
 from engine.store.scores import ScoreHead
-from engine.store.shards import DRIVERS, SHARDED, read_header, shards_of
+from engine.store.shards import DRIVERS, SHARDED, driver_of, read_header, shards_of
 from engine.store.store import RunStore
 
 _PAUSE = 5.0
@@ -153,6 +154,15 @@ class ShardedRun(RunStore):
         running = {row.id: row.number // STORE for row in self.episodes() if row.status == "running"}
         states = {source: reader.current_states() for source, reader in self._live().items()}
         return {episode: states.get(source, {}).get(episode, "") for episode, source in running.items()}
+
+    def finished_by_store(self) -> Counter[str]:
+        """Return the number of finished episodes by the name of the driver's store in which they were run; "" is the run's own store."""
+        with self._reader() as connection:
+            rows = connection.execute("SELECT source, count(*) FROM episodes WHERE status = 'done' GROUP BY source")
+            found: Counter[str] = Counter()
+            for source, count in rows:
+                found[driver_of(source) or source.removeprefix(f"{DRIVERS}/")] += count
+        return found
 
     def trajectory(self, episode_id: str, score: str | None = None) -> Trajectory:
         """As in `RunReader`."""

@@ -51,6 +51,7 @@ DRIVERS = "drivers"
 """The folder of the drivers' own stores, in the run's folder."""
 _PUBLISHED = "published.jsonl"
 _MARK = re.compile(r"^episodes-([a-z0-9]+)-(\d{6,})\.parquet$")
+_PART = re.compile(r"^part-([a-z0-9]+)-\d{6,}$")
 _META = b"episode-engine"
 SUMMARY = (
     'number, id, task_id, task_index, sample_index, seed, attempt, state, event, "limit", failure, blame, solved, trainable, '
@@ -75,6 +76,12 @@ class Part(NamedTuple):
     def mark(self) -> str:
         """The file that says that the part exists."""
         return f"episodes-{self.driver}-{self.number:06d}.parquet"
+
+
+def driver_of(part: str) -> str | None:
+    """Return the driver that wrote a part, by the part's name; None: it is no name of a part."""
+    found = _PART.match(part)
+    return found[1] if found else None
 
 
 def create_shards(run: Path, header: RunHeader, url: str | None = None) -> str:

@@ -18,7 +18,6 @@ import pytest
 import yaml
 
 from engine.drivers.leases import Leases
-from engine.drivers.run import newest
 from engine.store import RunStore
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")
@@ -70,18 +69,19 @@ def actors(parent: int) -> list[tuple[int, str]]:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Tokens, rewards and path of each episode; of several finished attempts the greatest, as readers choose."""
-    best = newest(folder) if (folder / "drivers").is_dir() else None
-    stores = sorted((folder / "drivers").glob("*/run.db")) if best is not None else [folder / "run.db"]
+    """Tokens, rewards and path of each episode."""
     found: dict[str, Any] = {}
-    for path in stores:
-        with RunStore.open(path.parent, readonly=True) as store:
-            for each in store.trajectories():
-                if best is None or best[each.episode_id][1] == path.parent.name:
-                    assert each.episode_id not in found
-                    rows = [(row.input_ids.tolist(), row.loss_mask.tolist()) for row in each.branches]
-                    found[each.episode_id] = (each.seed, rows, each.outcome.rewards, each.outcome.event, each.path)
+    with RunStore.open(folder, readonly=True) as store:
+        for each in store.trajectories():
+            assert each.episode_id not in found
+            rows = [(row.input_ids.tolist(), row.loss_mask.tolist()) for row in each.branches]
+            found[each.episode_id] = (each.seed, rows, each.outcome.rewards, each.outcome.event, each.path)
     return found
+
+
+def finished(folder: Path) -> set[str]:
+    with RunStore.open(folder, readonly=True) as store:
+        return store.finished()
 
 
 def test_twenty_random_kills_lose_no_episode_and_repeat_none(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
@@ -113,11 +113,11 @@ def test_a_signal_stops_all_drivers_and_a_resume_with_another_number_finishes(
     while len(list((tmp_path / "many").glob("*/drivers/*/run.db"))) < 3 and run.poll() is None:
         time.sleep(0.2)
     (folder,) = (tmp_path / "many").iterdir()
-    while not newest(folder) and run.poll() is None:
+    while not finished(folder) and run.poll() is None:
         time.sleep(0.2)
     run.send_signal(signal.SIGINT)
     assert run.wait() == 130
-    before = newest(folder)
+    before = finished(folder)
     assert 0 < len(before) < 240
     again = subprocess.run(
         [sys.executable, "-m", "engine.cli.main", "run", "-q", "--resume", str(folder), "--drivers", "1"],
@@ -126,4 +126,4 @@ def test_a_signal_stops_all_drivers_and_a_resume_with_another_number_finishes(
         check=False,
     )
     assert again.returncode == 0
-    assert len(newest(folder)) == 240
+    assert len(finished(folder)) == 240

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from engine.backends.registry import open_backend
 from engine.drivers.feed import Feed
 from engine.drivers.leases import Answer, Lease, Leases
+from engine.drivers.run import prepare_leases, summary_of
 from engine.drivers.session import Coordinating, Report, Setup, of_driver, run_driver, share_of
 from engine.runner.run import Runner
 from engine.schemas.environment import Task
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
+from engine.store.shards import create_shards
 from engine.tokens.loading import load_format
 
 GROUPS, SAMPLES = 9, 2
@@ -102,7 +107,7 @@ async def test_two_drivers_make_the_episodes_of_one_run_each_once(tmp_path: Path
     assert [done.store for done in ended] == ["0", "1"]
     assert sum(done.summary.episodes for done in ended) == GROUPS * SAMPLES
     assert leases.counts.done == GROUPS
-    assert rows(folder) == await alone(loaded, header, tmp_path / "alone")
+    assert rows(folder) == await alone(spec_of(tmp_path, tiny_tokenizer_dir, drivers=1), header, tmp_path / "alone")
     groups = [{episode.rpartition("/")[0] for episode in rows(folder / "drivers" / name)} for name in ("0", "1")]
     assert not groups[0] & groups[1]  # a group stays on one driver
 
@@ -124,6 +129,54 @@ async def test_a_run_that_was_stopped_goes_on_with_another_number_of_drivers(
     assert leases.counts.done == GROUPS
     assert done.stopped is None
     assert rows(folder).keys() == {f"t{at}/{sample}" for at in range(GROUPS) for sample in range(SAMPLES)}
+
+
+async def test_a_lost_host_whose_shards_are_left_is_counted_and_an_episode_in_two_stores_once(
+    tmp_path: Path, tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPISODE_ENGINE_CACHE", str(tmp_path / "cache"))
+    loaded = spec_of(tmp_path, tiny_tokenizer_dir)
+    header, tasks = RunHeader.of(loaded), load_tasks(loaded)
+    with RunStore.create(tmp_path, header, name="many") as store:
+        place = create_shards(store.folder, header, str(tmp_path / "published"))
+    leases = Leases(store.folder / "leases.db", GROUPS)
+    setup = replace(setup_of(loaded, header, store.folder), shards=place)
+    here = Here(leases)
+    ended = await asyncio.gather(*(run_driver(setup, slot, here) for slot in range(2)))
+    assert all(done.summary.episodes for done in ended)
+    whole = summary_of(store.folder, loaded, tasks, ended)
+    assert whole.episodes == whole.outcomes.total() == GROUPS * SAMPLES
+
+    shutil.rmtree(store.folder / "drivers" / "1")
+    assert summary_of(store.folder, loaded, tasks, ended[:1]).outcomes == whole.outcomes
+    leases.close()
+    prepare_leases(store.folder, tasks, 2, SAMPLES)
+    again = Leases(store.folder / "leases.db", GROUPS)
+    assert again.counts.done == GROUPS  # its groups are not run again
+
+    taken = Leases(tmp_path / "others.db", GROUPS)
+    twice = await asyncio.gather(run_driver(replace(setup, drivers=3), 2, Here(taken)))
+    assert twice[0].summary.episodes == GROUPS * SAMPLES
+    assert summary_of(store.folder, loaded, tasks, [*ended[:1], *twice]).episodes == GROUPS * SAMPLES
+
+
+async def test_a_group_whose_rows_are_gone_is_free_after_a_resume(
+    tmp_path: Path, tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPISODE_ENGINE_CACHE", str(tmp_path / "cache"))
+    loaded = spec_of(tmp_path, tiny_tokenizer_dir)
+    header, tasks = RunHeader.of(loaded), load_tasks(loaded)
+    with RunStore.create(tmp_path, header, name="many") as store:
+        create_shards(store.folder, header)
+    leases = Leases(store.folder / "leases.db", GROUPS)
+    setup, here = setup_of(loaded, header, store.folder), Here(leases)
+    ended = await asyncio.gather(*(run_driver(setup, slot, here) for slot in range(2)))
+    leases.close()
+    shutil.rmtree(store.folder / "drivers" / "1")
+    prepare_leases(store.folder, tasks, 2, SAMPLES)
+    again = Leases(store.folder / "leases.db", GROUPS)
+    assert again.counts.done == ended[0].summary.episodes // SAMPLES
+    assert again.counts.free == ended[1].summary.episodes // SAMPLES
 
 
 def test_parts_of_the_places_add_up_and_none_is_empty() -> None:
