@@ -87,6 +87,23 @@ def problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
         )
 
 
+def refuse_many(loaded: LoadedSpec, who: str) -> None:
+    """Refuse a spec with several drivers for something that drives its episodes in one process.
+
+    Args:
+        loaded: The spec.
+        who: What does so, as a message names it.
+
+    Raises:
+        SpecError: `rollout.drivers` is more than 1.
+    """
+    path = ("rollout", "drivers")
+    if loaded.spec.rollout.drivers > 1:
+        message = f"{who} does not support several drivers; `engine run` and `engine eval` do"
+        fix = "give --set rollout.drivers=1, or set it in the spec"
+        raise SpecError([Diagnostic(RULE, "error", message, fix, loaded.origin(path), path)])
+
+
 def refuse_drivers(loaded: LoadedSpec) -> None:
     """Check a spec whose number of drivers was changed after it was checked.
 

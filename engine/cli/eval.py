@@ -159,6 +159,7 @@ async def _evaluate(
     from engine.cli.stopping import interrupted
     from engine.errors import EngineError
     from engine.runner.evaluate import evaluate as measure
+    from engine.store import RunStore
 
     loaded, tasks, store = prepare(console, spec, changes, limit, out, None, evaluation=True)
     try:
@@ -173,7 +174,8 @@ async def _evaluate(
     if result.interrupted:
         console.print(f"Interrupted. To finish it: engine run --resume {store.folder}")
         raise typer.Exit(interrupted())
-    return store.folder, measure(store.trajectories()), result
+    with RunStore.open(store.folder, readonly=True) as finished:  # of several drivers: all that they stored
+        return store.folder, measure(finished.trajectories()), result
 
 
 def plain(found: Evaluation) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def run(
     """
     from engine.cli.console import make_console
     from engine.cli.run_drivers import resumed_drivers
-    from engine.errors import EngineError, StoreError
+    from engine.errors import EngineError
     from engine.logs import configure_logging
 
     configure_logging()
@@ -103,10 +103,8 @@ def run(
             rollout = loaded.spec.rollout.model_copy(update={"max_cost": max_cost})
             loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
         if resume is not None:
-            loaded = resumed_drivers(loaded, store, drivers)
-            if retry_failed is not None and loaded.spec.rollout.drivers > 1:
-                store.close()
-                raise StoreError("--retry-failed is not supported in a run with several drivers; begin a new run")
+            retry, costs = retry_failed is not None, max_cost is not None
+            loaded = resumed_drivers(loaded, store, drivers, retry=retry, max_cost=costs)
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(ERROR) from None
@@ -117,14 +115,12 @@ def run(
 def fork_run(run: str, out: Path, turn: int, salt: int) -> None:
     """Fork a run at a turn, and run the new run to its end."""
     from engine.cli.console import make_console
-    from engine.errors import EngineError, StoreError
+    from engine.errors import EngineError
     from engine.runner.fork import fork
     from engine.store import RunStore, find_run
 
     try:
         with RunStore.open(find_run(run, out=out), readonly=True) as source:
-            if (source.folder / "sharded.json").exists():
-                raise StoreError(f"{source.folder} is a run of several drivers; forks of such runs are not supported")
             loaded, tasks, store = fork(source, out, turn, salt)
     except EngineError as error:
         echo(str(error), err=True)
@@ -217,7 +213,6 @@ def prepare(
         StoreError: the run to resume cannot be opened, or the new one cannot be created.
     """
     from engine.checks import refuse_errors, refuse_first_tasks
-    from engine.cli.run_drivers import refuse_many
     from engine.spec.load import load_spec
     from engine.spec.tasks import load_tasks
     from engine.store import RunHeader, RunStore, find_run
@@ -236,8 +231,6 @@ def prepare(
         wrong_usage("give a spec to run, or --resume RUN")
     changes = [*overrides, f"tasks.limit={limit}"] if limit is not None else overrides
     loaded = load_spec(spec, changes)
-    if evaluation:
-        refuse_many(loaded, "eval")
     for item in refuse_errors(loaded):
         console.print(str(item), style="yellow")
     tasks = load_tasks(loaded)

@@ -26,43 +26,46 @@ if TYPE_CHECKING:
 
 def is_sharded(loaded: LoadedSpec, store: RunStore) -> bool:
     """Whether a run is driven by drivers: by its spec, or because drivers have begun it."""
-    return loaded.spec.rollout.drivers > 1 or (store.folder / "sharded.json").exists()
+    from engine.store.shards import SHARDED
+
+    return loaded.spec.rollout.drivers > 1 or (store.folder / SHARDED).exists()
 
 
-def refuse_many(loaded: LoadedSpec, command: str) -> None:
-    """Refuse a spec with several drivers for a command that has one process.
-
-    Raises:
-        SpecError: `rollout.drivers` is more than 1.
-    """
-    from engine.errors import SpecError
-    from engine.spec.diagnostic import Diagnostic
-
-    path = ("rollout", "drivers")
-    if loaded.spec.rollout.drivers > 1:
-        message = f"`engine {command}` does not support several drivers; `engine run` does"
-        fix = "give --set rollout.drivers=1"
-        raise SpecError([Diagnostic("rollout.drivers", "error", message, fix, loaded.origin(path), path)])
-
-
-def resumed_drivers(loaded: LoadedSpec, store: RunStore, drivers: int | None) -> LoadedSpec:
+def resumed_drivers(
+    loaded: LoadedSpec, store: RunStore, drivers: int | None, *, retry: bool = False, max_cost: bool = False
+) -> LoadedSpec:
     """The spec of a resumed run, with another number of drivers.
+
+    Args:
+        loaded: The run's own spec.
+        store: The run's store; closed if the resume is refused.
+        drivers: The new number, if there is one.
+        retry: Whether failed episodes are to run again.
+        max_cost: Whether the cost of the run was given a new limit.
 
     Raises:
         SpecError: the spec cannot run with several drivers.
-        StoreError: the run was begun without drivers.
+        StoreError: the run was begun without drivers, or one with drivers is asked for something that these do not support.
     """
     from engine.checks.drivers import refuse_drivers
     from engine.errors import StoreError
+    from engine.store.shards import SHARDED
 
-    if drivers is None:
-        return loaded
-    if drivers > 1 and not (store.folder / "sharded.json").exists() and store.statuses():
+    begun = is_sharded(loaded, store)
+    try:
+        if drivers is not None and drivers > 1 and not (store.folder / SHARDED).exists() and store.statuses():
+            raise StoreError(f"{store.folder} was begun by one process, and is continued by one: leave out --drivers")
+        if drivers is not None:
+            rollout = loaded.spec.rollout.model_copy(update={"drivers": drivers})
+            loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
+        if begun or loaded.spec.rollout.drivers > 1:
+            for given, option in ((retry, "--retry-failed"), (max_cost, "--max-cost")):
+                if given:
+                    raise StoreError(f"{option} is not supported in a run with several drivers: leave it out")
+        refuse_drivers(loaded)
+    except BaseException:
         store.close()
-        raise StoreError(f"{store.folder} was begun by one process, and is continued by one: leave out --drivers")
-    rollout = loaded.spec.rollout.model_copy(update={"drivers": drivers})
-    loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
-    refuse_drivers(loaded)
+        raise
     return loaded
 
 

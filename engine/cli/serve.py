@@ -62,13 +62,14 @@ def serve(
     Exit status: 130 after Ctrl-C; 143 after SIGTERM; 1 when the spec is invalid or an episode could not be finished; 2 when the command line is
     wrong or the port is in use; 3 when no server can be reached.
     """
+    from engine.checks.drivers import refuse_many
     from engine.cli.console import make_console
     from engine.cli.run import prepare
-    from engine.cli.run_drivers import refuse_many
     from engine.cli.stopping import interrupted
-    from engine.errors import EngineError
+    from engine.errors import EngineError, StoreError
     from engine.logs import configure_logging
     from engine.serve.groups import refuse_unserved
+    from engine.store.shards import shards_of
 
     if api and (trainer, token_file, ahead) != (None, None, None):
         wrong_usage("--trainer, --token-file and --ahead are for groups; leave out --api")
@@ -81,7 +82,9 @@ def serve(
     try:
         loaded, tasks, store = prepare(console, spec, list(overrides or ()), limit, out, resume)
         opened = store
-        refuse_many(loaded, "serve")
+        refuse_many(loaded, "`engine serve`")
+        if shards_of(store.folder) is not None:
+            raise StoreError(f"{store.folder} is a run of several drivers: `engine run --resume` continues it")
         if not api:
             refuse_unserved(loaded, trainer)
         elif loaded.spec.agent is None:
@@ -89,7 +92,7 @@ def serve(
             wrong_usage("the spec has no `agent`: write `agent: {}` and `machine: agent`")
     except EngineError as error:
         echo(str(error), err=True)
-        if opened is not None and not opened.discard():
+        if opened is not None and (resume is not None or not opened.discard()):
             opened.close()
         raise typer.Exit(ERROR) from None
     again = f"engine serve {'--api ' if api else ''}--resume {store.folder}"

@@ -243,9 +243,9 @@ def _check(console: Console, loaded: LoadedSpec) -> None:
         SpecError: a rule found an error.
     """
     from engine.checks import refuse_errors
-    from engine.cli.run_drivers import refuse_many
+    from engine.checks.drivers import refuse_many
 
-    refuse_many(loaded, "train")
+    refuse_many(loaded, "`engine train`")
     for item in refuse_errors(loaded):
         console.print(str(item), style="yellow")
 

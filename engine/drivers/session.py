@@ -99,6 +99,7 @@ def of_driver(loaded: LoadedSpec, drivers: int, slot: int) -> LoadedSpec:
     live = rollout.live_episodes or 2 * rollout.concurrency
     own = rollout.model_copy(
         update={
+            "drivers": 1,
             "concurrency": share_of(rollout.concurrency, drivers, slot),
             "live_episodes": share_of(live, drivers, slot),
         }

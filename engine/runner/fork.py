@@ -6,9 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.checks.drivers import refuse_many
+from engine.errors import StoreError
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.store.header import Fork
+from engine.store.shards import shards_of
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
@@ -32,6 +35,9 @@ def fork(source: RunStore, out: Path, turn: int, salt: int) -> tuple[LoadedSpec,
         EngineError: the tasks cannot be read, or the new run cannot be written.
     """
     loaded = source.header.loaded_spec(strict=True)
+    refuse_many(loaded, "a fork")
+    if shards_of(source.folder) is not None:
+        raise StoreError(f"{source.folder} is a run of several drivers; forks of such runs are not supported")
     rollout = loaded.spec.rollout.model_copy(update={"salt": salt})
     loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
     tasks = load_tasks(loaded)

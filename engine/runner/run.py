@@ -26,6 +26,7 @@ from engine.actions.base import EpisodeObjects
 from engine.actions.calls import SCOPE, EpisodeScope, LoopReplacedError
 from engine.actions.images import ImageStorer
 from engine.actions.workers import Workers
+from engine.checks.drivers import refuse_many
 from engine.deadline import PausableClocks
 from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
 from engine.executor import RestartNeededError, never_built, until_end
@@ -113,6 +114,9 @@ class Runner:
         training: The weights of the policy change while episodes run.
         budget: The costs of the training that these episodes are part of. Default: the run counts its own.
         programs: Agent programs that run elsewhere, instead of the spec's.
+
+    Raises:
+        SpecError: `rollout.drivers` is more than 1: `engine.drivers.run.run_drivers` runs such a spec.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class Runner:
         budget: Budget | None = None,
         programs: ProgramBodies | None = None,
     ) -> None:
+        refuse_many(loaded, "`Runner`, which runs in one process,")
         spec = loaded.spec
         self.spec = spec
         self.tasks = tasks

@@ -8,8 +8,19 @@ import pytest
 import yaml
 from command_line import engine_here
 
+from engine.backends.registry import open_backend
 from engine.checks.check import check_spec
+from engine.errors import EngineError, SpecError
+from engine.integrations.trainers.rollouts import TrainerRollouts
+from engine.runner.fork import fork
+from engine.runner.run import Runner
 from engine.spec.load import load_spec
+from engine.spec.tasks import load_tasks
+from engine.store import RunHeader, RunStore
+from engine.store.shards import create_shards
+from engine.tokens.loading import load_format
+
+TRAINERS = ("trl", "slime", "verl")
 
 
 @pytest.fixture
@@ -60,11 +71,62 @@ def test_shards_of_one_driver(spec: Path) -> None:
     ]
 
 
-def test_an_evaluation(spec: Path) -> None:
-    status, _, errors = engine_here("eval", spec, "--set", "rollout.drivers=2", cwd=spec.parent)
+@pytest.mark.parametrize("command", ["train", "serve"])
+def test_commands_with_one_process(spec: Path, command: str) -> None:
+    status, _, errors = engine_here(command, spec, "--set", "rollout.drivers=2", cwd=spec.parent)
     assert status == 1
-    assert "`engine eval` does not support several drivers; `engine run` does" in errors
-    assert not (spec.parent / "runs").exists()
+    assert f"`engine {command}` does not support several drivers; `engine run` and `engine eval` do" in errors
+    assert not list((spec.parent / "runs").glob("*/run.db"))
+
+
+def test_adapters_of_trainers(spec: Path) -> None:
+    loaded = load_spec(spec, ["rollout.drivers=2"])
+    for trainer in TRAINERS:
+        with pytest.raises(SpecError, match=f"the adapter for {trainer} does not support several drivers"):
+            TrainerRollouts(loaded, spec.parent / "training", trainer)
+
+
+def test_a_runner_in_one_process(spec: Path) -> None:
+    loaded = load_spec(spec, ["rollout.drivers=2"])
+    form = load_format(loaded.spec.model, loaded.base)
+    with RunStore.create(spec.parent, RunHeader.of(loaded)) as store, pytest.raises(SpecError) as caught:
+        Runner(loaded, load_tasks(loaded), form, open_backend(loaded, form), store)
+    assert "`Runner`, which runs in one process, does not support several drivers" in str(caught.value)
+    assert "spec.yaml" in str(caught.value) or "--set rollout.drivers=2" in str(caught.value)
+
+
+def sharded(spec: Path, *changes: str) -> Path:
+    """The folder of a run that drivers have begun."""
+    loaded = load_spec(spec, list(changes))
+    with RunStore.create(spec.parent / "runs", RunHeader.of(loaded)) as store:
+        create_shards(store.folder, store.header)
+    return store.folder
+
+
+def test_a_fork_of_a_run_of_several_drivers(spec: Path) -> None:
+    for folder, words in (
+        (sharded(spec), "is a run of several drivers; forks of such runs are not supported"),
+        (sharded(spec, "rollout.drivers=2"), "a fork does not support several drivers"),
+    ):
+        with RunStore.open(folder, readonly=True) as source, pytest.raises(EngineError, match=words):
+            fork(source, spec.parent / "forks", 0, 1)
+    assert not (spec.parent / "forks").exists()
+
+
+@pytest.mark.parametrize("option", [("--retry-failed", "all"), ("--max-cost", "5")])
+def test_options_of_a_resume_that_one_process_has(spec: Path, option: tuple[str, str]) -> None:
+    for folder in (sharded(spec), sharded(spec, "rollout.drivers=2")):
+        status, _, errors = engine_here("run", "--resume", folder, "--drivers", "1", *option, cwd=spec.parent)
+        assert status == 1
+        assert f"{option[0]} is not supported in a run with several drivers: leave it out" in errors
+
+
+def test_a_service_does_not_continue_a_run_of_drivers(spec: Path) -> None:
+    folder = sharded(spec)
+    status, _, errors = engine_here("serve", "--resume", folder, cwd=spec.parent)
+    assert status == 1
+    assert f"{folder} is a run of several drivers: `engine run --resume` continues it" in errors
+    assert (folder / "sharded.json").is_file()
 
 
 def test_a_run_of_one_process_is_not_continued_by_several(spec: Path) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import structlog
 
 from engine.checks import refuse_first_tasks
+from engine.checks.drivers import refuse_many
 from engine.errors import TrainError
 from engine.integrations.trainers.capabilities import TRAINERS
 from engine.integrations.trainers.check import check_trainer
@@ -64,6 +65,7 @@ class TrainerRollouts:
         self.spec = self.loaded.spec
         self.train = self.spec.train or TrainSpec()
         self.folder = Path(folder)
+        refuse_many(self.loaded, f"the adapter for {trainer}")
         refuse_lost(self.loaded, trainer)
         model = self.spec.model
         self.model_folder = resolve_model(model.path, model.revision, self.loaded.base)

@@ -1,0 +1,61 @@
+"""Commands with several drivers, on a real Ray.
+
+Needs Ray (the extra `ray`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+CODE = Path(__file__).parent.parent / "runner"
+
+
+def spec_of(folder: Path, tokenizer: Path) -> Path:
+    """Five tasks, two episodes each; the first answer is wrong, the second right."""
+    spec: dict[str, Any] = {
+        "spec": "episode/v1",
+        "name": "demo",
+        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
+        "backend": {"kind": "scripted", "replies": ["It is 41.", "It is 42."]},
+        "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(5)], "id": "id"},
+        "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
+        "user": {"use": "code_for_tests:Critic"},
+        "rollout": {"samples_per_task": 2, "concurrency": 4, "seed": 3},
+    }
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    return path
+
+
+def engine(*words: str | Path, cwd: Path, **environ: str) -> str:
+    """What a command prints."""
+    command = [sys.executable, "-m", "engine.cli.main", *map(str, words)]
+    path = os.pathsep.join([str(CODE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "RAY_AUTH_MODE": "disabled", **environ}
+    ended = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_an_evaluation_with_two_drivers_measures_what_one_measures(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    spec = spec_of(tmp_path, tiny_tokenizer_dir)
+    one, two = (
+        json.loads(engine("eval", spec, "--format", "json", "--set", f"rollout.drivers={count}", cwd=tmp_path))
+        for count in (1, 2)
+    )
+    assert (tmp_path / two["run"] / "sharded.json").is_file()
+    assert {**two, "run": one["run"]} == one
+    assert (one["tasks"], one["episodes"], one["estimates"]["success"]["value"]) == (5, 10, 1.0)
+    exported = engine("export", tmp_path / two["run"], "--out", tmp_path / "rows.jsonl", cwd=tmp_path)
+    assert "none of them is trainable: this run is an evaluation" in exported
