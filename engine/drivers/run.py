@@ -37,6 +37,8 @@ POLL = 0.5
 """Seconds between two questions for the state of the run."""
 STOP_SECONDS = 15.0
 """Longest time that drivers get for a clean stop."""
+ABSENT = 10.0
+"""Seconds without a process after which a driver is asked again."""
 MAX_DEATHS = 8
 """How often a driver may die without having finished an episode in between."""
 
@@ -209,6 +211,8 @@ class _Crew:
         self._setup = setup
         self._lease_seconds = lease_seconds
         self._stop = stop
+        self._over = asyncio.Event()
+        """Set when no group is left."""
         here = ray.get_runtime_context().get_node_id()
         shared = setup.shards is not None
         env = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, setup.path))}}
@@ -259,12 +263,14 @@ class _Crew:
                 raise each
         return [each for each in ended if isinstance(each, Done)]
 
-    async def _drive(self, slot: int) -> Done:
-        """Run one driver; again each time that its process dies."""
+    async def _drive(self, slot: int) -> Done | None:
+        """Run one driver; again each time that its process dies. None: it was lost, and others have run its groups."""
         import ray.exceptions as lost
 
         deaths, finished = 0, -1
         while True:
+            if not await self._present(slot):
+                return None
             try:
                 done: Done = await self._drivers[slot].run.remote(self._setup, slot, self._actor, self._lease_seconds)
                 return done
@@ -283,15 +289,43 @@ class _Crew:
                     "a driver died; it begins again from its journals", driver=slot, reason=str(error).splitlines()[0]
                 )
 
-    async def _watch(self, works: Sequence[asyncio.Task[Done]]) -> None:
+    async def _present(self, slot: int) -> bool:
+        """Wait until a driver has a process, which it may never get on a cluster that lost a node; False: no group is left for it."""
+        import ray.exceptions as lost
+
+        over = asyncio.create_task(self._over.wait(), name="drivers-over")
+        told = False
+        try:
+            while True:
+                asked = asyncio.ensure_future(self._drivers[slot].pid.remote())
+                done, _ = await asyncio.wait({asked, over}, timeout=ABSENT, return_when=asyncio.FIRST_COMPLETED)
+                if asked in done:
+                    error = asked.exception()
+                    if error is None or isinstance(error, lost.ActorDiedError):  # `run` says why it died
+                        return True
+                else:
+                    asked.cancel()
+                if self._over.is_set():
+                    return False
+                if not told and asked not in done:
+                    told = True
+                    log.warning("a driver waits for a free CPU of the cluster; others run its groups", driver=slot)
+                await asyncio.sleep(POLL)
+        finally:
+            over.cancel()
+
+    async def _watch(self, works: Sequence[asyncio.Task[Done | None]]) -> None:
         """Keep the state up to date; stop all drivers after a signal, an error of one of them, or a reason that stops the run."""
         asked: float | None = None
         loop = asyncio.get_running_loop()
         while True:
-            failed = any(work.done() and (work.exception() or work.result().stopped) for work in works)
+            failed = any(work.done() and _has_stopped(work) for work in works)
             stopping = failed or self._stop.is_set()
             try:
-                self._fleet.take(await self.coordinator.status(stop=stopping))
+                status = await self.coordinator.status(stop=stopping)
+                self._fleet.take(status)
+                if not status["counts"].free + status["counts"].leased:
+                    self._over.set()
             except EngineError as error:
                 log.error("the coordinator does not answer", reason=str(error))
             if stopping:
@@ -301,3 +335,11 @@ class _Crew:
                         work.cancel()
                     return
             await asyncio.sleep(POLL)
+
+
+def _has_stopped(work: asyncio.Task[Done | None]) -> bool:
+    """Whether a driver's work ended with an error, or with a reason that stops the run."""
+    if work.cancelled() or work.exception() is not None:
+        return True
+    done = work.result()
+    return done is not None and done.stopped is not None

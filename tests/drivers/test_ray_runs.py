@@ -9,11 +9,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from engine.store import RunStore
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -59,3 +62,37 @@ def test_an_evaluation_with_two_drivers_measures_what_one_measures(tmp_path: Pat
     assert (one["tasks"], one["episodes"], one["estimates"]["success"]["value"]) == (5, 10, 1.0)
     exported = engine("export", tmp_path / two["run"], "--out", tmp_path / "rows.jsonl", cwd=tmp_path)
     assert "none of them is trainable: this run is an evaluation" in exported
+
+
+def test_a_node_of_a_cluster_is_killed_and_its_groups_are_run_by_the_other_drivers(
+    tmp_path: Path, tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three raylets with one CPU each, so that the driver of the killed one gets no CPU again: its leases return after the time-out."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("EPISODE_ENGINE_CACHE", str(tmp_path / "cache"))
+    spec = spec_of(tmp_path, tiny_tokenizer_dir)
+    slow = [{"text": "It is 41.", "delay": 0.3}, {"text": "It is 42.", "delay": 0.3}]
+    text = yaml.safe_load(spec.read_text())
+    text["tasks"]["rows"] = [{"id": f"t{n}"} for n in range(60)]
+    text["backend"]["replies"] = slow
+    text["rollout"] |= {"drivers": 3, "shards": str(tmp_path / "shards"), "concurrency": 6, "live_episodes": 6}
+    spec.write_text(yaml.safe_dump(text))
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        lost, _ = cluster.add_node(num_cpus=1), cluster.add_node(num_cpus=1)
+        path = os.pathsep.join([str(CODE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, "PYTHONPATH": path, "RAY_ADDRESS": cluster.address}
+        command = [sys.executable, "-m", "engine.cli.main", "run", str(spec), "-q", "--out", "many"]
+        run = subprocess.Popen(command, cwd=tmp_path, env=env)
+        while len(list((tmp_path / "many").glob("*/drivers/*/run.db"))) < 3 and run.poll() is None:
+            time.sleep(0.1)
+        cluster.remove_node(lost, allow_graceful=False)
+        assert run.wait() == 0
+    finally:
+        cluster.shutdown()
+    (folder,) = (tmp_path / "many").iterdir()
+    with RunStore.open(folder, readonly=True) as store:
+        assert store.finished() == {f"t{task}/{sample}" for task in range(60) for sample in range(2)}
+        assert {each.outcome.solved for each in store.trajectories()} == {True}
