@@ -63,6 +63,7 @@ def evaluate(
     from engine.logs import configure_logging
 
     configure_logging()
+    _refuse_run(spec)
     console = make_console(stderr=format is Format.JSON, soft_wrap=True)
     changes = list(overrides or ())
     if samples is not None:
@@ -90,6 +91,17 @@ def evaluate(
         console.print(f"could not be finished: {fault}", style="red")
     print_stopped(result, folder)
     if result.faults:
+        raise typer.Exit(ERROR)
+
+
+def _refuse_run(spec: Path) -> None:
+    """Exit if the argument is a stored run, also a sharded one or the URL of shards."""
+    if ":/" in str(spec) or any((spec / name).exists() for name in ("run.db", "run.json", "train.json")):
+        echo(
+            f"{spec} is a stored run, and `engine eval` runs a spec: give SPEC. `engine show RUN` has the totals of a stored run, and "
+            "`engine compare RUN RUN` its measures with intervals",
+            err=True,
+        )
         raise typer.Exit(ERROR)
 
 

@@ -178,7 +178,7 @@ def export(
         return
     try:
         with RunStore.open(find_run(run, runs), readonly=True) as store:
-            path = out or store.folder / f"rows.{chosen}"
+            path = out or store.default_file(f"rows.{chosen}")
             rows = export_rows(
                 store,
                 credit=(method := _credit(store, score, credit or [])),
@@ -272,7 +272,7 @@ def _export_sft(
 
     try:
         with RunStore.open(find_run(run, runs), readonly=True) as store:
-            path = out or store.folder / "sft.jsonl"
+            path = out or store.default_file("sft.jsonl")
             selection = SftSelection()
             if filter is not None:
                 selection.episode = EpisodeFilter(store, filter)

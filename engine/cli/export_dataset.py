@@ -71,7 +71,7 @@ def export_dataset(run: str, runs: Path, out: Path | None, options: DatasetOptio
                 source.episode = EpisodeFilter(store, options.filter)
             if options.turns is not None:
                 source.turn = EpisodeFilter(store, options.turns, "--turns", TURN_VARIABLES)
-            path = out or store.folder / f"{options.format}_{content}.parquet"
+            path = out or store.default_file(f"{options.format}_{content}.parquet")
             folder = path.with_name(f"{path.stem}_images")
             image = image_bytes(store) if options.images == "bytes" else image_paths(store, folder)
             metadata = {"episode_engine.run_id": store.run_id, "episode_engine.version": store.header.engine_version}

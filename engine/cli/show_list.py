@@ -69,7 +69,7 @@ def show_list(folder: Path, chosen: Selection, *, json: bool) -> None:
         if json:
             echo_json(
                 {
-                    "run": str(folder),
+                    "run": listing.store(listing.sources[0].key).shards_only or str(folder),
                     "total": page.total,
                     "skipped": page.skipped,
                     "dropped": listing.store(listing.sources[0].key).dropped().episodes,
@@ -120,7 +120,9 @@ def _head(console: Console, folder: Path, listing: Listing, chosen: Selection) -
     from engine.view.training import Training
 
     source = listing.sources[0]
-    place = f" · {source.status} · {folder}" + (f" · score {chosen.score}" if chosen.score else "")
+    place = f" · {source.status} · {listing.store(source.key).shards_only or folder}" + (
+        f" · score {chosen.score}" if chosen.score else ""
+    )
     if not is_training(folder):
         console.print(Text.assemble((listing.store(source.key).run_id, "bold"), place), soft_wrap=True)
         return
@@ -250,7 +252,11 @@ def _foot(
     done = [row for row in page.rows if row.status == "done"]
     if done:
         first = next((row for row in done if row.failure), done[0])
-        console.print(f"To show one: engine show {_run(folder, first)} {first.episode}", style="dim", soft_wrap=True)
+        console.print(
+            f"To show one: engine show {store.shards_only or _run(folder, first)} {first.episode}",
+            style="dim",
+            soft_wrap=True,
+        )
 
 
 def _run(folder: Path, row: Row) -> str:

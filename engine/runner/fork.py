@@ -37,7 +37,9 @@ def fork(source: RunStore, out: Path, turn: int, salt: int) -> tuple[LoadedSpec,
     loaded = source.header.loaded_spec(strict=True)
     refuse_many(loaded, "a fork")
     if shards_of(source.folder) is not None:
-        raise StoreError(f"{source.folder} is a run of several drivers; forks of such runs are not supported")
+        raise StoreError(
+            f"{source.shards_only or source.folder} is a run of several drivers; forks of such runs are not supported"
+        )
     rollout = loaded.spec.rollout.model_copy(update={"salt": salt})
     loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
     tasks = load_tasks(loaded)

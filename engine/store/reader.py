@@ -7,7 +7,7 @@ an incomplete episode and never prevents the writer from resetting its WAL.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -25,6 +25,7 @@ from engine.store.images import StoredImage
 from engine.store.lock import is_held
 from engine.store.routing import routed_generations, with_experts
 from engine.store.scores import ScoreHead, read_heads, require
+from engine.store.tool_schemas import ToolSchemas
 from engine.tokens.images import digest_of
 
 if TYPE_CHECKING:
@@ -90,6 +91,23 @@ class RunReader:
     def path(self) -> Path:
         """The SQLite file."""
         return self._path
+
+    @property
+    def shards_only(self) -> str | None:
+        """The folder or URL of shards that were opened without the run's folder; None for a run that has its folder."""
+        return None
+
+    def default_file(self, name: str) -> Path:
+        """Return the path of a file in the run's folder, which a command writes if it is given no other.
+
+        Raises:
+            StoreError: only the shards of the run are here.
+        """
+        if self.shards_only is not None:
+            raise StoreError(
+                f"{self.shards_only} has only the shards of a run, and {name} is no part of them; say where to write it: --out FILE"
+            )
+        return self.folder / name
 
     def loaded_spec(self) -> LoadedSpec:
         """Return the run's spec as it was loaded when the run was created."""
@@ -297,6 +315,14 @@ class RunReader:
             reward=outcome.reward,
         )
 
+    def tool_schemas(self) -> Callable[[str], str]:
+        """Return a function that gives the tools of an episode by its id, as `ToolSchemas.of`.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        return ToolSchemas(self.folder).of
+
     def image_digests(self) -> list[str]:
         """Return the digests of the run's images, in the order in which they were stored."""
         with self._reader() as connection:
@@ -322,7 +348,9 @@ class RunReader:
     def _row(self, connection: sqlite3.Connection, episode_id: str) -> EpisodeRow:
         row = connection.execute(f"SELECT {_EPISODE} FROM episodes WHERE id = ?", (episode_id,)).fetchone()
         if row is None:
-            raise StoreError(f"{self.run_id} has no episode `{episode_id}`; `engine show {self.run_id}` lists them")
+            raise StoreError(
+                f"{self.run_id} has no episode `{episode_id}`; `engine show {self.shards_only or self.run_id}` lists them"
+            )
         return _episode(row)
 
     @contextmanager

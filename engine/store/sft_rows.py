@@ -26,7 +26,6 @@ import orjson
 
 from engine.schemas.message import ImagePart
 from engine.store.columns import json_text, outcome_row
-from engine.store.tool_schemas import ToolSchemas
 
 if TYPE_CHECKING:
     from engine.schemas.message import Message
@@ -90,7 +89,7 @@ def sft_rows(store: RunReader, chosen: SftSelection, *, score: str | None = None
         StoreError: the run has no such score.
     """
     seen: set[bytes] = set()
-    schemas = ToolSchemas(store.folder)
+    tools_of = store.tool_schemas()
     in_parts = bool(store.image_digests())
     header = store.header
     metadata = {
@@ -120,7 +119,7 @@ def sft_rows(store: RunReader, chosen: SftSelection, *, score: str | None = None
                 continue
             seen.add(identity)
             found = True
-            if tools := schemas.of(trajectory.episode_id):
+            if tools := tools_of(trajectory.episode_id):
                 row["tools"] = tools
             yield row | {"outcome": outcome_row(trajectory.outcome), "metadata": metadata}
         chosen.episodes += found

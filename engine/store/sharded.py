@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,8 +24,9 @@ from engine.store.lock import is_held
 from engine.store.places import Place
 from engine.store.reader import EpisodeRow, RunReader, RunStatus
 from engine.store.scores import ScoreHead
-from engine.store.shards import DRIVERS, SHARDED, driver_of, read_header, shards_of
+from engine.store.shards import DRIVERS, SHARDED, TOOLS, driver_of, noted_status, read_header, shards_of
 from engine.store.store import RunStore
+from engine.store.tool_schemas import ToolSchemas
 
 _PAUSE = 5.0
 """Seconds before an object store is listed again by one reader."""
@@ -33,7 +34,14 @@ _PAGE = 256
 
 
 class ShardedRun(RunStore):
-    """A sharded run, open for reading."""
+    """A sharded run, open for reading.
+
+    Args:
+        folder: The run's folder, or one that stands for shards alone (`engine.store.find`).
+
+    Raises:
+        StoreError: the folder is not of a sharded run, or a store or a shard of it cannot be read.
+    """
 
     def __init__(self, folder: Path) -> None:
         place = shards_of(folder)
@@ -51,6 +59,7 @@ class ShardedRun(RunStore):
         self._catalogue = Catalogue(self._cache, header, self._place)
         self._path = self._catalogue.path
         self._readers: dict[int, RunReader] = {}
+        self._noted: RunStatus = "running"
         self._listed = float("-inf")
         self.refresh()
 
@@ -62,6 +71,8 @@ class ShardedRun(RunStore):
         self._catalogue.refresh(list(self._own().items()))
         self._listed = now
         self._sources = self._catalogue.sources()
+        if not self._is_run:
+            self._noted = noted_status(self._place)
 
     def _own(self) -> dict[str, Path]:
         """The folders of the run's own store and of its drivers, by their name in the catalogue."""
@@ -104,10 +115,18 @@ class ShardedRun(RunStore):
     # --- what differs from a run of one store ---
 
     @property
+    def shards_only(self) -> str | None:
+        """As in `RunReader`."""
+        return None if self._is_run else self._place.name
+
+    @property
     def status(self) -> RunStatus:
-        """The status of the run: that of its own store, `running` while a driver in its folder runs. A URL has what was published."""
+        """The status of the run: that of its own store, `running` while a driver in its folder runs.
+
+        Of shards alone, what the run wrote beside them when it was opened or closed: `running` also if it was killed.
+        """
         if not self._is_run:
-            return "done"
+            return self._noted
         if any(is_held(folder) for folder in self._own().values()):
             return "running"
         with self._reader() as connection:
@@ -202,7 +221,11 @@ class ShardedRun(RunStore):
         return []
 
     def score(self, label: str) -> ScoreHead:
-        """Raises StoreError: a sharded run has no scores."""
+        """Refuse every label: a sharded run has no scores.
+
+        Raises:
+            StoreError: always.
+        """
         self._refuse(label)
         raise AssertionError
 
@@ -229,6 +252,27 @@ class ShardedRun(RunStore):
             if ids
             else Dropped()
         )
+
+    def tool_schemas(self) -> Callable[[str], str]:
+        """As in `RunReader`: each episode has those of the store or part that it is read from."""
+        known: dict[int, Callable[[str], str]] = {}
+
+        def tools(episode_id: str) -> str:
+            source = self.episode(episode_id).number // STORE
+            if source not in known:
+                known[source] = self._tools_of(source)
+            return known[source](episode_id)
+
+        return tools
+
+    def _tools_of(self, source: int) -> Callable[[str], str]:
+        reader = self._reader_of(source)
+        if not self._sources[source][1]:
+            return reader.tool_schemas()
+        with reader.snapshot() as connection:
+            return ToolSchemas.read(
+                line for (line,) in connection.execute(f"SELECT line FROM {TOOLS} ORDER BY rowid")
+            ).of
 
     def image_digests(self) -> list[str]:
         """As in `RunReader`; in the order of digests."""

@@ -5,7 +5,8 @@
     publisher.publish(publisher.ready())
 
 A part has three files. `part-<driver>-<n>.db` is a run store with the journals, trajectories and images of the part's episodes,
-`part-<driver>-<n>.parquet` has their training rows, and `episodes-<driver>-<n>.parquet` a summary of each. `run.json` is the run's header.
+`part-<driver>-<n>.parquet` has their training rows, and `episodes-<driver>-<n>.parquet` a summary of each. `run.json` is the run's header, and
+`status.json` its status when its own store was last opened or closed.
 
 Invariants:
 - A part exists when its file `episodes-…` exists: it is written last. No file of a part changes after that.
@@ -22,9 +23,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 from urllib.parse import quote
 
+import structlog
 from pydantic import ValidationError
 
 from engine.errors import StoreError
@@ -35,10 +37,13 @@ from engine.store.export import Row, export_rows, group_rows, plan_of, whole_fil
 from engine.store.header import RunHeader
 from engine.store.places import Place, is_url
 from engine.store.private import private_file
-from engine.store.reader import RunReader, reading
+from engine.store.reader import RunReader, RunStatus, reading
+from engine.store.tool_schemas import ToolSchemas
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+log = structlog.get_logger(__name__)
 
 VERSION = 1
 """Version of the layout; others are refused."""
@@ -46,6 +51,10 @@ SHARDED = "sharded.json"
 """In a run's folder: where the shards of the run are."""
 RUN = "run.json"
 """Beside the shards: the run's header."""
+STATUS = "status.json"
+"""Beside the shards: the status of the run."""
+TOOLS = "tool_schemas"
+"""Table of a part's store: the lines that `engine.store.tool_schemas` has of its episodes."""
 FOLDER = "shards"
 DRIVERS = "drivers"
 """The folder of the drivers' own stores, in the run's folder."""
@@ -103,10 +112,8 @@ def create_shards(run: Path, header: RunHeader, url: str | None = None) -> str:
             raise StoreError(
                 f"{place.name} has the shards of run {known.run_id}; give run {header.run_id} a place of its own"
             )
-    with tempfile.TemporaryDirectory() as draft:
-        file = Path(draft) / RUN
-        file.write_text(json.dumps({"version": VERSION, "header": header.model_dump(mode="json")}), encoding="utf-8")
-        place.put(file, RUN)
+    _put(place, RUN, {"header": header.model_dump(mode="json")})
+    _put(place, STATUS, {"status": "running"})
     with whole_file(run / SHARDED) as marked:
         written = FOLDER if url is None else place.name
         marked.write_text(json.dumps({"version": VERSION, "shards": written}), encoding="utf-8")
@@ -130,6 +137,50 @@ def shards_of(run: Path) -> str | None:
     if not isinstance(place, str) or not place:
         raise StoreError(f"{file} is damaged: it has no `shards`; restore it from a copy")
     return place if is_url(place) else str(run / place)
+
+
+def _put(place: Place, name: str, content: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as draft:
+        file = Path(draft) / name
+        file.write_text(json.dumps({"version": VERSION, **content}), encoding="utf-8")
+        place.put(file, name)
+
+
+def note_status(run: Path, status: RunStatus | None = None) -> None:
+    """Write the status of a sharded run beside its shards, for readers that have no more than these. Of other runs: nothing.
+
+    A place that cannot be written is logged: the results do not depend on it.
+
+    Args:
+        run: The run's folder.
+        status: The status; by default that of the run with its drivers.
+    """
+    try:
+        place = shards_of(run)
+        if place is None:
+            return
+        if status is None:
+            from engine.store.store import RunStore
+
+            status = RunStore.open(run, readonly=True).status
+        _put(Place(place), STATUS, {"status": status})
+    except StoreError as error:
+        log.warning("the run's status could not be written beside its shards", run=str(run), error=str(error))
+
+
+def noted_status(place: Place) -> RunStatus:
+    """Return what `note_status` wrote last; `interrupted` if that is missing.
+
+    Raises:
+        StoreError: it cannot be read, or is of another version.
+    """
+    if STATUS not in place.names():
+        return "interrupted"
+    (text,) = place.read([STATUS])
+    status = _checked(text, place.path(STATUS)).get("status")
+    if status not in get_args(RunStatus):
+        raise StoreError(f"{place.path(STATUS)} is damaged: status {status!r}; remove it")
+    return cast("RunStatus", status)
 
 
 def read_header(place: Place) -> RunHeader:
@@ -348,6 +399,9 @@ def _copy(store: RunReader, folder: Path, tasks: Sequence[str], without: set[tup
         connection.execute("INSERT INTO main.openings SELECT * FROM driver.openings")
         digests = [(each,) for each in sorted(mentioned_images(connection))]
         connection.executemany("INSERT INTO main.images SELECT * FROM driver.images WHERE digest = ?", digests)
+        connection.execute(f"CREATE TABLE main.{TOOLS} (line BLOB NOT NULL)")
+        lines = ToolSchemas(store.folder).lines(episode for episode, _ in found)
+        connection.executemany(f"INSERT INTO main.{TOOLS} VALUES (?)", [(line,) for line in lines])
         connection.execute("COMMIT")
         connection.execute("DETACH driver")
         connection.execute("PRAGMA journal_mode = DELETE")

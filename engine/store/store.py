@@ -50,7 +50,7 @@ from engine.store.lock import RunLock
 from engine.store.private import private_folder
 from engine.store.reader import EpisodeRow, RunReader, decoding, reading
 from engine.store.scores import write_score
-from engine.store.shards import SHARDED
+from engine.store.shards import SHARDED, note_status, shards_of
 from engine.store.writer import Track, Writer
 
 __all__ = ["EpisodeRow", "RunStore", "episode_id_of", "find_run"]
@@ -131,6 +131,10 @@ class RunStore(RunReader):
 
             return ShardedRun(folder)
         path = folder / database.FILE
+        if not path.is_file() and (folder / SHARDED).is_file():
+            raise StoreError(
+                f"{shards_of(folder)} has only the shards of a run, which can be read; to write, give the folder of the run"
+            )
         with closing(database.connect_reader(path)) as connection, reading(path):
             row = connection.execute("SELECT header FROM run").fetchone()
         with decoding(path, "run"), codec.damaged("the header"):
@@ -145,11 +149,13 @@ class RunStore(RunReader):
                 connection.execute("INSERT INTO openings VALUES (?, ?, ?, ?)", opening)
                 connection.execute("UPDATE run SET status = 'running'")
                 (crashes.clear_running if lock.was_stopped else crashes.count_crashes)(connection)
-            return cls(folder, header, lock, Writer(connection, str(path)))
+            opened = cls(folder, header, lock, Writer(connection, str(path)))
         except BaseException:
             lock.restore()
             lock.release()
             raise
+        note_status(folder, "running")
+        return opened
 
     @property
     def readonly(self) -> bool:
@@ -395,6 +401,7 @@ class RunStore(RunReader):
         finally:
             self._lock.mark_stopped()
             self._lock.release()
+        note_status(self.folder)
 
     def __enter__(self) -> RunStore:
         return self

@@ -6,7 +6,8 @@ Invariant: the first line has the tools of every episode that has no line of its
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,22 @@ class ToolSchemas:
                 self._add(read["episode_id"], orjson.dumps(read["tools"]))
             except (ValueError, TypeError, KeyError):  # a kill cut it off; its episode began again
                 continue
+
+    @classmethod
+    def read(cls, lines: Iterable[bytes]) -> ToolSchemas:
+        """Return the tools that `lines` of another store told."""
+        made = cls(Path(os.devnull))
+        for line in lines:
+            told = orjson.loads(line)
+            made._add(told["episode_id"], orjson.dumps(told["tools"]))
+        return made
+
+    def lines(self, episodes: Iterable[str]) -> list[bytes]:
+        """The lines of a file that has the tools of these episodes."""
+        if self._shared is None:
+            return []
+        told = [("", self._shared), *((each, self._own[each]) for each in episodes if each in self._own)]
+        return [b'{"episode_id":' + orjson.dumps(name) + b',"tools":' + tools + b"}" for name, tools in told]
 
     def _add(self, episode_id: str, tools: bytes) -> None:
         if self._shared is None:

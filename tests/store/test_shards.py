@@ -50,6 +50,7 @@ async def test_a_group_is_published_when_all_of_its_episodes_are_done(run: Path)
         "part-0-000000.db",
         "part-0-000000.parquet",
         "run.json",
+        "status.json",
     ]
 
 

@@ -46,3 +46,14 @@ def test_a_run_without_the_file_has_no_tools(tmp_path: Path) -> None:
     assert ToolSchemas(tmp_path).of("a/0") == ""
     with pytest.raises(StoreError, match="cannot be written"):
         ToolSchemas(tmp_path / "gone").note("a/0", [ADD])
+
+
+def test_lines_of_some_episodes_give_the_same_tools(tmp_path: Path) -> None:
+    schemas = ToolSchemas(tmp_path)
+    schemas.note("a", [{"name": "add"}])
+    schemas.note("b", [{"name": "find"}])
+    schemas.note("c", [])
+    read = ToolSchemas.read(schemas.lines(["b", "d"]))
+    assert [read.of(each) for each in "abd"] == ['[{"name":"add"}]', '[{"name":"find"}]', '[{"name":"add"}]']
+    assert ToolSchemas.read(schemas.lines("c")).of("c") == ""
+    assert ToolSchemas(tmp_path / "none").lines("a") == []
