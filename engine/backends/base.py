@@ -88,6 +88,14 @@ class Backend(ABC):
             BackendError: No reply; `retryable` says whether another try may succeed.
         """
 
+    async def check_sampling(self, sampling: SamplingParams) -> None:  # noqa: B027
+        """Check that the started backend can sample in another way than the spec's. Capabilities of its kind are not checked here.
+
+        Raises:
+            OutageError: No server can be reached.
+            BackendError: A server refuses it (kind `bad_sampling`).
+        """
+
     async def lend_memory(self) -> None:  # noqa: B027
         """Release the GPU memory of the servers to a trainer on the same GPUs. No request may be running. New weights take it back.
 

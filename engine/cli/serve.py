@@ -214,7 +214,7 @@ async def _serve(
                         echo(f"Serving {loaded.spec.name} at {address}; Ctrl-C ends it.")
                         panel = Panel(runner.live, runner.summary)
                         with (
-                            notices.watch(runner.live, runner.summary),
+                            notices.watch(runner.live, runner.summary, lambda: episodes.busy),
                             nullcontext() if quiet else ticking(panel.line, echo),
                         ):
                             await stop.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,14 +45,20 @@ class RunNotices:
             await self._notifier.notify("failed", reason=f"{type(error).__name__}: {error}")
             raise
 
-    def watch(self, live: Live, summary: Summary) -> Watch:
-        """The thread that sends `stalled` and `budget` while episodes run, by their counts."""
+    def watch(self, live: Live, summary: Summary, busy: Callable[[], bool] = lambda: True) -> Watch:
+        """The thread that sends `stalled` and `budget` while episodes run, by their counts.
+
+        Args:
+            live: Counters of the run.
+            summary: Sums over its finished episodes.
+            busy: Whether an episode runs. Without one nothing stalls: a service waits for its next request.
+        """
         return Watch(
             self._notifier,
             self._spec,
             lambda: {**_counts(summary), "sampled_tokens": live.tokens},
             tokens=lambda: live.tokens,
-            progress=lambda: (live.tokens, summary.episodes),
+            progress=lambda: (live.tokens, summary.episodes) if busy() else object(),
             waits_for="no reply and no finished episode",
         )
 

@@ -89,6 +89,11 @@ class EpisodeService:
         self.service.add("DELETE", "/episodes/{id}", self._delete)
 
     @property
+    def busy(self) -> bool:
+        """Whether an episode runs."""
+        return bool(self._work)
+
+    @property
     def open_ids(self) -> list[str]:
         """The ids of the open episodes, sorted."""
         return sorted(self._open)

@@ -113,9 +113,13 @@ class GroupRuns:
             if self.is_stale(*key):
                 work.cancel()
 
+    def has_runner(self, sampling: Mapping[str, Any]) -> bool:
+        """Whether these overrides have been used since the start."""
+        return _key(sampling) in self._runners
+
     async def runner_of(self, request: GroupRequest) -> Runner:
         """The runner with a request's sampling. All share the store, the backend and the limit of live episodes."""
-        key = orjson.dumps(request.sampling, option=orjson.OPT_SORT_KEYS)
+        key = _key(request.sampling)
         async with self._making:
             if key not in self._runners:
                 if len(self._runners) > MAX_OVERRIDES:
@@ -211,6 +215,10 @@ class GroupRuns:
             self.done.add(episode)
             runner.count(trajectory)
         return trajectory
+
+
+def _key(sampling: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(sampling, option=orjson.OPT_SORT_KEYS)
 
 
 def overridden(loaded: LoadedSpec, sampling: Mapping[str, Any]) -> LoadedSpec:

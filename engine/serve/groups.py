@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from engine.errors import EngineError, StoreError, TrainError
+from engine.checks import check_spec
+from engine.errors import BackendError, EngineError, StoreError, TrainError
 from engine.integrations.trainers.check import TrainerError, check_trainer, read_trainer
 from engine.integrations.trainers.rollouts import first_of
 from engine.schemas.train import TrainSpec
@@ -134,6 +135,11 @@ class GroupService:
         """Episodes that could not be finished because of an error in the engine."""
         return self._runs.faults
 
+    @property
+    def busy(self) -> bool:
+        """Whether an episode runs."""
+        return self._runs.running > 0
+
     async def close(self) -> None:
         """Answer no more requests. Groups that run stop at the end of their journals, and their readers are told."""
         self._closing = True
@@ -221,7 +227,8 @@ class GroupService:
         try:
             request = self._log.requests.get(name)
             if request is None:
-                request = self._taken(name, asked, value)
+                sampling = await self._sampling(value.get("sampling"))
+                request = self._taken(name, asked, value, sampling)
             elif request.asked != asked:
                 raise ServiceError(409, f"`id`: {name!r} asked for {dict(request.asked)} before", "other_request")
             runner = await self._runs.runner_of(request)
@@ -248,7 +255,9 @@ class GroupService:
         except TrainError as error:
             raise ServiceError(409, f"`trainer`: {error}", "not_carried") from None
 
-    def _taken(self, name: str, asked: Mapping[str, Any], value: Mapping[str, Any]) -> GroupRequest:
+    def _taken(
+        self, name: str, asked: Mapping[str, Any], value: Mapping[str, Any], sampling: Mapping[str, Any]
+    ) -> GroupRequest:
         """Take a new request, durably."""
         version = value.get("version")
         if version is not None and _whole(value, "version", 0, None) != self._log.version:
@@ -272,15 +281,13 @@ class GroupService:
                 if not isinstance(each, str) or each not in self._runs.places:
                     raise ServiceError(404, f"`tasks[{place}]`: there is no task {str(each)[:200]!r}", "no_task")
             names = wanted
-        sampling = value.get("sampling")
-        overrides = {} if sampling is None else self._sampling(sampling)
         uses: dict[str, int] = {}
         tasks = []
         for each in names:
             use = uses.get(each, self._log.uses.get(each, 0))
             uses[each] = use + 1
             tasks.append((each, use))
-        request = GroupRequest(name, asked, tuple(tasks), samples, overrides)
+        request = GroupRequest(name, asked, tuple(tasks), samples, sampling)
         self._write(lambda: self._log.add(request, following))
         return request
 
@@ -290,16 +297,35 @@ class GroupService:
         except StoreError as error:
             raise ServiceError(507, str(error), "not_stored", retry_after=RETRY_SECONDS) from None
 
-    def _sampling(self, given: Any) -> dict[str, Any]:
+    async def _sampling(self, given: Any) -> dict[str, Any]:
+        """A request's sampling overrides, each of which has an effect on this backend."""
+        if given is None:
+            return {}
         if not isinstance(given, dict):
             raise ServiceError(400, "`sampling` is an object with keys of the spec's `sampling`", "bad_sampling")
         try:
-            overridden(self._loaded, given)
+            changed = overridden(self._loaded, given)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(["sampling", *map(str, first["loc"])])
             raise ServiceError(400, f"`{where}`: {first['msg']}", "bad_sampling") from None
+        if not self._runs.has_runner(given):
+            if found := await asyncio.to_thread(self._new_errors, changed):
+                raise ServiceError(400, "`sampling`: " + "; ".join(found), "bad_sampling")
+            try:
+                await self._backend.check_sampling(changed.spec.sampling)
+            except BackendError as error:
+                status, wait = (503, RETRY_SECONDS) if error.kind == "unreachable" else (400, None)
+                raise ServiceError(status, f"`sampling`: {error}", error.kind, retry_after=wait) from None
         return given
+
+    def _new_errors(self, changed: LoadedSpec) -> list[str]:
+        """Errors of a spec with other sampling that the spec does not have."""
+        own, found = (
+            [each for each in check_spec(spec) if each.severity == "error"] for spec in (self._loaded, changed)
+        )
+        known = {(each.rule, each.message) for each in own}
+        return [f"{each.message}; {each.fix}" for each in found if (each.rule, each.message) not in known]
 
     # --- groups -------------------------------------------------------------------------------------------
 

@@ -1,136 +1,32 @@
-"""Groups over HTTP: rows, refusals, versions, cancelled requests, slow readers, a full disk, and the README's client beside a killed service."""
+"""Groups over HTTP: rows, refusals, versions, cancelled requests, slow readers and full disks."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import yaml
-from shipped_tokenizers import unpack
+from serve_kit import ROOT, TOKEN, ask, content, read, serving, unpacked, written
 
-from engine.agents.server import server_of_loop
-from engine.backends.registry import open_backend
-from engine.client import Group, GroupClient, ServeError, Sums
-from engine.environments.color_square import problems
+from engine.client import ServeError, Sums
 from engine.errors import StoreError, TrainError
-from engine.runner.run import Runner
-from engine.schemas.model import ModelSpec
-from engine.serve.groups import GroupService, refuse_unserved
+from engine.runner.noticed import RunNotices
+from engine.serve.groups import refuse_unserved
 from engine.serve.http import Call
 from engine.serve.wire import wire_schema
 from engine.spec.load import load_spec
-from engine.spec.tasks import load_tasks
-from engine.store import RunHeader, RunStore, list_runs
+from engine.store import RunStore, list_runs
 from engine.store.export import export_rows
-from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
-
-ROOT = Path(__file__).parents[2]
-TOKEN = "a secret token"
-SPEC: dict[str, Any] = {
-    "spec": "episode/v1",
-    "name": "served",
-    "model": {"path": "qwen2_5_vl"},
-    "tasks": {
-        "source": "python",
-        "use": "engine.environments.color_square:problems",
-        "with": {"count": 6, "seed": 3, "turns": 2, "size": 56},
-        "id": "id",
-    },
-    "environment": {"use": "engine.environments.color_square:ColorSquare", "effects": "pure"},
-    "user": {"use": "engine.environments.color_square:Viewer"},
-    "machine": "retry_with_feedback",
-    "limits": {"assistant_turns": 2, "user_turns": 2},
-    "rollout": {"samples_per_task": 3, "concurrency": 4},
-    "backend": {"kind": "scripted", "replies": "replies.yaml"},
-}
-TASKS = [row["id"] for row in problems(count=6, seed=3, turns=2, size=56)]
-REPLIES = {
-    "cases": [
-        {"task": TASKS, "sample": 1, "replies": ["green", "blue"]},
-        {"task": TASKS, "sample": 2, "replies": ["red", "yellow"]},
-    ],
-    "replies": ["blue", "red"],
-}
-
-
-TOKENIZER: dict[str, Path] = {}
-FORMAT: dict[str, ChatFormat] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> None:
     """One unpacked tokenizer and its chat format for all tests."""
-    folder = TOKENIZER["folder"] = unpack("qwen2_5_vl", tmp_path_factory.mktemp("tokenizer"))
-    FORMAT["format"] = load_format(ModelSpec(path=str(folder)), folder)
-
-
-def written(folder: Path, **changes: Any) -> Path:
-    (folder / "replies.yaml").write_text(yaml.safe_dump(REPLIES))
-    changes = {"model": {"path": str(TOKENIZER["folder"])}} | changes
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(SPEC | changes))
-    return path
-
-
-@asynccontextmanager
-async def serving(path: Path, **options: Any) -> AsyncIterator[tuple[GroupService, str]]:
-    """The service of a spec over the run beside it, and its address."""
-    out, loaded = path.parent / "runs", load_spec(path)
-    runs = list_runs(out) if out.exists() else []
-    store = RunStore.open(runs[0]) if runs else RunStore.create(out, RunHeader.of(loaded))
-    form, tasks = FORMAT["format"], load_tasks(loaded)
-    backend = open_backend(loaded, form)
-    await backend.start()
-    runner = Runner(loaded, tasks, form, backend, store, keep_going=True, training=True)
-    halted: list[BaseException] = []
-    try:
-        async with runner.serving():
-            service = GroupService(loaded, tasks, form, backend, store, runner, TOKEN, halted.append, **options)
-            address = await server_of_loop().listen("127.0.0.1", 0, service.service)
-            try:
-                yield service, address
-            finally:
-                await service.close()
-                await server_of_loop().stop_listening()
-    finally:
-        await backend.close()
-        store.close()
-
-
-async def read(address: str, id: str, **asked: Any) -> list[Group]:
-    """All groups of a request, by number."""
-
-    def work() -> list[Group]:
-        with GroupClient(address, TOKEN, patience=30) as client:
-            return sorted(client.groups(id, **asked), key=lambda group: group.number)
-
-    return await asyncio.to_thread(work)
-
-
-async def ask(address: str, path: str, body: Any, token: str = TOKEN) -> tuple[int, Any]:
-    async with httpx.AsyncClient(base_url=address, timeout=None, trust_env=False) as http:
-        reply = await http.post(path, content=json.dumps(body), headers={"authorization": f"Bearer {token}"})
-    lines = reply.text.splitlines()
-    return reply.status_code, [json.loads(line) for line in lines] if reply.status_code == 200 else reply.json()[
-        "error"
-    ]
-
-
-def content(groups: list[Group]) -> list[Any]:
-    keys = ("episode_id", "branch", "input_ids", "loss_mask", "logprobs", "weight_versions", "advantages", "image_data")
-    return [[{key: row[key] for key in keys} for row in group.batch.to_pylist()] for group in groups]
+    unpacked(tmp_path_factory.mktemp("tokenizer"))
 
 
 async def test_the_rows_are_those_of_an_export_with_the_images(tmp_path: Path) -> None:
@@ -336,81 +232,38 @@ def test_the_documented_columns_are_those_of_the_wire() -> None:
     assert table == {column.name: str(column.type).split("<")[0] for column in wire_schema()}
 
 
-# --- the README's example -----------------------------------------------------------------------------------
-
-ONLY = """
-import sys
-class Only:
-    def find_spec(self, name, path=None, target=None):
-        top = name.partition('.')[0]
-        allowed = {'engine', 'httpx', 'pyarrow', 'httpcore', 'h11', 'anyio', 'idna', 'certifi', 'sniffio', 'typing_extensions', 'numpy'}
-        if name.startswith('engine.') and name != 'engine.client':
-            raise ImportError('the client imports ' + name)
-        if top not in allowed and top not in sys.stdlib_module_names:
-            raise ImportError('the client imports ' + name)
-sys.meta_path.insert(0, Only())
-exec(compile(open(sys.argv[1]).read(), sys.argv[1], 'exec'))
-"""
-
-
-@contextmanager
-def command(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`engine serve`; its process and address."""
-    env = os.environ | {"EPISODE_ENGINE_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, "-m", "engine.cli.main", "serve", "--quiet", *arguments]
-    process = subprocess.Popen(line, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines: list[str] = []
-    try:
-        assert process.stdout is not None
-        for text in process.stdout:
-            lines.append(text)
-            if found := re.match(r"Serving \S+ at (http://\S+);", text):
-                break
-        else:
-            raise AssertionError("".join(lines))
-        assert TOKEN not in "".join(lines)
-        yield process, found[1]
-    finally:
-        process.kill()
-        process.wait()
+async def test_a_store_that_fills_up_ends_the_stream_with_the_error_and_loses_no_group(tmp_path: Path) -> None:
+    halted: list[BaseException] = []
+    asked = {"id": "one", "tasks": "next", "count": 4}
+    async with serving(written(tmp_path), halted=halted, ahead=1) as (service, address):
+        stream: Any = await service._post(Call(asked, TOKEN, ""))
+        first = json.loads((await anext(stream.parts)).splitlines()[-1])["group"]
+        await service._runs._store._writer.do(lambda c: c.execute(f"PRAGMA max_page_count = {c.execute('PRAGMA page_count').fetchone()[0]}"))  # type: ignore[union-attr]  # fmt: skip
+        rest = [json.loads(part.splitlines()[-1]) for part in [part async for part in stream.parts]]
+        message = rest[-1]["end"]["error"]["message"]
+        assert "free space on the disk and resume the run" in message
+        assert [f"StoreError: {error}" for error in halted] == [message]
+        sent = [first, *(line["group"] for line in rest[:-1])]
+        assert len(sent) < 4
+    async with serving(tmp_path / "spec.yaml") as (service, address):  # with space again
+        _, lines = await ask(address, "/groups", asked)
+        again = {line["group"]["number"]: line["group"] for line in lines if "group" in line}
+    calm = tmp_path / "calm"
+    calm.mkdir()
+    async with serving(written(calm)) as (_, address):
+        _, lines = await ask(address, "/groups", asked)
+    assert again == {line["group"]["number"]: line["group"] for line in lines if "group" in line}
+    assert [again[group["number"]] for group in sent] == sent
 
 
-def example(folder: Path, url: str) -> subprocess.Popen[str]:
-    section = (ROOT / "README.md").read_text().split("## Train in another process")[1].split("\n## ")[0]
-    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert found is not None
-    assert len(found[1].splitlines()) <= 20
-    (folder / "example.py").write_text(found[1])
-    env = os.environ | {"EPISODE_ENGINE_TOKEN": TOKEN, "PYTHONPATH": str(ROOT), "SERVE_URL": url}
-    line = [sys.executable, "-u", "-c", ONLY, str(folder / "example.py")]
-    return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow
-def test_the_example_of_the_readme_gets_each_group_once_from_a_service_that_is_killed(tmp_path: Path) -> None:
-    results = []
-    for name in ("calm", "killed"):
-        folder = tmp_path / name
-        folder.mkdir()
-        written(folder)
-        with command(folder, "spec.yaml", "--ahead", "1") as (process, url):
-            client = example(folder, url)
-            assert client.stdout is not None
-            lines = [client.stdout.readline()]
-            if name == "killed":
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                port = url.rpartition(":")[2]
-                with command(folder, "--resume", "latest", "--port", port, "--ahead", "1") as (again, _):
-                    lines += client.stdout.readlines()
-                    assert client.wait() == 0
-                    again.send_signal(signal.SIGTERM)
-                    assert again.wait() == 143
-            else:
-                lines += client.stdout.readlines()
-                assert client.wait() == 0
-        results.append(lines)
-        with RunStore.open(list_runs(folder / "runs")[0], readonly=True) as store:
-            assert {row.status for row in store.episodes()} == {"done"}
-    assert sorted(results[0]) == sorted(results[1])
-    assert len(results[0]) == len(set(results[0])) == 8
+async def test_a_service_that_waits_for_a_request_does_not_stall(tmp_path: Path) -> None:
+    async with serving(written(tmp_path)) as (service, _):
+        runner = service._runs._runner
+        notices = RunNotices(service._loaded, service._runs._store)
+        for busy in (True, False):
+            watch = notices.watch(runner.live, runner.summary, lambda busy=busy: busy)  # type: ignore[misc]
+            watch.check()
+            watch._last -= 1e9
+            watch.check()
+            assert watch._told is busy
+        assert not service.busy

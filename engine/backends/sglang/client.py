@@ -276,6 +276,10 @@ class SGLangBackend(ServersBackend):
         tokens = len(part.ids)
         return replace(part, versions=[VersionSpan(version=policy.version, start=0, end=tokens)] if tokens else [])
 
+    async def check_sampling(self, sampling: SamplingParams) -> None:
+        """See `Backend.check_sampling`."""
+        await check_servers(self.pool, self._spec, self._format, sampling, self._model, self._headers, self._layout)
+
     async def _wake(self, server: Server) -> None:
         """Have a server that is out sample again, for its health check. A router keeps the health of its servers itself."""
         if not self._spec.router:

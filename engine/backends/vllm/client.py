@@ -128,6 +128,10 @@ class VLLMBackend(ServersBackend):
         self.attempts.encoder = Encoder(vocab_size=facts.vocab_size)
         self.pool.watch()
 
+    async def check_sampling(self, sampling: SamplingParams) -> None:
+        """See `Backend.check_sampling`."""
+        await check_servers(self.pool, self._spec, self._format, sampling, self._model)
+
     async def prepare(self, request: GenerateRequest) -> None:
         """See `ServersBackend.prepare`.
 

@@ -1,0 +1,127 @@
+"""`engine serve SPEC` as a process: the README's client beside a service that is killed, a full disk, tokens and notices."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serve_kit import ROOT, SPEC, TASKS, TOKEN, command, unpacked, written
+from typer.testing import CliRunner
+
+from engine.cli.main import app
+from engine.store import RunStore, list_runs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One unpacked tokenizer and its chat format for all tests."""
+    unpacked(tmp_path_factory.mktemp("tokenizer"))
+
+
+ONLY = """
+import sys
+class Only:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition('.')[0]
+        allowed = {'engine', 'httpx', 'pyarrow', 'httpcore', 'h11', 'anyio', 'idna', 'certifi', 'sniffio', 'typing_extensions', 'numpy'}
+        if name.startswith('engine.') and name != 'engine.client':
+            raise ImportError('the client imports ' + name)
+        if top not in allowed and top not in sys.stdlib_module_names:
+            raise ImportError('the client imports ' + name)
+sys.meta_path.insert(0, Only())
+exec(compile(open(sys.argv[1]).read(), sys.argv[1], 'exec'))
+"""
+
+
+def example(folder: Path, url: str) -> subprocess.Popen[str]:
+    section = (ROOT / "README.md").read_text().split("## Train in another process")[1].split("\n## ")[0]
+    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert found is not None
+    assert len(found[1].splitlines()) <= 20
+    (folder / "example.py").write_text(found[1])
+    env = os.environ | {"EPISODE_ENGINE_TOKEN": TOKEN, "PYTHONPATH": str(ROOT), "SERVE_URL": url}
+    line = [sys.executable, "-u", "-c", ONLY, str(folder / "example.py")]
+    return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, text=True)
+
+
+HOLD = f"""
+import asyncio
+from pathlib import Path
+from typing import Any
+from engine.environments.color_square import Viewer
+
+class Holding(Viewer):
+    async def respond(self, view):
+        while view.task.id == {TASKS[2]!r} and not Path({{go!r}}).exists():
+            await asyncio.sleep(0.01)
+        return super().respond(view)
+"""
+"""A user that does not answer in the third group until there is a file."""
+
+
+def held(folder: Path, **changes: Any) -> Path:
+    """Write the spec with that user; the file that lets it go on."""
+    folder.mkdir()
+    (folder / "hold.py").write_text(HOLD.format(go=str(folder / "go")))
+    limits = SPEC["limits"] | {"episode_seconds": 7200}
+    written(folder, user={"use": "hold:Holding", "timeout": 3600}, limits=limits, **changes)
+    return folder / "go"
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    with RunStore.open(list_runs(folder / "runs")[0], readonly=True) as store:
+        return store.statuses()
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme_gets_each_group_once_from_a_service_that_is_killed(tmp_path: Path) -> None:
+    results = []
+    for name in ("calm", "killed"):
+        folder = tmp_path / name
+        go = held(folder)
+        if name == "calm":
+            go.touch()
+        with command(folder, "spec.yaml", "--ahead", "1") as (process, url):
+            client = example(folder, url)
+            assert client.stdout is not None
+            lines = [client.stdout.readline() for _ in range(2)]
+            if name == "killed":
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                done = {episode for episode, status in statuses(folder).items() if status == "done"}
+                assert done == {f"{task}/{sample}" for task in TASKS[:2] for sample in range(3)}
+                go.touch()
+                port = url.rpartition(":")[2]
+                with command(folder, "--resume", "latest", "--port", port, "--ahead", "1") as (again, _):
+                    lines += client.stdout.readlines()
+                    assert client.wait() == 0
+                    again.send_signal(signal.SIGTERM)
+                    assert again.wait() == 143
+            else:
+                lines += client.stdout.readlines()
+                assert client.wait() == 0
+        results.append(lines)
+        assert set(statuses(folder).values()) == {"done"}
+    assert sorted(results[0]) == sorted(results[1])
+    assert len(results[0]) == len(set(results[0])) == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [("secret", 0o640, "can be read by others: chmod 600"), ("", 0o600, "is empty"), (None, 0, "No such file")],
+)
+def test_a_token_file_that_cannot_be_used_is_refused(text: str | None, mode: int, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    if text is not None:
+        file.write_text(text)
+        file.chmod(mode)
+    result = CliRunner().invoke(app, ["serve", str(written(tmp_path)), "--token-file", str(file)])
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+    assert not (tmp_path / "runs").exists()
