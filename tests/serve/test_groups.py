@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +269,32 @@ async def test_a_service_that_waits_for_a_request_does_not_stall(tmp_path: Path)
             watch.check()
             assert watch._told is busy
         assert not service.busy
+
+
+ALONE = """
+import importlib.util, json, os
+from group_client import GroupClient, Sums
+with GroupClient(os.environ["SERVE_URL"]) as client:
+    sums = [[group.number, vars(Sums.of(group.batch))] for group in client.groups("one", count=3)]
+print(json.dumps({"sums": sorted(sums, key=lambda each: each[0]), "found": [n for n in ("engine", "numpy", "torch", "pydantic") if importlib.util.find_spec(n)]}))
+"""
+
+
+async def test_the_client_alone_runs_in_an_environment_of_only_httpx_and_pyarrow(tmp_path: Path) -> None:
+    python = os.environ.get("CLIENT_PYTHON")
+    if python is None:
+        pytest.skip("NOT CHECKED: CLIENT_PYTHON names no Python of an environment with only httpx and pyarrow")
+    shutil.copy(ROOT / "engine/client.py", tmp_path / "group_client.py")
+    async with serving(written(tmp_path)) as (_, address):
+        env = {"SERVE_URL": address, "EPISODE_ENGINE_TOKEN": TOKEN, "PYTHONPATH": str(tmp_path)}
+        process = await asyncio.create_subprocess_exec(
+            python, "-c", ALONE, cwd=tmp_path, env=env, stdout=asyncio.subprocess.PIPE
+        )
+        said, _ = await process.communicate()
+        assert process.returncode == 0
+        groups = await read(address, "one", count=3)
+    own = [
+        [group.number, {name: getattr(group.sums, name) for name in ("tokens", "trained", "advantages")}]
+        for group in groups
+    ]
+    assert json.loads(said) == {"sums": own, "found": []}
