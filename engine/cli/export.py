@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.schemas.credit import CreditSpec
     from engine.schemas.trajectory import Trajectory
     from engine.store.export import Row
-    from engine.store.store import RunStore
+    from engine.store.reader import RunReader
 
 
 class Format(StrEnum):
@@ -251,7 +251,7 @@ def _without_effect(chosen: Format, out: Path | None, given: Mapping[str, object
     return None
 
 
-def _filter(store: RunStore, expression: str | None) -> Callable[[Trajectory], bool] | None:
+def _filter(store: RunReader, expression: str | None) -> Callable[[Trajectory], bool] | None:
     from engine.runner.finished import EpisodeFilter
 
     return EpisodeFilter(store, expression) if expression is not None else None
@@ -323,7 +323,7 @@ def _noting_unchecked(rows: Iterator[Row], found: list[int]) -> Iterator[Row]:
 
 
 def _write(
-    store: RunStore, chosen: Format, path: Path, rows: Iterator[Row], credit: CreditSpec, score: str | None
+    store: RunReader, chosen: Format, path: Path, rows: Iterator[Row], credit: CreditSpec, score: str | None
 ) -> int:
     from engine.masking import mask
     from engine.store.export import write_jsonl
@@ -340,7 +340,7 @@ def _write(
     return write_parquet(rows, path, metadata | ({"episode_engine.score": score} if score else {}))
 
 
-def _credit(store: RunStore, score: str | None, changes: list[str]) -> CreditSpec:
+def _credit(store: RunReader, score: str | None, changes: list[str]) -> CreditSpec:
     """Return the credit method of the run or the score, with changes; another `method` begins with its own defaults."""
     from pydantic import ValidationError
 
@@ -393,7 +393,7 @@ def _values(path: Path) -> dict[str, list[list[float]]]:
     return found
 
 
-def _partly_done(store: RunStore) -> int:
+def _partly_done(store: RunReader) -> int:
     """Return the number of tasks with both finished and unfinished episodes."""
     done: dict[str, set[bool]] = {}
     for row in store.episodes():

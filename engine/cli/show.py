@@ -11,7 +11,7 @@ from engine.cli.exits import wrong_usage
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
-    from engine.store.store import EpisodeRow, RunStore
+    from engine.store.reader import EpisodeRow, RunReader
 
 
 def show(
@@ -129,7 +129,7 @@ def _show_episode(folder: Path, name: str, score: str | None, *, tokens: bool, a
             print_tokens(console, store, row.id, finished=finished)
 
 
-def _find(store: RunStore, name: str) -> EpisodeRow:
+def _find(store: RunReader, name: str) -> EpisodeRow:
     from engine.errors import StoreError
 
     rows = store.episodes()

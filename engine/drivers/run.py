@@ -106,7 +106,7 @@ async def run_drivers(
     Args:
         loaded: The spec.
         tasks: The tasks of the run.
-        kept: Their indices among the spec's tasks, if some are left out.
+        kept: Their indices among the spec's tasks, of shape [tasks], if some are left out.
         store: The run's own store, which has the header and the plan.
         fleet: Kept up to date while the run goes on.
         stop: Ends the run early and cleanly.
@@ -115,7 +115,8 @@ async def run_drivers(
         lease_seconds: Time without a call after which a driver loses its leases.
 
     Raises:
-        EngineError: no cluster, no driver that can work, or a store that cannot be written.
+        EngineError: no cluster, or no driver that can work.
+        StoreError: a store cannot be read or written.
     """
     from engine.store.shards import create_shards, shards_of
 
@@ -157,7 +158,11 @@ async def run_drivers(
 
 
 def prepare_leases(folder: Path, tasks: TaskList, drivers: int, samples: int) -> None:
-    """On a resume, free the groups that nobody holds any more, and those that are not complete in what readers read."""
+    """On a resume, free the groups that nobody holds any more, and those that are not complete in what readers read.
+
+    Raises:
+        StoreError: drivers have run, but their leases are missing, or a store cannot be read.
+    """
     if not (folder / FILE).exists():
         if (folder / STORES).is_dir() and any((folder / STORES).iterdir()):
             raise StoreError(

@@ -11,6 +11,7 @@ from engine.errors import StoreError
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.store.header import Fork
+from engine.store.reader import RunReader
 from engine.store.shards import shards_of
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from engine.spec.mix import TaskList
 
 
-def fork(source: RunStore, out: Path, turn: int, salt: int) -> tuple[LoadedSpec, TaskList, RunStore]:
+def fork(source: RunReader, out: Path, turn: int, salt: int) -> tuple[LoadedSpec, TaskList, RunStore]:
     """Begin a fork of a run.
 
     Args:
@@ -32,7 +33,8 @@ def fork(source: RunStore, out: Path, turn: int, salt: int) -> tuple[LoadedSpec,
         (spec, tasks, store), the arguments of `Runner`. The store is open for writing.
 
     Raises:
-        EngineError: the tasks cannot be read, or the new run cannot be written.
+        StoreError: the run has shards, or the new run cannot be written.
+        EngineError: the tasks cannot be read.
     """
     loaded = source.header.loaded_spec(strict=True)
     refuse_many(loaded, "a fork")

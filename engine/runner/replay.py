@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.codec import Written
-    from engine.store.store import RunStore
+    from engine.store.reader import RunReader
     from engine.tokens.format import ChatFormat
 
 
@@ -51,7 +51,7 @@ async def _no_append(episode_id: str, entry: JournalEntry, written: Written) -> 
 class Replayer:
     """Rebuilds the episodes of one run."""
 
-    def __init__(self, loaded: LoadedSpec, format: ChatFormat, store: RunStore) -> None:
+    def __init__(self, loaded: LoadedSpec, format: ChatFormat, store: RunReader) -> None:
         spec = loaded.spec
         self._store = store
         if format.vision is not None:

@@ -10,7 +10,8 @@ import sqlite3
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from pydantic_core import from_json
 
@@ -74,13 +75,37 @@ class EpisodeRow(NamedTuple):
     ended: float | None
 
 
+def own_header(folder: Path) -> RunHeader:
+    """Return the header of the run in `folder`.
+
+    Raises:
+        StoreError: there is no run, or it has another version or is damaged.
+    """
+    path = folder / database.FILE
+    with closing(database.connect_reader(path)) as connection, reading(path):
+        row = connection.execute("SELECT header FROM run").fetchone()
+    with decoding(path, "run"), codec.damaged("the header"):
+        return RunHeader.model_validate_json(row[0])
+
+
 class RunReader:
-    """Read access to a run. `RunStore` is a subclass."""
+    """Read access to a run. `RunStore` and `ShardedRun` are subclasses."""
 
     def __init__(self, folder: Path, header: RunHeader, file: str = database.FILE) -> None:
         self.folder = folder
         self.header = header
         self._path = folder / file
+
+    def close(self, status: Literal["interrupted", "done"] | None = None) -> None:
+        """Nothing is held open for reading; `RunStore` ends its writing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     @property
     def run_id(self) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import structlog
+
 from engine.errors import StoreError
 from engine.schemas.journal import JournalEntry
 from engine.schemas.trajectory import Trajectory
@@ -22,18 +24,29 @@ from engine.store.dropped import Dropped
 from engine.store.images import StoredImage
 from engine.store.lock import is_held
 from engine.store.places import Place
-from engine.store.reader import EpisodeRow, RunReader, RunStatus
+from engine.store.reader import EpisodeRow, RunReader, RunStatus, own_header
 from engine.store.scores import ScoreHead
-from engine.store.shards import DRIVERS, SHARDED, TOOLS, driver_of, noted_status, read_header, shards_of
-from engine.store.store import RunStore
+from engine.store.shards import (
+    DRIVERS,
+    SHARDED,
+    STATUS,
+    TOOLS,
+    driver_of,
+    noted_status,
+    put_json,
+    read_header,
+    shards_of,
+)
 from engine.store.tool_schemas import ToolSchemas
+
+log = structlog.get_logger(__name__)
 
 _PAUSE = 5.0
 """Seconds before an object store is listed again by one reader."""
 _PAGE = 256
 
 
-class ShardedRun(RunStore):
+class ShardedRun(RunReader):
     """A sharded run, open for reading.
 
     Args:
@@ -49,12 +62,8 @@ class ShardedRun(RunStore):
             raise StoreError(f"{folder} has no {SHARDED}: it is not a sharded run")
         self._place = Place(place)
         self._is_run = (folder / database.FILE).is_file()
-        if self._is_run:
-            with RunStore.open(folder, alone=True, readonly=True) as own:
-                header = own.header
-        else:
-            header = read_header(self._place)
-        super().__init__(folder, header, None, None)
+        header = own_header(folder) if self._is_run else read_header(self._place)
+        super().__init__(folder, header)
         self._cache = catalogue_folder(str(folder.absolute()))
         self._catalogue = Catalogue(self._cache, header, self._place)
         self._path = self._catalogue.path
@@ -134,8 +143,7 @@ class ShardedRun(RunStore):
             any_done = connection.execute("SELECT 1 FROM episodes LIMIT 1").fetchone()
         if left is None and any_done is not None:
             return "done"
-        with RunStore.open(self.folder, alone=True, readonly=True) as own:
-            said = own.status
+        said = RunReader(self.folder, self.header).status
         return "interrupted" if said == "done" else said
 
     def openings(self) -> list[float]:
@@ -184,7 +192,11 @@ class ShardedRun(RunStore):
         return found
 
     def trajectory(self, episode_id: str, score: str | None = None) -> Trajectory:
-        """As in `RunReader`."""
+        """As in `RunReader`.
+
+        Raises:
+            StoreError: the episode is unknown, not done, or damaged, or a score is asked for.
+        """
         self._refuse(score)
         row = self.episode(episode_id)
         if row.status != "done":
@@ -281,7 +293,11 @@ class ShardedRun(RunStore):
         return sorted(found.union(*(reader.image_digests() for reader in self._live().values())))
 
     def image(self, digest: str) -> StoredImage:
-        """As in `RunReader`."""
+        """As in `RunReader`.
+
+        Raises:
+            StoreError: no store of the run has the image.
+        """
         with self._reader() as connection:
             row = connection.execute("SELECT source FROM image_parts WHERE digest = ?", (digest,)).fetchone()
         if row is not None:
@@ -290,3 +306,23 @@ class ShardedRun(RunStore):
             if reader.has_image(digest):
                 return reader.image(digest)
         raise StoreError(f"{self.run_id} has no image {digest}")
+
+
+def note_status(run: Path, status: RunStatus | None = None) -> None:
+    """Write the status of a sharded run beside its shards, for readers that have no more than these. Of other runs: nothing.
+
+    A place that cannot be written is logged: the results do not depend on it.
+
+    Args:
+        run: The run's folder.
+        status: The status; by default that of the run with its drivers.
+    """
+    try:
+        place = shards_of(run)
+        if place is None:
+            return
+        if status is None:
+            status = ShardedRun(run).status
+        put_json(Place(place), STATUS, {"status": status})
+    except StoreError as error:
+        log.warning("the run's status could not be written beside its shards", run=str(run), error=str(error))

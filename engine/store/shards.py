@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 from urllib.parse import quote
 
-import structlog
 from pydantic import ValidationError
 
 from engine.errors import StoreError
@@ -37,13 +36,11 @@ from engine.store.export import Row, export_rows, group_rows, plan_of, whole_fil
 from engine.store.header import RunHeader
 from engine.store.places import Place, is_url
 from engine.store.private import private_file
-from engine.store.reader import RunReader, RunStatus, reading
+from engine.store.reader import RunReader, RunStatus, own_header, reading
 from engine.store.tool_schemas import ToolSchemas
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-log = structlog.get_logger(__name__)
 
 VERSION = 1
 """Version of the layout; others are refused."""
@@ -112,8 +109,8 @@ def create_shards(run: Path, header: RunHeader, url: str | None = None) -> str:
             raise StoreError(
                 f"{place.name} has the shards of run {known.run_id}; give run {header.run_id} a place of its own"
             )
-    _put(place, RUN, {"header": header.model_dump(mode="json")})
-    _put(place, STATUS, {"status": "running"})
+    put_json(place, RUN, {"header": header.model_dump(mode="json")})
+    put_json(place, STATUS, {"status": "running"})
     with whole_file(run / SHARDED) as marked:
         written = FOLDER if url is None else place.name
         marked.write_text(json.dumps({"version": VERSION, "shards": written}), encoding="utf-8")
@@ -139,33 +136,12 @@ def shards_of(run: Path) -> str | None:
     return place if is_url(place) else str(run / place)
 
 
-def _put(place: Place, name: str, content: dict[str, Any]) -> None:
+def put_json(place: Place, name: str, content: dict[str, Any]) -> None:
+    """Write a JSON file with the layout's version beside the shards."""
     with tempfile.TemporaryDirectory() as draft:
         file = Path(draft) / name
         file.write_text(json.dumps({"version": VERSION, **content}), encoding="utf-8")
         place.put(file, name)
-
-
-def note_status(run: Path, status: RunStatus | None = None) -> None:
-    """Write the status of a sharded run beside its shards, for readers that have no more than these. Of other runs: nothing.
-
-    A place that cannot be written is logged: the results do not depend on it.
-
-    Args:
-        run: The run's folder.
-        status: The status; by default that of the run with its drivers.
-    """
-    try:
-        place = shards_of(run)
-        if place is None:
-            return
-        if status is None:
-            from engine.store.store import RunStore
-
-            status = RunStore.open(run, readonly=True).status
-        _put(Place(place), STATUS, {"status": status})
-    except StoreError as error:
-        log.warning("the run's status could not be written beside its shards", run=str(run), error=str(error))
 
 
 def noted_status(place: Place) -> RunStatus:
@@ -292,9 +268,7 @@ class Publisher:
     def __init__(self, store: Path, place: str, driver: str) -> None:
         if not re.fullmatch("[a-z0-9]+", driver):
             raise StoreError(f"driver name `{driver}`: use small letters and digits")
-        from engine.store.store import RunStore
-
-        self._store: RunReader = RunStore.open(store, readonly=True)
+        self._store = RunReader(store, own_header(store))
         self._place = Place(place)
         self._driver = driver
         self._log = store / _PUBLISHED

@@ -27,8 +27,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import structlog
 
@@ -48,9 +47,10 @@ from engine.store.header import RunHeader, package_versions
 from engine.store.images import measure
 from engine.store.lock import RunLock
 from engine.store.private import private_folder
-from engine.store.reader import EpisodeRow, RunReader, decoding, reading
+from engine.store.reader import EpisodeRow, RunReader, decoding, own_header, reading
 from engine.store.scores import write_score
-from engine.store.shards import SHARDED, note_status, shards_of
+from engine.store.sharded import ShardedRun, note_status
+from engine.store.shards import SHARDED, shards_of
 from engine.store.writer import Track, Writer
 
 __all__ = ["EpisodeRow", "RunStore", "episode_id_of", "find_run"]
@@ -113,32 +113,35 @@ class RunStore(RunReader):
                 raise StoreError(f"cannot create the run {own}: {error}; is the disk full?") from error
             raise
 
+    @overload
     @classmethod
-    def open(cls, folder: Path | str, readonly: bool = False, *, alone: bool = False) -> RunStore:
+    def open(cls, folder: Path | str, readonly: Literal[False] = False) -> RunStore: ...
+
+    @overload
+    @classmethod
+    def open(cls, folder: Path | str, readonly: bool) -> RunReader: ...
+
+    @classmethod
+    def open(cls, folder: Path | str, readonly: bool = False) -> RunReader:
         """Open the run in `folder`. A sharded run is read as one; for writing, its own store is opened.
 
         Args:
             folder: The run's folder.
             readonly: Open it for reading only.
-            alone: Of a sharded run, read its own store without those of its drivers and without its shards.
 
         Raises:
             StoreError: there is no run, it has another version, or (for writing) another writer has it open.
         """
         folder = Path(folder)
-        if readonly and not alone and (folder / SHARDED).is_file():
-            from engine.store.sharded import ShardedRun
-
+        sharded = (folder / SHARDED).is_file()
+        if readonly and sharded:
             return ShardedRun(folder)
         path = folder / database.FILE
-        if not path.is_file() and (folder / SHARDED).is_file():
+        if sharded and not path.is_file():
             raise StoreError(
                 f"{shards_of(folder)} has only the shards of a run, which can be read; to write, give the folder of the run"
             )
-        with closing(database.connect_reader(path)) as connection, reading(path):
-            row = connection.execute("SELECT header FROM run").fetchone()
-        with decoding(path, "run"), codec.damaged("the header"):
-            header = RunHeader.model_validate_json(row[0])
+        header = own_header(folder)
         if readonly:
             return cls(folder, header, None, None)
         lock = RunLock(folder)
@@ -402,14 +405,6 @@ class RunStore(RunReader):
             self._lock.mark_stopped()
             self._lock.release()
         note_status(self.folder)
-
-    def __enter__(self) -> RunStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _writing(self) -> Writer:
         if self._writer is None:

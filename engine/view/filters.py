@@ -19,7 +19,7 @@ from engine.errors import GuardError, StoreError
 from engine.machine.guards import Guard
 from engine.machine.variables import BOOL, INT, STRING, Member, Variable
 from engine.runner.finished import EPISODE_VARIABLES, compile_filter, feedback_value, stored_limits
-from engine.store.store import RunStore
+from engine.store.reader import RunReader
 from engine.view.heads import EpisodeHead, read_head
 from engine.view.index import DAMAGED, VARIABLES, WHOLE, Index
 from engine.view.sources import Source
@@ -71,7 +71,7 @@ def needs_details(guard: Guard | None) -> bool:
     return guard is not None and not guard.names <= {"task", "limits", "run"}
 
 
-def matching(index: Index, stores: Mapping[int, tuple[Source, RunStore]], guard: Guard | None, text: str) -> Matching:
+def matching(index: Index, stores: Mapping[int, tuple[Source, RunReader]], guard: Guard | None, text: str) -> Matching:
     """Choose episodes of stores whose details are in the index.
 
     Args:
@@ -119,7 +119,7 @@ def _count_damaged(index: Index, number: int, found: Matching) -> None:
 
 
 def _scopes(
-    index: Index, number: int, source: Source, store: RunStore, guard: Guard
+    index: Index, number: int, source: Source, store: RunReader, guard: Guard
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """The variables of each episode that the expression may hold for, by the episode's number."""
     names = guard.names
@@ -165,12 +165,12 @@ def _episode(row: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _tasks(store: RunStore) -> dict[str, str]:
+def _tasks(store: RunReader) -> dict[str, str]:
     with store.snapshot() as connection:
         return dict(connection.execute("SELECT id, fields FROM tasks"))
 
 
-def _user_turns(store: RunStore) -> dict[int, str]:
+def _user_turns(store: RunReader) -> dict[int, str]:
     """The newest record of the user in each episode's journal, as JSON, by the episode's number."""
     query = (
         "SELECT j.episode, j.payload FROM journal j JOIN episodes e ON e.number = j.episode AND e.attempt = j.attempt "
@@ -200,7 +200,7 @@ def _nearest(scope: Mapping[str, Any], error: GuardError) -> str:
     return ""
 
 
-def _said(store: RunStore, keys: Sequence[int], text: str) -> list[int]:
+def _said(store: RunReader, keys: Sequence[int], text: str) -> list[int]:
     """Those of the finished episodes `keys` in which `text` (case-folded) was said: in the conversation, or by a judge."""
     wanted = set(keys)
     # These parts stand in the stored JSON as they are. They only save time: what was said decides.

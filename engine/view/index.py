@@ -27,7 +27,7 @@ from engine.store import codec
 from engine.store.catalogue import STORE
 from engine.store.dropped import dropped_among
 from engine.store.private import private_file, private_folder
-from engine.store.store import RunStore
+from engine.store.reader import RunReader
 from engine.tokens.catalogue import cache_root
 from engine.train.batch_log import FILE as BATCHES
 from engine.view.heads import read_head
@@ -107,7 +107,7 @@ class Index:
 
     # --- filling ---
 
-    def add(self, source: Source, store: RunStore) -> int:
+    def add(self, source: Source, store: RunReader) -> int:
         """Return the number of a store in the index; remove what the index has of another store in the same folder."""
         own = (store.run_id, store.header.created)
         with self._writing():
@@ -125,7 +125,7 @@ class Index:
                 ).fetchone()[0]
             )
 
-    def refresh(self, number: int, source: Source, store: RunStore) -> bool:
+    def refresh(self, number: int, source: Source, store: RunReader) -> bool:
         """Bring the stored columns up to date with the store, without details. Returns whether anything changed.
 
         Raises:
@@ -202,7 +202,7 @@ class Index:
             found.setdefault(source, []).append(episode)
         return found
 
-    def detail(self, number: int, store: RunStore, episodes: Sequence[int]) -> None:
+    def detail(self, number: int, store: RunReader, episodes: Sequence[int]) -> None:
         """Write the details of finished episodes, `CHUNK` at a time, each part in one commit.
 
         A damaged episode gets the problem as its message, and no variables.
@@ -261,7 +261,7 @@ def _open(file: Path | None) -> sqlite3.Connection:
     raise AssertionError
 
 
-def _signature(store: RunStore) -> tuple[int, ...] | None:
+def _signature(store: RunReader) -> tuple[int, ...] | None:
     """Sizes and times of the files that `refresh` reads; None while they may change without a change of these."""
     found: list[int] = []
     for file in (store.path, Path(f"{store.path}-wal"), store.folder.parent / BATCHES):
@@ -274,7 +274,7 @@ def _signature(store: RunStore) -> tuple[int, ...] | None:
     return tuple(found) if time.time_ns() - max(found[1::2]) > _SETTLED else None
 
 
-def _live(store: RunStore) -> list[tuple[Any, ...]]:
+def _live(store: RunReader) -> list[tuple[Any, ...]]:
     """(turns, sampled tokens, state, number) of each episode that was begun and is not done."""
     return [(*row[:3], base + row[3]) for connection, base in store.live() for row in _running(connection)]
 
@@ -288,7 +288,7 @@ def _running(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
     ).fetchall()
 
 
-def _read(store: RunStore, episodes: Sequence[int]) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+def _read(store: RunReader, episodes: Sequence[int]) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     """Read episodes: the rows of `_DETAILS` with number and attempt, and the rows of table `variables`."""
     texts: list[tuple[int, int, str]] = []
     blobs: list[tuple[int, int, bytes]] = []

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from engine.errors import StoreError
-from engine.store.store import RunStore
+from engine.store.reader import RunReader
 from engine.view.filters import Matching, checked, matching, needs_details
 from engine.view.index import CHUNK, Index
 from engine.view.rows import EPISODE, Cause, Neighbours, Page, Row, Totals, row_of
@@ -68,7 +68,7 @@ class Listing:
         self._index = index
         self._lock = threading.RLock()
         self._paths = list(paths)
-        self._stores: dict[int, tuple[Source, RunStore]] = {}
+        self._stores: dict[int, tuple[Source, RunReader]] = {}
         self._open_new()
         self._matched: tuple[tuple[str, str], Matching] | None = None
 
@@ -103,7 +103,7 @@ class Listing:
         """The stores, in the order in which they were given; of a training that goes on, those of the newest query."""
         return [source for source, _ in self._stores.values()]
 
-    def store(self, run: str) -> RunStore:
+    def store(self, run: str) -> RunReader:
         """Return the store with a key of `sources`.
 
         Raises:
@@ -354,7 +354,7 @@ class Listing:
         return [row_of(self._stores[source][0].key, row, fields[source][row[2]]) for source, *row in found]
 
 
-def _task_fields(store: RunStore, tasks: set[str]) -> dict[str, Any]:
+def _task_fields(store: RunReader, tasks: set[str]) -> dict[str, Any]:
     marks = ", ".join("?" * len(tasks))
     with store.snapshot() as connection:
         rows = connection.execute(f"SELECT id, fields FROM tasks WHERE id IN ({marks})", tuple(tasks)).fetchall()

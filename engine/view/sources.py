@@ -11,6 +11,7 @@ from engine.errors import StoreError, TrainError
 from engine.schemas.base import Struct
 from engine.store.database import FILE as RUN_FILE
 from engine.store.find import find_run, is_file, list_runs
+from engine.store.reader import RunReader
 from engine.store.store import RunStore
 from engine.train.folder import ROLLOUTS, find_training, read_header, trainings
 
@@ -108,7 +109,7 @@ def _stores(training: Path) -> list[Path]:
     return [folder for folder in found if (folder / RUN_FILE).is_file()]
 
 
-def open_stores(paths: Iterable[Path | str], known: Collection[Source] = ()) -> list[tuple[Source, RunStore]]:
+def open_stores(paths: Iterable[Path | str], known: Collection[Source] = ()) -> list[tuple[Source, RunReader]]:
     """Open the stores of runs and trainings, read-only.
 
     Args:
@@ -120,7 +121,7 @@ def open_stores(paths: Iterable[Path | str], known: Collection[Source] = ()) -> 
     """
     keys = {source.key for source in known}
     folders = {source.folder for source in known}
-    found: list[tuple[Source, RunStore]] = []
+    found: list[tuple[Source, RunReader]] = []
     given = [Path(path).absolute() for path in paths]
     for path in given:
         training = path if is_training(path) else _training_of(path)
