@@ -105,32 +105,70 @@ advantages by token to 1e-6 (`pytest -m slow tests/integrations/trainers_agree/t
 _AGREE = "`tests/integrations/trainers_agree`: 64 recorded episodes (48 with one row in groups of different sizes, 16 with two rows)"
 
 _SKYRL_NOTES = f"""\
-There are parts for a `GeneratorInterface` of your own, and no generator that runs the episodes yet: `generator_output(rows, metrics)` makes its output, `register_estimator()`
-registers the estimator `engine`, `refuse_settings(cfg, loaded)` refuses each setting that would change the advantages or has no effect, and `sums_of_batch(batch)` is compared with
-the sums of the rows. Put the true rewards into `metrics`: SkyRL's own `reward/avg_raw_reward` and `reward/avg_pass_at_n` are computed from advantages.
+Users start from `EnginePPOExp`, a subclass of SkyRL's `BasePPOExp`. The data set is the spec's tasks, so `data.train_data` is not read. A start script:
 
-What ran, with SkyRL 0.3.0 on a CPU, on the 48 episodes with one row of {_AGREE}: `validate_generator_output`, `postprocess_generator_output`,
-`convert_to_training_input` and `compute_advantages_and_returns`; the advantages by token are those of `engine train` to 1e-6, the log-probs are equal, and a batch whose advantages were changed is
-refused. The engine's advantages pass through `_normalize_advantages` and the workers' loss afterwards, and this was only read.
-By contract only: sampling through SkyRL's inference engines, FSDP and Megatron workers. The tests need `SKYRL_PYTHON`, the Python of an environment with `torch`, `skyrl==0.3.0`, `ray==2.56.0`,
-`loguru`, `jaxtyping`, `tensordict`, `omegaconf`, `hydra-core==1.3.2`, `func_timeout`, `torchdata`, `skyrl-gym==0.4.0` and this package; building it took 87 s. On Python 3.11 SkyRL's types cannot be
-imported with pydantic 2.14, so use Python 3.12 (the test replaces `typing.TypedDict`).
+```python
+import sys
+import ray
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.utils import initialize_ray, validate_cfg
+from engine.integrations.trainers.skyrl import EnginePPOExp, register_estimator
 
-Certificate of exactness: ids, masks, log-probs and advantages are those of the rows. Nothing compares SkyRL's own log-probs with the sampler's except its metric
-`policy/rollout_train_logprobs_abs_diff_max`, and rows have no weight versions.
+@ray.remote(num_cpus=1)
+def train(cfg):
+    EnginePPOExp(cfg, "spec.yaml", "runs/with-skyrl").run()
+
+cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.algorithm.advantage_estimator=engine", "trainer.eval_interval=-1", *sys.argv[1:]])
+register_estimator()
+validate_cfg(cfg)
+initialize_ray(cfg)
+ray.get(train.remote(cfg))
+```
+
+It registers the estimator `engine`, runs whole groups over SkyRL's inference engine client, and compares the sums of both sides after each `compute_advantages_and_returns`: a difference
+stops the training before the update. Settings of SkyRL that would change the advantages, or that have no effect, are refused by name (`refuse_settings`), such as a temperature other than 1
+without `logprobs_mode: processed_logprobs`, because vLLM then reports the log-probs of temperature 1. SkyRL computes its metrics of rewards from advantages: `reward/avg_raw_reward` is replaced by
+the true mean, the others are removed, and the metrics of `engine train` are under `engine/`. An episode with several rows stops the training, or is left out and counted (`several_rows="leave_out"`).
+Images are not sent to SkyRL's engines; a spec with images is refused.
+
+Ran with SkyRL 0.3.0 on a CPU (`SKYRL_PYTHON=… pytest -m slow tests/integrations/trainer_skyrl`): the experiment, its data loader, `prepare_generator_input`, `RayPPOTrainer.generate`,
+`validate_generator_output`, `postprocess_generator_output`, `convert_to_training_input` and `compute_advantages_and_returns`, on 12 episodes of two turns whose client is scripted: ids,
+log-probs and advantages by token are those of the run store to 1e-6. The same last four functions on the 48 episodes with one row of {_AGREE}.
+By contract only: `RemoteInferenceClient` and its vLLM servers, `_normalize_advantages`, FSDP and Megatron workers, a whole training. The tests need an environment with `torch`, `skyrl==0.3.0`,
+`ray==2.56.0`, `loguru`, `jaxtyping`, `tensordict`, `omegaconf`, `hydra-core==1.3.2`, `func_timeout`, `torchdata`, `skyrl-gym==0.4.0` and this package; building it took 87 s. On Python 3.11 SkyRL's
+types cannot be imported with pydantic 2.14, so use Python 3.12 (the test replaces `typing.TypedDict`).
+
+Certificate of exactness: ids, masks, log-probs and advantages are those of the rows. The client does not report the prompt that its servers computed on, and nothing compares SkyRL's own log-probs with
+the sampler's except its metric `policy/rollout_train_logprobs_abs_diff_max`. SkyRL tells no weight versions: all tokens of a step have the number of updates before it.
 """
 
 _AREAL_NOTES = f"""\
-There are parts for a `RolloutWorkflow` of your own, and no workflow that runs the episodes yet: `trajectory(rows, advantages, rewards, actor=config.actor)` makes what `arun_episode` returns for one group,
-`refuse_settings(config, loaded)` refuses each setting that would change the advantages, and `sums_of_batch(batch)` is compared with `Sums.of_whole_rows`.
+Users start from `EngineWorkflow`, a `RolloutWorkflow` whose one call runs one group, so `gconfig.n_samples` is 1 and AReaL's batch size counts groups:
 
-What ran, with AReaL 1.0.4 on a CPU, on {_AGREE}: `check_trajectory_format`, `concat_padded_tensors` and
-`PPOActor._compute_advantages`, with a reward that AReaL scales and shifts; the advantages by token are those of `engine train` to 1e-6, the log-probs and weight versions are equal, and a batch
-whose advantages were changed is refused. By contract only: sampling through AReaL's inference engines, its workflow executor and its training engines. The tests need `AREAL_PYTHON`: an environment with
-`torch`, `areal==1.0.4` installed without its dependencies, about 30 of these (the versions of transformers, omegaconf and hydra-core that it pins, ray, swanlab, trackio, wandb, numba, uvloop and others) and this
-package; building it took 84 s without swanlab, trackio and wandb, and ran with torch 2.13, which is newer than AReaL's pin.
+```python
+from areal import PPOTrainer
+from engine.integrations.trainers.areal import task_dataset, watch, workflow_arguments
+
+arguments = workflow_arguments(config, "spec.yaml", "runs/with-areal")
+with PPOTrainer(config, train_dataset=task_dataset("spec.yaml")) as trainer:
+    watch(trainer.actor)
+    trainer.train(workflow="engine.integrations.trainers.areal.EngineWorkflow", workflow_kwargs=arguments)
+```
+
+`workflow_arguments` refuses each setting of AReaL that would change the advantages, by name. `watch` compares the sums of both sides after each `compute_advantages`, and a difference stops the
+training before the update. Each rollout process has a run store of its own, `process-<n>/rollouts` in the folder. A group without trainable episodes is rejected, and AReaL runs another one. If the
+engine itself fails in a group, the error is logged and AReaL goes on without the group. Images are not sent to AReaL's engine; a spec with images is refused.
+
+Ran with AReaL 1.0.4 on a CPU (`AREAL_PYTHON=… pytest -m slow tests/integrations/trainer_areal`): the workflow by its import path, `WorkflowExecutor.rollout_batch` with its check of
+trajectories, and `PPOActor.compute_advantages` with a reward that AReaL scales and shifts, on 12 episodes of two turns whose inference engine is scripted and is updated inside each reply, with
+one row and with two rows for each episode: ids, log-probs, weight versions and advantages by token are those of the run store to 1e-6. `check_trajectory_format`, `concat_padded_tensors` and
+`PPOActor._compute_advantages` on all of {_AGREE}. By contract only: AReaL's SGLang and vLLM servers, `PPOTrainer`, its controllers (whose tensors on other
+machines `watch` fetches) and its training engines. The tests need an environment with `torch`, `areal==1.0.4` installed without its dependencies, about 30 of these (the versions of transformers,
+omegaconf and hydra-core that it pins, ray, swanlab, trackio, wandb, numba, uvloop and others) and this package; building it took 84 s without swanlab, trackio and wandb, and ran with torch 2.13,
+which is newer than AReaL's pin.
 
 Certificate of exactness: ids, masks, log-probs, versions by token and advantages are those of the rows. The advantage at a row's last token is R − (R − A), equal to A to within one rounding.
+AReaL does not report the prompt that its servers computed on, and sends them no sampling seed.
 """
 
 _VERL_NOTES = """\
@@ -241,7 +279,7 @@ TRAINERS: Mapping[str, Trainer] = {
         "SkyRL",
         "0.3.0",
         True,
-        "`engine.integrations.trainers.skyrl`: the output of a `GeneratorInterface`, and a registered advantage estimator that returns the rewards by token",
+        "`engine.integrations.trainers.skyrl`: a subclass of `BasePPOExp` with a `GeneratorInterface` that runs the episodes, and a registered advantage estimator that returns the rewards by token",
         {
             "token_ids": _yes("`prompt_token_ids` and `response_ids`"),
             "masks": _yes("`loss_masks`; the estimator sees observations too, so advantages are 0 there"),
@@ -250,7 +288,9 @@ TRAINERS: Mapping[str, Trainer] = {
             "turn_credit": _yes("rewards by token, which the registered estimator returns as advantages"),
             "token_bonuses": _yes("as `turn_credit`"),
             "branches": _no("one row for each prompt; in step-wise mode all rows get the number of the last one"),
-            "images": _yes("`pixel_values` and `image_grid_thw`"),
+            "images": _no(
+                "SkyRL's rows take `pixel_values` and `image_grid_thw`, but the generator sends no images to its inference engines"
+            ),
             "reward_names": _partly(
                 "`env_metrics` and `rollout_metrics`; the trainer's own reward metrics are sums of advantages"
             ),
@@ -263,7 +303,7 @@ TRAINERS: Mapping[str, Trainer] = {
         "AReaL",
         "1.0.4",
         True,
-        "`engine.integrations.trainers.areal`: what a `RolloutWorkflow` returns, whose column `values` holds the negative advantages, with `actor.discount: 0`, no norms, no critic and `kl_ctl: 0`",
+        "`engine.integrations.trainers.areal`: a `RolloutWorkflow` whose column `values` holds the negative advantages, with `actor.discount: 0`, no norms, no critic and `kl_ctl: 0`",
         {
             "token_ids": _yes("`input_ids`"),
             "masks": _yes("`loss_mask`"),
@@ -272,7 +312,9 @@ TRAINERS: Mapping[str, Trainer] = {
             "turn_credit": _yes("the column `values`; the last token is equal to within one rounding"),
             "token_bonuses": _yes("as `turn_credit`"),
             "branches": _yes("several rows in what the workflow returns"),
-            "images": _yes("`multi_modal_input`"),
+            "images": _no(
+                "AReaL's rows take `multi_modal_input`, but the workflow sends no images to its inference engine"
+            ),
             "reward_names": _partly("`rewards` has one number for each row"),
             "oversampling": _partly(f"{_GROUPS_BEFORE}: `should_accept_fn` accepts episodes and not groups"),
             "expert_routing": _UNKNOWN,

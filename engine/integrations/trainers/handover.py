@@ -6,9 +6,10 @@ rows of the engine that it was made from.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,11 @@ from engine.errors import TrainError
 
 if TYPE_CHECKING:
     from engine.store.export import Row
+    from engine.train.batches import Batch
 
+SeveralRows = Literal["refuse", "leave_out"]
+"""What happens to an episode with several rows under a trainer that takes one for each prompt. `refuse`: the training stops. `leave_out`: its
+tokens are not trained, and are counted. Its rewards stay in the baseline of its group."""
 _TOLERANCE = 1e-6
 """Relative difference of two sums of absolute advantages that is rounding."""
 
@@ -122,3 +127,80 @@ class Sums:
             f"Remove what changes the batch ({changes})",
             kind="handover",
         )
+
+
+def groups_of(prompts: Sequence[str], samples: int, fix: str) -> list[str]:
+    """The task id of each group of a trainer's prompts.
+
+    Args:
+        prompts: Task ids, each repeated `samples` times in a row.
+        samples: Number of episodes of a group.
+        fix: What to do if they are not groups, for the message.
+
+    Raises:
+        TrainError: kind `train_setup`: the prompts are not groups.
+    """
+    if len(prompts) % samples or any(prompts[at] != prompts[at - at % samples] for at in range(len(prompts))):
+        raise TrainError(
+            f"the batch of {len(prompts)} prompts is not made of groups of {samples}: the advantages of a group need all of its "
+            f"episodes; {fix}",
+            kind="train_setup",
+        )
+    return list(prompts[::samples])
+
+
+class Placed(NamedTuple):
+    """One row for each prompt."""
+
+    rows: list[HandedRow]
+    """In the trainer's order: all samples of the first group, then those of the second."""
+    empty: int
+    """How many of them have no trained token."""
+    left_out: int
+    """Sampled tokens that are not trained because their episode has several rows."""
+
+
+def one_row_each(
+    batch: Batch,
+    advantages: Sequence[np.ndarray],
+    groups: int,
+    samples: int,
+    *,
+    trainer: str,
+    several: SeveralRows,
+    leave_out: str,
+) -> Placed:
+    """Place the rows of a batch for a trainer that takes one for each prompt.
+
+    Args:
+        batch: A batch with at least one row.
+        advantages: The advantages of `batch.rows`, float32 [tokens] each.
+        groups: Number of groups.
+        samples: Episodes of a group.
+        trainer: The trainer's name, for the message.
+        several: What happens to episodes with several rows.
+        leave_out: How to choose `leave_out`, for the message.
+
+    Raises:
+        TrainError: kind `handover`: an episode has several rows, and `several` is `refuse`.
+    """
+    rows = batch.rows
+    numbers = [group.number for group in batch.used for _ in group.rows]
+    places = [(number, row["sample_index"]) for number, row in zip(numbers, rows, strict=True)]
+    counts = Counter(places)
+    placed: dict[tuple[int, int], HandedRow] = {}
+    left_out = 0
+    for place, row, values in zip(places, rows, advantages, strict=True):
+        if counts[place] == 1:
+            placed[place] = HandedRow.of(row, values)
+        elif several == "leave_out":
+            left_out += int(row["loss_mask"].sum())
+        else:
+            raise TrainError(
+                f"{row['episode_id']} has {counts[place]} rows, and {trainer} takes one for each prompt. Use a chat template that does not "
+                f"rewrite history, leave such episodes out with `{leave_out}`, or train with `engine train`, which takes all rows",
+                kind="handover",
+            )
+    none = HandedRow.empty(int(rows[0]["input_ids"][0]))
+    found = [placed.get((number, sample), none) for number in range(groups) for sample in range(samples)]
+    return Placed(found, groups * samples - len(placed), left_out)

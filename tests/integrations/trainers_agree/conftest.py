@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from trainer_kit import FORGETFUL
 
 from engine.spec.load import load_spec
 from engine.store.header import RunHeader
@@ -19,11 +20,6 @@ from engine.train import folder as folders
 from engine.train.learner import Learner
 from engine.train.trainer import Trainer
 
-FORGETFUL = """\
-{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.role == 'assistant' and not loop.last %}{{- 'Said.' }}{% else %}{{- message.content }}{% endif %}{{- '<|im_end|>\\n' }}
-{%- endfor %}{% if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
-"""Rewrites history, so that each turn is a row of its own."""
 SAMPLES = 4
 
 

@@ -52,6 +52,7 @@ def main(rows_file: str, spec_file: str) -> None:
     ours.register_estimator()
     cfg.trainer.algorithm.advantage_estimator = ours.ESTIMATOR
     cfg.generator.n_samples_per_prompt = SAMPLES
+    cfg.trainer.eval_interval = -1
     cfg.trainer.train_batch_size = cfg.trainer.policy_mini_batch_size = len(tasks)
     ours.refuse_settings(cfg, loaded)
     named = {}
@@ -65,6 +66,11 @@ def main(rows_file: str, spec_file: str) -> None:
         "generator.step_wise_trajectories": True,
         "generator.apply_overlong_filtering": True,
         "generator.sampling_params.temperature": 0.5,
+        "generator.sampling_params.top_p": 0.5,
+        "generator.n_samples_per_prompt": SAMPLES + 1,
+        "generator.zero_reward_on_non_stop": True,
+        "generator.chat_template_kwargs": {"enable_thinking": False},
+        "trainer.eval_interval": 5,
         "trainer.algorithm.temperature": 0.5,
     }.items():
         owner: Any = cfg

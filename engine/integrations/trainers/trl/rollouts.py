@@ -5,13 +5,12 @@ Each call gets the task ids of one generation batch and runs `num_generations` e
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from engine.errors import TrainError
-from engine.integrations.trainers.handover import HandedRow, Sums
+from engine.integrations.trainers.handover import HandedRow, SeveralRows, Sums, groups_of, one_row_each
 from engine.integrations.trainers.loop import LoopThread
 from engine.integrations.trainers.rollouts import TrainerRollouts
 from engine.schemas.backend import LocalBackendSpec
@@ -46,7 +45,7 @@ class EngineRollouts:
         folder: Path | str,
         *,
         keep_going: bool = False,
-        several_rows: Literal["refuse", "leave_out"] = "refuse",
+        several_rows: SeveralRows = "refuse",
     ) -> None:
         self.loaded = spec if isinstance(spec, LoadedSpec) else load_spec(spec)
         self._several_rows = several_rows
@@ -96,7 +95,7 @@ class EngineRollouts:
         if model is not self._model:
             raise TrainError("the trainer has another model than at its first batch", kind="train_setup")
         self.version = trainer.state.global_step
-        groups = _groups(prompts, samples)
+        groups = groups_of(prompts, samples, "make `generation_batch_size` a multiple of `num_generations`")
         with backend.lent():
             if self._backend is None:
                 self._loop.call(self._episodes.start(backend))
@@ -122,28 +121,18 @@ class EngineRollouts:
 
     def _handed(self, batch: Batch, groups: int, samples: int) -> list[HandedRow]:
         """One row for each prompt, in TRL's order."""
-        rows = batch.rows
-        numbers = [group.number for group in batch.used for _ in group.rows]
-        places = [(number, row["sample_index"]) for number, row in zip(numbers, rows, strict=True)]
-        counts = Counter(places)
-        placed: dict[tuple[int, int], HandedRow] = {}
-        left_out = 0
-        for place, row, values in zip(places, rows, self._episodes.advantages(batch), strict=True):
-            if counts[place] == 1:
-                placed[place] = HandedRow.of(row, values)
-            elif self._several_rows == "leave_out":
-                left_out += int(row["loss_mask"].sum())
-            else:
-                raise TrainError(
-                    f"{row['episode_id']} has {counts[place]} rows, and TRL takes one for each prompt. Use a chat template that does not "
-                    'rewrite history, leave such episodes out with `EngineRollouts(…, several_rows="leave_out")`, or train with '
-                    "`engine train`, which takes all rows",
-                    kind="handover",
-                )
-        self.metrics["trl/left_out_tokens"] = float(left_out)
-        self.metrics["trl/empty_rows"] = float(groups * samples - len(placed))
-        empty = HandedRow.empty(int(rows[0]["input_ids"][0]))
-        return [placed.get((number, sample), empty) for number in range(groups) for sample in range(samples)]
+        placed = one_row_each(
+            batch,
+            self._episodes.advantages(batch),
+            groups,
+            samples,
+            trainer="TRL",
+            several=self._several_rows,
+            leave_out='EngineRollouts(…, several_rows="leave_out")',
+        )
+        self.metrics["trl/left_out_tokens"] = float(placed.left_out)
+        self.metrics["trl/empty_rows"] = float(placed.empty)
+        return placed.rows
 
     def _make_backend(self, model: Any) -> SharedBackend:
         from engine.integrations.trainers.trl.sampler import SharedBackend
@@ -173,18 +162,3 @@ class EngineRollouts:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _groups(prompts: Sequence[str], samples: int) -> list[str]:
-    """The task id of each group.
-
-    Raises:
-        TrainError: kind `train_setup`: the prompts are not groups.
-    """
-    if len(prompts) % samples or any(prompts[at] != prompts[at - at % samples] for at in range(len(prompts))):
-        raise TrainError(
-            f"the batch of {len(prompts)} prompts is not made of groups of {samples}: the advantages of a group need all of its "
-            "episodes; make `generation_batch_size` a multiple of `num_generations`",
-            kind="train_setup",
-        )
-    return list(prompts[::samples])

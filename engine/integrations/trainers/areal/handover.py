@@ -1,12 +1,8 @@
-"""The engine's rows in AReaL's trainer: what a `RolloutWorkflow` returns, and the settings under which the advantages arrive.
-
-    refuse_settings(config, loaded)
-    trajectory(rows, advantages, rewards, actor=config.actor)     # the rows of one group, one episode may have several
-    handed.check(sums_of_batch(batch), "AReaL", …)                # after PPOActor.compute_advantages
+"""What AReaL's `RolloutWorkflow` returns, with the engine's advantages, and the sums that are compared before the update.
 
 AReaL computes `advantages = rewards − values` if `actor.discount` is 0 and there is no critic, so the column `values` holds the negative advantages.
 AReaL places the reward of a row at its last token, so the value there is the reward minus the advantage, and the column `rewards` keeps the
-true reward for AReaL's logs. Written for AReaL 1.0.4; nothing here imports it.
+true reward for AReaL's logs.
 """
 
 from __future__ import annotations
@@ -20,40 +16,13 @@ import torch
 from engine.errors import TrainError
 from engine.integrations.trainers.handover import Sums
 
+SUMS = ("engine_tokens", "engine_trained", "engine_advantage")
+"""Columns with the sums of each row, float64 [rows]: how many tokens it has, how many are trained, and its sum of absolute advantages."""
+CHANGES = "a filter, a critic, or an overridden method that changes rows or columns"
+
 if TYPE_CHECKING:
-    from engine.spec.load import LoadedSpec
     from engine.store.export import Row
     from engine.tokens.vision import Vision
-
-
-def refuse_settings(config: Any, loaded: LoadedSpec) -> None:
-    """Refuse settings of AReaL that would change the engine's advantages, or that have no effect on the engine's episodes.
-
-    Args:
-        config: AReaL's `GRPOConfig` or `PPOConfig`.
-        loaded: The spec.
-
-    Raises:
-        TrainError: kind `train_setup`; the message names all of them.
-    """
-    actor, sampling = config.actor, config.gconfig
-    temperature = loaded.spec.sampling.temperature
-    problems = {
-        f"actor.discount: {actor.discount:g}; set it to 0": actor.discount != 0,
-        f"actor.kl_ctl: {actor.kl_ctl:g}; set it to 0": actor.kl_ctl != 0,
-        "actor.reward_norm: set it to null; the engine's credit has the baseline": actor.reward_norm is not None,
-        "actor.adv_norm: set it to null, or use `train.advantage_norm: batch`": actor.adv_norm is not None,
-        "actor.overlong_reward_penalty: use `train.overlong`": actor.overlong_reward_penalty,
-        "actor.mask_no_eos_with_zero: it would take the reward from the last token of the longest rows": actor.mask_no_eos_with_zero,
-        "critic: it would overwrite the column `values`": getattr(config, "critic", None) is not None,
-        f"gconfig.n_samples: {sampling.n_samples}; set it to 1, the engine runs the {loaded.spec.rollout.samples_per_task} episodes of a group": sampling.n_samples
-        != 1,
-        f"actor.temperature: {actor.temperature:g}; the spec samples with {temperature:g}": actor.temperature
-        != temperature,
-    }
-    named = [text for text, refused in problems.items() if refused]
-    if named:
-        raise TrainError(f"{loaded.path}: change these settings of AReaL: " + "; ".join(named), kind="train_setup")
 
 
 def trajectory(
@@ -76,7 +45,7 @@ def trajectory(
 
     Returns:
         `input_ids` int32, `attention_mask` bool, `loss_mask` int32, `logprobs` float32, `versions` int32 (-1 on tokens that were not sampled) and
-        `values` float32, all [rows, tokens]; `rewards` float32 [rows].
+        `values` float32, all [rows, tokens]; `rewards` float32 [rows]; the columns `SUMS`.
     """
     size = max(len(row["input_ids"]) for row in rows)
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
@@ -97,6 +66,9 @@ def trajectory(
         "values": values,
         "rewards": given,
     }  # fmt: skip
+    sums = [Sums.of_whole_rows([row], [of]) for row, of in zip(rows, advantages, strict=True)]
+    for name, column in zip(SUMS, ("tokens", "trained", "advantages"), strict=True):
+        found[name] = torch.tensor([getattr(each, column) for each in sums], dtype=torch.float64)
     if vision is not None:
         ids = found["input_ids"].tolist()
         found["multi_modal_input"] = [_tensors(row, vision) for row in rows]
@@ -128,3 +100,35 @@ def sums_of_batch(batch: Mapping[str, torch.Tensor]) -> Sums:
     return Sums(
         int(batch["attention_mask"].sum()), int(mask.sum()), float((batch["advantages"].double().abs() * mask).sum())
     )
+
+
+def check_batches(batches: Sequence[dict[str, Any]]) -> None:
+    """Compare what AReaL's loss will read with the sums that the rows were handed over with, and remove the columns `SUMS`.
+
+    Args:
+        batches: What `PPOActor.compute_advantages` returns: one dictionary for each group.
+
+    Raises:
+        TrainError: kind `handover`: the sums differ, or a batch has no sums because another workflow made it.
+    """
+    missing = sorted({name for batch in batches for name in SUMS if name not in batch})
+    if missing:
+        raise TrainError(
+            f"AReaL's batch has no column {', '.join(missing)}: it was not made by the engine's workflow, or a filter dropped columns; "
+            "no update is made with it",
+            kind="handover",
+        )
+    handed = [[float(batch[name].sum()) for batch in batches] for name in SUMS]
+    theirs = [sums_of_batch(batch) for batch in batches]
+    Sums(int(sum(handed[0])), int(sum(handed[1])), sum(handed[2])).check(
+        Sums(
+            sum(each.tokens for each in theirs),
+            sum(each.trained for each in theirs),
+            sum(each.advantages for each in theirs),
+        ),
+        "AReaL",
+        CHANGES,
+    )
+    for batch in batches:
+        for name in SUMS:
+            del batch[name]

@@ -1,12 +1,6 @@
-"""The engine's rows in SkyRL's trainer: its GeneratorOutput with our advantages, its settings, and the sums of its batch.
-
-    register_estimator()
-    refuse_settings(cfg, loaded)
-    output = generator_output(rows, advantages)      # what GeneratorInterface.generate returns
-    sums.check(sums_of_batch(batch), "SkyRL", …)     # after compute_advantages_and_returns
+"""SkyRL's GeneratorOutput with the engine's advantages, the estimator that returns them, and the sums of SkyRL's batch.
 
 SkyRL has no column for advantages by token. Its rewards by token are handed over instead, and a registered estimator returns them unchanged.
-Written for SkyRL 0.3.0. SkyRL is imported by `register_estimator` only.
 """
 
 from __future__ import annotations
@@ -22,7 +16,6 @@ from engine.integrations.trainers.handover import HandedRow, Sums
 if TYPE_CHECKING:
     import torch
 
-    from engine.spec.load import LoadedSpec
     from engine.tokens.vision import Vision
 
 ESTIMATOR = "engine"
@@ -55,41 +48,6 @@ def register_estimator() -> None:
         raise TrainError(f"SkyRL cannot be imported ({error}); pip install skyrl==0.3.0", kind="train_setup") from error
     if ESTIMATOR not in AdvantageEstimatorRegistry.list_available():
         AdvantageEstimatorRegistry.register(ESTIMATOR, identity_advantages)
-
-
-def refuse_settings(cfg: Any, loaded: LoadedSpec) -> None:
-    """Refuse settings of SkyRL that would change the engine's advantages, or that have no effect on the engine's episodes.
-
-    Args:
-        cfg: SkyRL's `SkyRLTrainConfig`.
-        loaded: The spec.
-
-    Raises:
-        TrainError: kind `train_setup`; the message names all of them.
-    """
-    trainer, generator = cfg.trainer, cfg.generator
-    algorithm = trainer.algorithm
-    temperature = loaded.spec.sampling.temperature
-    problems = {
-        f"trainer.algorithm.advantage_estimator: {algorithm.advantage_estimator}; set it to {ESTIMATOR}": algorithm.advantage_estimator
-        != ESTIMATOR,
-        "trainer.algorithm.use_kl_in_reward: it would be subtracted from the advantages": algorithm.use_kl_in_reward,
-        "trainer.algorithm.advantage_batch_normalize: use `train.advantage_norm: batch`": algorithm.advantage_batch_normalize,
-        "trainer.algorithm.zero_variance_filter: SkyRL ignores it with rewards by token": algorithm.zero_variance_filter,
-        "trainer.algorithm.dynamic_sampling.type: it would compare sums of advantages": algorithm.dynamic_sampling.type
-        is not None,
-        "trainer.critic.model.path: the engine's advantages have no critic": trainer.critic.model.path is not None,
-        "trainer.fully_async.enabled: rows have no weight versions there": trainer.fully_async.enabled,
-        "generator.step_wise_trajectories: all rows of an episode would get the advantage of the last one": generator.step_wise_trajectories,
-        "generator.apply_overlong_filtering: use `train.overlong: mask`": generator.apply_overlong_filtering,
-        f"generator.sampling_params.temperature: {generator.sampling_params.temperature:g}; the spec samples with {temperature:g}": generator.sampling_params.temperature
-        != temperature,
-        f"trainer.algorithm.temperature: {algorithm.temperature}; the spec samples with {temperature:g}": algorithm.temperature
-        not in (None, temperature),
-    }
-    named = [text for text, refused in problems.items() if refused]
-    if named:
-        raise TrainError(f"{loaded.path}: change these settings of SkyRL: " + "; ".join(named), kind="train_setup")
 
 
 def generator_output(

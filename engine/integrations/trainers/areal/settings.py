@@ -1,0 +1,55 @@
+"""Settings of AReaL that are refused, because they would change the engine's advantages or have no effect on its episodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import TrainError
+from engine.integrations.trainers.areal.sampler import names_of
+from engine.integrations.trainers.sampler import unsupported
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+
+
+def refuse_settings(config: Any, loaded: LoadedSpec) -> None:
+    """Refuse settings of AReaL that would change the engine's advantages, or that have no effect on the engine's episodes.
+
+    Args:
+        config: AReaL's `GRPOConfig` or `PPOConfig`.
+        loaded: The spec.
+
+    Raises:
+        TrainError: kind `train_setup`; the message names all of them.
+    """
+    actor, sampling = config.actor, config.gconfig
+    temperature = loaded.spec.sampling.temperature
+    problems = {
+        f"actor.discount: {actor.discount:g}; set it to 0": actor.discount != 0,
+        f"actor.kl_ctl: {actor.kl_ctl:g}; set it to 0": actor.kl_ctl != 0,
+        "actor.reward_norm: set it to null; the engine's credit has the baseline": actor.reward_norm is not None,
+        "actor.adv_norm: set it to null": actor.adv_norm is not None,
+        "actor.overlong_reward_penalty: use `train.overlong`": actor.overlong_reward_penalty,
+        "actor.mask_no_eos_with_zero: it would take the reward from the last token of the longest rows": actor.mask_no_eos_with_zero,
+        "critic: it would overwrite the column `values`": getattr(config, "critic", None) is not None,
+        f"gconfig.n_samples: {sampling.n_samples}; set it to 1, the engine runs the {loaded.spec.rollout.samples_per_task} episodes of a group": sampling.n_samples
+        != 1,
+        f"actor.temperature: {actor.temperature:g}; the spec samples with {temperature:g}": actor.temperature
+        != temperature,
+    }
+    server = str(config.rollout.backend).partition(":")[0]
+    sampling, kind = loaded.spec.sampling, loaded.spec.backend.kind
+    foreign = ", ".join(f"`sampling.{name}`" for name in unsupported(sampling, names_of(server)))
+    problems |= {
+        f"AReaL does not send {foreign} to {server or 'its servers'}": bool(foreign),
+        f"rollout.backend: {server} gives the log-probs of temperature 1, and the spec samples with {temperature:g}; use sglang": server
+        == "vllm"
+        and temperature != 1,
+        f"backend.kind: {kind}: its replies have no ids; use `backend: {{kind: sglang}}`": not loaded.spec.backend.exact_ids,
+        "`train.advantage_norm: batch`: groups are handed over one by one": loaded.spec.train is not None
+        and loaded.spec.train.advantage_norm == "batch",
+        "dynamic_bs: groups without signal are handed over too": getattr(config, "dynamic_bs", False),
+    }
+    named = [text for text, refused in problems.items() if refused]
+    if named:
+        raise TrainError(f"{loaded.path}: change these settings of AReaL: " + "; ".join(named), kind="train_setup")

@@ -1,0 +1,93 @@
+"""Settings of SkyRL that are refused, because they would change the engine's advantages or have no effect on its episodes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from engine.errors import TrainError
+from engine.integrations.trainers.sampler import unsupported
+from engine.integrations.trainers.skyrl.handover import ESTIMATOR
+from engine.integrations.trainers.skyrl.sampler import NAMES
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+
+log = structlog.get_logger(__name__)
+_OWN_SAMPLING = {
+    "repetition_penalty": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "top_k": -1,
+    "stop": None,
+    "additional_kwargs": None,
+}
+"""SkyRL's parameters of sampling that the spec replaces, with their defaults."""
+WITHOUT_EFFECT = (
+    "generator.max_turns, max_input_length, sampling_params.max_generate_length: the spec's `limits` are used",
+    "environment.env_class: the spec's environment is used",
+    "trainer.algorithm.gamma, lambd, grpo_norm_by_std: the engine gives the advantages",
+)
+"""Settings whose values change nothing; they have defaults, so they cannot be refused."""
+
+
+def refuse_settings(cfg: Any, loaded: LoadedSpec) -> None:
+    """Refuse settings of SkyRL that would change the engine's advantages, or that have no effect on the engine's episodes.
+
+    Args:
+        cfg: SkyRL's `SkyRLTrainConfig`.
+        loaded: The spec.
+
+    Raises:
+        TrainError: kind `train_setup`; the message names all of them.
+    """
+    trainer, generator = cfg.trainer, cfg.generator
+    algorithm = trainer.algorithm
+    temperature = loaded.spec.sampling.temperature
+    problems = {
+        f"trainer.algorithm.advantage_estimator: {algorithm.advantage_estimator}; set it to {ESTIMATOR}": algorithm.advantage_estimator
+        != ESTIMATOR,
+        "trainer.algorithm.use_kl_in_reward: it would be subtracted from the advantages": algorithm.use_kl_in_reward,
+        "trainer.algorithm.advantage_batch_normalize: use `train.advantage_norm: batch`": algorithm.advantage_batch_normalize,
+        "trainer.algorithm.zero_variance_filter: SkyRL ignores it with rewards by token": algorithm.zero_variance_filter,
+        "trainer.algorithm.dynamic_sampling.type: it would compare sums of advantages": algorithm.dynamic_sampling.type
+        is not None,
+        "trainer.critic.model.path: the engine's advantages have no critic": trainer.critic.model.path is not None,
+        "trainer.fully_async.enabled: rows have no weight versions there": trainer.fully_async.enabled,
+        "generator.step_wise_trajectories: all rows of an episode would get the advantage of the last one": generator.step_wise_trajectories,
+        "generator.apply_overlong_filtering: use `train.overlong: mask`": generator.apply_overlong_filtering,
+        f"generator.sampling_params.temperature: {generator.sampling_params.temperature:g}; the spec samples with {temperature:g}": generator.sampling_params.temperature
+        != temperature,
+        f"trainer.algorithm.temperature: {algorithm.temperature}; the spec samples with {temperature:g}": algorithm.temperature
+        not in (None, temperature),
+    }
+    samples, wanted = generator.n_samples_per_prompt, loaded.spec.rollout.samples_per_task
+    problems |= {
+        f"generator.n_samples_per_prompt: {samples}; `rollout.samples_per_task` is {wanted}": samples != wanted,
+        f"trainer.eval_interval: {trainer.eval_interval}; set it to -1 and evaluate with `engine eval`": trainer.eval_interval
+        > 0,
+        "generator.zero_reward_on_non_stop: use `train.overlong`": generator.zero_reward_on_non_stop,
+        "generator.chat_template_kwargs: use `model.template_kwargs`": bool(generator.chat_template_kwargs),
+    }
+    own = generator.sampling_params
+    for name, default in _OWN_SAMPLING.items():
+        value = getattr(own, name)
+        problems[f"generator.sampling_params.{name}: {value}; the spec's `sampling` is used"] = value != default
+    kind = loaded.spec.backend.kind
+    problems[
+        f"backend.kind: {kind}: its replies have no ids; use `backend: {{kind: vllm}}`"
+    ] = not loaded.spec.backend.exact_ids
+    sampling = loaded.spec.sampling
+    foreign = ", ".join(f"`sampling.{name}`" for name in unsupported(sampling, NAMES))
+    problems[f"SkyRL's inference engines do not take {foreign}"] = bool(foreign)
+    raw = generator.inference_engine.engine_init_kwargs.get("logprobs_mode", "raw_logprobs") != "processed_logprobs"
+    problems[
+        f"generator.inference_engine.engine_init_kwargs.logprobs_mode: set it to processed_logprobs; else the log-probs are those of temperature 1, and the spec samples with {temperature:g}"
+    ] = raw and temperature != 1
+    named = [text for text, refused in problems.items() if refused]
+    if named:
+        raise TrainError(f"{loaded.path}: change these settings of SkyRL: " + "; ".join(named), kind="train_setup")
+    for text in WITHOUT_EFFECT:
+        log.info("no effect", setting=text)
+    log.info("no effect", setting=f"`backend: {{kind: {kind}}}`: SkyRL's inference engines sample")
