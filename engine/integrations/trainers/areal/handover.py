@@ -94,7 +94,8 @@ def sums_of_batch(batch: Mapping[str, torch.Tensor]) -> Sums:
     """The sums of AReaL's batch.
 
     Args:
-        batch: What `PPOActor.compute_advantages` returns; its `loss_mask` and `advantages` are one token to the left of `input_ids`.
+        batch: What `PPOActor.compute_advantages` returns, tensors of shape [rows, tokens]; `loss_mask` and `advantages` are one token to
+            the left of `input_ids`.
     """
     mask = batch["loss_mask"]
     return Sums(
