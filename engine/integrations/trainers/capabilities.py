@@ -114,11 +114,15 @@ from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.utils import initialize_ray, validate_cfg
 from engine.integrations.trainers.skyrl import EnginePPOExp, register_estimator
 
+
 @ray.remote(num_cpus=1)
 def train(cfg):
     EnginePPOExp(cfg, "spec.yaml", "runs/with-skyrl").run()
 
-cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.algorithm.advantage_estimator=engine", "trainer.eval_interval=-1", *sys.argv[1:]])
+
+cfg = SkyRLTrainConfig.from_cli_overrides(
+    ["trainer.algorithm.advantage_estimator=engine", "trainer.eval_interval=-1", *sys.argv[1:]]
+)
 register_estimator()
 validate_cfg(cfg)
 initialize_ray(cfg)
