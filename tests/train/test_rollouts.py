@@ -68,7 +68,7 @@ class FakeRunner:
 
     episode_or_none: Any = Runner.episode_or_none
 
-    async def episode(self, task: Task, sample: int) -> Trajectory:
+    async def episode(self, task: Task, sample: int, attempt: int = 0) -> Trajectory:
         self.begun.append(f"{task.id}/{sample}")
         version = self.version
         self.max_live_episodes += 1
