@@ -176,7 +176,7 @@ AReaL does not report the prompt that its servers computed on, and sends them no
 """
 
 _VERL_NOTES = """\
-The table says what verl's rows can carry. The adapter does not write `multi_modal_inputs` and `routed_experts`: it refuses models that take images, and `backend.routed_experts`.
+The adapter does not write `multi_modal_inputs` and `routed_experts` yet: it refuses models that take images, and `backend.routed_experts`.
 
 Set `trainer.v1.trainer_mode=engine`, `actor_rollout_ref.rollout.agent.agent_loop_manager_class=engine.integrations.trainers.verl.manager.EngineManager`,
 `+engine.spec=SPEC`, `+engine.folder=FOLDER` and `VERL_USE_EXTERNAL_MODULES=engine.integrations.trainers.verl.trainer` in the environment; `data.train_files` is a file of
@@ -238,8 +238,8 @@ TRAINERS: Mapping[str, Trainer] = {
             "branches": _yes(
                 "one row each, by the index in the key; verl's own GRPO estimator counts rows as group members"
             ),
-            "images": _yes(
-                "the manager writes `multi_modal_inputs` and `position_ids`; the default post-processing tokenises again"
+            "images": _no(
+                "verl's rows take `multi_modal_inputs` and `position_ids`, but the manager does not write them yet"
             ),
             "reward_names": _partly(
                 "`extra_fields` for metrics; all rows need the same keys; the loss reads one sum by token"
@@ -247,7 +247,7 @@ TRAINERS: Mapping[str, Trainer] = {
             "oversampling": _partly(
                 f"{_GROUPS_BEFORE}; in sync mode, a group with a failed episode trains without it unless `sampler.sync_refill_failed_groups` is set"
             ),
-            "expert_routing": _yes("`routed_experts`"),
+            "expert_routing": _no("verl's rows take `routed_experts`, but the manager does not write them yet"),
         },
         notes=_VERL_NOTES,
     ),
