@@ -254,7 +254,7 @@ def _shown(episode: str, opened: _Open, host: str) -> Mapping[str, Any]:
 
 
 def _result(trajectory: Trajectory) -> Mapping[str, Any]:
-    """What a program is told about its ended episode."""
+    """The result of an episode, as a program receives it."""
     outcome = trajectory.outcome
     failure = outcome.failure
     return {

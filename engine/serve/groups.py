@@ -141,7 +141,7 @@ class GroupService:
         return self._runs.running > 0
 
     async def close(self) -> None:
-        """Answer no more requests. Groups that run stop at the end of their journals, and their readers are told."""
+        """Answer no more requests. Running groups stop at the end of their journals, and each open stream ends with an error."""
         self._closing = True
         opened = list(self._open.values())
         for each in opened:

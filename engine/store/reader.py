@@ -130,7 +130,7 @@ class RunReader:
         """
         if self.shards_only is not None:
             raise StoreError(
-                f"{self.shards_only} has only the shards of a run, and {name} is no part of them; say where to write it: --out FILE"
+                f"{self.shards_only} has only the shards of a run, so there is no folder for {name}; say where to write it: --out FILE"
             )
         return self.folder / name
 

@@ -374,9 +374,12 @@ class RunStore(RunReader):
             Whether it was removed.
         """
         self.close()
-        with self._reader() as connection:
-            if connection.execute("SELECT 1 FROM episodes LIMIT 1").fetchone() is not None:
-                return False
+        try:
+            with self._reader() as connection:
+                if connection.execute("SELECT 1 FROM episodes LIMIT 1").fetchone() is not None:
+                    return False
+        except StoreError:  # on a full disk SQLite cannot even read: the run may have episodes, so it stays
+            return False
         shutil.rmtree(self.folder, ignore_errors=True)
         return True
 

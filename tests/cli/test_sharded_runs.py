@@ -215,7 +215,7 @@ def test_export_of_shards_alone_needs_a_file(runs: Runs, kind: str, file: str) -
         assert code == 2
         assert (
             err.strip()
-            == f"{name} has only the shards of a run, and {file} is no part of them; say where to write it: --out FILE"
+            == f"{name} has only the shards of a run, so there is no folder for {file}; say where to write it: --out FILE"
         )
     assert str(runs.many / file) in engine(runs, "export", runs.many, "--format", kind)
     (runs.many / file).unlink()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -11,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_kit import ROOT, SPEC, TASKS, TOKEN, command, unpacked, written
+from serve_kit import ROOT, SPEC, TASKS, TOKEN, command, content, unpacked, written
 from typer.testing import CliRunner
 
 from engine.cli.main import app
+from engine.client import GroupClient, ServeError
 from engine.store import RunStore, list_runs
 
 
@@ -125,3 +128,38 @@ def test_a_token_file_that_cannot_be_used_is_refused(text: str | None, mode: int
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_ends_the_service_with_a_notice_and_a_restart_sends_the_rest(tmp_path: Path) -> None:
+    folder = tmp_path / "full"
+    tell = [sys.executable, "-c", "import sys; open('told', 'a').write(sys.stdin.read() + '\\n')"]
+    go = held(folder, notify={"command": tell})
+    secret = folder / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("another token\n")
+    with command(folder, "spec.yaml", "--ahead", "1", "--token-file", str(secret)) as (process, url):
+        with GroupClient(url, TOKEN) as client, pytest.raises(ServeError) as refused:
+            client.weights(0)
+        assert refused.value.code == "bad_token"
+        with GroupClient(url, token_file=secret, patience=60) as client:
+            groups = client.groups("one", count=4)
+            first = [next(groups), next(groups)]
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+            go.touch()
+            with pytest.raises(ServeError, match="free space on the disk and resume the run"):
+                next(groups)
+        assert process.wait() == 1
+        assert process.stdout is not None
+        said = process.stdout.read()
+        assert "To continue: engine serve --resume" in said
+        assert "another token" not in said
+    (event,) = [json.loads(line) for line in (folder / "told").read_text().splitlines()]
+    assert (event["kind"], "free space on the disk" in event["reason"]) == ("failed", True)
+    with (
+        command(folder, "--resume", "latest", "--token-file", str(secret)) as (_, url),
+        GroupClient(url, token_file=secret, patience=60) as client,
+    ):
+        again = sorted(client.groups("one", count=4), key=lambda group: group.number)
+    assert [group.number for group in again] == [0, 1, 2, 3]
+    assert content(again[:2]) == content(first)

@@ -18,7 +18,7 @@ def one_model(name: str, session: Session, *, anthropic: bool) -> dict[str, Any]
         anthropic: Write it as Anthropic's API does.
 
     Raises:
-        ApiError: There is no model of this name.
+        ApiError: the session's model has another name.
     """
     if name != session.model:
         text = f"the model {name!r} does not exist; the only model is {session.model!r}"

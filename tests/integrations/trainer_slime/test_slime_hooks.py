@@ -176,7 +176,7 @@ def test_advantages_reach_the_loss_or_the_training_stops(args: Any) -> None:
 
 def test_samples_that_the_converter_cannot_convert(args: Any) -> None:
     samples = sampled(args)
-    with pytest.raises(TrainError, match="no multiple of --global-batch-size 3"):
+    with pytest.raises(TrainError, match="their number is not a multiple of --global-batch-size 3"):
         convert(SimpleNamespace(**vars(args) | {"global_batch_size": 3}), samples)
     with pytest.raises(TrainError, match=r"samples \[9\] .* were not made by the engine"):
         convert(args, [*samples, Sample(index=9)])

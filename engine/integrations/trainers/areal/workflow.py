@@ -21,6 +21,7 @@ from engine.errors import EngineError, TrainError
 from engine.integrations.trainers.areal.handover import check_batches, trajectory
 from engine.integrations.trainers.areal.sampler import ArealBackend
 from engine.integrations.trainers.areal.settings import refuse_settings
+from engine.integrations.trainers.library import imports_of
 from engine.integrations.trainers.rollouts import TrainerRollouts
 from engine.spec.load import load_spec
 
@@ -237,8 +238,6 @@ def workflow_class() -> type[Any]:
     Raises:
         TrainError: kind `train_setup`: AReaL cannot be imported.
     """
-    try:
+    with imports_of("AReaL", "areal==1.0.4"):
         from areal.api import RolloutWorkflow
-    except ImportError as error:
-        raise TrainError(f"AReaL cannot be imported ({error}); pip install areal==1.0.4", kind="train_setup") from error
     return type("EngineWorkflow", (EngineGroups, RolloutWorkflow), {"__doc__": EngineGroups.__doc__})

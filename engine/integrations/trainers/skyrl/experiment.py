@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import TrainError
 from engine.integrations.trainers.handover import SeveralRows
+from engine.integrations.trainers.library import imports_of
 from engine.integrations.trainers.rollouts import TrainerRollouts
 from engine.integrations.trainers.skyrl.generator import generator_class
 from engine.integrations.trainers.skyrl.handover import register_estimator
@@ -134,10 +135,8 @@ def trainer_class() -> type[Any]:
     Raises:
         TrainError: kind `train_setup`: SkyRL cannot be imported.
     """
-    try:
+    with imports_of("SkyRL", "skyrl==0.3.0"):
         from skyrl.train.trainer import RayPPOTrainer
-    except ImportError as error:
-        raise TrainError(f"SkyRL cannot be imported ({error}); pip install skyrl==0.3.0", kind="train_setup") from error
     return type("EngineSkyRLTrainer", (EngineTrainer, RayPPOTrainer), {"__doc__": EngineTrainer.__doc__})
 
 
@@ -148,8 +147,6 @@ def experiment_class() -> type[Any]:
     Raises:
         TrainError: kind `train_setup`: SkyRL cannot be imported.
     """
-    try:
+    with imports_of("SkyRL", "skyrl==0.3.0"):
         from skyrl.train.entrypoints.main_base import BasePPOExp
-    except ImportError as error:
-        raise TrainError(f"SkyRL cannot be imported ({error}); pip install skyrl==0.3.0", kind="train_setup") from error
     return type("EnginePPOExp", (EngineExperiment, BasePPOExp), {"__doc__": EngineExperiment.__doc__})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import TrainError
 from engine.integrations.trainers.handover import HandedRow, SeveralRows, Sums, groups_of, one_row_each
+from engine.integrations.trainers.library import imports_of
 from engine.integrations.trainers.skyrl.handover import generator_output, sums_of_batch
 from engine.integrations.trainers.skyrl.sampler import SkyRLBackend
 
@@ -112,8 +113,6 @@ def generator_class() -> type[Any]:
     Raises:
         TrainError: kind `train_setup`: SkyRL cannot be imported.
     """
-    try:
+    with imports_of("SkyRL", "skyrl==0.3.0"):
         from skyrl.train.generators.base import GeneratorInterface
-    except ImportError as error:
-        raise TrainError(f"SkyRL cannot be imported ({error}); pip install skyrl==0.3.0", kind="train_setup") from error
     return type("EngineGenerator", (EngineEpisodes, GeneratorInterface), {"__doc__": EngineEpisodes.__doc__})

@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.errors import TrainError
 from engine.integrations.trainers.handover import HandedRow, Sums
+from engine.integrations.trainers.library import imports_of
 
 if TYPE_CHECKING:
     import torch
@@ -42,10 +43,8 @@ def register_estimator() -> None:
     Raises:
         TrainError: kind `train_setup`: SkyRL cannot be imported.
     """
-    try:
+    with imports_of("SkyRL", "skyrl==0.3.0"):
         from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
-    except ImportError as error:
-        raise TrainError(f"SkyRL cannot be imported ({error}); pip install skyrl==0.3.0", kind="train_setup") from error
     if ESTIMATOR not in AdvantageEstimatorRegistry.list_available():
         AdvantageEstimatorRegistry.register(ESTIMATOR, identity_advantages)
 

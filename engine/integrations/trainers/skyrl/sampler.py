@@ -73,5 +73,5 @@ class SkyRLBackend(TrainerBackend):
         task.add_done_callback(self._released.discard)
 
     async def close(self) -> None:
-        """Wait until the router was told of all episodes that have ended."""
+        """Wait until the router has received the end of every finished episode."""
         await asyncio.gather(*self._released)

@@ -167,7 +167,7 @@ def _refuse_remainder(args: Any, episodes: int) -> None:
     size = getattr(args, "global_batch_size", None)
     if size and episodes % size:
         raise TrainError(
-            f"slime would drop {episodes % size} of {episodes} episodes: they are no multiple of --global-batch-size {size}",
+            f"slime would drop {episodes % size} of {episodes} episodes: their number is not a multiple of --global-batch-size {size}",
             kind="handover",
         )
 

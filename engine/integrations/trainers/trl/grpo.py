@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from engine.errors import TrainError
+from engine.integrations.trainers.library import imports_of
 from engine.integrations.trainers.trl.arguments import refuse_arguments
 from engine.integrations.trainers.trl.handover import check_batches
 
@@ -145,10 +146,6 @@ def trainer_class() -> type[Any]:
     Raises:
         TrainError: kind `train_setup`: TRL is not installed.
     """
-    try:
+    with imports_of("TRL", "'episode-engine[trl]'"):
         from trl import GRPOTrainer
-    except ImportError as error:
-        raise TrainError(
-            f"TRL cannot be imported ({error}); pip install 'episode-engine[trl]'", kind="train_setup"
-        ) from error
     return type("EngineGRPOTrainer", (EngineGRPO, GRPOTrainer), {"__doc__": EngineGRPO.__doc__})
