@@ -169,6 +169,8 @@ def read_header(place: Place) -> RunHeader:
     try:
         (text,) = place.read([RUN])
     except StoreError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
         raise StoreError(f"{place.name} is not a folder of shards: {error}; give the folder that has {RUN}") from error
     try:
         return RunHeader.model_validate(_checked(text, where).get("header"))
