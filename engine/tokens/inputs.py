@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import inspect
 from pathlib import Path
@@ -54,6 +55,7 @@ def _code() -> list[Path]:
     return sorted([*here.rglob("*.py"), *(here.parent / "fast").glob("*.py")])
 
 
+@functools.cache  # finding a library's metadata looks through the whole import path, 30 ms
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)

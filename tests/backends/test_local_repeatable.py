@@ -70,6 +70,7 @@ async def play(
     return [first, second]
 
 
+@pytest.mark.slow
 async def test_replies_are_the_same_bits_whatever_runs_beside_them(tiny_model_dir: Path) -> None:
     alone = await play(tiny_model_dir, max_batch=1, together=False)
     for made in (
@@ -90,6 +91,7 @@ async def test_without_it_they_are_the_same_up_to_rounding(tiny_model_dir: Path)
     np.testing.assert_allclose(alone[0][0].logprobs, among[0][0].logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 async def test_its_logprobs_are_those_of_a_recomputation(tiny_model_dir: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM

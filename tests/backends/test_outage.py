@@ -130,6 +130,7 @@ async def test_a_pause_until_a_date_is_kept(chat_format: ChatFormat, kind: str) 
         assert it.server.refused <= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("refusal", "kind"), each_once(["away", "429", "429 for a day", "503"], KINDS))
 async def test_nobody_replies_for_as_long_as_the_run_waits(chat_format: ChatFormat, kind: str, refusal: str) -> None:
     async with one(kind, chat_format, wait=0.3, retries=100) as it:

@@ -100,6 +100,7 @@ def check(episodes: dict[str, Trajectory], bad: list[dict[str, str]]) -> None:
         assert not outcome.trainable, task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "bad"),
     slow_after(

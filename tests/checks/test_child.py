@@ -105,6 +105,7 @@ def test_bytes_without_the_token_are_no_answer() -> None:
     assert str(caught.value) == "the process sent an invalid answer"
 
 
+@pytest.mark.slow
 def test_one_that_takes_too_long_is_ended_with_what_it_started() -> None:
     def answer(request: bytes, doing: Doing) -> bytes:
         started = os.fork()

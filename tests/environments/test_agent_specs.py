@@ -35,6 +35,7 @@ def test_its_scenarios_pass(name: str, options: list[str], tiny_tokenizer_dir: P
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 def test_its_scenarios_but_the_one_that_waits_for_seconds_pass(tmp_path: Path) -> None:
     parts = (SPECS / "train_agent.scenarios.yaml").read_text().split("\n\n")
     quick = [part for part in parts if "- name: a program that does not end\n" not in part]

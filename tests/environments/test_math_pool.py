@@ -27,6 +27,7 @@ def pool() -> Iterator[MathPool]:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reply", slow_but(ENDLESS, ENDLESS[0]), ids=["power", "braces", "parentheses"])
 def test_an_answer_that_takes_for_ever_is_wrong_and_the_next_is_checked(pool: MathPool, reply: str) -> None:
     assert pool.ask("compare", seconds=0.3, gold="5", reply=reply) is None

@@ -93,6 +93,7 @@ def test_a_reply_that_was_cut_off_ends_the_episode_without_a_step_as_in_slimes_l
     assert (episode.outcome.event, episode.facts["truncated"], episode.facts["said"]) == ("truncated", True, 3)
 
 
+@pytest.mark.slow
 def test_a_worker_process_is_the_default(tmp_path: Path, tiny_tokenizer_dir: Path, count: dict[str, Any]) -> None:
     """A hang ends at the deadline, which only a process can enforce on code that does not wait."""
     rows = [{**ROW, "fault": "hang"}]

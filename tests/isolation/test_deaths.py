@@ -175,6 +175,7 @@ async def test_the_engine_imports_nothing_that_is_isolated(
     assert "only_in_workers" not in sys.modules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["os._exit(5)", "raise LookupError('no')"])
 async def test_a_module_that_ends_its_process_at_import_is_named(
     ends: str, write: Callable[..., Path], run_here: Callable[..., Any], tmp_path: Path

@@ -141,6 +141,7 @@ def ends(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 async def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     command = ["sh", "-c", f"sleep 600 & echo $! > {pid}; wait"]

@@ -187,6 +187,7 @@ async def test_code_may_answer_anything(make_run: Any, answers: list[Any]) -> No
             assert not outcome.trainable
 
 
+@pytest.mark.slow
 @settings(max_examples=3, phases=NO_SHRINKING, suppress_health_check=list(HealthCheck))
 @given(arguments=st.lists(written, min_size=10, max_size=12, unique=True))
 async def test_a_model_may_write_anything(make_run: Any, arguments: list[str]) -> None:

@@ -262,6 +262,7 @@ def copy_of(folder: Path, name: str) -> Path:
     return other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("points", slow_but([2, 24], 2))
 async def test_killed_at_any_point_each_episode_is_whole_or_dropped(points: int, tmp_path: Path) -> None:
     groups = 6

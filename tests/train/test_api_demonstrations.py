@@ -62,6 +62,7 @@ def sft_spec(folder: Path, model: Path, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_episodes_of_an_api_are_trained_on(tiny_model_dir: Path, tmp_path: Path) -> None:
     rows = exported(tmp_path, tiny_model_dir)
     assert [row["episode_id"] for row in rows] == ["t0/0", "t1/0", "t2/0"]

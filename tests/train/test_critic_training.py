@@ -72,6 +72,7 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
     return own | {name: tensor.clone() for name, tensor in learner.policy.state().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", slow_but([(2, None), (1, 2), (2, 1)], (1, 2)))
 @pytest.mark.parametrize("kind", slow_but(KINDS, "head"))
 def test_the_update_is_the_same_however_the_rows_are_packed(
@@ -167,6 +168,7 @@ def test_a_pass_of_the_critic_that_is_not_finite_changes_nothing(
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(KINDS, "head"))
 def test_a_critic_learns_and_only_a_head_changes_the_policy(kind: str, tiny_model_dir: Path) -> None:
     """In the warm-up the critic alone is trained. The gradient of a value reaches the policy from a `head` only."""

@@ -135,6 +135,7 @@ def test_the_sample_is_the_fraction_that_was_asked_for() -> None:
 # --- trainings ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_it_drops_while_it_trains_and_trains_as_without_it(train_spec: Any, tmp_path: Path) -> None:
     keep = {"samples_per_task": 4, "seed": 3, "keep": {"steps": 1}}
     kept = begin(train_spec("keep", train=EVERY_STEP | {"steps": 3}, rollout=keep), tmp_path / "a")

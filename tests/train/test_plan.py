@@ -159,6 +159,7 @@ def test_the_command_says_what_fits_and_what_makes_it_smaller(spec: Any) -> None
     assert CliRunner().invoke(app, ["train", "--plan"]).exit_code == 2
 
 
+@pytest.mark.slow
 def test_the_longest_row_is_compared_with_the_memory_of_the_spec(
     train_spec: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
