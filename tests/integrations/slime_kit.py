@@ -11,6 +11,7 @@ import io
 import json
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -77,7 +78,15 @@ class FakeVisionRouter(FakeRouter):
             for each in ([token] * sizes.pop(0) if token == self._image else [token])
         ]
         rows = [[-1.0, token, None] for token in ids]
-        call.answer(call.reply(prompt_token_ids=ids, prompt_tokens=len(ids), input_token_logprobs=rows))
+        said = self.said(ids)
+        changes = {"output_ids": said, "output_token_logprobs": [[-0.5, token, None] for token in said]}
+        changes |= {"completion_tokens": len(said), "finish_reason": {"type": "stop", "matched": said[-1]}}
+        changes |= {"weight_versions": [{"version": self.weight_version, "start": 0, "end": len(said)}]}
+        call.answer(call.reply(prompt_token_ids=ids, prompt_tokens=len(ids), input_token_logprobs=rows, **changes))
+
+    def said(self, prompt: list[int]) -> list[int]:
+        """The ids of the reply to a prompt, the stop token last."""
+        return self.output
 
     def _tokens(self, uri: str) -> int:
         picture = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).convert("RGB")
@@ -88,6 +97,11 @@ class FakeVisionRouter(FakeRouter):
 def start_router(model: Path, *, vision: bool = False) -> tuple[FakeRouter, Any]:
     """Start a router in a thread of its own; the second value stops it."""
     fake = FakeVisionRouter(model, OUTPUT) if vision else FakeRouter(output=OUTPUT)
+    return fake, run_router(fake, model)
+
+
+def run_router(fake: FakeRouter, model: Path) -> Callable[[], None]:
+    """Run a router in a thread of its own, until what is returned is called."""
     fake.tokenize = load_format(ModelSpec(path=str(model)), model).encode
     fake.weight_version, fake.keep = "7", True
     loop = asyncio.new_event_loop()
@@ -101,7 +115,7 @@ def start_router(model: Path, *, vision: bool = False) -> tuple[FakeRouter, Any]
         thread.join()
         loop.close()
 
-    return fake, stop
+    return stop
 
 
 def document(model: Path, **changes: Any) -> dict[str, Any]:

@@ -1,14 +1,12 @@
-"""Arguments of slime and keys of a spec that would change the rows or have no effect; and the page `from slime`."""
+"""Arguments of slime and keys of a spec that would change the rows or have no effect."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from slime_kit import (
     document,
     slime_args,
@@ -16,7 +14,6 @@ from slime_kit import (
 from structlog.testing import capture_logs
 
 from engine.errors import TrainError
-from engine.integrations.trainers.check import check_trainer
 from engine.integrations.trainers.slime.settings import Settings, refuse_arguments, router_url
 from engine.spec.load import load_spec
 
@@ -67,28 +64,6 @@ def test_keys_of_the_spec_without_effect_are_refused(write: Any, train: dict[str
     with pytest.raises(TrainError) as caught:
         refuse_arguments(slime_args("http://127.0.0.1:1", path, rollout_function_path="theirs"), load_spec(path))
     assert said in str(caught.value)
-
-
-def test_the_page_from_slime_has_a_spec_and_flags_that_fit(tmp_path: Path) -> None:
-    root = Path(__file__).parents[3]
-    page = (root / "docs" / "from-slime.md").read_text()
-    specs = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    path = tmp_path / "spec.yaml"
-    path.write_text(specs[0].replace("specs/", f"{root}/specs/"))
-    loaded = load_spec(path)
-    assert not [each for each in check_trainer(loaded, "slime") if each.severity == "error"]
-    custom = yaml.safe_load(specs[1])
-    assert set(custom) == {"engine_spec", "engine_folder"}
-    words = re.search(r"```sh\n(python train.py.*?)```", page, re.DOTALL)
-    assert words is not None
-    flags = words[1].replace("\\\n", " ").split("--")[1:]
-    given = {
-        name.strip().replace("-", "_"): value.strip() for name, _, value in (flag.partition(" ") for flag in flags)
-    }
-    args = SimpleNamespace(
-        **{name: yaml.safe_load(value) if value else True for name, value in given.items()}, **custom
-    )
-    refuse_arguments(args, loaded)
 
 
 def test_log_probs_that_are_only_logged_are_announced(write: Any) -> None:
