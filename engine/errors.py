@@ -29,7 +29,7 @@ from where it occurred to the executor, which converts it into that value.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +47,16 @@ class EngineError(Exception):
     """Whether it stops the whole run instead of failing one episode; running episodes can be resumed."""
     drains: bool = False
     """With `stops_run`: the other episodes are not cancelled, because each stops by itself before its next request."""
+
+    def __reduce__(self) -> Any:
+        return _restored, (type(self), self.args, self.__dict__)  # pickle would call `__init__` with the message alone
+
+
+def _restored(of: type[EngineError], args: tuple[Any, ...], state: dict[str, Any]) -> EngineError:
+    """The error that another process has pickled."""
+    error = of.__new__(of, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class SpecError(EngineError):
@@ -225,7 +235,8 @@ class TrainError(EngineError):
 
     Kinds: `train_setup` (the spec, model or device does not allow it), `weights_not_taken` (a backend does not sample
     with the weights that were sent to it), `diverged` (loss or gradient is not finite), `no_data` (no group has a
-    learning signal), `checkpoint` (cannot be read or written), `handover` (rows were lost or changed on the way to another trainer).
+    learning signal), `checkpoint` (cannot be read or written), `handover` (rows were lost or changed on the way to another trainer),
+    `untrainable` (another trainer asked for an episode that cannot be trained on).
     """
 
     def __init__(self, message: str, *, kind: str) -> None:

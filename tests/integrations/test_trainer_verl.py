@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from verl_python import run_verl
 
 from engine.errors import BackendError, TrainError
 from engine.integrations.trainers.verl.rows import TAGS, check_rows
@@ -29,18 +25,9 @@ from engine.store.export import export_rows
 ROOT = Path(__file__).parents[2]
 
 
-def run_verl(*words: str) -> dict[str, Any]:
-    """The JSON of tests/kit/verl_training.py; the test is skipped where there is no verl."""
-    python = sys.executable if importlib.util.find_spec("verl") else os.environ.get("VERL_PYTHON")
-    if python is None:
-        pytest.skip("NOT CHECKED: verl is not installed here, and VERL_PYTHON names no Python that has it")
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "train")))
-    environment = os.environ | {"PYTHONPATH": paths, "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
-    script = str(ROOT / "tests" / "kit" / "verl_training.py")
-    done = subprocess.run([python, script, *words], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def verl_step(*words: str) -> Any:
+    """What tests/kit/verl_training.py prints."""
+    return run_verl(ROOT / "tests" / "kit" / "verl_training.py", *words)
 
 
 @pytest.fixture
@@ -177,7 +164,7 @@ def test_the_data_file_names_the_tasks(make: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_advantages_of_verl_are_those_of_the_stored_rows(make: Any, tmp_path: Path) -> None:
     """Six episodes of two turns through TransferQueue. verl's trainer also pads the batch; padding has no advantage."""
-    found = run_verl("step", make(), str(tmp_path / "out"), str(tmp_path / "tasks.parquet"))
+    found = verl_step("step", make(), str(tmp_path / "out"), str(tmp_path / "tasks.parquet"))
     assert set(found["statuses"].values()) == {"finished"}
     store = RunStore.open(tmp_path / "out" / "rollouts", readonly=True)
     rows = {(row["task_id"], row["sample_index"]): row for row in export_rows(store)}
@@ -223,4 +210,4 @@ def test_the_advantages_of_verl_are_those_of_the_stored_rows(make: Any, tmp_path
 def test_settings_of_verl_that_act_on_top_or_not_at_all_are_refused(
     make: Any, tmp_path: Path, words: list[str], said: str
 ) -> None:
-    assert said in run_verl("refusal", make(), str(tmp_path / "out"), *words)["message"]
+    assert said in verl_step("refusal", make(), str(tmp_path / "out"), *words)["message"]

@@ -192,6 +192,31 @@ the smallest and the largest weight version of a reply: all its tokens get the s
 episode is not sampled again bit by bit. Log-probs of a server before and after `top_p` and `top_k` have not been compared.
 """
 
+_VERL_LOOP_NOTES = """\
+For verl's own agent loop manager, estimator and trainer. The YAML file of `actor_rollout_ref.rollout.agent.agent_loop_config_path`, with
+`actor_rollout_ref.rollout.agent.default_agent_loop=engine`; the data file is that of `write_tasks`:
+
+```yaml
+- name: engine
+  _target_: engine.integrations.trainers.verl.agent_loop.EngineAgentLoop
+  spec: /data/spec.yaml
+  folder: /data/runs/with-verl
+```
+
+What differs from the manager (`verl`): verl makes an object for each episode, forms the groups, and gives all tokens of an episode one advantage. So the spec's credit must be a formula of verl's,
+and other pairs are refused by name: `adv_estimator=grpo` is `{method: outcome, baseline: mean, scale: std}`, with `norm_adv_by_std_in_grpo=false` `scale: none`; `rloo` is
+`{method: outcome, baseline: leave_one_out, scale: none}`. Refused too: `train.overlong`, KL in the reward, a teacher, a reward model, and verl's validation, which asks for another
+temperature. An episode that cannot be trained on is an exception: the V1 trainer counts the prompt as failed and, with `sync_refill_failed_groups`, takes another one; the older trainer
+stops. The older trainer pads: `prompt_length` and `response_length` must hold the longest row. The update is verl's own, so the sums of both sides are not compared. Each worker has a run store of
+its own, `process-<n>/rollouts` in the folder; `engine show` and `engine view` read each of them.
+
+Run with verl 0.9.1 on a CPU by `tests/integrations/test_trainer_verl_loop.py`: `AgentLoopManagerTQ` and its workers on a local Ray with the real TransferQueue, and the V1 trainer's
+`_compute_advantage`, on 12 episodes of two turns, half of them with two rows (`grpo`; `rloo` on the others): ids, masks, log-probs and rewards are those of the run stores, and the advantages those of
+the spec's credit to 1e-6; a group whose user fails is a failed prompt without rows. `AgentLoopManager` (DataProto) with two workers: the same values, padded. The servers are
+replaced by a scripted client. verl computes in float32 and divides by the standard deviation plus 1e-6, so a group of equal rewards that are no binary fractions has advantages of rounding errors over
+1e-6, where the engine gives 0: 0.056 for eight rewards of 0.7.
+"""
+
 TRAINERS: Mapping[str, Trainer] = {
     "trl": Trainer(
         "TRL GRPOTrainer",
@@ -250,6 +275,32 @@ TRAINERS: Mapping[str, Trainer] = {
             "expert_routing": _no("verl's rows take `routed_experts`, but the manager does not write them yet"),
         },
         notes=_VERL_NOTES,
+    ),
+    "verl_agent_loop": Trainer(
+        "verl with its own agent loop manager",
+        "0.9.1",
+        True,
+        "`engine.integrations.trainers.verl.agent_loop`: an agent loop by YAML (`_target_`); verl forms the groups and computes the advantages from one reward for each episode",
+        {
+            "token_ids": _yes("`prompt_ids` and `response_ids` of `AgentLoopOutput`"),
+            "masks": _yes("`response_mask`"),
+            "logprobs": _yes("`response_logprobs`"),
+            "versions": _partly("`min_global_steps` and `max_global_steps` of a row; not by token"),
+            "turn_credit": _no(
+                "an agent loop returns one reward, which verl gives to all tokens; `turn_scores` reach no loss. The engine's manager (`verl`) carries it"
+            ),
+            "token_bonuses": _no("as `turn_credit`"),
+            "branches": _partly(
+                "one `AgentLoopOutput` each in the V1 trainer with `adv_estimator=grpo`; otherwise the prompt fails with an error that names the episode"
+            ),
+            "images": _no("verl would decode the ids and run the processor again"),
+            "reward_names": _partly("`reward_extra_info` of the V1 trainer, for metrics; the loss reads the sum"),
+            "oversampling": _no(
+                "the loop runs single episodes; set `train.dynamic_sampling: false`, and use verl's `algorithm.filter_groups`"
+            ),
+            "expert_routing": _no("the loop does not give `routed_experts`"),
+        },
+        notes=_VERL_LOOP_NOTES,
     ),
     "slime": Trainer(
         "slime",

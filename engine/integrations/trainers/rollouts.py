@@ -76,6 +76,7 @@ class TrainerRollouts:
         self._rows = RowBuilder(self.spec, self.train, self.loaded.base)
         self._keep_going = keep_going
         self._uses: dict[str, int] = {}
+        self._first_use, self._use_step = 0, 1
         self._services = AsyncExitStack()
         self._runner: Runner
         self._alive: asyncio.Semaphore
@@ -107,7 +108,7 @@ class TrainerRollouts:
         for task_id in {episode_id.rpartition("/")[0] for episode_id in store.statuses()}:
             name, _, use = task_id.rpartition("~")
             known, number = (name, int(use)) if name in self._tasks and use.isdecimal() else (task_id, 0)
-            self._uses[known] = max(self._uses.get(known, 0), number + 1)
+            self._uses[known] = max(self._uses.get(known, 0), number + self._use_step)
         self._runner = Runner(self.loaded, [], self.format, backend, store, keep_going=self._keep_going, training=True)
         rollout = self.spec.rollout
         self._alive = asyncio.Semaphore(rollout.live_episodes or 2 * rollout.concurrency)
@@ -172,8 +173,8 @@ class TrainerRollouts:
                 f"{task_id!r} is not a task of {self.loaded.path}; the trainer's data set must hold the ids of the spec's tasks",
                 kind="train_setup",
             )
-        use = self._uses.get(task_id, 0)
-        self._uses[task_id] = use + 1
+        use = self._uses.get(task_id, self._first_use)
+        self._uses[task_id] = use + self._use_step
         task = self._tasks[task_id]
         return task.model_copy(update={"id": f"{task_id}~{use}"}) if use else task
 

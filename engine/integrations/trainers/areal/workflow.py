@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import structlog
-from filelock import FileLock, Timeout
 
 from engine.errors import EngineError, TrainError
 from engine.integrations.trainers.areal.handover import check_batches, trajectory
 from engine.integrations.trainers.areal.sampler import ArealBackend
 from engine.integrations.trainers.areal.settings import refuse_settings
 from engine.integrations.trainers.library import imports_of
+from engine.integrations.trainers.process_folder import ProcessFolder
 from engine.integrations.trainers.rollouts import TrainerRollouts
 from engine.spec.load import load_spec
 
@@ -43,8 +42,8 @@ class Episodes:
     """
 
     def __init__(self, spec: Path, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self._lock = _own_folder(folder)
+        self._own = ProcessFolder.take(folder)
+        self.folder = self._own.path
         self.rollouts = TrainerRollouts(spec, self.folder, "areal")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: asyncio.Task[None] | None = None
@@ -74,19 +73,7 @@ class Episodes:
         try:
             await self.rollouts.close()
         finally:
-            self._lock.release()
-
-
-def _own_folder(folder: Path) -> tuple[Path, FileLock]:
-    """The first `process-<n>` that no living process has."""
-    for number in count():
-        lock = FileLock(folder / f"process-{number}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            continue
-        return folder / f"process-{number}", lock
-    raise AssertionError  # `count` does not end
+            self._own.release()
 
 
 def episodes_of(spec: Path | str, folder: Path | str) -> Episodes:

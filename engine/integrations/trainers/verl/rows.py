@@ -56,8 +56,7 @@ def group_rows(
         sample = row["sample_index"]
         index = branches.get(sample, 0)
         branches[sample] = index + 1
-        versions = row["weight_versions"][row["loss_mask"] == 1]
-        oldest, newest = int(versions.min()), int(versions.max())
+        oldest, newest = versions_of_row(row)
         trajectory = trajectories[row["episode_id"]]
         keys.append(f"{uid}_{sample}_{index}")
         fields.append(
@@ -76,6 +75,12 @@ def group_rows(
             | totals
         )
     return keys, fields, tags
+
+
+def versions_of_row(row: Row) -> tuple[int, int]:
+    """The smallest and the largest weight version of a row's trained tokens."""
+    versions = row["weight_versions"][row["loss_mask"] == 1]
+    return int(versions.min()), int(versions.max())
 
 
 def _fields(row: HandedRow, trajectory: Trajectory, names: Sequence[str], oldest: int, newest: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Settings of verl that an EngineManager and the trainer `engine` refuse, and those that it says have no effect."""
+"""Settings of verl that an EngineManager or an EngineAgentLoop refuses, and those that it says have no effect."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import structlog
 
 from engine.errors import TrainError
 from engine.integrations.trainers.verl.sampler import unsupported
+from engine.schemas.credit import OutcomeCredit
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
@@ -30,7 +31,41 @@ def of(config: Any, path: str, default: Any = None) -> Any:
 
 
 def refuse_settings(config: Any, loaded: LoadedSpec, *, images: bool) -> None:
-    """Refuse settings of verl that would change the engine's rows, or that have no effect on them, and log the others.
+    """Refuse settings of verl that would change the rows of an EngineManager, or that have no effect on them, and log the others.
+
+    Args:
+        config: verl's whole configuration.
+        loaded: The spec.
+        images: Whether the spec's model takes images.
+
+    Raises:
+        TrainError: kind `train_setup`; the message names all of them.
+    """
+    estimator = of(config, "algorithm.adv_estimator")
+    _refuse(
+        loaded,
+        _shared(config, loaded, images)
+        | {
+            "trainer.use_v1=false: the manager writes the rows of verl's V1 trainer": not of(
+                config, "trainer.use_v1", True
+            ),
+            "trainer.v1.trainer_mode: must be `engine`, else verl computes its own advantages": of(
+                config, "trainer.v1.trainer_mode"
+            )
+            != "engine",
+            f"algorithm.adv_estimator={estimator}: has no effect; use grpo": estimator != "grpo",
+            "algorithm.filter_groups.enable=true: its metric does not know the engine's advantages": bool(
+                of(config, "algorithm.filter_groups.enable")
+            ),
+        },
+    )
+    for text in WITHOUT_EFFECT:
+        log.warning("no effect", setting=text)
+    log.warning("no effect", setting=f"`backend: {{kind: {loaded.spec.backend.kind}}}`: verl's servers sample")
+
+
+def refuse_loop_settings(config: Any, loaded: LoadedSpec, *, images: bool) -> None:
+    """Refuse settings with which verl would compute other advantages from an EngineAgentLoop's rewards than the spec's credit.
 
     Args:
         config: verl's whole configuration.
@@ -41,6 +76,36 @@ def refuse_settings(config: Any, loaded: LoadedSpec, *, images: bool) -> None:
         TrainError: kind `train_setup`; the message names all of them.
     """
     spec = loaded.spec
+    credit, samples = spec.rewards.credit, spec.rollout.samples_per_task
+    own = (credit.baseline, credit.scale) if isinstance(credit, OutcomeCredit) else None
+    scale = "std" if of(config, "algorithm.norm_adv_by_std_in_grpo", True) else "none"
+    estimator = of(config, "algorithm.adv_estimator")
+    theirs = {"grpo": ("mean", scale), "rloo": ("leave_one_out", "none")}.get(estimator)
+    named = {"method": credit.method} | credit.model_dump(include={"baseline", "scale"})
+    keys = ", ".join(f"{name}: {value}" for name, value in named.items())
+    _refuse(
+        loaded,
+        _shared(config, loaded, images)
+        | {
+            f"algorithm.adv_estimator={estimator} (norm_adv_by_std_in_grpo={scale == 'std'}): another formula than `rewards.credit: {{{keys}}}`; "
+            "grpo is `{method: outcome, baseline: mean, scale: std}`, without norm_adv_by_std_in_grpo `scale: none`; rloo is `baseline: "
+            "leave_one_out, scale: none`": own is None or own != theirs,
+            "`rollout.samples_per_task: 1`: verl subtracts no baseline in a group of one": samples == 1
+            and estimator == "grpo",
+            "trainer.v1.trainer_mode=engine: it reads advantages that an agent loop cannot give": of(
+                config, "trainer.v1.trainer_mode"
+            )
+            == "engine",
+            "`train.overlong`: needs the engine's advantages": spec.train is not None and spec.train.overlong != "keep",
+        },
+    )
+    for text in (*WITHOUT_EFFECT[1:2], f"`backend: {{kind: {spec.backend.kind}}}`: verl's servers sample"):
+        log.warning("no effect", setting=text)
+
+
+def _shared(config: Any, loaded: LoadedSpec, images: bool) -> dict[str, bool]:
+    """What an EngineManager and an EngineAgentLoop refuse: message -> whether it is so."""
+    spec = loaded.spec
     rollout = "actor_rollout_ref.rollout."
     samples, temperature = of(config, rollout + "n"), of(config, rollout + "temperature")
     wanted, heat = spec.rollout.samples_per_task, spec.sampling.temperature
@@ -49,8 +114,7 @@ def refuse_settings(config: Any, loaded: LoadedSpec, *, images: bool) -> None:
         bool(spec.sampling.stop) and rolled == "sglang" and bool(of(config, rollout + "skip_tokenizer_init", True))
     )
     named = ", ".join(unsupported(spec.sampling))
-    batch = spec.train is not None and spec.train.advantage_norm == "batch"
-    problems = {
+    return {
         f"{rollout}n={samples}: `rollout.samples_per_task` is {wanted}": samples != wanted,
         f"{rollout}temperature={temperature}: `sampling.temperature` is {heat:g}": temperature != heat,
         f"{rollout}calculate_log_probs=false: the engine needs the sampler's log-probs": not of(
@@ -61,37 +125,28 @@ def refuse_settings(config: Any, loaded: LoadedSpec, *, images: bool) -> None:
         f"{tools}function_tool_path: the spec's `tools` are used": of(config, tools + "function_tool_path") is not None,
         f"{tools}interaction_config_path: the spec's `user` is used": of(config, tools + "interaction_config_path")
         is not None,
-        "trainer.v1.trainer_mode: must be `engine`, else verl computes its own advantages": of(
-            config, "trainer.v1.trainer_mode"
-        )
-        != "engine",
         "trainer.val_before_train=true: evaluate with `engine eval`": bool(of(config, "trainer.val_before_train")),
         "trainer.test_freq>0: evaluate with `engine eval`": of(config, "trainer.test_freq", -1) > 0,
-        "trainer.v1.sampler.sync_refill_failed_groups=false: a step would train fewer groups than `data.train_batch_size`": not of(
-            config, "trainer.v1.sampler.sync_refill_failed_groups"
-        ),
-        f"algorithm.adv_estimator={of(config, 'algorithm.adv_estimator')}: has no effect; use grpo": of(
-            config, "algorithm.adv_estimator"
+        "trainer.v1.sampler.sync_refill_failed_groups=false: a step would train fewer groups than `data.train_batch_size`": bool(
+            of(config, "trainer.use_v1", True)
         )
-        != "grpo",
-        "algorithm.use_kl_in_reward=true: the engine's advantages would not hold it": bool(
+        and not of(config, "trainer.v1.sampler.sync_refill_failed_groups"),
+        "algorithm.use_kl_in_reward=true: the advantages would not be those of the spec's credit": bool(
             of(config, "algorithm.use_kl_in_reward")
-        ),
-        "algorithm.filter_groups.enable=true: its metric does not know the engine's advantages": bool(
-            of(config, "algorithm.filter_groups.enable")
         ),
         "reward.reward_model.enable=true: the spec's rewards are used": bool(of(config, "reward.reward_model.enable")),
         "distillation.enabled=true: rows have no teacher": bool(of(config, "distillation.enabled")),
         f"`sampling` has parameters that verl's servers do not both take: {named}": bool(named),
-        "`train.advantage_norm: batch`: groups are handed over one by one": batch,
+        "`train.advantage_norm: batch`: groups are handed over one by one": spec.train is not None
+        and spec.train.advantage_norm == "batch",
         "images: this adapter does not write `multi_modal_inputs`": images,
         "`backend.routed_experts`: this adapter does not write `routed_experts`": spec.backend.asks_experts,
     }
+
+
+def _refuse(loaded: LoadedSpec, problems: dict[str, bool]) -> None:
     found = [text for text, refused in problems.items() if refused]
     if found:
         raise TrainError(
             f"{loaded.path}: these settings do not go together with verl's: " + "; ".join(found), kind="train_setup"
         )
-    for text in WITHOUT_EFFECT:
-        log.warning("no effect", setting=text)
-    log.warning("no effect", setting=f"`backend: {{kind: {spec.backend.kind}}}`: verl's servers sample")
