@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -36,21 +35,13 @@ DEEP = {"layers": 12, "width": 4}
 WORKER = HERE / "process_group_worker.py"
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
 def launched(launcher: str, folder: Path, kind: str, processes: int) -> list[str]:
-    port = str(free_port())
     if launcher == "torchrun":
-        first = ["torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", port]
+        first = ["torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
     else:
         # `--cpu` would be one process without MPI; without a GPU these two are on the CPU all the same.
         first = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes), "--num_machines", "1"]
-        first += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
+        first += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     return [sys.executable, "-m", *first, str(WORKER), str(folder), kind]
 
 

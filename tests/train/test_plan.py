@@ -22,7 +22,6 @@ from engine.train.plan_advice import row_findings
 
 sys.path.append(str(Path(__file__).parent))
 from plan_worker import IMAGES
-from test_distributed import free_port
 
 HERE = Path(__file__).parent
 SEEN: dict[str, Any] = {"images": IMAGES.number, "image_size": (IMAGES.width, IMAGES.height)}
@@ -89,7 +88,7 @@ def spec(tmp_path: Path, tiny_model_dir: Path) -> Any:
 
 
 def measured(path: Path, processes: int) -> list[dict[str, int]]:
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port())]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
     command = [sys.executable, *(launcher if processes > 1 else []), str(HERE / "plan_worker.py"), str(path)]
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_distributed import free_port
 
 from engine.train.checkpoint import checkpoints_of
 
@@ -27,8 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def launch(processes: int, *arguments: str) -> None:
     command = [sys.executable, "-m"]
     if processes > 1:
-        port = str(free_port())
-        command += ["torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", port, "-m"]
+        command += ["torch.distributed.run", "--nproc-per-node", str(processes), "--standalone", "-m"]
     environment = os.environ | {
         "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}",
         "OMP_NUM_THREADS": "1",
