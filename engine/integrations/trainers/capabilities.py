@@ -175,7 +175,7 @@ Certificate of exactness: ids, masks, log-probs, versions by token and advantage
 AReaL does not report the prompt that its servers computed on, and sends them no sampling seed.
 """
 
-_VERL_NOTES = """\
+_VERL_NOTES = f"""\
 The adapter does not write `multi_modal_inputs` and `routed_experts` yet: it refuses models that take images, and `backend.routed_experts`.
 
 Set `trainer.v1.trainer_mode=engine`, `actor_rollout_ref.rollout.agent.agent_loop_manager_class=engine.integrations.trainers.verl.manager.EngineManager`,
@@ -184,8 +184,9 @@ Set `trainer.v1.trainer_mode=engine`, `actor_rollout_ref.rollout.agent.agent_loo
 Install `cachetools` too: verl 0.9.1 imports it and does not require it; the extra `verl` of the engine has it.
 
 Run with verl 0.9.1 on a CPU by `tests/integrations/test_trainer_verl.py`: real configuration, TransferQueue on a local Ray, the registered trainer's `_compute_advantage`, and verl's padding rows; the
-servers are replaced by a scripted client. The advantages by token are those of the stored rows to 1e-6, and a batch that lost a row is an error before an update. Not run: verl's
-servers, its actor, and a whole training.
+servers are replaced by a scripted client. The advantages by token are those of the stored rows to 1e-6, and a batch that lost a row is an error before an update. The rows, verl's
+padding and `_compute_advantage` also ran on all of {_AGREE}: the advantages that `engine train` trained on, by token to 1e-6. Not run: verl's servers, its actor, and a whole
+training.
 
 Which certificate of exactness remains: ids, masks and log-probs are those that verl's server reported, and each bridge between turns is checked against the chat template. verl reports
 the smallest and the largest weight version of a reply: all its tokens get the smallest, and `collapsed_versions` counts replies in which they differ. Sampling seeds of the engine are not sent, so an

@@ -37,7 +37,8 @@ class Recorded:
         names = ("input_ids", "loss_mask", "logprobs", "weight_versions", "advantages")
         rows = [
             {name: row[name].tolist() for name in names}
-            | {"task_id": row["task_id"], "sample_index": row["sample_index"], "reward": reward}
+            | {name: row[name] for name in ("task_id", "episode_id", "sample_index", "branch")}
+            | {"reward": reward}
             for row, reward in zip(self.rows, self.rewards, strict=True)
         ]
         path.write_text(json.dumps(rows))
