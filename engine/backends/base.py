@@ -7,6 +7,7 @@ rewards or machines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import BackendError
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
     from engine.schemas.backend import BackendBase
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
+
+
+@dataclass(frozen=True, slots=True)
+class ServerWeights:
+    """The weights that a trainer has given to servers."""
+
+    version: int
+    prefixes: str | None = None
+    """Name of the weights that computed the cached prefixes that requests may use; None: all of them."""
 
 
 class Backend(ABC):
@@ -77,6 +87,13 @@ class Backend(ABC):
 
     def spread(self, number: int) -> None:  # noqa: B027
         """Prefer other servers than the other processes of the run, which have other numbers. Called before `start`."""
+
+    def server_weights(self, version: int) -> ServerWeights:
+        """What other processes that use the same servers `follow`, after this one has pushed `version`."""
+        return ServerWeights(version)
+
+    def follow(self, weights: ServerWeights) -> None:  # noqa: B027
+        """Let a trainer in another process give the servers their weights: requests sent from now on are not answered with older ones."""
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Generation:

@@ -99,7 +99,7 @@ def refuse_many(loaded: LoadedSpec, who: str) -> None:
     """
     path = ("rollout", "drivers")
     if loaded.spec.rollout.drivers > 1:
-        message = f"{who} does not support several drivers; `engine run` and `engine eval` do"
+        message = f"{who} does not support several drivers; `engine run`, `engine eval` and `engine train` do"
         fix = "give --set rollout.drivers=1, or set it in the spec"
         raise SpecError([Diagnostic(RULE, "error", message, fix, loaded.origin(path), path)])
 
@@ -110,9 +110,54 @@ def refuse_drivers(loaded: LoadedSpec) -> None:
     Raises:
         SpecError: it cannot run with so many drivers.
     """
-    found = [
-        Diagnostic(RULE, "error", message, fix, loaded.origin(path), path)
-        for message, path, fix in problems(loaded.spec)
-    ]
-    if found:
-        raise SpecError(found)
+    _refuse(loaded, problems(loaded.spec))
+
+
+def refuse_training(loaded: LoadedSpec) -> None:
+    """Check what a training with several drivers cannot do.
+
+    Raises:
+        SpecError: something belongs to one process.
+    """
+    _refuse(loaded, training_problems(loaded.spec))
+
+
+def training_problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
+    """What prevents a training with several drivers, in addition to `problems`: a message, its place, and what to do."""
+    train = spec.train
+    if spec.rollout.drivers == 1 or train is None:
+        return
+    one = "or set `rollout.drivers: 1`"
+    if not train.samples_episodes:
+        yield "a training on written episodes samples none", ("rollout", "drivers"), "set `rollout.drivers: 1`"
+        return
+    if train.weight_sync.method == "adapter":
+        yield (
+            "`adapter` is not supported with several drivers: the trainer does not know which adapters their requests use",
+            ("train", "weight_sync", "method"),
+            f"use `tensors`, `disk` or `collective`, {one}",
+        )
+    if train.colocate:
+        yield (
+            "`colocate` is not supported with several drivers",
+            ("train", "colocate"),
+            f"give trainer and servers GPUs of their own, {one}",
+        )
+    if spec.rollout.keep is not None:
+        yield (
+            "`keep` is not supported in a training with several drivers: their stores are not compacted",
+            ("rollout", "keep"),
+            f"remove it, {one}",
+        )
+    if spec.rollout.shards is not None:
+        yield (
+            "a training publishes no shards; its drivers run on the trainer's machine",
+            ("rollout", "shards"),
+            f"remove it, {one}",
+        )
+
+
+def _refuse(loaded: LoadedSpec, found: Iterator[tuple[str, DataPath, str]]) -> None:
+    errors = [Diagnostic(RULE, "error", message, fix, loaded.origin(path), path) for message, path, fix in found]
+    if errors:
+        raise SpecError(errors)

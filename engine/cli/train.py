@@ -16,7 +16,7 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.runner.run import Runner
+    from engine.runner.stats import Live
     from engine.spec.load import LoadedSpec
     from engine.train.distributed import ProcessGroup
     from engine.train.loop import TrainResult
@@ -243,9 +243,9 @@ def _check(console: Console, loaded: LoadedSpec) -> None:
         SpecError: a rule found an error.
     """
     from engine.checks import refuse_errors
-    from engine.checks.drivers import refuse_many
+    from engine.checks.drivers import refuse_training
 
-    refuse_many(loaded, "`engine train`")
+    refuse_training(loaded)
     for item in refuse_errors(loaded):
         console.print(str(item), style="yellow")
 
@@ -263,8 +263,8 @@ async def _train(
     train = train_spec_of(loaded)
     panel = TrainPanel(train.steps)
 
-    def watch(runner: Runner) -> None:
-        panel.live = runner.live
+    def watch(live: Live) -> None:
+        panel.live = live
 
     trainer = (Trainer if train.samples_episodes else SftTrainer)(
         loaded,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +55,25 @@ class Fleet:
     coordinator_cpu: float = 0.0
     """CPU time of the coordinator, in seconds."""
     _by_life: dict[tuple[int, str], Report] = field(default_factory=dict)
+    _useless: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Deaths of each driver since an episode was finished, and the number of finished episodes at the newest one."""
+
+    def died(self, slot: int, error: Exception) -> None:
+        """Count a death of a driver.
+
+        Raises:
+            EngineError: it has died `MAX_DEATHS` times, and no episode was finished in between.
+        """
+        self.deaths[slot] += 1
+        deaths, finished = self._useless.get(slot, (0, -1))
+        deaths = deaths + 1 if self.live.finished == finished else 1
+        self._useless[slot] = deaths, self.live.finished
+        if deaths > MAX_DEATHS:
+            raise EngineError(
+                f"driver {slot} died {deaths} times while no episode was finished: {error}; its log is in Ray's folder "
+                "(/tmp/ray/session_latest/logs)"
+            ) from error
+        log.warning("a driver died; it begins again from its journals", driver=slot, reason=str(error).splitlines()[0])
 
     def take(self, status: dict[str, Any]) -> None:
         """Take in the reports that the coordinator has; a coordinator that began again has fewer."""
@@ -127,17 +144,13 @@ async def run_drivers(
         place = await asyncio.to_thread(create_shards, folder, store.header, rollout.shards)
     await asyncio.to_thread(prepare_leases, folder, tasks, rollout.drivers, rollout.samples_per_task)
     await store.plan(tasks, rollout.samples_per_task)
-    setup = Setup(
-        loaded=loaded,
-        header=store.header,
-        folder=str(folder),
-        drivers=rollout.drivers,
+    setup = Setup.of(
+        loaded,
+        store.header,
+        folder,
         kept=None if kept is None else kept.tolist(),
         shards=place if rollout.shards is not None else None,
         keep_going=keep_going,
-        path=list(sys.path),
-        cwd=str(Path.cwd()),
-        environ={name: value for name, value in os.environ.items() if name.startswith("EPISODE_ENGINE_")},
     )
     with cluster(rollout.drivers) as ray:
         crew = _Crew(ray, setup, fleet, len(tasks), lease_seconds, stop)
@@ -220,7 +233,6 @@ class _Crew:
         """Set when no group is left."""
         here = ray.get_runtime_context().get_node_id()
         shared = setup.shards is not None
-        env = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, setup.path))}}
         self._actor = (
             ray.remote(Coordinator)
             .options(
@@ -228,7 +240,7 @@ class _Crew:
                 max_restarts=-1,
                 max_task_retries=0,
                 scheduling_strategy=Near(here, soft=False),
-                runtime_env=env,
+                runtime_env=setup.runtime_env,
             )
             .remote(setup.folder, groups, lease_seconds, shared=shared)
         )
@@ -241,7 +253,7 @@ class _Crew:
                 max_task_retries=0,
                 max_concurrency=3,
                 scheduling_strategy=Near(node, soft=True),
-                runtime_env=env,
+                runtime_env=setup.runtime_env,
             ).remote()
             for node in nodes_of(ray, setup.drivers)
         ]
@@ -272,7 +284,6 @@ class _Crew:
         """Run one driver; again each time that its process dies. None: it was lost, and others have run its groups."""
         import ray.exceptions as lost
 
-        deaths, finished = 0, -1
         while True:
             if not await self._present(slot):
                 return None
@@ -282,17 +293,7 @@ class _Crew:
             except lost.RayTaskError as error:
                 raise engine_error(error) from error
             except (lost.RayActorError, lost.WorkerCrashedError) as error:
-                self._fleet.deaths[slot] += 1
-                now = self._fleet.live.finished
-                deaths, finished = (deaths + 1 if now == finished else 1), now
-                if deaths > MAX_DEATHS:
-                    raise EngineError(
-                        f"driver {slot} died {deaths} times while no episode was finished: {error}; its log is in Ray's folder "
-                        "(/tmp/ray/session_latest/logs)"
-                    ) from error
-                log.warning(
-                    "a driver died; it begins again from its journals", driver=slot, reason=str(error).splitlines()[0]
-                )
+                self._fleet.died(slot, error)
 
     async def _present(self, slot: int) -> bool:
         """Wait until a driver has a process, which it may never get on a cluster that lost a node; False: no group is left for it."""

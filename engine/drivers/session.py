@@ -55,6 +55,36 @@ class Setup:
     environ: dict[str, str]
     """Environment variables of the engine's own."""
 
+    @classmethod
+    def of(
+        cls,
+        loaded: LoadedSpec,
+        header: RunHeader,
+        folder: Path,
+        *,
+        kept: list[int] | None = None,
+        shards: str | None = None,
+        keep_going: bool = False,
+    ) -> Setup:
+        """Give the drivers of a run what they need, with the paths and variables of this process."""
+        return cls(
+            loaded=loaded,
+            header=header,
+            folder=str(folder.absolute()),
+            drivers=loaded.spec.rollout.drivers,
+            kept=kept,
+            shards=shards,
+            keep_going=keep_going,
+            path=list(sys.path),
+            cwd=str(Path.cwd()),
+            environ={name: value for name, value in os.environ.items() if name.startswith("EPISODE_ENGINE_")},
+        )
+
+    @property
+    def runtime_env(self) -> dict[str, Any]:
+        """Ray's environment for the processes of the run."""
+        return {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, self.path))}}
+
 
 @dataclass(frozen=True)
 class Done:
@@ -149,7 +179,7 @@ async def _session(setup: Setup, slot: int, coordinator: Coordinating) -> Done |
     stores = Path(setup.folder) / STORES
     existing = [each.name for each in stores.iterdir() if (each / "run.db").is_file()] if stores.is_dir() else []
     name, leases = await coordinator.join(slot, machine_id(), existing)
-    store = _open(stores, name, setup.header, existing=name in existing)
+    store = open_driver_store(stores, name, setup.header, existing=name in existing)
     stop = asyncio.Event()
     try:
         chat_format = load_format(loaded.spec.model, loaded.base)
@@ -208,7 +238,12 @@ async def _both(running: Awaitable[Any], serving: asyncio.Task[None]) -> Any:
     return await run
 
 
-def _open(stores: Path, name: str, header: RunHeader, *, existing: bool) -> RunStore:
+def open_driver_store(stores: Path, name: str, header: RunHeader, *, existing: bool) -> RunStore:
+    """Open the store of a driver for writing, and make it if it does not exist.
+
+    Raises:
+        StoreError: it cannot be made or opened.
+    """
     from engine.store.store import RunStore
 
     if existing:

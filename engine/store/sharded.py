@@ -182,6 +182,14 @@ class ShardedRun(RunReader):
         states = {source: reader.current_states() for source, reader in self._live().items()}
         return {episode: states.get(source, {}).get(episode, "") for episode, source in running.items()}
 
+    def begun(self) -> dict[str, tuple[str, int]]:
+        """Return the episodes that were begun and not finished: the name of the driver's store (as `finished_by_store`) and the attempt of each."""
+        return {
+            row.id: (self._sources[row.number // STORE][0].removeprefix(f"{DRIVERS}/"), row.attempt)
+            for row in self.episodes()
+            if row.status == "running"
+        }
+
     def finished_by_store(self) -> Counter[str]:
         """Return the number of finished episodes by the name of the driver's store in which they were run; "" is the run's own store."""
         with self._reader() as connection:

@@ -43,6 +43,7 @@ ALLOWED = (
     "backend.launch.*",
     "rollout.concurrency",
     "rollout.live_episodes",
+    "rollout.drivers",
     "rollout.out",
     "rollout.max_cost",
     "rollout.keep",

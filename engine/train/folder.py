@@ -27,9 +27,11 @@ from engine.store.database import FILE as RUN_FILE
 from engine.store.find import is_file
 from engine.store.lock import FILE as LOCK_FILE
 from engine.store.private import private_file, private_folder
+from engine.store.shards import SHARDED
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
+    from engine.store.reader import RunReader
 
 _HEADER = "train.json"
 ROLLOUTS = "rollouts"
@@ -148,3 +150,12 @@ def open_rollouts(folder: Path, loaded: LoadedSpec) -> RunStore:
     if (folder / ROLLOUTS).exists():  # a launch was killed while it made the store
         shutil.rmtree(folder / ROLLOUTS)
     return RunStore.create(folder, RunHeader.of(loaded, run_id=ROLLOUTS))
+
+
+def open_reader(store: RunStore) -> RunReader:
+    """The episodes of a training: its run store, read together with those of its drivers, if it has had several.
+
+    Raises:
+        StoreError: a driver's store is damaged.
+    """
+    return RunStore.open(store.folder, readonly=True) if (store.folder / SHARDED).is_file() else store

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
+from engine.drivers.session import of_driver
 from engine.errors import BudgetError, EngineError, TrainError
 from engine.masking import mask_values
 from engine.notices.notifier import Notifier
@@ -39,7 +40,7 @@ from engine.train.stopping import unless_stopped
 if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.backends.budget import Budget
-    from engine.runner.run import Runner
+    from engine.runner.stats import Live
     from engine.spec.load import LoadedSpec
     from engine.store.compact import Compacted
     from engine.store.export import Row
@@ -88,7 +89,7 @@ class TrainingLoop(ABC):
         folder: The folder of the training, made by `folder.begin`.
         on_step: Called after each step.
         phase: Called at the start of each phase: `rollout`, `update`, `sync`, `eval`, `checkpoint`, `compact`.
-        watch: Called with the runner of its episodes when it exists, for a live display.
+        watch: Called with the counters of its episodes when they exist, for a live display.
         keep_going: Do not stop if the first episodes all fail with one cause.
         process_group: The processes of the training. This is process 0; the others run `setup.follow`.
     """
@@ -101,7 +102,7 @@ class TrainingLoop(ABC):
         process_group: ProcessGroup | None = None,
         on_step: StepCallback | None = None,
         phase: Callable[[str], None] | None = None,
-        watch: Callable[[Runner], None] | None = None,
+        watch: Callable[[Live], None] | None = None,
         keep_going: bool = False,
     ) -> None:
         self.loaded = loaded
@@ -119,7 +120,9 @@ class TrainingLoop(ABC):
         self._budget: Budget | None = None
         """The costs of the training, evaluations included; None where no backend has prices."""
         self._batch_log = BatchLog(folder)
-        self._evaluator = Evaluator(loaded, folder, self.train, keep_going=keep_going)
+        # evaluations run in this process, also those of a training with several drivers
+        alone = of_driver(loaded, 1, 0) if loaded.spec.rollout.drivers > 1 else loaded
+        self._evaluator = Evaluator(alone, folder, self.train, keep_going=keep_going)
         self._weights_known = True
         """Whether the learner's weights are those after the updates that `_state` counts."""
         self._seconds: dict[str, float] = {}

@@ -26,14 +26,13 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import TrainError
 from engine.train.batches import Batch, Group, RowBuilder
 from engine.train.groups import ConsumedGroups
 
 if TYPE_CHECKING:
-    from engine.runner.run import Runner
     from engine.schemas.environment import Task
     from engine.schemas.train import TrainSpec
     from engine.schemas.trajectory import Trajectory
@@ -133,6 +132,13 @@ class _EndedEpisode:
     regenerated_tokens: int = 0
 
 
+class EpisodeRunner(Protocol):
+    """Runs single episodes: `engine.runner.run.Runner`, or `engine.drivers.rollouts.DriverRollouts`."""
+
+    async def episode_or_none(self, task: Task, sample: int, faults: list[str]) -> Trajectory | None:
+        """See `Runner.episode_or_none`."""
+
+
 class BatchCollector:
     """Collects batches of groups. Use it inside `runner.serving()`, and close it.
 
@@ -153,7 +159,7 @@ class BatchCollector:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: EpisodeRunner,
         order: TaskOrder,
         rows: RowBuilder,
         train: TrainSpec,

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from engine.schemas.generation import Generation
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory
-    from engine.store.store import RunStore
+    from engine.store.reader import RunReader
 
 
 class StoredEpisodes:
     """The episodes of earlier launches, by task and sample.
 
     Args:
-        store: The run store of the training.
+        store: The run store of the training, or a reader of it and of its drivers' stores.
         samples: Episodes per group.
     """
 
-    def __init__(self, store: RunStore, samples: int) -> None:
+    def __init__(self, store: RunReader, samples: int) -> None:
         self._store = store
         self._samples = samples
         dropped = store.dropped_ids()
@@ -75,6 +75,7 @@ class StoredEpisodes:
         same seed. An episode that had to begin again, because an effect outside cannot be repeated, has earlier attempts, all of
         whose tokens count.
         """
+        self._store.refresh()
         row = self._store.episode(episode_id_of(task_id, sample))
         earlier = (self._store.journal(row.id, attempt) for attempt in range(row.attempt))
         again = sum(len(each.output_ids) for journal in earlier for each in _generations(journal))

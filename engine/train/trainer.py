@@ -17,6 +17,7 @@ import structlog
 
 from engine.backends.registry import open_backend
 from engine.checks import refuse_first_tasks
+from engine.checks.drivers import refuse_training
 from engine.errors import EngineError, StoreError, TrainError
 from engine.runner.overlong import fitting_tasks
 from engine.runner.run import Runner
@@ -37,6 +38,7 @@ from engine.train.stored import StoredEpisodes
 from engine.train.sync import open_sync
 
 if TYPE_CHECKING:
+    from engine.drivers.rollouts import DriverRollouts
     from engine.runner.stats import Live
     from engine.schemas.trajectory import Trajectory
     from engine.store import RunStore
@@ -61,6 +63,8 @@ class Trainer(TrainingLoop):
     _order: TaskOrder
     _difficulty: DifficultyFilter | None = None
     _store: RunStore
+    _drivers: DriverRollouts | None = None
+    """With `rollout.drivers`: what runs the episodes."""
     _dropped_until: int | None = None
     """Groups of steps up to this one were dropped in this launch already."""
 
@@ -98,29 +102,48 @@ class Trainer(TrainingLoop):
         self._store = store
         await self._open_state()
         try:
-            runner = Runner(
-                self.loaded,
-                [],
-                self._format,
-                self._backend,
-                store,
-                keep_going=self._keep_going,
-                training=True,
-                budget=self._budget,
-            )
+            runner = self._runner(store)
             self._live = runner.live
             runner.live.total = self.train.steps * self.train.tasks_per_step * self.spec.rollout.samples_per_task
             if self._watch is not None:
-                self._watch(runner)
+                self._watch(runner.live)
             result = TrainResult(self._state.step)
+            reader = await asyncio.to_thread(folders.open_reader, store)
             async with runner.serving(), self._saving(result):
-                await self._run_saved(result, runner, StoredEpisodes(store, self.spec.rollout.samples_per_task), stop)
+                await self._run_saved(result, runner, StoredEpisodes(reader, self.spec.rollout.samples_per_task), stop)
             return result
         finally:
             self._metrics.close()
 
+    def _runner(self, store: RunStore) -> Runner | DriverRollouts:
+        """What runs the episodes: this process, or several drivers."""
+        if self.spec.rollout.drivers > 1:
+            refuse_training(self.loaded)
+            from engine.drivers.rollouts import DriverRollouts
+
+            self._drivers = DriverRollouts(
+                self.loaded, store, self._backend.server_weights(self._state.version), keep_going=self._keep_going
+            )
+            return self._drivers
+        return Runner(
+            self.loaded,
+            [],
+            self._format,
+            self._backend,
+            store,
+            keep_going=self._keep_going,
+            training=True,
+            budget=self._budget,
+        )
+
+    async def _push_weights(self) -> None:
+        """Send the current weights to the backend, once; drivers, which sample from the same servers, are told the version."""
+        await super()._push_weights()
+        if self._drivers is not None:
+            await self._drivers.follow(self._backend.server_weights(self._state.version))
+
     async def _run_saved(
-        self, result: TrainResult, runner: Runner, stored: StoredEpisodes, stop: asyncio.Event | None
+        self, result: TrainResult, runner: Runner | DriverRollouts, stored: StoredEpisodes, stop: asyncio.Event | None
     ) -> None:
         """Repeat the steps after the checkpoint, then train."""
         rows = RowBuilder(self.spec, self.train, self.loaded.base)
@@ -154,7 +177,7 @@ class Trainer(TrainingLoop):
             if self.train.colocate:
                 await self._backend.take_memory_back()
 
-    def _collector(self, runner: Runner, rows: RowBuilder, stored: StoredEpisodes) -> BatchCollector:
+    def _collector(self, runner: Runner | DriverRollouts, rows: RowBuilder, stored: StoredEpisodes) -> BatchCollector:
         rollout = self.spec.rollout
 
         def ended(trajectory: Trajectory) -> None:

@@ -10,6 +10,7 @@ from command_line import engine_here
 
 from engine.backends.registry import open_backend
 from engine.checks.check import check_spec
+from engine.checks.drivers import refuse_training
 from engine.errors import EngineError, SpecError
 from engine.integrations.trainers.rollouts import TrainerRollouts
 from engine.runner.fork import fork
@@ -71,12 +72,39 @@ def test_shards_of_one_driver(spec: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("command", ["train", "serve"])
-def test_commands_with_one_process(spec: Path, command: str) -> None:
-    status, _, errors = engine_here(command, spec, "--set", "rollout.drivers=2", cwd=spec.parent)
+def test_a_service_drives_its_episodes_in_one_process(spec: Path) -> None:
+    status, _, errors = engine_here("serve", spec, "--set", "rollout.drivers=2", cwd=spec.parent)
     assert status == 1
-    assert f"`engine {command}` does not support several drivers; `engine run` and `engine eval` do" in errors
+    assert (
+        "`engine serve` does not support several drivers; `engine run`, `engine eval` and `engine train` do" in errors
+    )
     assert not list((spec.parent / "runs").glob("*/run.db"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("train={lora: {rank: 2}, weight_sync: {method: adapter}}", "`adapter` is not supported with several drivers"),
+        ("train={colocate: true}", "`colocate` is not supported with several drivers"),
+        ("rollout.keep={steps: 2}", "`keep` is not supported in a training with several drivers"),
+        ("rollout.shards=/tmp/shards", "a training publishes no shards; its drivers run on the trainer's machine"),
+        ("train={kind: sft, data: {path: rows.jsonl}}", "a training on written episodes samples none"),
+    ],
+)
+def test_what_a_training_with_drivers_cannot_do(spec: Path, change: str, message: str) -> None:
+    changes = ["backend={kind: sglang, urls: ['http://127.0.0.1:9']}", "train={}", change, "rollout.drivers=2"]
+    loaded = load_spec(spec, changes)
+    with pytest.raises(SpecError) as caught:
+        refuse_training(loaded)
+    assert message in str(caught.value)
+
+
+def test_a_training_in_the_trainers_process_is_not_shared_by_drivers(spec: Path) -> None:
+    words = ["--set", "backend={kind: local}", "--set", "train={}", "--set", "rollout.drivers=2"]
+    status, _, errors = engine_here("train", spec, *words, cwd=spec.parent)
+    assert status == 1
+    assert "each driver would load a copy of the weights" in errors
+    assert "use a backend with servers (`kind: sglang`, `kind: vllm`), or set `rollout.drivers: 1`" in errors
 
 
 def test_adapters_of_trainers(spec: Path) -> None:

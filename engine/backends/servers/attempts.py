@@ -47,12 +47,19 @@ class GivenWeights(Protocol):
     def prefixes(self) -> str | None:
         """Name of the weights that computed the cached prefixes that requests may use from now on."""
 
+    def accepts(self, version: str, expected: str) -> bool:
+        """Whether a reply may be sampled with the weights `version`, if `expected` was expected when it was requested."""
+
 
 class OwnWeights:
     """The `GivenWeights` of servers that are given none."""
 
     expected: str | None = None
     prefixes: str | None = None
+
+    def accepts(self, version: str, expected: str) -> bool:
+        """Nothing is expected."""
+        return True
 
 
 class Attempts:
@@ -221,7 +228,7 @@ class Attempts:
             if (
                 expected is not None
                 and expected == self._weights.expected
-                and part.version != expected
+                and not self._weights.accepts(part.version, expected)
                 and len(part.ids)
             ):
                 self._pool.failed(server, f"samples with weights {part.version!r}; every server was given {expected!r}")

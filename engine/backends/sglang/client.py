@@ -11,6 +11,7 @@ import numpy as np
 import structlog
 from msgspec.structs import replace
 
+from engine.backends.base import ServerWeights
 from engine.backends.http.keys import key_headers, read_key
 from engine.backends.launch.servers import LaunchedServers
 from engine.backends.servers.attempts import Attempts
@@ -228,6 +229,14 @@ class SGLangBackend(ServersBackend):
             raise BackendError(f"the adapter {request.adapter!r} was unloaded", kind="bad_request")
         if request.images:
             await self.encoder.scale_images(request)
+
+    def server_weights(self, version: int) -> ServerWeights:
+        """See `Backend.server_weights`."""
+        return ServerWeights(version, self.control.prefixes)
+
+    def follow(self, weights: ServerWeights) -> None:
+        """See `Backend.follow`."""
+        self.control.follow(weights)
 
     async def lend_memory(self) -> None:
         """See `Backend.lend_memory`."""

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import structlog
 
+from engine.backends.base import ServerWeights
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.server import Server
 from engine.backends.sglang.loads import UPDATE_SECONDS, LoadAll, from_disk, separately
@@ -64,6 +65,8 @@ class Control:
         """Name of the weights that every request sent from now on must be sampled with; None: not known."""
         self.prefixes: str | None = None
         """Name of the weights that computed the cached prefixes that requests may use from now on; None: all of them."""
+        self._follows = False
+        """Another process gives the servers their weights."""
         self._weights: _Weights | None = None
         self._adapters: dict[str, tuple[str, bool]] = {}
         self.unloaded: set[str] = set()
@@ -274,6 +277,17 @@ class Control:
                 server.version = weights.name
         return outcomes
 
+    def follow(self, weights: ServerWeights) -> None:
+        """See `Backend.follow`. The other process also pauses servers and continues them."""
+        if self._follows and int(self.expected or 0) > weights.version:
+            return
+        self._follows = True
+        self.expected, self.prefixes = str(weights.version), weights.prefixes
+
+    def accepts(self, version: str, expected: str) -> bool:
+        """See `GivenWeights`. Weights of another process may be newer, because it tells their version after it has pushed them."""
+        return version == expected or (self._follows and _number(version) > int(expected))
+
     async def versions(self) -> dict[str, str]:
         """URL -> name of the weights that this server says it has."""
         infos = await self._all("GET", "/model_info")
@@ -362,6 +376,8 @@ class Control:
                 gives its memory back (kind `memory_released`).
         """
         self._refuse_during_update(server)
+        if self._follows:
+            return
         await self.memory.catch_up(server)
         if self._paused is None:
             await server.json("POST", "/continue_generation", _RESUME, timeout=PAUSE_SECONDS)
@@ -384,6 +400,9 @@ class Control:
         """
         weights, adapters = self._weights, dict(self._adapters)
         self._refuse_during_update(server)
+        if self._follows:
+            await self._refuse_older(server)
+            return
         await self.memory.catch_up(server)
         if weights is not None:
             info = await server.json("GET", "/model_info")
@@ -405,6 +424,14 @@ class Control:
         if self._weights is not weights or self._adapters != adapters:
             raise BackendError(f"{server.url} missed an update while it loaded the one before", kind="updating")
         self._refuse_during_update(server)
+
+    async def _refuse_older(self, server: Server) -> None:
+        found = str((await server.json("GET", "/model_info"))["weight_version"])
+        if not self.accepts(found, str(self.expected)):
+            raise BackendError(
+                f"{server.url} has weights {found!r}, not {self.expected!r}, and waits for the trainer's",
+                kind="stale_weights",
+            )
 
     def _refuse_during_update(self, server: Server) -> None:
         if self._lock.locked():
@@ -436,6 +463,11 @@ class Control:
         if failures:
             raise BackendError(f"{path} failed: " + "; ".join(map(str, failures)), kind="control_failed")
         return {server.url: reply for server, reply in zip(servers, replies, strict=True)}
+
+
+def _number(version: str) -> int:
+    """The number in the name of weights; -1: those with which a server started."""
+    return int(version) if version.isdigit() else -1
 
 
 def _adapter(name: str, path: str, pinned: bool) -> dict[str, Any]:

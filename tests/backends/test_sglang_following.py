@@ -1,0 +1,54 @@
+"""A backend whose servers get their weights from a trainer in another process: it uses no server with older ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sglang_cluster import cluster, request
+
+from engine.backends.base import ServerWeights
+from engine.errors import BackendError
+from engine.schemas.model import ModelSpec
+from engine.tokens.format import ChatFormat
+from engine.tokens.loading import load_format
+
+
+@pytest.fixture(scope="module")
+def chat_format(tiny_model_dir: Path) -> ChatFormat:
+    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
+
+
+async def test_newer_weights_are_taken_and_older_ones_put_the_server_out(chat_format: ChatFormat) -> None:
+    async with cluster(chat_format, 2, wait=2) as servers:
+        old, new = servers.fakes
+        servers.backend.follow(ServerWeights(3))
+        old.weight_version, new.weight_version = "2", "4"
+        for number in range(4):
+            found = await servers.backend.generate(request(episode=f"e{number}"))
+            assert [(span.version, span.start) for span in found.versions] == [(4, 0)]
+        assert [each["healthy"] for each in servers.counts["servers"]] == [False, True]
+        old.weight_version = "3"
+        await servers.healed()
+        assert not [
+            path for fake in servers.fakes for path, _ in fake.control
+        ]  # it pauses, continues and loads nothing
+
+
+async def test_a_server_that_began_again_waits_for_the_trainers_weights(chat_format: ChatFormat) -> None:
+    async with cluster(chat_format, wait=1) as servers:
+        servers.backend.follow(ServerWeights(0))
+        servers.fake.weight_version = "default"
+        with pytest.raises(BackendError, match="samples with weights 'default', not '0'"):
+            await servers.backend.generate(request())
+        servers.fake.weight_version = "0"
+        await servers.healed()
+        assert (await servers.backend.generate(request(episode="other"))).output_ids.tolist() == [5, 6, 7, 8, 2]
+
+
+async def test_a_version_that_is_told_late_is_not_taken_back(chat_format: ChatFormat) -> None:
+    async with cluster(chat_format) as servers:
+        servers.backend.follow(ServerWeights(5, "5"))
+        servers.backend.follow(ServerWeights(4, "4"))
+        assert (servers.backend.control.expected, servers.backend.control.prefixes) == ("5", "5")
+        assert servers.backend.server_weights(5) == ServerWeights(5, "5")
