@@ -79,7 +79,8 @@ class TrainingDriver:
             weights: What the servers have.
 
         Raises:
-            EngineError: the backend cannot be used, or the store cannot be written.
+            StoreError: this is not the trainer's machine, or the store cannot be written.
+            EngineError: the backend cannot be used.
         """
         from engine.backends.registry import open_backend
         from engine.logs import configure_logging
