@@ -18,10 +18,12 @@ import structlog
 from engine.drivers.feed import Feed
 from engine.drivers.leases import Answer, Lease
 from engine.errors import EngineError, StoreError
+from engine.schemas.base import Contract
 
 if TYPE_CHECKING:
     from engine.runner.run import Runner
     from engine.runner.stats import Live, Summary
+    from engine.schemas.episode import EpisodeSpec
     from engine.spec.load import LoadedSpec
     from engine.store.header import RunHeader
     from engine.store.store import RunStore
@@ -30,6 +32,9 @@ log = structlog.get_logger(__name__)
 
 STORES = "drivers"
 """Name of the folder, in that of the run, that has the stores of drivers."""
+
+DIVIDED = frozenset({"requests_per_minute", "tokens_per_minute", "workers"})
+"""Limits of backends and of `isolation` that hold for the whole run: each driver gets an equal part."""
 
 Report = dict[str, Any]
 """What a driver says of itself with each call: see `report_of`."""
@@ -124,7 +129,7 @@ def share_of(whole: int, drivers: int, slot: int) -> int:
 
 
 def of_driver(loaded: LoadedSpec, drivers: int, slot: int) -> LoadedSpec:
-    """The spec of one driver: `rollout.concurrency` and `rollout.live_episodes` are those of the whole run, in equal parts."""
+    """The spec of one driver: limits of the whole run (`rollout.concurrency`, `rollout.live_episodes`, `DIVIDED`) in equal parts."""
     rollout = loaded.spec.rollout
     live = rollout.live_episodes or 2 * rollout.concurrency
     own = rollout.model_copy(
@@ -134,7 +139,25 @@ def of_driver(loaded: LoadedSpec, drivers: int, slot: int) -> LoadedSpec:
             "live_episodes": share_of(live, drivers, slot),
         }
     )
-    return replace(loaded, spec=loaded.spec.model_copy(update={"rollout": own}))
+    spec: EpisodeSpec = _divided(loaded.spec, lambda whole: share_of(whole, drivers, slot))
+    return replace(loaded, spec=spec.model_copy(update={"rollout": own}))
+
+
+def _divided(part: Any, share: Callable[[int], int]) -> Any:
+    """A copy of a part of a spec, with the limits in it divided."""
+    if isinstance(part, dict):
+        return {name: _divided(value, share) for name, value in part.items()}
+    if isinstance(part, list):
+        return [_divided(value, share) for value in part]
+    if not isinstance(part, Contract):
+        return part
+    changed = {}
+    for name in type(part).model_fields:
+        value = getattr(part, name)
+        new = share(value) if name in DIVIDED and value is not None else _divided(value, share)
+        if new is not value and new != value:
+            changed[name] = new
+    return part.model_copy(update=changed) if changed else part
 
 
 def prepare_process(setup: Setup) -> None:
