@@ -155,6 +155,7 @@ ADAPTERS: dict[str, AdapterFacts] = {
             runs="engine.integrations.environments.verl:VerlTools",
             use="verl's tool YAML (`tool_config_path`); verl need not be installed",
             names="file",
+            loads="engine.integrations.environments.verl:load",
             rewards="turn and end",
             images=True,
             tools="all",

@@ -39,9 +39,6 @@ class Client:
 
 def configured(spec: str, folder: str, *changes: str) -> Any:
     """verl's configuration for the manager and the trainer."""
-    import verl
-    from hydra import compose, initialize_config_dir
-
     given = [
         "trainer.v1.trainer_mode=engine",
         "trainer.val_before_train=false",
@@ -57,8 +54,16 @@ def configured(spec: str, folder: str, *changes: str) -> Any:
         "+engine.folder=" + folder,
         *changes,
     ]
+    return composed(given)
+
+
+def composed(words: list[str]) -> Any:
+    """verl's configuration with settings as on the command line of `verl.trainer.main_ppo`."""
+    import verl
+    from hydra import compose, initialize_config_dir
+
     with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
-        return compose("ppo_trainer", given)
+        return compose("ppo_trainer", words)
 
 
 def refusal(spec: str, folder: str, *changes: str) -> None:
@@ -76,27 +81,39 @@ def refusal(spec: str, folder: str, *changes: str) -> None:
 
 def step(spec: str, folder: str, data: str) -> None:
     """Run one batch: the groups, the rows in the queue, the advantages; then once more with a row that was lost."""
+    import pyarrow.parquet as pq
+
+    from engine.integrations.trainers.verl.tasks import write_tasks
+
+    write_tasks(spec, data)
+    run_batch(configured(spec, folder), Client(), pq.read_table(data).to_pylist())
+
+
+def run_batch(config: Any, client: Any, rows: list[dict[str, Any]]) -> None:
+    """As `step`, and print what came out.
+
+    Args:
+        config: verl's configuration; it names the manager, or EngineManager is taken.
+        client: What stands for verl's client of its servers; `calls` and the manager's `stats` are printed.
+        rows: The rows of verl's data set.
+    """
     import ray
     import transfer_queue as tq
     from tensordict import NonTensorData, NonTensorStack, TensorDict
     from transfer_queue import KVBatchMeta
     from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
     from verl.trainer.ppo.v1 import get_trainer_cls
+    from verl.utils.import_utils import load_class_from_fqn
 
     import engine.integrations.trainers.verl.trainer as registered
     from engine.errors import TrainError
-    from engine.integrations.trainers.verl.manager import EngineManager
-    from engine.integrations.trainers.verl.tasks import write_tasks
 
-    config = configured(spec, folder)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     tq.init(config.transfer_queue)
-    client = Client()
-    count = write_tasks(spec, data)
-    import pyarrow.parquet as pq
-
-    rows = pq.read_table(data).to_pylist()
-    manager = EngineManager.create(
+    count = len(rows)
+    named = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
+    manager_class = load_class_from_fqn(named or "engine.integrations.trainers.verl.manager.EngineManager")
+    manager = manager_class.create(
         config=config, llm_client=client, teacher_client=None, reward_loop_worker_handles=None
     )
     uids = [f"uid-{place}" for place in range(count)]
@@ -138,6 +155,7 @@ def step(spec: str, folder: str, data: str) -> None:
             **{name: found[name][place].tolist() for name in ("input_ids", "response_mask", "advantages", "returns")},
             "rollout_log_probs": found["rollout_log_probs"][place].tolist(),
             "score": float(found["rm_scores"][place].sum()),
+            "episode": found["extra_fields"][place]["episode_id"],
         }
         for place, key in enumerate(keys)
     ]

@@ -59,6 +59,13 @@ class ToolAnswerError(AdapterError):
     blame: Blame = "tool"
 
 
+def load(use: str, base: str = ".", path: Sequence[str] = (), **_: Any) -> Any:
+    """Load what all tools of this process share: verl, which takes seconds to import where it is installed. The arguments are those of `VerlTools`."""
+    add_to_path(path, base)
+    with verl_importable():
+        return schema_class()
+
+
 class VerlTools:
     """The tools of one episode, from verl's YAML.
 

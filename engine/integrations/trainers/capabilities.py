@@ -178,10 +178,8 @@ AReaL does not report the prompt that its servers computed on, and sends them no
 _VERL_NOTES = f"""\
 The adapter does not write `multi_modal_inputs` and `routed_experts` yet: it refuses models that take images, and `backend.routed_experts`.
 
-Set `trainer.v1.trainer_mode=engine`, `actor_rollout_ref.rollout.agent.agent_loop_manager_class=engine.integrations.trainers.verl.manager.EngineManager`,
-`+engine.spec=SPEC`, `+engine.folder=FOLDER` and `VERL_USE_EXTERNAL_MODULES=engine.integrations.trainers.verl.trainer` in the environment; `data.train_files` is a file of
-`engine.integrations.trainers.verl.tasks.write_tasks`. Settings of verl that would change the rows, or that have no effect on them, are refused by name or logged (`settings.py`).
-Install `cachetools` too: verl 0.9.1 imports it and does not require it; the extra `verl` of the engine has it.
+The adapter, its files beside verl's, its settings and what is refused: [from verl](from-verl.md), whose example (tool, YAML, spec and settings of the command) ran with verl's configuration and its data set
+(`tests/integrations/test_trainer_verl_page.py`). Install `cachetools` too: verl 0.9.1 imports it and does not require it; the extra `verl` of the engine has it.
 
 Run with verl 0.9.1 on a CPU by `tests/integrations/test_trainer_verl.py`: real configuration, TransferQueue on a local Ray, the registered trainer's `_compute_advantage`, and verl's padding rows; the
 servers are replaced by a scripted client. The advantages by token are those of the stored rows to 1e-6, and a batch that lost a row is an error before an update. The rows, verl's
@@ -262,7 +260,7 @@ TRAINERS: Mapping[str, Trainer] = {
             ),
             "token_bonuses": _yes("as `turn_credit`"),
             "branches": _yes(
-                "one row each, by the index in the key; verl's own GRPO estimator counts rows as group members"
+                "one row each, by the index in the key"
             ),
             "images": _no(
                 "verl's rows take `multi_modal_inputs` and `position_ids`, but the manager does not write them yet"

@@ -2,7 +2,7 @@
 
     export VERL_USE_EXTERNAL_MODULES=engine.integrations.trainers.verl.trainer
     python -m verl.trainer.main_ppo trainer.v1.trainer_mode=engine +engine.spec=spec.yaml +engine.folder=runs/with-verl \\
-        actor_rollout_ref.rollout.agent.agent_loop_manager_class=engine.integrations.trainers.verl.manager.EngineManager …
+        +actor_rollout_ref.rollout.agent.agent_loop_manager_class=engine.integrations.trainers.verl.manager.EngineManager …
 
 Parts: `sampler.py` samples with verl's servers, `rows.py` makes rows of TransferQueue, `manager.py` runs the episodes, `trainer.py` is the registered
 trainer, which reads the advantages, `settings.py` refuses settings of verl, `tasks.py` writes verl's data file. `agent_loop.py` is another way in: one episode for verl's own
