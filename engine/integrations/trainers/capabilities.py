@@ -259,9 +259,7 @@ TRAINERS: Mapping[str, Trainer] = {
                 "a column of its own with a registered trainer, or per-token `rm_scores` with a registered estimator"
             ),
             "token_bonuses": _yes("as `turn_credit`"),
-            "branches": _yes(
-                "one row each, by the index in the key"
-            ),
+            "branches": _yes("one row each, by the index in the key"),
             "images": _no(
                 "verl's rows take `multi_modal_inputs` and `position_ids`, but the manager does not write them yet"
             ),
