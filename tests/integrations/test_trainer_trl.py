@@ -295,6 +295,24 @@ def test_a_training_learns_and_samples_with_the_weights_of_each_step(rollouts: E
 
 
 @pytest.mark.slow
+def test_rows_of_the_embedding_without_a_token_have_no_probability(
+    make: Any, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """As in published models, whose embedding is padded: TRL's log-probs stay those of the sampler over several updates."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    model.resize_token_embeddings(model.config.vocab_size + 200, mean_resizing=False)
+    folder = Path(shutil.copytree(tiny_model_dir, tmp_path / "padded"))
+    model.save_pretrained(folder)
+    with EngineRollouts(make(model={"path": str(folder)}), tmp_path / "out") as rollouts:
+        trainer = trainer_of(rollouts, max_steps=3)
+        assert trainer.model.get_output_embeddings().weight.shape[0] == 1200
+        trainer.train()
+    gaps = [line["sampler/diff_max"] for line in trainer.state.log_history if "sampler/diff_max" in line]
+    assert len(gaps) == 3
+    assert max(gaps) < 1e-4
+
+
+@pytest.mark.slow
 def test_a_batch_that_lost_something_is_not_trained_on(rollouts: EngineRollouts) -> None:
     trainer = trainer_of(rollouts)
     before = {name: value.clone() for name, value in trainer.model.named_parameters()}
@@ -389,8 +407,8 @@ def test_arguments_that_would_change_the_rows_are_refused(
 def test_images_of_later_turns_reach_the_loss(make: Any, tmp_path: Path, tmp_path_factory: Any) -> None:
     """A tiny Qwen2.5-VL, two steps: the first image is in the prompt and others are between replies.
 
-    TRL's log-probs are those of a plain pass of transformers with all images. The sampler's are those of the same pass, with placeholders of
-    images excluded. The weights of the vision tower change.
+    TRL's log-probs and the sampler's are those of a plain pass of transformers with all images, with placeholders of images excluded. The
+    weights of the vision tower change.
     """
     folder = vision_kit.BUILDERS["qwen2_5_vl"](tmp_path_factory.mktemp("vlm") / "model")
     path = make(model={"path": str(folder)}, **IMAGES)
@@ -424,11 +442,16 @@ def test_images_of_later_turns_reach_the_loss(make: Any, tmp_path: Path, tmp_pat
         chosen = alone["input_ids"][0, 1:, None]
         sampled = torch.from_numpy(row["loss_mask"][1:] == 1)
         plain = logits.log_softmax(-1).gather(-1, chosen)[:, 0]
-        mask = sampled[len(prompt) - 1 :]
-        assert (found[place, : len(completion)][mask] - plain[sampled]).abs().max() < 1e-4
         logits[:, vision.banned] = float("-inf")
         allowed = logits.log_softmax(-1).gather(-1, chosen)[:, 0]
-        assert (torch.from_numpy(row["logprobs"][1:])[sampled] - allowed[sampled]).abs().max() < 1e-4
+        assert (allowed - plain)[sampled].abs().max() > 1e-3  # the placeholders have some probability
+        mask = sampled[len(prompt) - 1 :]
+        assert (found[place, : len(completion)][mask] - allowed[sampled]).abs().max() < 1e-5
+        assert (torch.from_numpy(row["logprobs"][1:])[sampled] - allowed[sampled]).abs().max() < 1e-5
+    gaps = [line["sampler/diff_max"] for line in trainer.state.log_history if "sampler/diff_max" in line]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-4
+    assert "lm_head.bias" not in trainer.model.state_dict()
 
 
 @pytest.mark.slow

@@ -1,11 +1,14 @@
 """TRL's GRPOTrainer with the engine's rows: advantages by token, the sampler's log-probs, images of any turn.
 
-Written for TRL 1.16. Three methods of GRPOTrainer are extended: `_generate_and_score_completions` (the batch of one generation),
-`_prepare_inputs` (its slices; the sums are compared here) and `_compute_loss` (the loss of a slice).
+Written for TRL 1.16. Four methods of GRPOTrainer are extended: `_generate_and_score_completions` (the batch of one generation),
+`_prepare_inputs` (its slices; the sums are compared here), `_compute_loss` (the loss of a slice) and
+`_get_per_token_logps_and_entropies` (log-probs over the ids that can be sampled).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +19,7 @@ from engine.errors import TrainError
 from engine.integrations.trainers.library import imports_of
 from engine.integrations.trainers.trl.arguments import refuse_arguments
 from engine.integrations.trainers.trl.handover import check_batches
+from engine.train.logprobs import MASKED_LOGIT
 
 if TYPE_CHECKING:
     from engine.integrations.trainers.trl.rollouts import EngineRollouts
@@ -112,8 +116,12 @@ class EngineGRPO:
             check_batches(self._rollouts.sums, self._buffered_inputs)  # type: ignore[attr-defined]
         return inputs
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
-        found = super()._get_per_token_logps_and_entropies(*args, **options)  # type: ignore[misc]
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
+        """Compute log-probs over the ids that the sampler may choose, as it does."""
+        head = self.accelerator.unwrap_model(model).get_output_embeddings()  # type: ignore[attr-defined]
+        chat = self._rollouts.format
+        with _excluded(head, chat.vocab_size, chat.vision.banned if chat.vision is not None else []):
+            found = super()._get_per_token_logps_and_entropies(model, *args, **options)  # type: ignore[misc]
         self._newest = found[0].detach()
         return found
 
@@ -129,6 +137,32 @@ class EngineGRPO:
                 self._metrics["train"]["sampler/diff_mean"].append(float(apart.mean()))
                 self._metrics["train"]["sampler/diff_max"].append(float(apart.max()))
         return loss
+
+
+@contextmanager
+def _excluded(head: Any, vocab: int, banned: list[int]) -> Iterator[None]:
+    """Inside the block the output layer gives ids that are never sampled no probability.
+
+    No sampled token lowers their logits, so they would get more probability in each update. TRL multiplies by the layer's weight itself and
+    adds its bias, so they are excluded by one. A layer that has a bias stays as it is, since its bias may be trained.
+
+    Args:
+        head: The output layer, with `weight` [rows, hidden].
+        vocab: Number of ids; rows behind them belong to no token.
+        banned: Ids that are never sampled.
+    """
+    weight = head.weight
+    if head.bias is not None or (vocab >= len(weight) and not banned):
+        yield
+        return
+    bias = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device)
+    bias[vocab:] = MASKED_LOGIT
+    bias[banned] = MASKED_LOGIT
+    head.bias = torch.nn.Parameter(bias, requires_grad=False)
+    try:
+        yield
+    finally:
+        head.bias = None
 
 
 def _padded(rows: list[Any], like: torch.Tensor) -> torch.Tensor:
