@@ -99,7 +99,7 @@ def refuse_many(loaded: LoadedSpec, who: str) -> None:
     """
     path = ("rollout", "drivers")
     if loaded.spec.rollout.drivers > 1:
-        message = f"{who} does not support several drivers; `engine run`, `engine eval` and `engine train` do"
+        message = f"{who} does not support several drivers; `engine run`, `engine eval`, `engine train` and `engine serve SPEC` do"
         fix = "give --set rollout.drivers=1, or set it in the spec"
         raise SpecError([Diagnostic(RULE, "error", message, fix, loaded.origin(path), path)])
 
@@ -155,6 +155,19 @@ def training_problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
             ("rollout", "shards"),
             f"remove it, {one}",
         )
+
+
+def refuse_serving(loaded: LoadedSpec) -> None:
+    """Check what a service with several drivers cannot do.
+
+    Raises:
+        SpecError: it publishes no shards.
+    """
+    rollout = loaded.spec.rollout
+    if rollout.drivers > 1 and rollout.shards is not None:
+        fix = "remove it, or set `rollout.drivers: 1`"
+        message = "a service publishes no shards; its drivers run on its machine"
+        _refuse(loaded, iter([(message, ("rollout", "shards"), fix)]))
 
 
 def _refuse(loaded: LoadedSpec, found: Iterator[tuple[str, DataPath, str]]) -> None:

@@ -17,6 +17,7 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from engine.drivers.rollouts import DriverRollouts
     from engine.spec.load import LoadedSpec
     from engine.spec.mix import TaskList
     from engine.store.store import RunStore
@@ -62,14 +63,14 @@ def serve(
     Exit status: 130 after Ctrl-C; 143 after SIGTERM; 1 when the spec is invalid or an episode could not be finished; 2 when the command line is
     wrong or the port is in use; 3 when no server can be reached.
     """
-    from engine.checks.drivers import refuse_many
+    from engine.checks.drivers import refuse_many, refuse_serving
     from engine.cli.console import make_console
     from engine.cli.run import prepare
     from engine.cli.stopping import interrupted
+    from engine.drivers.leases import FILE as LEASES
     from engine.errors import EngineError, StoreError
     from engine.logs import configure_logging
     from engine.serve.groups import refuse_unserved
-    from engine.store.shards import shards_of
 
     if api and (trainer, token_file, ahead) != (None, None, None):
         wrong_usage("--trainer, --token-file and --ahead are for groups; leave out --api")
@@ -82,8 +83,10 @@ def serve(
     try:
         loaded, tasks, store = prepare(console, spec, list(overrides or ()), limit, out, resume)
         opened = store
-        refuse_many(loaded, "`engine serve`")
-        if shards_of(store.folder) is not None:
+        if api:
+            refuse_many(loaded, "`engine serve --api`")
+        refuse_serving(loaded)
+        if (store.folder / LEASES).exists():
             raise StoreError(f"{store.folder} is a run of several drivers: `engine run --resume` continues it")
         if not api:
             refuse_unserved(loaded, trainer)
@@ -156,6 +159,8 @@ async def _serve(
     from engine.serve.episodes import EpisodeService
     from engine.serve.groups import GroupService
     from engine.store.private import private_file
+    from engine.store.shards import shards_of
+    from engine.store.store import RunStore
     from engine.tokens.loading import load_format
 
     form = load_format(loaded.spec.model, loaded.base)
@@ -177,13 +182,20 @@ async def _serve(
             try:
                 await backend.start()
                 training = groups is not None
-                runner = Runner(
-                    loaded, tasks, form, backend, store, keep_going=True, training=training, programs=programs
-                )
+                runner: Runner | DriverRollouts
+                if loaded.spec.rollout.drivers > 1:
+                    from engine.drivers.rollouts import DriverRollouts
+
+                    runner = DriverRollouts(loaded, store, None, keep_going=True)
+                else:
+                    runner = Runner(
+                        loaded, tasks, form, backend, store, keep_going=True, training=training, programs=programs
+                    )
+                reader = RunStore.open(store.folder, readonly=True) if shards_of(store.folder) is not None else store
                 async with runner.serving():
                     if programs is not None:
                         await store.plan(tasks, loaded.spec.rollout.samples_per_task)
-                    for trajectory in store.trajectories():
+                    for trajectory in reader.trajectories():
                         runner.summary.add(trajectory)
                         runner.live.before += 1
                     given = token or secrets.token_urlsafe(24)
@@ -191,10 +203,21 @@ async def _serve(
                     if groups is not None:
                         most, ahead = groups
                         episodes = GroupService(
-                            loaded, tasks, form, backend, store, runner, given, halt, max_requests=most, ahead=ahead
+                            loaded,
+                            tasks,
+                            form,
+                            backend,
+                            store,
+                            runner,
+                            given,
+                            halt,
+                            max_requests=most,
+                            ahead=ahead,
+                            reader=reader,
                         )
                     else:
                         assert programs is not None
+                        assert isinstance(runner, Runner)
                         episodes = EpisodeService(runner, programs, tasks, store, given, halt)
                     server = server_of_loop()
                     address = await server.listen(host, port, episodes.service)

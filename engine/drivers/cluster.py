@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +46,7 @@ def cluster(drivers: int) -> Iterator[Any]:
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0"
     )  # its hook would start drivers in an environment without the engine
     common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
+    terminated = signal.getsignal(signal.SIGTERM)
     try:
         if address:
             ray.init(address=address, **common)
@@ -52,6 +55,10 @@ def cluster(drivers: int) -> Iterator[Any]:
     except Exception as error:
         where = f"the cluster at {ADDRESS}={address}" if address else "a cluster on this machine"
         raise ClusterError(f"Ray cannot use {where}: {type(error).__name__}: {error}") from error
+    if terminated is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(
+            signal.SIGTERM, terminated
+        )  # Ray has set its own, which ends the process before the stores are closed
     try:
         yield ray
     finally:

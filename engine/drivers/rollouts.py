@@ -1,11 +1,11 @@
-"""The episodes of a training on several drivers: the trainer gives each group to one of them, and gets its trajectories.
+"""The episodes of a training or a service on several drivers: its process gives each group to one of them, and gets its trajectories.
 
 Invariants:
-- The trainer alone decides when a group starts (`engine.train.rollouts`), so its limit of staleness holds over all drivers.
+- That process alone decides when a group starts (`engine.train.rollouts`, `engine.serve.groups`), so its limits hold over all drivers.
 - The trainer alone sends weights to the servers. Each episode is given out with the version that they have, and a driver refuses replies of
   a server that has older weights.
 - All episodes of a group run on one driver. A driver that died begins again from its journals, and what it was given is given to it again.
-- A trajectory goes from its driver to the trainer, through no other process.
+- A trajectory goes from its driver to that process, through no other one.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ CALLS = 100_000
 """Calls that a driver takes at one time: more than it has episodes."""
 
 
-class TrainingDriver:
-    """A driver of a training: an actor that runs the episodes that it is given. Its constructor takes nothing, so that Ray can repeat it."""
+class EpisodeDriver:
+    """A driver that runs the episodes that it is given. Its constructor takes nothing, so that Ray can repeat it."""
 
     def __init__(self) -> None:
         self._runner: Runner
@@ -69,17 +69,17 @@ class TrainingDriver:
         """Answer: the process exists."""
         return True
 
-    async def run(self, setup: Setup, slot: int, machine: str, weights: ServerWeights) -> None:
+    async def run(self, setup: Setup, slot: int, machine: str, weights: ServerWeights | None) -> None:
         """Take episodes until `stop`.
 
         Args:
-            setup: What every driver is given; its folder is that of the training's episodes.
+            setup: What every driver is given; its folder is that of the run, in a training of its episodes.
             slot: The number of this one.
-            machine: The trainer's, on whose disk the store lies.
-            weights: What the servers have.
+            machine: The machine on whose disk the folder is.
+            weights: What a trainer has given the servers; None: the versions are not known here.
 
         Raises:
-            StoreError: this is not the trainer's machine, or the store cannot be written.
+            StoreError: this is another machine, or the store cannot be written.
             EngineError: the backend cannot be used.
         """
         from engine.backends.registry import open_backend
@@ -89,7 +89,7 @@ class TrainingDriver:
 
         if machine != machine_id():
             raise StoreError(
-                f"driver {slot} of a training must run on the trainer's machine, {machine}, and runs on {machine_id()}"
+                f"driver {slot} of this training or service must run on its machine, {machine}, and runs on {machine_id()}"
             )
         prepare_process(setup)
         configure_logging(json=True)
@@ -102,7 +102,8 @@ class TrainingDriver:
             backend = open_backend(loaded, chat_format)
             backend.logs = store.folder / "servers"
             backend.spread(slot)
-            backend.follow(weights)
+            if weights is not None:
+                backend.follow(weights)
             runner = Runner(loaded, [], chat_format, backend, store, keep_going=True, training=True)
             self._runner, self._store, self._backend, self._slot = runner, store, backend, slot
             self._finished = store.finished()
@@ -119,23 +120,24 @@ class TrainingDriver:
         finally:
             store.close()
 
-    async def episode(self, task: Task, sample: int, attempt: int, weights: ServerWeights) -> bytes:
+    async def episode(self, task: Task, sample: int, attempt: int, weights: ServerWeights | None) -> bytes:
         """Run an episode, or continue it from its journal. An episode that was given twice runs once.
 
         Args:
             task: Its task.
             sample: Its index in the group.
             attempt: The number of its first attempt, if it is new here.
-            weights: What the servers have.
+            weights: As in `run`.
 
         Returns:
-            Its trajectory, None if the engine itself failed, and the reasons; pickled, so that the trainer has arrays of its own.
+            Its trajectory, None if the engine itself failed, and the reasons; pickled, so that the reader has arrays of its own.
 
         Raises:
-            EngineError: it stops the training.
+            EngineError: it stops the training or the service.
         """
         await self._ready.wait()
-        self._backend.follow(weights)
+        if weights is not None:
+            self._backend.follow(weights)
         episode_id, faults = episode_id_of(task.id, sample), list[str]()
         if episode_id in self._finished:
             return pickle.dumps((self._store.trajectory(episode_id), faults))
@@ -177,19 +179,19 @@ class TrainingDriver:
 
 
 class DriverRollouts:
-    """Runs single episodes of a training on `rollout.drivers` drivers. Use it inside `serving`, as a `Runner`.
+    """Runs single episodes on `rollout.drivers` drivers. Use it inside `serving`, as a `Runner`.
 
     Args:
         loaded: The spec.
-        store: The run store of the training, open for writing; the drivers' stores are in its folder.
-        weights: What the servers have.
+        store: The run's store, open for writing; the drivers' stores are in its folder.
+        weights: What a trainer has given the servers; None: the versions are not known here.
         keep_going: See `Runner`.
 
     Raises:
         StoreError: the folder cannot be read or written.
     """
 
-    def __init__(self, loaded: LoadedSpec, store: RunStore, weights: ServerWeights, *, keep_going: bool) -> None:
+    def __init__(self, loaded: LoadedSpec, store: RunStore, weights: ServerWeights | None, *, keep_going: bool) -> None:
         from engine.store.sharded import ShardedRun
         from engine.store.shards import create_shards, shards_of
 
@@ -202,7 +204,8 @@ class DriverRollouts:
         self._weights = weights
         self._fleet = Fleet(self.live, Summary())
         self._begun = ShardedRun(store.folder).begun()
-        self._samples = loaded.spec.rollout.samples_per_task
+        self._homes = {episode_id.rpartition("/")[0]: store for episode_id, (store, _) in self._begun.items()}
+        """Task id -> the store that has unfinished episodes of its group."""
         self._slots: dict[str, int] = {}
         """Task id -> the driver of its group."""
         self._running: Counter[int] = Counter()
@@ -230,7 +233,7 @@ class DriverRollouts:
                 "scheduling_strategy": Near(ray.get_runtime_context().get_node_id(), soft=False),
                 "runtime_env": self._setup.runtime_env,
             }
-            remote = ray.remote(TrainingDriver).options(**options)
+            remote = ray.remote(EpisodeDriver).options(**options)
             self._actors = [remote.remote() for _ in range(self._setup.drivers)]
             works: list[asyncio.Task[None]] = []
             try:
@@ -256,7 +259,7 @@ class DriverRollouts:
                 await asyncio.gather(*calls)
         except TimeoutError:
             raise StoreError(
-                f"Ray has started {sum(call.done() for call in calls)} of {len(calls)} drivers on the trainer's machine in "
+                f"Ray has started {sum(call.done() for call in calls)} of {len(calls)} drivers on this machine in "
                 f"{START_SECONDS:g} s; it needs one free CPU each"
             ) from None
 
@@ -294,6 +297,7 @@ class DriverRollouts:
 
     async def _watch(self) -> None:
         """Keep the counters up to date."""
+        before = self.live.before
         while True:
             calls = [asyncio.ensure_future(actor.report.remote()) for actor in self._actors]
             done, late = await asyncio.wait(calls, timeout=POLL)
@@ -304,6 +308,7 @@ class DriverRollouts:
             for call in late:
                 call.cancel()
             self._fleet.take({"reports": reports, "expired": 0, "cpu": 0.0})
+            self.live.before = before
             await asyncio.sleep(POLL)
 
     async def follow(self, weights: ServerWeights) -> None:
@@ -326,15 +331,15 @@ class DriverRollouts:
         slot = self._slots.get(task.id)
         if slot is None:
             drivers = range(len(self._actors))
-            begun = (self._begun.get(episode_id_of(task.id, sample)) for sample in range(self._samples))
-            homes = [int(each[0]) for each in begun if each is not None and each[0].isdigit()]
-            slot = next((home for home in homes if home in drivers), None)
-            if slot is None:
+            home = self._homes.get(task.id, "")
+            if home.isdigit() and int(home) in drivers:
+                slot = int(home)
+            else:
                 slot = min(drivers, key=lambda each: (self._running[each], self._groups[each], each))
             self._slots[task.id] = slot
             self._groups[slot] += 1
-        home, attempt = self._begun.get(episode_id, (str(slot), 0))
-        return slot, attempt if home == str(slot) else attempt + 1
+        store, attempt = self._begun.get(episode_id, (str(slot), 0))
+        return slot, attempt if store == str(slot) else attempt + 1
 
     async def episode_or_none(self, task: Task, sample: int, faults: list[str]) -> Trajectory | None:
         """Run one episode on the driver of its group, as `Runner.episode_or_none`. Cancelling the call ends the episode there.

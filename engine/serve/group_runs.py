@@ -27,11 +27,13 @@ from engine.train.batches import ZERO_ADVANTAGE, RowBuilder
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
+    from engine.drivers.rollouts import DriverRollouts
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
     from engine.serve.request_log import GroupRequest, RequestLog
     from engine.spec.load import LoadedSpec
     from engine.store.export import Row
+    from engine.store.reader import RunReader
     from engine.store.store import RunStore
     from engine.tokens.format import ChatFormat
 
@@ -66,6 +68,7 @@ class GroupRuns:
         store: The run's store.
         runner: Runs episodes with the spec's own sampling.
         log: The requests that were taken.
+        reader: Reads the run's episodes: `store`, or all stores of its drivers.
     """
 
     def __init__(
@@ -75,18 +78,19 @@ class GroupRuns:
         format: ChatFormat,
         backend: Backend,
         store: RunStore,
-        runner: Runner,
+        runner: Runner | DriverRollouts,
         log: RequestLog,
+        reader: RunReader,
     ) -> None:
         self._loaded, self._tasks, self._format = loaded, tasks, format
-        self._backend, self._store, self._runner, self._log = backend, store, runner, log
+        self._backend, self._store, self._runner, self._log, self._reader = backend, store, runner, log, reader
         rollout, train = loaded.spec.rollout, loaded.spec.train or TrainSpec()
         self.capacity = rollout.live_episodes or 2 * rollout.concurrency
         """Maximum number of episodes that run at the same time."""
         self.running = 0
         """Number of episodes that run."""
         self.max_staleness = train.asynchrony.max_staleness
-        self.done = store.finished()
+        self.done = reader.finished()
         """The ids of the finished episodes."""
         self.places = {task.id: place for place, task in enumerate(tasks)}
         """The position of each task by id."""
@@ -94,7 +98,7 @@ class GroupRuns:
         """Episodes that could not be finished because of an error in the engine."""
         self._live = asyncio.Semaphore(self.capacity)
         self._rows = RowBuilder(loaded.spec, train, loaded.base)
-        self._runners: dict[bytes, Runner] = {b"{}": runner}
+        self._runners: dict[bytes, Runner | DriverRollouts] = {b"{}": runner}
         self._services = AsyncExitStack()
         self._making = asyncio.Lock()
         self._groups: dict[tuple[str, int], asyncio.Task[list[Trajectory]]] = {}
@@ -117,11 +121,16 @@ class GroupRuns:
         """Whether these overrides have been used since the start."""
         return _key(sampling) in self._runners
 
-    async def runner_of(self, request: GroupRequest) -> Runner:
+    async def runner_of(self, request: GroupRequest) -> Runner | DriverRollouts:
         """The runner with a request's sampling. All share the store, the backend and the limit of live episodes."""
         key = _key(request.sampling)
         async with self._making:
             if key not in self._runners:
+                if not isinstance(self._runner, Runner):
+                    message = (
+                        "`sampling` is not supported with several drivers; change the spec, or set `rollout.drivers: 1`"
+                    )
+                    raise ServiceError(409, message, "several_drivers")
                 if len(self._runners) > MAX_OVERRIDES:
                     message = (
                         f"`sampling`: {MAX_OVERRIDES} different overrides were used since the start; use one of these"
@@ -143,7 +152,7 @@ class GroupRuns:
                 self._runners[key] = runner
             return self._runners[key]
 
-    async def group(self, request: GroupRequest, number: int, runner: Runner) -> ReadyGroup:
+    async def group(self, request: GroupRequest, number: int, runner: Runner | DriverRollouts) -> ReadyGroup:
         """Run a group, or read it from the store."""
         key = request.id, number
         if key not in self._log.began:
@@ -172,7 +181,9 @@ class GroupRuns:
         rows = self._rows.rows(trajectories)
         rows = [row | {"run_id": self._store.run_id} for row in rows]
         digests = {image["image"] for row in rows for image in row["images"]}
-        stored = [self._store.image(digest) for digest in sorted(digests)]
+        if digests:
+            self._reader.refresh()
+        stored = [self._reader.image(digest) for digest in sorted(digests)]
         episodes = [
             {
                 "episode_id": each.episode_id,
@@ -193,7 +204,7 @@ class GroupRuns:
         }
         return ReadyGroup(note | about, rows, {each.digest: (each.mime, each.data) for each in stored})
 
-    async def _episodes(self, runner: Runner, task: Task, samples: int) -> list[Trajectory]:
+    async def _episodes(self, runner: Runner | DriverRollouts, task: Task, samples: int) -> list[Trajectory]:
         try:
             async with asyncio.TaskGroup() as running:
                 works = [running.create_task(self._episode(runner, task, sample)) for sample in range(samples)]
@@ -201,10 +212,11 @@ class GroupRuns:
             raise first_of(several) from None
         return [each for work in works if (each := work.result()) is not None]
 
-    async def _episode(self, runner: Runner, task: Task, sample: int) -> Trajectory | None:
+    async def _episode(self, runner: Runner | DriverRollouts, task: Task, sample: int) -> Trajectory | None:
         episode = episode_id_of(task.id, sample)
         if episode in self.done:
-            return self._store.trajectory(episode)
+            self._reader.refresh()
+            return self._reader.trajectory(episode)
         async with self._live:
             self.running += 1
             try:

@@ -29,9 +29,11 @@ from engine.storable import words_of
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
+    from engine.drivers.rollouts import DriverRollouts
     from engine.runner.run import Runner
     from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
+    from engine.store.reader import RunReader
     from engine.store.store import RunStore
     from engine.tokens.format import ChatFormat
 
@@ -95,6 +97,7 @@ class GroupService:
         halt: Called with an error that stops the service.
         max_requests: Maximum number of requests that are answered at the same time.
         ahead: Maximum number of groups of a request that run or wait to be read. Default: as many as the live episodes make.
+        reader: Reads the run's episodes, where its drivers have stores of their own. Default: `store`.
 
     Raises:
         TrainError: the spec asks for what a service cannot do.
@@ -108,19 +111,20 @@ class GroupService:
         format: ChatFormat,
         backend: Backend,
         store: RunStore,
-        runner: Runner,
+        runner: Runner | DriverRollouts,
         token: str,
         halt: Callable[[BaseException], None],
         *,
         max_requests: int = 8,
         ahead: int | None = None,
+        reader: RunReader | None = None,
     ) -> None:
         refuse_unserved(loaded)
         self._loaded, self._tasks, self._backend, self._halt = loaded, tasks, backend, halt
         self._samples = loaded.spec.rollout.samples_per_task
         self._max_requests, self._ahead = max_requests, ahead
         self._log = RequestLog(store.folder)
-        self._runs = GroupRuns(loaded, tasks, format, backend, store, runner, self._log)
+        self._runs = GroupRuns(loaded, tasks, format, backend, store, runner, self._log, reader or store)
         self._open: dict[str, _Open] = {}
         self._sent = 0
         self._closing = False
@@ -330,7 +334,12 @@ class GroupService:
     # --- groups -------------------------------------------------------------------------------------------
 
     async def _answer(
-        self, request: GroupRequest, runner: Runner, opened: _Open, skip: frozenset[int], writer: WireWriter
+        self,
+        request: GroupRequest,
+        runner: Runner | DriverRollouts,
+        opened: _Open,
+        skip: frozenset[int],
+        writer: WireWriter,
     ) -> AsyncGenerator[bytes, None]:
         """The parts of an answer: each group when it is finished, and the end."""
         numbers = [number for number in range(len(request.tasks)) if number not in skip]

@@ -11,6 +11,7 @@ from command_line import engine_here
 from engine.backends.registry import open_backend
 from engine.checks.check import check_spec
 from engine.checks.drivers import refuse_training
+from engine.drivers.leases import Leases
 from engine.errors import EngineError, SpecError
 from engine.integrations.trainers.rollouts import TrainerRollouts
 from engine.runner.fork import fork
@@ -72,13 +73,18 @@ def test_shards_of_one_driver(spec: Path) -> None:
     ]
 
 
-def test_a_service_drives_its_episodes_in_one_process(spec: Path) -> None:
-    status, _, errors = engine_here("serve", spec, "--set", "rollout.drivers=2", cwd=spec.parent)
+def test_a_service_of_episodes_has_one_process(spec: Path) -> None:
+    status, _, errors = engine_here("serve", "--api", spec, "--set", "rollout.drivers=2", cwd=spec.parent)
     assert status == 1
-    assert (
-        "`engine serve` does not support several drivers; `engine run`, `engine eval` and `engine train` do" in errors
-    )
+    assert "`engine serve --api` does not support several drivers; `engine run`, `engine eval`," in errors
     assert not list((spec.parent / "runs").glob("*/run.db"))
+
+
+def test_a_service_of_groups_publishes_no_shards(spec: Path) -> None:
+    changes = ["--set", "rollout.drivers=2", "--set", "rollout.shards=shards"]
+    status, _, errors = engine_here("serve", spec, *changes, cwd=spec.parent)
+    assert status == 1
+    assert "a service publishes no shards; its drivers run on its machine" in errors
 
 
 @pytest.mark.parametrize(
@@ -151,6 +157,7 @@ def test_options_of_a_resume_that_one_process_has(spec: Path, option: tuple[str,
 
 def test_a_service_does_not_continue_a_run_of_drivers(spec: Path) -> None:
     folder = sharded(spec)
+    Leases(folder / "leases.db", 1).close()
     status, _, errors = engine_here("serve", "--resume", folder, cwd=spec.parent)
     assert status == 1
     assert f"{folder} is a run of several drivers: `engine run --resume` continues it" in errors

@@ -105,8 +105,9 @@ def test_twenty_random_kills_lose_no_episode_and_repeat_none(tmp_path: Path, tin
     leases.close()
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_all_drivers_and_a_resume_with_another_number_finishes(
-    tmp_path: Path, tiny_tokenizer_dir: Path
+    tmp_path: Path, tiny_tokenizer_dir: Path, number: signal.Signals, status: int
 ) -> None:
     spec = spec_of(tmp_path, tiny_tokenizer_dir)
     run = command(spec, "many", "--drivers", "3", "--limit", "60")
@@ -115,8 +116,8 @@ def test_a_signal_stops_all_drivers_and_a_resume_with_another_number_finishes(
     (folder,) = (tmp_path / "many").iterdir()
     while not finished(folder) and run.poll() is None:
         time.sleep(0.2)
-    run.send_signal(signal.SIGINT)
-    assert run.wait() == 130
+    run.send_signal(number)
+    assert run.wait() == status
     before = finished(folder)
     assert 0 < len(before) < 240
     again = subprocess.run(
