@@ -11,14 +11,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from verl_python import run_verl
+from structlog.testing import capture_logs
+from verl_python import config_of, run_verl
 
 from engine.errors import BackendError, TrainError
-from engine.integrations.trainers.verl.rows import TAGS, check_rows
-from engine.integrations.trainers.verl.sampler import SHARED, VerlBackend, sampling_params, unsupported, versions_of
+from engine.integrations.trainers.sampler import unsupported
+from engine.integrations.trainers.verl.manager import EngineManager
+from engine.integrations.trainers.verl.rows import TAGS, check_rows, refuse_foreign
+from engine.integrations.trainers.verl.sampler import VerlBackend, context_of, sampling_params, versions_of
+from engine.integrations.trainers.verl.settings import SHARED, WITHOUT_EFFECT, refuse_settings
 from engine.integrations.trainers.verl.tasks import write_tasks
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
+from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.export import export_rows
 
@@ -99,7 +104,7 @@ def test_a_request_has_the_names_that_both_servers_take() -> None:
         "stop_token_ids": [2, 9],
         "logprobs": True,
     }
-    assert unsupported(SamplingParams(top_k=3, regex="a")) == ["regex"]
+    assert unsupported(SamplingParams(top_k=3, regex="a"), SHARED) == ["regex"]
     assert "regex" not in SHARED
 
 
@@ -115,8 +120,8 @@ async def test_a_reply_keeps_ids_and_logprobs_and_its_oldest_version() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"log_probs": None}, "gave no log-probs for 2 tokens"),
-        ({"log_probs": [-1.0]}, "gave 1 log-probs for 2 tokens"),
+        ({"log_probs": None}, "gave 2 tokens, no log-probs and 2 weight versions"),
+        ({"log_probs": [-1.0]}, "gave 2 tokens, 1 log-probs and 2 weight versions"),
         ({"stop_reason": "aborted"}, "aborted the request"),
         ({"extra_fields": {}}, "gave no weight version"),
     ],
@@ -127,8 +132,50 @@ async def test_replies_that_are_not_exact_are_errors(changes: dict[str, Any], sa
 
 
 async def test_a_prompt_as_long_as_the_context_is_an_overflow() -> None:
-    with pytest.raises(BackendError, match="the prompt has 99 tokens; verl's servers take 100"):
-        await backend_of().generate(request(input_ids=np.zeros(99, np.int32)))
+    with pytest.raises(BackendError, match="the prompt has 100 tokens; verl's sampler takes 100"):
+        await backend_of().generate(request(input_ids=np.zeros(100, np.int32)))
+
+
+async def test_what_verl_is_not_asked_for_is_an_error() -> None:
+    with pytest.raises(
+        BackendError, match="does not send to verl's sampler: a LoRA adapter or the base model, ids that must"
+    ):
+        await backend_of().generate(request(base_model=True, banned_token_ids=[7]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"token_ids": [4, 5], "stop_reason": "completed"}, "stop"),
+        ({"token_ids": [4, 5], "stop_reason": "length"}, "length"),
+        ({"token_ids": [4, 5, 6], "log_probs": [-1.0] * 3, "stop_reason": "completed"}, "length"),
+    ],
+)
+async def test_a_reply_that_was_cut_is_known_also_where_the_server_does_not_say_it(changes: Any, kind: str) -> None:
+    found = await backend_of(**changes).generate(request())
+    assert (found.finish.type, found.finish.matched, found.cached_tokens) == (kind, None, 0)
+
+
+async def test_the_servers_cache_is_counted() -> None:
+    extra = {"global_steps": 1, "num_cached_tokens": 4}
+    assert (await backend_of(extra_fields=extra).generate(request())).cached_tokens == 4
+
+
+def test_a_backend_of_verl_is_not_opened_by_a_spec() -> None:
+    with pytest.raises(BackendError, match="is made inside a trainer") as caught:
+        VerlBackend.open(None, None, None)
+    assert caught.value.kind == "wrong_backend"
+
+
+@pytest.mark.parametrize(("own", "servers", "both"), [(80, 100, 80), (120, 100, 99), (None, 100, 99), (80, None, 80)])
+def test_the_shortest_context_counts(own: int | None, servers: int | None, both: int) -> None:
+    assert context_of(config_of(actor_rollout_ref__rollout__max_model_len=servers), own) == both
+
+
+def test_rows_of_another_manager_are_named() -> None:
+    refuse_foreign(["a_0_0"], [sums(9, 3, 2.0)])
+    with pytest.raises(TrainError, match="1 rows of verl's batch were not written by EngineManager, for example a_1_0"):
+        refuse_foreign(["a_0_0", "a_1_0"], [sums(9, 3, 2.0), {"status": "success"}])
 
 
 def test_one_version_is_smallest_and_largest() -> None:
@@ -156,6 +203,46 @@ def test_the_data_file_names_the_tasks(make: Any, tmp_path: Path) -> None:
     assert write_tasks(make(), tmp_path / "tasks.parquet") == 2
     rows = pq.read_table(tmp_path / "tasks.parquet").to_pylist()
     assert [row["extra_info"] for row in rows] == [{"index": 0, "task": "t0"}, {"index": 1, "task": "t1"}]
+
+
+MODE = {"trainer__v1__trainer_mode": "engine"}
+
+
+def test_settings_that_fit_are_only_logged(make: Any) -> None:
+    with capture_logs() as logs:
+        refuse_settings(config_of(**MODE), load_spec(make()), images=False)
+    assert [each["setting"] for each in logs] == [*WITHOUT_EFFECT, "`backend: {kind: local}`: verl's servers sample"]
+
+
+SPEC_TRAIN: dict[str, Any] = {"tasks_per_step": 2, "rollout_correction": {"kind": "none"}, "dynamic_sampling": False}
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "images", "said"),
+    [
+        ({}, {"actor_rollout_ref__rollout__multi_turn__interaction_config_path": "x"}, False, "interaction_config_path: the spec's `user`"),
+        ({"sampling": {"stop": ["x"]}}, {}, False, "skip_tokenizer_init=true: `sampling.stop` needs the server's tokenizer"),
+        ({"sampling": {"regex": "a"}}, {}, False, "parameters that verl's servers do not both take: regex"),
+        ({"train": SPEC_TRAIN | {"advantage_norm": "batch"}}, {}, False, "`train.advantage_norm: batch`: groups are handed over"),
+        ({}, {"trainer__use_v1": False}, False, "trainer.use_v1=false: the manager writes the rows of verl's V1 trainer"),
+        ({}, {}, True, "images: this adapter does not write `multi_modal_inputs`"),
+        ({"backend": {"kind": "sglang", "urls": ["http://127.0.0.1:1"], "routed_experts": True}}, {}, False, "does not write `routed_experts`"),
+    ],
+)  # fmt: skip
+def test_what_the_adapter_cannot_hand_over_is_refused(
+    make: Any, keys: dict[str, Any], changes: dict[str, Any], images: bool, said: str
+) -> None:
+    with pytest.raises(TrainError) as caught:
+        refuse_settings(config_of(**MODE, **changes), load_spec(make(**keys)), images=images)
+    assert str(caught.value).partition("together with verl's: ")[2].startswith(("actor", "`", "images", "trainer"))
+    assert said in str(caught.value)
+    assert ";" not in str(caught.value)  # nothing else is wrong
+
+
+def test_a_configuration_without_a_spec_says_what_to_add(make: Any) -> None:
+    for engine in ({}, {"spec": make()}, {"folder": "out"}):
+        with pytest.raises(TrainError, match=r"add `\+engine.spec=SPEC \+engine.folder=FOLDER`"):
+            EngineManager(config_of(engine=engine), Client())
 
 
 # --- with verl -----------------------------------------------------------------------------------------------
@@ -192,22 +279,43 @@ def test_the_advantages_of_verl_are_those_of_the_stored_rows(make: Any, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["actor_rollout_ref.rollout.n=4"], "rollout.n=4: `rollout.samples_per_task` is 3"),
-        (["actor_rollout_ref.rollout.temperature=0.5"], "temperature=0.5: `sampling.temperature` is 1"),
-        (["actor_rollout_ref.rollout.calculate_log_probs=false"], "calculate_log_probs=false"),
-        (["trainer.v1.trainer_mode=sync"], "trainer_mode: must be `engine`"),
-        (["algorithm.adv_estimator=rloo", "algorithm.use_kl_in_reward=true"], "adv_estimator=rloo: has no effect"),
-        (["algorithm.filter_groups.enable=true"], "filter_groups.enable=true"),
-        (
-            ["trainer.v1.sampler.sync_refill_failed_groups=false", "trainer.test_freq=5"],
-            "sync_refill_failed_groups=false",
-        ),
-    ],
-)
-def test_settings_of_verl_that_act_on_top_or_not_at_all_are_refused(
-    make: Any, tmp_path: Path, words: list[str], said: str
-) -> None:
-    assert said in verl_step("refusal", make(), str(tmp_path / "out"), *words)["message"]
+def test_prompts_that_the_manager_does_not_run(make: Any, tmp_path: Path) -> None:
+    said = verl_step("prompts", make(), str(tmp_path / "out"))
+    assert {name: text.partition(";")[0].partition(" of /")[0] for name, text in said.items()} == {
+        "validation": "this manager runs no validation",
+        "uid": "the prompt's uid 'a_b' holds `_`, which verl's keys of rows split at",
+        "task": "`extra_info.task` of a prompt is 't9', which is not a task",
+        "no task": "`extra_info.task` of a prompt is None, which is not a task",
+    }
+
+
+@pytest.mark.slow
+def test_groups_that_cannot_be_trained_on_are_failures(make: Any, tmp_path: Path) -> None:
+    """One group ends with the error of the first episodes, the other without a row."""
+    path = make(user={"use": "code_for_training:Broken"})
+    found = verl_step("step", path, str(tmp_path / "out"), str(tmp_path / "tasks.parquet"))
+    assert found == {"statuses": {"uid-0": "failure", "uid-1": "failure"}, "rows": []}
+
+
+@pytest.mark.slow
+def test_settings_of_verls_own_configuration_are_refused(make: Any, tmp_path: Path) -> None:
+    """All in one message; the names are those of verl's configuration, so hydra would refuse others."""
+    expected = {
+        "actor_rollout_ref.rollout.n=4": "rollout.n=4: `rollout.samples_per_task` is 3",
+        "actor_rollout_ref.rollout.temperature=0.5": "temperature=0.5: `sampling.temperature` is 1",
+        "actor_rollout_ref.rollout.calculate_log_probs=false": "calculate_log_probs=false",
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path=x": "multi_turn.tool_config_path: the spec's `tools`",
+        "actor_rollout_ref.rollout.multi_turn.function_tool_path=x": "multi_turn.function_tool_path: the spec's",
+        "trainer.v1.trainer_mode=sync": "trainer_mode: must be `engine`",
+        "trainer.v1.sampler.sync_refill_failed_groups=false": "sync_refill_failed_groups=false",
+        "trainer.val_before_train=true": "trainer.val_before_train=true",
+        "trainer.test_freq=5": "trainer.test_freq>0",
+        "algorithm.adv_estimator=rloo": "adv_estimator=rloo: has no effect",
+        "algorithm.use_kl_in_reward=true": "use_kl_in_reward=true",
+        "algorithm.filter_groups.enable=true": "filter_groups.enable=true",
+        "reward.reward_model.enable=true": "reward.reward_model.enable=true",
+        "distillation.enabled=true": "distillation.enabled=true",
+    }
+    message = verl_step("refusal", make(), str(tmp_path / "out"), *expected)["message"]
+    assert [said for said in expected.values() if said not in message] == []
+    assert message.count(";") == len(expected) - 1 + 1  # one of them has a semicolon of its own

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from trainer_kit import FORGETFUL
-from verl_python import run_verl
+from verl_python import config_of, run_verl
 
 from engine.errors import TrainError
 from engine.integrations.trainers.verl.agent_loop import _OPEN, EngineAgentLoop, LoopEpisodes
@@ -72,23 +72,6 @@ def write(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., Path]:
         return path
 
     return write
-
-
-def config_of(**changes: Any) -> dict[str, Any]:
-    """verl's configuration as far as it is read; `changes` by dotted path, with `__` for a dot."""
-    rollout = {"n": 3, "temperature": 1.0, "name": "sglang", "calculate_log_probs": True, "prompt_length": 48}
-    config: dict[str, Any] = {
-        "actor_rollout_ref": {"rollout": rollout | {"response_length": 40, "multi_turn": {}}},
-        "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": True},
-        "trainer": {"use_v1": True, "test_freq": -1, "v1": {"sampler": {"sync_refill_failed_groups": True}}},
-    }
-    for name, value in changes.items():
-        *parts, last = name.split("__")
-        found = config
-        for part in parts:
-            found = found.setdefault(part, {})
-        found[last] = value
-    return config
 
 
 async def run_once(path: Path, *, sampling: Any = None, session: int | None = 0, **changes: Any) -> Any:

@@ -25,3 +25,20 @@ def run_verl(script: Path, *words: str) -> Any:
     done = subprocess.run([python, str(script), *words], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def config_of(**changes: Any) -> dict[str, Any]:
+    """verl's configuration as far as the adapter reads it; `changes` by dotted path, with `__` for a dot."""
+    rollout = {"n": 3, "temperature": 1.0, "name": "sglang", "calculate_log_probs": True, "prompt_length": 48}
+    config: dict[str, Any] = {
+        "actor_rollout_ref": {"rollout": rollout | {"response_length": 40, "multi_turn": {}}},
+        "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": True},
+        "trainer": {"use_v1": True, "test_freq": -1, "v1": {"sampler": {"sync_refill_failed_groups": True}}},
+    }
+    for name, value in changes.items():
+        *parts, last = name.split("__")
+        found = config
+        for part in parts:
+            found = found.setdefault(part, {})
+        found[last] = value
+    return config

@@ -79,6 +79,33 @@ def refusal(spec: str, folder: str, *changes: str) -> None:
     print(json.dumps({"message": message}))
 
 
+def prompts(spec: str, folder: str) -> None:
+    """Print what the manager says to batches that it does not run."""
+    from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+    from engine.errors import EngineError
+    from engine.integrations.trainers.verl.manager import EngineManager
+
+    manager = EngineManager(configured(spec, folder), Client())
+    said = {}
+    for name, changes in {
+        "validation": {"validate": NonTensorData(True)},
+        "uid": {"uid": NonTensorStack("a_b")},
+        "task": {"extra_info": NonTensorStack({"index": 0, "task": "t9"})},
+        "no task": {"extra_info": NonTensorStack({"index": 0})},
+    }.items():
+        columns = {
+            "uid": NonTensorStack("a"),
+            "extra_info": NonTensorStack({"task": "t0"}),
+            "global_steps": NonTensorData(1),
+        }
+        try:
+            manager.generate_sequences(TensorDict(columns | changes, batch_size=[1]))
+        except EngineError as error:
+            said[name] = str(error)
+    print(json.dumps(said))
+
+
 def step(spec: str, folder: str, data: str) -> None:
     """Run one batch: the groups, the rows in the queue, the advantages; then once more with a row that was lost."""
     import pyarrow.parquet as pq
@@ -136,6 +163,11 @@ def run_batch(config: Any, client: Any, rows: list[dict[str, Any]]) -> None:
             break
         time.sleep(0.05)
     keys = sorted(key for key in listed if key not in uids)
+    statuses = {uid: listed[uid]["status"] for uid in uids}
+    if not keys:
+        manager.close()
+        print(json.dumps({"statuses": statuses, "rows": []}))
+        return
     batch = KVBatchMeta(partition_id="train", keys=keys, tags=[listed[key] for key in keys])
     batch = upsample_batch_to_divisible_size(batch, len(keys) + 1, 0)
     # verl's actor writes this column before the advantages; its pass over the rows needs a GPU worker.
@@ -169,7 +201,6 @@ def run_batch(config: Any, client: Any, rows: list[dict[str, Any]]) -> None:
             errors[name] = str(error)
     stats = manager.backend.stats()
     manager.close()
-    statuses = {uid: listed[uid]["status"] for uid in uids}
     print(
         json.dumps(
             {
@@ -189,4 +220,4 @@ def run_batch(config: Any, client: Any, rows: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    {"step": step, "refusal": refusal}[sys.argv[1]](*sys.argv[2:])
+    {"step": step, "refusal": refusal, "prompts": prompts}[sys.argv[1]](*sys.argv[2:])

@@ -39,6 +39,8 @@ class Sampled:
     """The weight version of each id."""
     cut: bool
     """Whether the reply ended at its maximum length."""
+    cached: int = 0
+    """Tokens of the prompt that the sampler had in its cache."""
 
 
 class TrainerBackend(Backend):
@@ -106,6 +108,7 @@ class TrainerBackend(Backend):
             finish=_finish(ids, found, request),
             versions=spans_of(found.versions),
             prompt_tokens=length,
+            cached_tokens=found.cached,
             seconds=time.perf_counter() - began,
         )
 

@@ -24,7 +24,7 @@ from engine.integrations.trainers.loop import LoopThread
 from engine.integrations.trainers.process_folder import ProcessFolder
 from engine.integrations.trainers.rollouts import TrainerRollouts
 from engine.integrations.trainers.verl.rows import versions_of_row
-from engine.integrations.trainers.verl.sampler import VerlBackend
+from engine.integrations.trainers.verl.sampler import VerlBackend, context_of
 from engine.integrations.trainers.verl.settings import of, refuse_loop_settings
 
 if TYPE_CHECKING:
@@ -133,10 +133,8 @@ class LoopEpisodes(TrainerRollouts):
     def __init__(self, spec: Path, folder: Path, config: Any, client: Any) -> None:
         super().__init__(spec, folder, "verl_agent_loop", keep_going=True)  # verl counts failures itself
         refuse_loop_settings(config, self.loaded, images=self.format.vision is not None)
-        limits = (self.context, of(config, "actor_rollout_ref.rollout.max_model_len"))
-        context = min((each for each in limits if each), default=None)
         self.client = client
-        self.backend = VerlBackend(client, type(self.spec.backend), context=context)
+        self.backend = VerlBackend(client, type(self.spec.backend), context=context_of(config, self.context))
         """What samples; its `stats` count replies whose versions collapsed."""
         self._groups: dict[str, tuple[Task, int]] = {}
         self._own = ProcessFolder.take(folder)

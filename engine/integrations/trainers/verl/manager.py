@@ -17,7 +17,7 @@ from engine.errors import EngineError, TrainError
 from engine.integrations.trainers.loop import LoopThread
 from engine.integrations.trainers.rollouts import TrainerRollouts
 from engine.integrations.trainers.verl.rows import group_rows
-from engine.integrations.trainers.verl.sampler import VerlBackend
+from engine.integrations.trainers.verl.sampler import VerlBackend, context_of
 from engine.integrations.trainers.verl.settings import of, refuse_settings
 from engine.spec.load import load_spec
 
@@ -51,10 +51,8 @@ class EngineManager:
         loaded = load_spec(Path(path))
         self._episodes = TrainerRollouts(loaded, folder, "verl")
         refuse_settings(config, loaded, images=self._episodes.format.vision is not None)
-        limits = (self._episodes.context, of(config, "actor_rollout_ref.rollout.max_model_len"))
-        self.backend = VerlBackend(
-            llm_client, type(loaded.spec.backend), context=min((each for each in limits if each), default=None)
-        )
+        context = context_of(config, self._episodes.context)
+        self.backend = VerlBackend(llm_client, type(loaded.spec.backend), context=context)
         """What samples; its `stats` count replies whose versions collapsed."""
         self._samples = loaded.spec.rollout.samples_per_task
         self._loop = LoopThread()
@@ -85,7 +83,7 @@ class EngineManager:
         """
         import tensordict
 
-        if prompts.get("validate"):
+        if "validate" in prompts and prompts["validate"]:  # noqa: RUF019  (`get` of a TensorDict gives a wrapper)
             raise TrainError("this manager runs no validation; evaluate with `engine eval`", kind="train_setup")
         step = int(prompts["global_steps"])
         for place in range(len(prompts)):

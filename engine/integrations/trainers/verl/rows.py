@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from engine.errors import TrainError
 from engine.integrations.trainers.handover import HandedRow, Sums
 
 if TYPE_CHECKING:
@@ -109,6 +110,25 @@ def _fields(row: HandedRow, trajectory: Trajectory, names: Sequence[str], oldest
             "reward_extra_info": {name: trajectory.outcome.rewards.get(name, 0.0) for name in names},
         },
     }
+
+
+def refuse_foreign(keys: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse rows that another manager wrote.
+
+    Args:
+        keys: The keys of a batch.
+        tags: Their tags.
+
+    Raises:
+        TrainError: kind `handover`: a row has no sums, so it has no column of advantages either.
+    """
+    foreign = [key for key, tag in zip(keys, tags, strict=True) if any(name not in tag for name in TAGS)]
+    if foreign:
+        raise TrainError(
+            f"{len(foreign)} rows of verl's batch were not written by EngineManager, for example {foreign[0]}; set "
+            "`actor_rollout_ref.rollout.agent.agent_loop_manager_class`, or another `trainer.v1.trainer_mode`",
+            kind="handover",
+        )
 
 
 def check_rows(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from engine.errors import TrainError
-from engine.integrations.trainers.verl.sampler import unsupported
+from engine.integrations.trainers.sampler import unsupported
 from engine.schemas.credit import OutcomeCredit
 
 if TYPE_CHECKING:
@@ -15,6 +15,18 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+SHARED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+)
+"""The parameters of `sampling` that verl's SGLang and vLLM servers both take, under the same names."""
 WITHOUT_EFFECT = (
     "algorithm.gamma, lam, norm_adv_by_std_in_grpo: the engine gives the advantages",
     "rollout.top_p, top_k: the spec's `sampling` is used",
@@ -113,7 +125,7 @@ def _shared(config: Any, loaded: LoadedSpec, images: bool) -> dict[str, bool]:
     strings = (
         bool(spec.sampling.stop) and rolled == "sglang" and bool(of(config, rollout + "skip_tokenizer_init", True))
     )
-    named = ", ".join(unsupported(spec.sampling))
+    named = ", ".join(unsupported(spec.sampling, SHARED))
     return {
         f"{rollout}n={samples}: `rollout.samples_per_task` is {wanted}": samples != wanted,
         f"{rollout}temperature={temperature}: `sampling.temperature` is {heat:g}": temperature != heat,

@@ -13,7 +13,7 @@ import transfer_queue
 from tensordict import TensorDict
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 
-from engine.integrations.trainers.verl.rows import COLUMN, check_rows
+from engine.integrations.trainers.verl.rows import COLUMN, check_rows, refuse_foreign
 
 
 @register_trainer("engine")
@@ -46,6 +46,7 @@ def given_advantages(batch: Any) -> list[torch.Tensor]:
     Raises:
         TrainError: kind `handover`: the rows are not those that the engine wrote.
     """
+    refuse_foreign(batch.keys, batch.tags)
     names = ["input_ids", "response_mask", COLUMN]
     data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
     ids, masks, advantages = ([data[name][place] for place in range(len(batch.keys))] for name in names)
