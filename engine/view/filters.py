@@ -131,7 +131,7 @@ def _scopes(
     limits = stored_limits(store) if "limits" in names else None
     tasks = _tasks(store) if "task" in names else {}
     said = _user_turns(store) if "feedback" in names else {}
-    for row in index.connection.execute(query, (number,)).fetchall():
+    for row in index.connection.execute(query, (number,)):
         scope: dict[str, Any] = {"": row[2], **{name: from_json(row[15 + at]) for at, name in enumerate(stored)}}
         if limits is not None:
             scope["limits"] = limits

@@ -44,6 +44,9 @@ CHUNK = 256
 """Episodes that are read from a store and written in one commit."""
 _SETTLED = 2_000_000_000
 """Age in ns of the newest write after which equal file times mean equal content: times of files have a resolution."""
+_LAST = 2**63 - 1
+_PAGE = "SELECT number, status, attempt, started, ended FROM episodes WHERE number > ? ORDER BY number LIMIT 4096"
+"""Episodes of a store that are compared with the index, and written, in one commit: memory does not grow with the run."""
 _STORED = (
     'id, task_id, task_index, sample_index, seed, status, attempt, state, event, "limit", failure, blame, solved, '
     "trainable, reward, turns, tokens, started, ended"
@@ -135,40 +138,59 @@ class Index:
         signature = _signature(store)
         if signature is not None and self._signatures.get(number) == signature:
             return False
-        had = {
-            row[0]: row[1:]
-            for row in self.connection.execute(
-                "SELECT number, status, attempt, started, ended FROM episodes WHERE source = ?", (number,)
-            )
-        }
+        changed = running = False
+        last = 0
         with store.snapshot() as connection:
-            rows = connection.execute("SELECT number, status, attempt, started, ended FROM episodes").fetchall()
-            changed = [row[0] for row in rows if had.get(row[0]) != row[1:]]
-            if changed:
-                wanted = None if len(changed) > len(rows) // 2 else set(changed)
-                found = connection.execute(f"SELECT number, {_STORED} FROM episodes")
-                new = [row for row in found if wanted is None or row[0] in wanted]
-        gone = had.keys() - {row[0] for row in rows}  # of a sharded run: another driver's attempt is listed now
-        live = _live(store) if any(row[1] == "running" for row in rows) else []
-        marks = ", ".join("?" * (2 + _STORED.count(",") + 1))
+            while page := connection.execute(_PAGE, (last,)).fetchall():
+                changed |= self._merge(number, connection, page, last)
+                running |= any(row[1] == "running" for row in page)
+                last = page[-1][0]
+        live = _live(store) if running else []
         with self._writing():
-            for table in ("episodes", "variables"):
-                self.connection.executemany(
-                    f"DELETE FROM {table} WHERE source = {number} AND number = ?", [(each,) for each in gone]
-                )
-            if changed:
-                self.connection.executemany(
-                    f"INSERT OR REPLACE INTO episodes (source, number, {_STORED}) VALUES ({marks})",
-                    [(number, *row) for row in new],
-                )
+            changed |= self._remove(number, last, _LAST)
             self.connection.executemany(
                 f"UPDATE episodes SET turns = ?, tokens = ?, state = ? WHERE source = {number} AND number = ? AND status = 'running'",
                 live,
             )
-            changed_steps = self._steps(number, source, all_rows=bool(changed))
+            changed_steps = self._steps(number, source, all_rows=changed)
         if signature is not None:
             self._signatures[number] = signature
-        return bool(changed) or bool(gone) or bool(live) or changed_steps
+        return changed or bool(live) or changed_steps
+
+    def _merge(self, number: int, connection: sqlite3.Connection, page: list[tuple[Any, ...]], after: int) -> bool:
+        """Write what differs in one page of a store's episodes, those with numbers greater than `after`. Returns whether anything did.
+
+        An episode that the store does not list any more is removed: of a sharded run, another driver's attempt is listed now.
+        """
+        first, last = after + 1, page[-1][0]
+        query = (
+            "SELECT number, status, attempt, started, ended FROM episodes WHERE source = ? AND number BETWEEN ? AND ?"
+        )
+        had = {row[0]: row[1:] for row in self.connection.execute(query, (number, first, last))}
+        changed = {row[0] for row in page if had.get(row[0]) != row[1:]}
+        gone = had.keys() - {row[0] for row in page}
+        if not changed and not gone:
+            return False
+        found = connection.execute(
+            f"SELECT number, {_STORED} FROM episodes WHERE number BETWEEN ? AND ?", (first, last)
+        )
+        marks = ", ".join("?" * (2 + _STORED.count(",") + 1))
+        with self._writing():
+            for each in gone:
+                self._remove(number, each - 1, each)
+            self.connection.executemany(
+                f"INSERT OR REPLACE INTO episodes (source, number, {_STORED}) VALUES ({marks})",
+                ((number, *row) for row in found if row[0] in changed),
+            )
+        return True
+
+    def _remove(self, number: int, after: int, last: int) -> bool:
+        """Remove the episodes of a source whose numbers are greater than `after`, up to `last`. Returns whether there were any."""
+        found = 0
+        for table in ("episodes", "variables"):
+            query = f"DELETE FROM {table} WHERE source = ? AND number > ? AND number <= ?"
+            found += self.connection.execute(query, (number, after, last)).rowcount
+        return found > 0
 
     def _steps(self, number: int, source: Source, *, all_rows: bool) -> bool:
         """Write to each episode the step of the training that used it, from `batches.jsonl`."""
